@@ -41,13 +41,14 @@ from vsched.api.response_schema import ChatChunk, ChatResponse, CompletionRespon
 from vsched.api.structured_outputs import after_reasoning, constraint_of, with_forced_calls
 from vsched.api.tools.choice import ToolUse, tool_use
 from vsched.api.tools.formats import call_format, reasoning_format
-from vsched.api.tools.reader import CallStopScope, CheckpointParser, MessageBuilder, OutputParser
+from vsched.api.tools.reader import CallStopScope, MessageBuilder, OutputParser
 from vsched.api.unsupported import refuse_unsupported
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.logs import REQUEST_FIELDS
 from vsched.media import ImageReference, Prompt, refuse_images
 from vsched.record.journal import KeptRequest, PartialOutput, RequestJournal
 from vsched.types import SamplingParams
+from vsched.worker.contract import AnswerParser
 
 if TYPE_CHECKING:
     from vsched.api.tracing.spans import RequestTrace, Tracing
@@ -364,15 +365,7 @@ class CompletionEndpoint:
         choices = AcceptedChoices()
         if trace is not None:
             trace.choices = choices
-            trace.describe(
-                job.request_id,
-                job.model,
-                job.sampling,
-                stream=job.stream,
-                choices=job.n,
-                session=job.session,
-                tenant=tenant_of(exchange.scope),
-            )
+            trace.describe(job, tenant_of(exchange.scope))
         try:
             if self._journal is not None:
                 await self._keep(self._journal, exchange, job)
@@ -384,12 +377,7 @@ class CompletionEndpoint:
             choices.abort()
             if self._journal is not None:
                 self._journal.end(job.request_id)
-            used = choices.usage
-            record.tokens(
-                prompt=used.prompt_tokens,
-                cached=used.prompt_tokens_details.cached_tokens,
-                output=used.completion_tokens,
-            )
+            record.tokens(choices.usage)
 
     async def _keep(
         self, journal: RequestJournal, exchange: HttpExchange, job: CheckedRequest
@@ -480,17 +468,8 @@ class CompletionEndpoint:
         Raises:
             RequestFailed: If a choice ended in an error.
         """
-        if job.stream:
-            return await self._stream(exchange, record, choices, job)
-        return await self._respond(exchange, record, choices, job)
-
-    async def _stream(
-        self,
-        exchange: HttpExchange,
-        record: RequestRecord,
-        choices: AcceptedChoices,
-        job: CheckedRequest,
-    ) -> str:
+        if not job.stream:
+            return await self._send_whole(exchange, record, choices, job)
         streams = [
             ChoiceStream(generation, self._formatter(generation, job, index))
             for index, generation in enumerate(choices.generations)
@@ -505,7 +484,7 @@ class CompletionEndpoint:
         await exchange.end_stream()
         return outcome
 
-    async def _respond(
+    async def _send_whole(
         self,
         exchange: HttpExchange,
         record: RequestRecord,
@@ -525,26 +504,14 @@ class CompletionEndpoint:
         self, drawn: Sequence[CompleteChoice], usage: Usage, job: CheckedRequest
     ) -> object:
         """Build the non-streaming response."""
-        responses = []
+        responses: list[Any] = []
         for index, answer in enumerate(drawn):
             formatter = self._formatter(answer.generation, job, index)
             deltas = without_logprobs(answer.deltas) if job.hides_logprobs else answer.deltas
             responses.append(formatter.response(deltas, usage))
-        return _joined(responses)
-
-
-def _joined(responses: Sequence[object]) -> object:
-    """Merge the responses of several choices."""
-    first, *others = responses
-    for other in others:
-        if isinstance(first, ChatResponse):
-            assert isinstance(other, ChatResponse)
-            first.choices += other.choices
-        else:
-            assert isinstance(first, CompletionResponse)
-            assert isinstance(other, CompletionResponse)
-            first.choices += other.choices
-    return first
+        for other in responses[1:]:
+            responses[0].choices += other.choices
+        return responses[0]
 
 
 def _id_header(job: CheckedRequest) -> list[tuple[bytes, bytes]]:
@@ -606,17 +573,13 @@ class ChatEndpoint(CompletionEndpoint):
             return job
         options: dict[str, Any] = {"reasoning": reasoning, "thinking": thinking}
         make_stop_scope: Callable[[], StopScope] | None = None
-        make_parser: Callable[[], OutputParser | CheckpointParser]
+        make_parser: Callable[[], OutputParser | AnswerParser]
         if parsed:
             make_parser = partial(self._parser, prompt, arguments, tools)
         elif tools is None:
             make_parser = partial(OutputParser, None, **options)
         else:
-            options |= {
-                "tools": tools.schemas,
-                "single": tools.single,
-                "forced": bool(tools.forced),
-            }
+            options |= {"tools": tools.schemas, "forced": bool(tools.forced)}
             make_parser = partial(OutputParser, tools.format, **options)
             make_stop_scope = partial(CallStopScope, tools.format, **options)
 
@@ -625,6 +588,7 @@ class ChatEndpoint(CompletionEndpoint):
                 make_parser(),
                 choice_id=choice_id(request_id, index),
                 hides_reasoning=request.include_reasoning is False,
+                single=tools is not None and tools.single,
                 has_tools=tools is not None,
                 forced=tools is not None and bool(tools.forced),
             )
@@ -645,12 +609,11 @@ class ChatEndpoint(CompletionEndpoint):
 
     def _parser(
         self, prompt: str | Callable[[], str], arguments: dict[str, Any], tools: ToolUse | None
-    ) -> CheckpointParser:
+    ) -> AnswerParser:
         """Response parser of the checkpoint for one choice; it only needs the end of the prompt."""
         front = self._engine.preprocessor
         text = self._short_prompt(arguments) if callable(prompt) else prompt
-        parser = front.answer_parser(text, tools.shown if tools is not None else ())
-        return CheckpointParser(parser, single=tools is not None and tools.single)
+        return front.answer_parser(text, tools.shown if tools is not None else ())
 
     def _short_prompt(self, arguments: dict[str, Any]) -> str:
         """Render a short prompt with the same ending; empty if the template rejects it."""

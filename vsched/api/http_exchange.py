@@ -168,6 +168,7 @@ class HttpExchange:
     async def send_error(self, error: RequestRefused | RequestFailed) -> None:
         """Send an error with its status; in a stream that has started, as its last event."""
         if self.started:
+            self._form.after = None  # never skipped: no reader has received it yet
             await self._send_events(self._form.error_events(error))
             await self.end_stream()
             return
@@ -298,7 +299,6 @@ class WireForm:
 
     def error_events(self, error: RequestRefused | RequestFailed) -> bytes:
         """Encode an error within a stream."""
-        self.after = None  # never skipped: no reader has received it yet
         return self.events(self.error(error))
 
     def events(self, content: object) -> bytes:
@@ -378,7 +378,6 @@ class MessagesForm(NamedEvents):
         return MessagesError(error=MessagesErrorBody(kind, body.message, details))
 
     def error_events(self, error: RequestRefused | RequestFailed) -> bytes:
-        self.after = None
         return self._event(self.error(error))
 
 
@@ -401,7 +400,6 @@ class ResponsesForm(NamedEvents):
     """Format of OpenAI's Responses API: OpenAI's errors, and events with names and numbers."""
 
     def error_events(self, error: RequestRefused | RequestFailed) -> bytes:
-        self.after = None
         found = envelope(error).error
         event = ResponsesErrorEvent(code=found.code, message=found.message, param=found.param)
         return self.events([event])

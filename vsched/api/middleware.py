@@ -208,9 +208,9 @@ def request_middleware(settings: ApiSettings) -> list[Middleware]:
     return [serve, cors] if settings.cors_origins else [serve]
 
 
-def _refused_host(host: str | None, allowed: tuple[str, ...] | None) -> RequestRefused | None:
+def _refused_host(host: str | None, allowed: tuple[str, ...]) -> RequestRefused | None:
     """Error for a host name that is not allowed."""
-    if allowed is None or host is None or _is_allowed(host, allowed):
+    if host is None or _is_allowed(host, allowed):
         return None
     message = limit_message(
         "the Host header does not name this server",

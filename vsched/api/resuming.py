@@ -505,7 +505,7 @@ class KeptResponseRoute(ApiRoute):
     def __init__(self, endpoint: CompletionEndpoint, resumption: Resumption) -> None:
         """Serve the answers of requests to `endpoint`."""
         kept = KeptResponseEndpoint(resumption, endpoint)
-        kinds = {**endpoint.kinds, "request": None}
+        kinds: dict[str, Any] = {**endpoint.kinds, "request": None}
         super().__init__("GET", f"{endpoint.path}/{{request_id:path}}", kept, **kinds)
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Annotated, Any, NamedTuple, TypeVar, get_type_hints
 
 import msgspec
@@ -112,7 +112,6 @@ _KINDS = {
 }
 _REMEDIES = {kind: remedy for remedy, kinds in _KINDS.items() for kind in kinds.split()}
 _DATE = re.compile(r"_\d{4}_?\d{2}_?\d{2}\Z")
-_STEP = re.compile(r"[^.\[\]]+|\[\d+\]")
 
 
 def unsupported_type(kind: object, where: str) -> ParameterRefused | None:
@@ -125,20 +124,14 @@ def unsupported_type(kind: object, where: str) -> ParameterRefused | None:
 
 
 def find_unsupported_type(
-    body: Any, path: str, *, served: Collection[str]
+    values: Iterable[tuple[str, Any]], *, served: Collection[str]
 ) -> ParameterRefused | None:
-    """Return the error for the outermost object of an unsupported type on a path in a body; None if there is none."""
-    value, where = body, ""
-    for step in (*_STEP.findall(path), None):
+    """Return the error for the first object of an unsupported type, of paths and values; None if there is none."""
+    for where, value in values:
         kind = value.get("type") if isinstance(value, dict) and where else None
         refusal = unsupported_type(kind, where)
         if refusal is not None and kind not in served:
             return refusal
-        try:
-            value = value[int(step[1:-1])] if step.startswith("[") else value[step]
-        except (LookupError, TypeError, ValueError, AttributeError):
-            return None
-        where += step if step.startswith("[") else f".{step}" if where else step
     return None
 
 

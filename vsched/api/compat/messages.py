@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from vsched.aio.streams import OutputDelta
 from vsched.api.chat_messages import as_object
 from vsched.api.compat.blocks import (
     BlockDelta,
+    BlockFormatter,
     BlockKind,
     BlockStart,
     BlockStep,
     BlockStop,
     ChatFields,
     ContentBlock,
-    ContentBlocks,
     named_as,
     shared_fields,
 )
@@ -45,7 +44,7 @@ from vsched.api.request_schema import (
     ToolChoice,
     VideoPart,
 )
-from vsched.api.response_schema import Model, Usage
+from vsched.api.response_schema import Model
 from vsched.api.unsupported import neutral, refuse_unsupported, unsupported_type, with_fields
 
 
@@ -303,8 +302,7 @@ class MessagesEndpoint(ChatEndpoint):
 
     def _formatter(self, generation: Generation, job: CheckedRequest, index: int = 0) -> Formatter:
         assert not index, "requests of this API have a single choice"
-        blocks = ContentBlocks(job.builder_of(index))
-        return MessagesFormatter(generation, model=job.model, blocks=blocks)
+        return MessagesFormatter(generation, job)
 
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -318,40 +316,35 @@ _DELTAS = {
 """Type of a delta, and the name of its field."""
 
 
-class MessagesFormatter:
+class MessagesFormatter(BlockFormatter[MessagesEvent]):
     """Formats one response."""
 
-    def __init__(self, generation: Generation, *, model: str, blocks: ContentBlocks) -> None:
-        self._generation = generation
-        self._model = model
-        self._blocks = blocks
-        self._started = False
+    def _first_events(self) -> list[MessagesEvent]:
+        message = self._response([])
+        message.usage.output_tokens = 0  # the message is still empty
+        return [MessagesEvent(type="message_start", message=message)]
 
-    def chunk(self, delta: OutputDelta) -> list[MessagesEvent]:
-        """Events of a delta, none without text; the first and last delta have additional ones."""
-        events: list[MessagesEvent] = []
-        if not self._started:
-            message = self._response([])
-            message.usage.output_tokens = 0  # the message is still empty
-            events.append(MessagesEvent(type="message_start", message=message))
-            self._started = True
-        events += map(_event, self._blocks.take(delta))
-        if self._blocks.finish_reason:
-            end = {"stop_reason": self._stop_reason(), "stop_sequence": self._blocks.stop_string}
-            events.append(MessagesEvent(type="message_delta", delta=end, usage=self._usage()))
-            events.append(MessagesEvent(type="message_stop"))
-        return events
+    def _last_events(self) -> list[MessagesEvent]:
+        end = {"stop_reason": self._stop_reason(), "stop_sequence": self._blocks.stop_string}
+        return [
+            MessagesEvent(type="message_delta", delta=end, usage=self._usage()),
+            MessagesEvent(type="message_stop"),
+        ]
 
-    def usage_chunk(self, usage: Usage) -> list[MessagesEvent]:
-        """Return no events: the event before the last one has the usage."""
-        del usage
-        return []
+    def _events(self, step: BlockStep) -> Iterator[MessagesEvent]:
+        index = step.block.index
+        match step:
+            case BlockStart(block):
+                empty = _output(block, "")
+                yield MessagesEvent(type="content_block_start", index=index, content_block=empty)
+            case BlockDelta(block, text):
+                kind, name = _DELTAS[block.kind]
+                delta: dict[str, str | None] = {"type": kind, name: text}
+                yield MessagesEvent(type="content_block_delta", index=index, delta=delta)
+            case BlockStop():
+                yield MessagesEvent(type="content_block_stop", index=index)
 
-    def response(self, deltas: Sequence[OutputDelta], usage: Usage) -> MessagesResponse:
-        """Return the response that corresponds to all events of a stream."""
-        del usage
-        for delta in deltas:
-            self._blocks.take(delta)
+    def _ended(self) -> MessagesResponse:
         response = self._response([_output(block, block.text) for block in self._blocks.blocks])
         response.stop_reason = self._stop_reason()
         response.stop_sequence = self._blocks.stop_string
@@ -360,7 +353,7 @@ class MessagesFormatter:
     def _response(self, content: list[OutputBlock]) -> MessagesResponse:
         return MessagesResponse(
             id=self._generation.request_id,
-            model=self._model,
+            model=self._job.model,
             content=content,
             usage=self._usage(),
         )
@@ -375,20 +368,6 @@ class MessagesFormatter:
             return "stop_sequence"
         reason = self._blocks.finish_reason
         return _REASONS.get(reason, reason)
-
-
-def _event(step: BlockStep) -> MessagesEvent:
-    index = step.block.index
-    match step:
-        case BlockStart(block):
-            empty = _output(block, "")
-            return MessagesEvent(type="content_block_start", index=index, content_block=empty)
-        case BlockDelta(block, text):
-            kind, name = _DELTAS[block.kind]
-            delta: dict[str, str | None] = {"type": kind, name: text}
-            return MessagesEvent(type="content_block_delta", index=index, delta=delta)
-        case BlockStop():
-            return MessagesEvent(type="content_block_stop", index=index)
 
 
 def _output(block: ContentBlock, text: str) -> OutputBlock:

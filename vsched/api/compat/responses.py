@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from vsched.aio.streams import OutputDelta, TokenLogprob
+from vsched.aio.streams import TokenLogprob
 from vsched.api.compat.blocks import (
     BlockDelta,
+    BlockFormatter,
     BlockKind,
     BlockStart,
     BlockStep,
     BlockStop,
     ChatFields,
     ContentBlock,
-    ContentBlocks,
     named_as,
     shared_fields,
 )
@@ -51,8 +51,9 @@ from vsched.api.request_schema import (
     ToolChoice,
     VideoPart,
 )
-from vsched.api.response_schema import ChatLogprob, Usage
+from vsched.api.response_schema import ChatLogprob
 from vsched.api.unsupported import neutral, refuse_unsupported, unsupported_type, with_fields
+from vsched.worker.contract import Preprocessor
 
 
 class InputImage(msgspec.Struct, tag_field="type", tag="input_image"):
@@ -344,18 +345,7 @@ class ResponsesEndpoint(ChatEndpoint):
 
     def _formatter(self, generation: Generation, job: CheckedRequest, index: int = 0) -> Formatter:
         assert not index, "requests of this API have a single choice"
-        assert isinstance(job.original, ResponsesRequest)
-        return ResponsesFormatter(
-            generation,
-            created=job.created,
-            model=job.model,
-            blocks=ContentBlocks(
-                job.builder_of(index),
-                logprobs=job.sampling.logprobs is not None,
-            ),
-            request=job.original,
-            format_logprob=partial(chat_logprob, preprocessor=self._engine.preprocessor),
-        )
+        return ResponsesFormatter(generation, job, self._engine.preprocessor)
 
 
 _PREFIXES = {BlockKind.TEXT: "msg", BlockKind.REASONING: "rs", BlockKind.CALL: "fc"}
@@ -366,55 +356,25 @@ _EVENTS = {
 }
 
 
-class ResponsesFormatter:
-    """Formats one response, which repeats settings of its `request`; `format_logprob` formats the one of a token."""
+class ResponsesFormatter(BlockFormatter[ResponsesEvent]):
+    """Formats one response, which repeats settings of its request."""
 
     def __init__(
-        self,
-        generation: Generation,
-        *,
-        created: int,
-        model: str,
-        blocks: ContentBlocks,
-        request: ResponsesRequest,
-        format_logprob: Callable[[TokenLogprob], ChatLogprob],
+        self, generation: Generation, job: CheckedRequest, preprocessor: Preprocessor
     ) -> None:
-        self._generation = generation
-        self._created = created
-        self._model = model
-        self._blocks = blocks
-        self._request = request
-        self._format_logprob = format_logprob
-        self._started = False
+        super().__init__(generation, job, logprobs=job.sampling.logprobs is not None)
+        self._format_logprob = partial(chat_logprob, preprocessor=preprocessor)
 
-    def chunk(self, delta: OutputDelta) -> list[ResponsesEvent]:
-        """Events of a delta, none without text; the first and last delta have additional ones."""
-        events: list[ResponsesEvent] = []
-        if not self._started:
-            response = self._response("in_progress", [])
-            events += [
-                ResponsesEvent(type="response.created", response=response),
-                ResponsesEvent(type="response.in_progress", response=response),
-            ]
-            self._started = True
-        for step in self._blocks.take(delta):
-            events += self._events(step)
-        if self._blocks.finish_reason:
-            ended = self._ended()
-            events.append(ResponsesEvent(type=f"response.{ended.status}", response=ended))
-        return events
+    def _first_events(self) -> list[ResponsesEvent]:
+        response = self._response("in_progress", [])
+        return [
+            ResponsesEvent(type="response.created", response=response),
+            ResponsesEvent(type="response.in_progress", response=response),
+        ]
 
-    def usage_chunk(self, usage: Usage) -> list[ResponsesEvent]:
-        """Return no events: the last event has the usage."""
-        del usage
-        return []
-
-    def response(self, deltas: Sequence[OutputDelta], usage: Usage) -> ResponseObject:
-        """Return the response that corresponds to all events of a stream."""
-        del usage
-        for delta in deltas:
-            self._blocks.take(delta)
-        return self._ended()
+    def _last_events(self) -> list[ResponsesEvent]:
+        ended = self._ended()
+        return [ResponsesEvent(type=f"response.{ended.status}", response=ended)]
 
     def _events(self, step: BlockStep) -> Iterator[ResponsesEvent]:
         block, index = step.block, step.block.index
@@ -507,13 +467,14 @@ class ResponsesFormatter:
         return response
 
     def _response(self, status: str, output: list[OutputItem]) -> ResponseObject:
-        sent = self._request
+        sent = self._job.original
+        assert isinstance(sent, ResponsesRequest)
         has_ended = status != "in_progress"
         return ResponseObject(
             id=self._generation.request_id,
-            created_at=self._created,
+            created_at=self._job.created,
             status=status,
-            model=self._model,
+            model=self._job.model,
             output=output,
             usage=self._usage() if has_ended else None,
             instructions=sent.instructions,

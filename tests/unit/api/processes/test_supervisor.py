@@ -7,6 +7,7 @@ import contextlib
 import io
 import os
 import socket
+import subprocess
 from collections.abc import AsyncIterator
 from typing import Any, cast
 
@@ -71,7 +72,7 @@ class Played:
 async def played(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Played]:
     """Two served processes, whose state is sent as often as the event loop allows."""
     made = Played()
-    monkeypatch.setattr(supervisor.subprocess, "Popen", made.start)
+    monkeypatch.setattr(subprocess, "Popen", made.start)
     monkeypatch.setattr(supervisor, "FACTS_S", 0)
     monkeypatch.setattr(supervisor, "PAUSE_S", 0.001)
     config = Config(server=ServerConfig(port=0, processes=2))
