@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from vsched.api.errors import ClientDisconnected, envelope
 from vsched.errors import RequestFailed, RequestRefused, limit_message
+from vsched.media.budget import Grant
 
 logger = logging.getLogger(__name__)
 
@@ -32,14 +33,6 @@ _SSE_HEADERS = (
 )
 ROOMLESS_BYTES = 64 * 1024
 """Bodies up to this size need no reserved memory: the buffer of a connection is as large."""
-
-
-class Room(Protocol):
-    """Reserved memory of a large body."""
-
-    def release(self) -> None:
-        """Release the memory; idempotent."""
-        ...
 
 
 class HttpExchange:
@@ -62,7 +55,7 @@ class HttpExchange:
         self._receive = receive
         self._send = send
         self._body_read = False
-        self._room: Room | None = None
+        self._room: Grant | None = None
         self._finished = False
 
     def header(self, name: bytes) -> bytes | None:
@@ -72,7 +65,7 @@ class HttpExchange:
                 return bytes(value)
         return None
 
-    async def read_body(self, limit: int, room: Callable[[int], Awaitable[Room]]) -> list[bytes]:
+    async def read_body(self, limit: int, room: Callable[[int], Awaitable[Grant]]) -> list[bytes]:
         """Read the body in pieces, at most `limit` bytes, and reserve memory for a large one with `room`.
 
         Raises:

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from tests.each_case import each_case
-from tests.unit.api.fakes import CHAT, PLAIN, FakeEngine, chat, post
+from tests.unit.api.fakes import CHAT, PLAIN, FakeEngine, body_of, chat, post
 from vsched.api import ApiSettings
 from vsched.types import SamplingDefaults
 
@@ -337,7 +337,7 @@ USAGE = {"stream_options": {"include_usage": True}}
 async def test_refusals_name_the_parameter_value_and_limit(
     path: str, fields: dict[str, Any], param: str, message: str
 ) -> None:
-    body = chat(**fields) if path == CHAT else {"prompt": "x", **fields}
+    body = body_of(path, **fields)
     reply = await post(FakeEngine(), path, body)
     assert (reply.status, reply.error["param"]) == (400, param)
     assert f"`{param}`" in reply.error["message"]
