@@ -196,7 +196,7 @@ class CompletionEndpoint:
         "response": CompletionResponse,
         "event": CompletionResponse,
     }
-    _formatter_class: type[ChatFormatter | CompletionFormatter] = CompletionFormatter
+    _formatter_class: ClassVar[type[Any]] = CompletionFormatter
 
     def __init__(self, serving: Serving) -> None:
         self._engine, self._settings, self._metrics, self._bodies = serving[:4]
@@ -404,18 +404,9 @@ class CompletionEndpoint:
         if kept and request.choices == 1:
             exchange.number_events()
 
-    def _formatter(self, generation: Generation, job: CheckedRequest, index: int = 0) -> Formatter:
-        return self._formatter_class(
-            generation,
-            index=index,
-            request_id=job.request_id,
-            created=job.created,
-            model=job.model,
-            preprocessor=self._engine.preprocessor,
-            options=job.options,
-            message_builder=job.builder_of(index),
-            echo=job.echoes[index // job.n] if job.echoes else None,
-        )
+    def _formatter(self, generation: Generation, job: CheckedRequest, index: int) -> Formatter:
+        made: Formatter = self._formatter_class(generation, job, self._engine.preprocessor, index)
+        return made
 
     async def accept(
         self,

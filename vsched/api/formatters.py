@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -28,8 +28,10 @@ from vsched.api.response_schema import (
     TopLogprob,
     Usage,
 )
-from vsched.api.tools.reader import MessageBuilder
 from vsched.worker.contract import Detokenizer, Preprocessor
+
+if TYPE_CHECKING:
+    from vsched.api.completions import CheckedRequest
 
 _LOGPROB_MIN = -9999.0
 """OpenAI's substitute for minus infinity, which JSON cannot represent."""
@@ -73,9 +75,6 @@ class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
     echo: bool = False
     echo_logprobs: int = 0
-
-
-_TEXT_ALONE = ResponseOptions()
 
 
 class Formatter(Protocol):
@@ -161,32 +160,26 @@ class _Formatting:
     def __init__(
         self,
         generation: Generation,
-        *,
-        created: int,
-        model: str,
+        job: CheckedRequest,
         preprocessor: Preprocessor,
-        options: ResponseOptions = _TEXT_ALONE,
-        message_builder: MessageBuilder | None = None,
         index: int = 0,
-        request_id: str = "",
-        echo: str | None = None,
     ) -> None:
-        """Create a formatter.
+        """Format the choice of this index.
 
-        `message_builder` parses calls and reasoning; `index` and `request_id` serve several choices. `echo` is the
-        start of the content of a chat, the assistant message that is continued, or the text of a repeated prompt.
+        `_echo` is the start of the content of a chat, the assistant message that is continued, or the text of a
+        repeated prompt; None for a prompt of token ids.
         """
-        self.options = options
+        self.options = job.options
         self._index = index
         self._generation = generation
-        self._id = request_id or generation.request_id
-        self._created = created
-        self._model = model
+        self._id = job.request_id
+        self._created = job.created
+        self._model = job.model
         self._preprocessor = preprocessor
-        self._message_builder = message_builder
-        self._echo = echo
+        self._message_builder = job.builder_of(index)
+        self._echo = job.echoes[index // job.n] if job.echoes else None
         self._started = False
-        self._bare = not (options.running_usage or options.token_ids)
+        self._bare = not (job.options.running_usage or job.options.token_ids)
         self._form = _Form(self._event(_BLANK))
 
     def _event(self, text: str) -> object:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Collection, Iterable, Mapping
-from typing import Annotated, Any, NamedTuple, TypeVar, get_type_hints
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Annotated, Any, NamedTuple, TypeVar, cast, get_type_hints
 
 import msgspec
 
@@ -35,14 +35,28 @@ def neutral(*values: Any, remedy: str = "leave it out") -> Neutral:
 Request = TypeVar("Request", bound=msgspec.Struct)
 
 
-def with_fields(base: type[Request], fields: Mapping[str, Neutral | None]) -> type[Request]:
-    """Return a request with further fields, given as names between spaces; those without neutral values are ignored."""
+def with_fields(
+    fields: Mapping[str, Neutral | None],
+) -> Callable[[type[Request]], type[Request]]:
+    """Add fields to a request, given as names between spaces; those without neutral values are ignored."""
     made = [
         (name, Any if known is None else Annotated[Any, known], None)
         for names, known in fields.items()
         for name in names.split()
     ]
-    return msgspec.defstruct(base.__name__, made, bases=(base,), kw_only=True)  # type: ignore[return-value]
+
+    def add(cls: type[Request]) -> type[Request]:
+        whole = msgspec.defstruct(
+            cls.__name__,
+            made,
+            bases=(cls,),
+            module=cls.__module__,
+            namespace={"__doc__": cls.__doc__},
+            kw_only=True,
+        )
+        return cast("type[Request]", whole)
+
+    return add
 
 
 def refuse_unsupported(request: msgspec.Struct) -> None:

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from enum import Enum
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
@@ -16,6 +17,7 @@ from vsched.aio.streams import OutputDelta, TokenLogprob
 from vsched.api.completions import CheckedRequest
 from vsched.api.contract import Generation
 from vsched.api.errors import ParameterRefused
+from vsched.api.formatters import chat_logprob
 from vsched.api.http_exchange import StreamEvent
 from vsched.api.request_schema import (
     ChatRequest,
@@ -26,6 +28,7 @@ from vsched.api.request_schema import (
 )
 from vsched.api.response_schema import ChatDelta, Usage
 from vsched.api.tools.reader import MessageBuilder
+from vsched.worker.contract import Preprocessor
 
 Event = TypeVar("Event", bound=StreamEvent)
 
@@ -177,12 +180,16 @@ class BlockFormatter(ABC, Generic[Event]):
     """Formats one response from its blocks."""
 
     def __init__(
-        self, generation: Generation, job: CheckedRequest, *, logprobs: bool = False
+        self, generation: Generation, job: CheckedRequest, preprocessor: Preprocessor, index: int
     ) -> None:
-        """Format a generation of this request; with `logprobs`, text blocks have their tokens."""
+        """Format a generation of this request."""
+        assert not index, "requests of these APIs have a single choice"
         self._generation = generation
         self._job = job
-        self._blocks = ContentBlocks(job.builder_of(0), logprobs=logprobs)
+        self._blocks = ContentBlocks(
+            job.builder_of(index), logprobs=job.sampling.logprobs is not None
+        )
+        self._format_logprob = partial(chat_logprob, preprocessor=preprocessor)
         self._started = False
 
     def chunk(self, delta: OutputDelta) -> list[Event]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -23,9 +23,7 @@ from vsched.api.compat.blocks import (
     shared_fields,
 )
 from vsched.api.completions import ChatEndpoint, CheckedRequest, check_ready
-from vsched.api.contract import Generation
 from vsched.api.errors import ParameterRefused, out_of_bounds, shown, unsupported
-from vsched.api.formatters import Formatter
 from vsched.api.http_exchange import HttpExchange, MessagesError, StreamEvent
 from vsched.api.request_schema import (
     CalledFunction,
@@ -173,25 +171,19 @@ class OutputConfig(msgspec.Struct):
     effort: Any = None
 
 
-if TYPE_CHECKING:
-    _FieldsOfApi = ChatFields
-else:
-    _FieldsOfApi = with_fields(
-        ChatFields,
-        {
-            # The first two are sent to Bedrock and Vertex. The model sees the whole history: no context is managed.
-            "anthropic_beta anthropic_version betas billing_policy cache_control compaction": None,
-            "context_management diagnostics fallback_credit_token fallbacks inference_geo": None,
-            "metadata service_tier speed user_profile_id workspace_id": None,
-            "container": neutral(),
-            "mcp_servers": neutral([], remedy="send their tools"),
-            "output_format": neutral(remedy="send it as output_config.format"),
-            "thread": neutral(remedy="send all messages with each request; no thread is kept"),
-        },
-    )
-
-
-class MessagesRequest(_FieldsOfApi, kw_only=True, forbid_unknown_fields=True):
+@with_fields(
+    {
+        # The first two are sent to Bedrock and Vertex. The model sees the whole history: no context is managed.
+        "anthropic_beta anthropic_version betas billing_policy cache_control compaction": None,
+        "context_management diagnostics fallback_credit_token fallbacks inference_geo": None,
+        "metadata service_tier speed user_profile_id workspace_id": None,
+        "container": neutral(),
+        "mcp_servers": neutral([], remedy="send their tools"),
+        "output_format": neutral(remedy="send it as output_config.format"),
+        "thread": neutral(remedy="send all messages with each request; no thread is kept"),
+    }
+)
+class MessagesRequest(ChatFields, kw_only=True, forbid_unknown_fields=True):
     """The body of /v1/messages and /v1/messages/count_tokens."""
 
     ROLES: ClassVar[str] = "user, assistant or system"
@@ -275,36 +267,6 @@ class MessagesModelList(msgspec.Struct):
     has_more: bool = False
 
 
-class MessagesEndpoint(ChatEndpoint):
-    """Continue a conversation, with Anthropic's Messages API."""
-
-    path = "/v1/messages"
-    name = "messages"
-    id_prefix = "msg"
-    kinds: ClassVar[dict[str, type]] = {
-        "request": MessagesRequest,
-        "response": MessagesResponse,
-        "event": MessagesEvent,
-        "error": MessagesError,
-    }
-
-    async def check(self, request: Any, request_id: str) -> CheckedRequest:
-        """Convert a request to a chat request, and check it."""
-        refuse_unsupported(request)
-        with named_as(NAMES):
-            return await super().check(chat_request(request), request_id)
-
-    async def count_tokens(self, exchange: HttpExchange) -> CountedTokens:
-        """Count the tokens of a conversation, with Anthropic's Messages API."""
-        check_ready(self._engine)
-        job = await self.read(exchange, "")
-        return CountedTokens(len(await self._engine.tokenize(job.prompts[0], job.images)))
-
-    def _formatter(self, generation: Generation, job: CheckedRequest, index: int = 0) -> Formatter:
-        assert not index, "requests of this API have a single choice"
-        return MessagesFormatter(generation, job)
-
-
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -378,6 +340,34 @@ def _output(block: ContentBlock, text: str) -> OutputBlock:
             return ThinkingBlock(text)
         case BlockKind.CALL:
             return ToolUseBlock(block.call_id, block.name, as_object(text))
+
+
+class MessagesEndpoint(ChatEndpoint):
+    """Continue a conversation, with Anthropic's Messages API."""
+
+    path = "/v1/messages"
+    name = "messages"
+    id_prefix = "msg"
+    kinds: ClassVar[dict[str, type]] = {
+        "request": MessagesRequest,
+        "response": MessagesResponse,
+        "event": MessagesEvent,
+        "error": MessagesError,
+    }
+
+    _formatter_class = MessagesFormatter
+
+    async def check(self, request: Any, request_id: str) -> CheckedRequest:
+        """Convert a request to a chat request, and check it."""
+        refuse_unsupported(request)
+        with named_as(NAMES):
+            return await super().check(chat_request(request), request_id)
+
+    async def count_tokens(self, exchange: HttpExchange) -> CountedTokens:
+        """Count the tokens of a conversation, with Anthropic's Messages API."""
+        check_ready(self._engine)
+        job = await self.read(exchange, "")
+        return CountedTokens(len(await self._engine.tokenize(job.prompts[0], job.images)))
 
 
 def messages_model(model: Model) -> MessagesModel:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -23,9 +22,7 @@ from vsched.api.compat.blocks import (
     shared_fields,
 )
 from vsched.api.completions import ChatEndpoint, CheckedRequest
-from vsched.api.contract import Generation
 from vsched.api.errors import ParameterRefused, out_of_bounds, shown, unsupported
-from vsched.api.formatters import Formatter, chat_logprob
 from vsched.api.http_exchange import NumberedEvent
 from vsched.api.request_schema import (
     AllowedTools,
@@ -53,7 +50,6 @@ from vsched.api.request_schema import (
 )
 from vsched.api.response_schema import ChatLogprob
 from vsched.api.unsupported import neutral, refuse_unsupported, unsupported_type, with_fields
-from vsched.worker.contract import Preprocessor
 
 
 class InputImage(msgspec.Struct, tag_field="type", tag="input_image"):
@@ -152,27 +148,21 @@ class TextOptions(msgspec.Struct, omit_defaults=True):
     verbosity: Any = None
 
 
-if TYPE_CHECKING:
-    _FieldsOfApi = ChatFields
-else:
-    _FieldsOfApi = with_fields(
-        ChatFields,
-        {
-            # `store` is ignored as in chat completions; the response has `store: false`.
-            "access_programs background_options client_metadata context_management image": None,
-            "max_tool_calls moderation prompt_cache_key prompt_cache_options": None,
-            "prompt_cache_retention safety_identifier service_tier store stream_options": None,
-            "background": neutral(False, remedy="stream, or wait for the answer"),
-            "conversation previous_response_id": neutral(
-                remedy="send the whole history as input; the server keeps nothing"
-            ),
-            "prompt": neutral(remedy="send its text as instructions or input"),
-            "truncation": neutral("disabled", remedy="send an input that fits"),
-        },
-    )
-
-
-class ResponsesRequest(_FieldsOfApi, kw_only=True, forbid_unknown_fields=True):
+@with_fields(
+    {
+        # `store` is ignored as in chat completions; the response has `store: false`.
+        "access_programs background_options client_metadata context_management image": None,
+        "max_tool_calls moderation prompt_cache_key prompt_cache_options": None,
+        "prompt_cache_retention safety_identifier service_tier store stream_options": None,
+        "background": neutral(False, remedy="stream, or wait for the answer"),
+        "conversation previous_response_id": neutral(
+            remedy="send the whole history as input; the server keeps nothing"
+        ),
+        "prompt": neutral(remedy="send its text as instructions or input"),
+        "truncation": neutral("disabled", remedy="send an input that fits"),
+    }
+)
+class ResponsesRequest(ChatFields, kw_only=True, forbid_unknown_fields=True):
     """The body of /v1/responses."""
 
     ROLES: ClassVar[str] = "system, developer, user or assistant"
@@ -324,30 +314,6 @@ class ResponsesEvent(NumberedEvent, kw_only=True):
     name: str | UnsetType = UNSET
 
 
-class ResponsesEndpoint(ChatEndpoint):
-    """Continue a conversation, with OpenAI's Responses API, without state."""
-
-    path = "/v1/responses"
-    name = "responses"
-    id_prefix = "resp"
-    kinds: ClassVar[dict[str, type]] = {
-        "request": ResponsesRequest,
-        "response": ResponseObject,
-        "event": ResponsesEvent,
-    }
-
-    async def check(self, request: Any, request_id: str) -> CheckedRequest:
-        """Convert a request to a chat request, and check it."""
-        refuse_unsupported(request)
-        with named_as(NAMES):
-            job = await super().check(chat_request(request), request_id)
-        return msgspec.structs.replace(job, original=msgspec.structs.replace(request, input=""))
-
-    def _formatter(self, generation: Generation, job: CheckedRequest, index: int = 0) -> Formatter:
-        assert not index, "requests of this API have a single choice"
-        return ResponsesFormatter(generation, job, self._engine.preprocessor)
-
-
 _PREFIXES = {BlockKind.TEXT: "msg", BlockKind.REASONING: "rs", BlockKind.CALL: "fc"}
 _EVENTS = {
     BlockKind.TEXT: "response.output_text",
@@ -358,12 +324,6 @@ _EVENTS = {
 
 class ResponsesFormatter(BlockFormatter[ResponsesEvent]):
     """Formats one response, which repeats settings of its request."""
-
-    def __init__(
-        self, generation: Generation, job: CheckedRequest, preprocessor: Preprocessor
-    ) -> None:
-        super().__init__(generation, job, logprobs=job.sampling.logprobs is not None)
-        self._format_logprob = partial(chat_logprob, preprocessor=preprocessor)
 
     def _first_events(self) -> list[ResponsesEvent]:
         response = self._response("in_progress", [])
@@ -500,6 +460,28 @@ class ResponsesFormatter(BlockFormatter[ResponsesEvent]):
             OutputDetails(self._blocks.reasoning_tokens),
             generation.prompt_tokens + generation.output_tokens,
         )
+
+
+class ResponsesEndpoint(ChatEndpoint):
+    """Continue a conversation, with OpenAI's Responses API, without state."""
+
+    path = "/v1/responses"
+    name = "responses"
+    id_prefix = "resp"
+    kinds: ClassVar[dict[str, type]] = {
+        "request": ResponsesRequest,
+        "response": ResponseObject,
+        "event": ResponsesEvent,
+    }
+
+    _formatter_class = ResponsesFormatter
+
+    async def check(self, request: Any, request_id: str) -> CheckedRequest:
+        """Convert a request to a chat request, and check it."""
+        refuse_unsupported(request)
+        with named_as(NAMES):
+            job = await super().check(chat_request(request), request_id)
+        return msgspec.structs.replace(job, original=msgspec.structs.replace(request, input=""))
 
 
 def _with_format(text: TextOptions | None) -> TextOptions:
