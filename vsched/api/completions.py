@@ -17,6 +17,7 @@ from vsched.aio.streams import StopScope
 from vsched.api import parameters
 from vsched.api.bodies import RequestBodies
 from vsched.api.chat_messages import arguments_characters, split_messages, with_template_calls
+from vsched.api.checked_request import CheckedRequest
 from vsched.api.choices import (
     AcceptedChoices,
     ChoiceStream,
@@ -27,12 +28,7 @@ from vsched.api.choices import (
 )
 from vsched.api.contract import ApiSettings, Generation, ServingContract
 from vsched.api.errors import ClientDisconnected, ParameterRefused
-from vsched.api.formatters import (
-    ChatFormatter,
-    CompletionFormatter,
-    Formatter,
-    ResponseOptions,
-)
+from vsched.api.formatters import ChatFormatter, CompletionFormatter, Formatter
 from vsched.api.http_exchange import HttpExchange
 from vsched.api.metrics import ApiMetrics, RequestRecord
 from vsched.api.middleware import log_field, new_id, refusal_of, sent_id, tenant_of
@@ -47,7 +43,6 @@ from vsched.errors import RequestFailed, RequestRefused
 from vsched.logs import REQUEST_FIELDS
 from vsched.media import ImageReference, Prompt, refuse_images
 from vsched.record.journal import KeptRequest, PartialOutput, RequestJournal
-from vsched.types import SamplingParams
 from vsched.worker.contract import AnswerParser
 
 if TYPE_CHECKING:
@@ -66,45 +61,6 @@ _PART_CHARACTERS = 128
 _NAMED_MAX = 8
 """Maximum number of adapters listed in the error for an unknown model."""
 _RETRY_AFTER_S = {"loading": 5, "draining": 5, "stopped": 30}
-
-
-class CheckedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A checked request, ready for the engine.
-
-    `drawn` choices are generated for each prompt, and the best `n` of them are returned. `hides_logprobs` means that
-    log-probabilities are needed only for that selection. `echoes` are the texts of prompts, or of a chat's last
-    message, to repeat in the response; None for a prompt of token ids. `constrained_by` is the parameter that the
-    grammar comes from. `message_builder` creates the parser of a choice with tool calls or reasoning, `make_stop_scope`
-    the scope that excludes tool calls from stop strings. `original` are the request fields that another vendor's API
-    repeats in its response. `model` is the name in the response, and `adapter` is the same name if it is an adapter,
-    otherwise empty.
-    """
-
-    prompts: Sequence[Prompt]
-    images: Sequence[ImageReference]
-    sampling: SamplingParams
-    request_id: str
-    created: int
-    model: str
-    adapter: str
-    priority: int
-    ttft_target_ms: int | None
-    cache_salt: str
-    session: str
-    stream: bool
-    options: ResponseOptions
-    constrained_by: str
-    n: int = 1
-    drawn: int = 1
-    hides_logprobs: bool = False
-    echoes: tuple[str | None, ...] = ()
-    message_builder: Callable[[int], MessageBuilder] | None = None
-    make_stop_scope: Callable[[], StopScope] | None = None
-    original: object = None
-
-    def builder_of(self, index: int) -> MessageBuilder | None:
-        """Parser of a choice; None without tool calls and reasoning."""
-        return None if self.message_builder is None else self.message_builder(index)
 
 
 def check_model(name: str | None, engine: ServingContract) -> str:
@@ -521,7 +477,7 @@ class ChatEndpoint(CompletionEndpoint):
         "response": ChatResponse,
         "event": ChatChunk,
     }
-    _formatter_class = ChatFormatter
+    _formatter_class: ClassVar[type[Any]] = ChatFormatter
 
     async def check(self, request: Any, request_id: str) -> CheckedRequest:
         """Check a request; long messages are rendered during preparation."""

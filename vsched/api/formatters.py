@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from vsched.aio.streams import OutputDelta, TokenLogprob
+from vsched.api.checked_request import CheckedRequest
 from vsched.api.contract import Generation
 from vsched.api.response_schema import (
     ChatChoice,
@@ -30,9 +31,6 @@ from vsched.api.response_schema import (
 )
 from vsched.worker.contract import Detokenizer, Preprocessor
 
-if TYPE_CHECKING:
-    from vsched.api.completions import CheckedRequest
-
 _LOGPROB_MIN = -9999.0
 """OpenAI's substitute for minus infinity, which JSON cannot represent."""
 _ENCODER = msgspec.json.Encoder()
@@ -50,31 +48,6 @@ def usage_of(*families: Sequence[Generation]) -> Usage:
         total_tokens=prompt + output,
         prompt_tokens_details=PromptDetails(sum(choices[0].cached_tokens for choices in families)),
     )
-
-
-class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options for the contents of a response besides text.
-
-    Attributes:
-        usage: A last event has the usage; with `running_usage` each event has the usage so far.
-        token_ids: Token ids of the prompt and of each choice are included.
-        tokens_as_ids: Log-probabilities name tokens as `token_id:N`, which also works for tokens that are not valid
-            text.
-        shows_special: Special tokens are included in the text.
-        prompt_logprobs: Number of alternatives per prompt token, in vLLM's format; None for no prompt
-            log-probabilities.
-        echo: The text of a completion starts with its prompt, and its log-probabilities with those of the prompt, with
-            `echo_logprobs` alternatives per token.
-    """
-
-    usage: bool = False
-    running_usage: bool = False
-    token_ids: bool = False
-    tokens_as_ids: bool = False
-    shows_special: bool = False
-    prompt_logprobs: int | None = None
-    echo: bool = False
-    echo_logprobs: int = 0
 
 
 class Formatter(Protocol):
@@ -177,7 +150,7 @@ class _Formatting:
         self._model = job.model
         self._preprocessor = preprocessor
         self._message_builder = job.builder_of(index)
-        self._echo = job.echoes[index // job.n] if job.echoes else None
+        self._echo: str | None = job.echoes[index // job.n] if job.echoes else None
         self._started = False
         self._bare = not (job.options.running_usage or job.options.token_ids)
         self._form = _Form(self._event(_BLANK))

@@ -10,9 +10,9 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
+from vsched.api.checked_request import ResponseOptions
 from vsched.api.contract import ApiSettings
 from vsched.api.errors import ParameterRefused, check_count, out_of_bounds, shown
-from vsched.api.formatters import ResponseOptions
 from vsched.api.request_schema import (
     ChatRequest,
     CompletionRequest,

@@ -19,8 +19,9 @@ from starlette.routing import Match
 from starlette.types import Message, Receive, Scope, Send
 
 from vsched.aio.streams import OutputDelta, PromptReport, failure_of
+from vsched.api.checked_request import CheckedRequest
 from vsched.api.choices import AcceptedChoices
-from vsched.api.completions import CheckedRequest, CompletionEndpoint
+from vsched.api.completions import CompletionEndpoint
 from vsched.api.contract import Generation
 from vsched.api.errors import ParameterRefused, out_of_bounds
 from vsched.api.http_exchange import HttpExchange

@@ -13,9 +13,9 @@ from tests.patience import PATIENCE_S
 from tests.unit.api.fakes import FakeEngine, FakeGeneration
 from tests.unit.media.fakes import FakePreprocessor
 from vsched.aio.streams import ChoiceInputs, OutputDelta, TokenStream
+from vsched.api.checked_request import CheckedRequest, ResponseOptions
 from vsched.api.choices import ChoiceStream, SseWriter
-from vsched.api.completions import CheckedRequest
-from vsched.api.formatters import ChatFormatter, CompletionFormatter, ResponseOptions
+from vsched.api.formatters import ChatFormatter, CompletionFormatter
 from vsched.api.http_exchange import HttpExchange
 from vsched.api.metrics import ApiMetrics
 from vsched.api.response_schema import ChatChunk, ChatChunkChoice, ChatDelta

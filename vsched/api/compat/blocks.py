@@ -14,7 +14,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import msgspec
 
 from vsched.aio.streams import OutputDelta, TokenLogprob
-from vsched.api.completions import CheckedRequest
+from vsched.api.checked_request import CheckedRequest
 from vsched.api.contract import Generation
 from vsched.api.errors import ParameterRefused
 from vsched.api.formatters import chat_logprob

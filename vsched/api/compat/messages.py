@@ -10,6 +10,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from vsched.api.chat_messages import as_object
+from vsched.api.checked_request import CheckedRequest
 from vsched.api.compat.blocks import (
     BlockDelta,
     BlockFormatter,
@@ -22,7 +23,7 @@ from vsched.api.compat.blocks import (
     named_as,
     shared_fields,
 )
-from vsched.api.completions import ChatEndpoint, CheckedRequest, check_ready
+from vsched.api.completions import ChatEndpoint, check_ready
 from vsched.api.errors import ParameterRefused, out_of_bounds, shown, unsupported
 from vsched.api.http_exchange import HttpExchange, MessagesError, StreamEvent
 from vsched.api.request_schema import (

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from vsched.aio.streams import TokenLogprob
+from vsched.api.checked_request import CheckedRequest
 from vsched.api.compat.blocks import (
     BlockDelta,
     BlockFormatter,
@@ -21,7 +22,7 @@ from vsched.api.compat.blocks import (
     named_as,
     shared_fields,
 )
-from vsched.api.completions import ChatEndpoint, CheckedRequest
+from vsched.api.completions import ChatEndpoint
 from vsched.api.errors import ParameterRefused, out_of_bounds, shown, unsupported
 from vsched.api.http_exchange import NumberedEvent
 from vsched.api.request_schema import (

@@ -13,7 +13,6 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -23,14 +22,12 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
 from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from vsched.api.checked_request import CheckedRequest
 from vsched.api.choices import AcceptedChoices
 from vsched.api.contract import Generation
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.kernel.commands import RequestTimes
 from vsched.types import FinishReason
-
-if TYPE_CHECKING:
-    from vsched.api.completions import CheckedRequest
 
 logger = logging.getLogger(__name__)
 CLOSE_S = 1.0
