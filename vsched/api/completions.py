@@ -168,14 +168,16 @@ class CompletionEndpoint:
         outcome = "cancelled"
         failure: RequestRefused | RequestFailed | None = None
         try:
-            outcome = await self._serve(exchange, record, trace, request_id)
+            check_ready(self._engine)
+            # The request is not stored here: prompt and images are released after preparation.
+            outcome = await exchange.until_disconnect(
+                self._generate(exchange, record, trace, await self.read(exchange, request_id))
+            )
         except ClientDisconnected:
             outcome = "disconnected"
-        except RequestRefused as error:
-            outcome, failure = "refused", error
-            await exchange.send_error(error)
-        except RequestFailed as error:
-            outcome, failure = "failed", error
+        except (RequestRefused, RequestFailed) as error:
+            outcome = "refused" if isinstance(error, RequestRefused) else "failed"
+            failure = error
             await exchange.send_error(error)
         except Exception:
             outcome, failure = "failed", RequestFailed("the server made a mistake")
@@ -296,19 +298,6 @@ class CompletionEndpoint:
             drawn=drawn,
             hides_logprobs=logprobs is None and n < drawn,
             echoes=tuple(one if isinstance(one, str) else None for one in prompts) if echo else (),
-        )
-
-    async def _serve(
-        self,
-        exchange: HttpExchange,
-        record: RequestRecord,
-        trace: RequestTrace | None,
-        request_id: str,
-    ) -> str:
-        check_ready(self._engine)
-        # Not stored here: prompt and images are released after preparation.
-        return await exchange.until_disconnect(
-            self._generate(exchange, record, trace, await self.read(exchange, request_id))
         )
 
     async def _generate(

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from starlette.datastructures import QueryParams
 from starlette.routing import Match
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Message, Scope
 
 from vsched.aio.streams import OutputDelta, PromptReport, failure_of
 from vsched.api.checked_request import CheckedRequest
@@ -505,9 +505,10 @@ class KeptResponseRoute(ApiRoute):
 
     def __init__(self, endpoint: CompletionEndpoint, resumption: Resumption) -> None:
         """Serve the answers of requests to `endpoint`."""
-        kept = KeptResponseEndpoint(resumption, endpoint)
+        self._endpoint = endpoint
+        self._resumption = resumption
         kinds: dict[str, Any] = {**endpoint.kinds, "request": None}
-        super().__init__("GET", f"{endpoint.path}/{{request_id:path}}", kept, **kinds)
+        super().__init__("GET", f"{endpoint.path}/{{request_id:path}}", self.send_kept, **kinds)
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         """Match in full or not at all."""
@@ -515,18 +516,9 @@ class KeptResponseRoute(ApiRoute):
         is_kept = match is Match.FULL and not_served(scope["path"]) is None
         return (match, found) if is_kept else (Match.NONE, {})
 
-
-class KeptResponseEndpoint:
-    """Fetch the response to a request that was resumed after a crash."""
-
-    def __init__(self, resumption: Resumption, endpoint: CompletionEndpoint) -> None:
-        self._resumption = resumption
-        self._endpoint = endpoint
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
-        exchange = HttpExchange(scope, receive, send)
-        await exchange.serve_response(exchange.until_disconnect(self._send_kept(exchange)))
+    async def send_kept(self, exchange: HttpExchange) -> None:
+        """Fetch the response to a request that was resumed after a crash."""
+        await exchange.until_disconnect(self._send_kept(exchange))
 
     async def _send_kept(self, exchange: HttpExchange) -> None:
         scope = exchange.scope
