@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,8 +21,7 @@ from tests.e2e.asking import (  # noqa: E402
 )
 from tests.e2e.conftest import CONTEXT_TOKENS, KV_TOKENS, WAITING_MAX  # noqa: E402
 from tests.patience import until  # noqa: E402
-from vsched import Config, Engine  # noqa: E402
-from vsched.api import ApiSettings, create_app  # noqa: E402
+from vsched import Engine  # noqa: E402
 from vsched.api.server import RunningServer  # noqa: E402
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
@@ -132,19 +130,6 @@ async def test_a_special_token_in_a_text_is_text(sdk: Any, engine: Engine, token
     assert raw.choices[0].finish_reason == "length"
 
 
-async def test_models_lists_the_one(sdk: Any) -> None:
-    (model,) = (await sdk.models.list()).data
-    assert model.id == "nano25"
-    assert (await sdk.models.retrieve("nano25")).id == "nano25"
-    with pytest.raises(openai.NotFoundError):
-        await sdk.models.retrieve("another")
-
-
-async def test_unknown_model_is_not_found(sdk: Any) -> None:
-    with pytest.raises(openai.NotFoundError, match="nano25"):
-        await sdk.chat.completions.create(model="gpt", messages=ASK.messages)
-
-
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "image": (
         {
@@ -161,9 +146,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "prompt": ({"messages": Ask("long " * CONTEXT_TOKENS).messages, "max_tokens": 1}, "limit"),
     "kv": ({"messages": Ask().messages, "max_tokens": KV_TOKENS}, f"limit {KV_TOKENS} tokens"),
-    "temperature": ({"messages": Ask().messages, "temperature": -1}, "temperature"),
-    "empty": ({"messages": []}, "messages"),
-    "unknown": ({"messages": Ask().messages, "extra_body": {"top_kk": 3}}, "top_kk"),
 }
 
 
@@ -297,20 +279,6 @@ async def test_images_are_resized_within_the_bounds_of_a_request(
     assert refused.status_code == 400
     assert refused.json()["error"]["code"] == "pixel_bounds_invalid"
     assert "value 1000000000 pixels, limit" in refused.json()["error"]["message"]
-
-
-async def test_server_is_unavailable_until_the_engine_is_ready(
-    configure: Callable[..., Config],
-) -> None:
-    """503 while loading, for health and requests alike, with a time to retry."""
-    app = create_app(Engine(configure("nano25")), ApiSettings())
-    transport = httpx.ASGITransport(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as plain:
-        health = await plain.get("/health")
-        requested = await plain.post("/v1/chat/completions", json={"messages": Ask().messages})
-    assert health.status_code == requested.status_code == 503
-    assert requested.headers["retry-after"]
-    assert "loading" in requested.json()["error"]["message"]
 
 
 async def test_image_url_is_fetched_as_data_only(sdk: Any) -> None:

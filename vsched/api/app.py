@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Match, Route
@@ -15,20 +16,9 @@ from starlette.types import ASGIApp
 
 from vsched.aio.live import LiveState
 from vsched.api.bodies import RequestBodies
-from vsched.api.compat.messages import (
-    CountedTokens,
-    MessagesEndpoint,
-    MessagesEvent,
-    MessagesRequest,
-    MessagesResponse,
-)
-from vsched.api.compat.responses import (
-    ResponseObject,
-    ResponsesEndpoint,
-    ResponsesEvent,
-    ResponsesRequest,
-)
-from vsched.api.completions import ChatEndpoint, CompletionEndpoint
+from vsched.api.compat.messages import MessagesEndpoint, MessagesRequest
+from vsched.api.compat.responses import ResponsesEndpoint
+from vsched.api.completions import ChatEndpoint, CompletionEndpoint, Serving
 from vsched.api.contract import ApiSettings, EngineContract, ServingContract
 from vsched.api.http_exchange import (
     MessagesError,
@@ -38,40 +28,14 @@ from vsched.api.http_exchange import (
     is_anthropic_client,
 )
 from vsched.api.metrics import ApiMetrics
-from vsched.api.middleware import access_middleware, response_id
+from vsched.api.middleware import CheckAccess, request_middleware, response_id
 from vsched.api.openapi import ApiRoute, Documentation, get, post
 from vsched.api.operations import ClientOperations, OperatorOperations
 from vsched.api.page import page_routes
-from vsched.api.request_schema import (
-    AdapterRequest,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    GroupRequest,
-    LoadLoraRequest,
-    PolicyTables,
-    TokenizeRequest,
-    UnloadLoraRequest,
-)
-from vsched.api.response_schema import (
-    AdapterList,
-    AdapterRow,
-    ChatChunk,
-    ChatResponse,
-    CompletionResponse,
-    Detokenized,
-    GroupAction,
-    Load,
-    Model,
-    ModelList,
-    State,
-    Tokens,
-    Version,
-)
+from vsched.api.response_schema import State
 from vsched.api.resuming import KeptResponseRoute, Resumption
 from vsched.api.unsupported import not_served
 from vsched.errors import RequestFailed, RequestRefused, limit_message
-from vsched.record.journal import RequestJournal
 
 if TYPE_CHECKING:
     from vsched.api.tracing.spans import Tracing
@@ -97,8 +61,8 @@ def create_app(
     resumption = resumption or Resumption()
     bodies = RequestBodies(settings, keeps=resumption.journal is not None)
     operators = _operator_routes(engine, metrics, bodies)
-    parts = engine, settings, metrics, bodies, resumption.journal, tracing
-    return _with_clients(parts, resumption, operators)
+    serving = Serving(engine, settings, metrics, bodies, resumption.journal, tracing)
+    return _with_clients(serving, resumption, operators)
 
 
 def engine_metrics(engine: EngineContract, settings: ApiSettings) -> ApiMetrics:
@@ -119,7 +83,8 @@ def create_frontend(
     routes = _operator_routes(cast("EngineContract", engine), metrics, bodies)
     for route in routes:
         route.app = operations
-    return _with_clients((engine, settings, metrics, bodies, None, tracing), Resumption(), routes)
+    serving = Serving(engine, settings, metrics, bodies, tracing=tracing)
+    return _with_clients(serving, Resumption(), routes)
 
 
 def create_operations(
@@ -129,80 +94,39 @@ def create_operations(
     return _application(_operator_routes(engine, metrics, RequestBodies(settings)), None)
 
 
-EndpointParts = tuple[
-    ServingContract,
-    ApiSettings,
-    ApiMetrics,
-    RequestBodies,
-    RequestJournal | None,
-    "Tracing | None",
-]
-"""Arguments of the generating endpoints."""
-
-
 def _with_clients(
-    parts: EndpointParts, resumption: Resumption, operator_routes: list[ApiRoute]
+    serving: Serving, resumption: Resumption, operator_routes: list[ApiRoute]
 ) -> Starlette:
     """Build the application of these routes for operators, and the routes for clients."""
-    engine, settings, _, bodies, _, _ = parts
     documentation = Documentation()
-    messages = MessagesEndpoint(*parts)
-    operations = ClientOperations(engine, settings, bodies)
-    generating = [
-        post(
-            "/v1/chat/completions",
-            ChatEndpoint(*parts),
-            ChatRequest,
-            ChatResponse,
-            event=ChatChunk,
-        ),
-        post(
-            "/v1/completions",
-            CompletionEndpoint(*parts),
-            CompletionRequest,
-            CompletionResponse,
-            event=CompletionResponse,
-        ),
-        post(
-            "/v1/responses",
-            ResponsesEndpoint(*parts),
-            ResponsesRequest,
-            ResponseObject,
-            event=ResponsesEvent,
-        ),
-        post(
-            "/v1/messages",
-            messages,
-            MessagesRequest,
-            MessagesResponse,
-            event=MessagesEvent,
-            error=MessagesError,
-        ),
+    messages = MessagesEndpoint(serving)
+    operations = ClientOperations(serving.engine, serving.settings, serving.bodies)
+    endpoints = [
+        ChatEndpoint(serving),
+        CompletionEndpoint(serving),
+        ResponsesEndpoint(serving),
+        messages,
     ]
-    resumption.serve(
-        {route.path: cast("CompletionEndpoint", route.endpoint) for route in generating}
-    )
-    count_tokens = "/v1/messages/count_tokens"
+    resumption.serve({endpoint.path: endpoint for endpoint in endpoints})
+    counting = {"request": MessagesRequest, "error": MessagesError}
     client_routes = [
-        *generating,
-        post(
-            count_tokens, messages.count_tokens, MessagesRequest, CountedTokens, error=MessagesError
-        ),
-        *(KeptResponseRoute(route, resumption) for route in generating),
-        get("/v1/models", operations.models, ModelList),
-        get("/v1/models/{model:path}", operations.model, Model),
-        post("/tokenize", operations.tokenize, TokenizeRequest, Tokens),
-        post("/detokenize", operations.detokenize, DetokenizeRequest, Detokenized),
-        get("/health", operations.health, State),
-        get("/ready", operations.health, State),
-        get("/ping", operations.health, State),
-        post("/ping", operations.health, None, State),
-        get("/version", operations.version, Version),
+        *(post(endpoint.path, endpoint) for endpoint in endpoints),
+        post("/v1/messages/count_tokens", messages.count_tokens, **counting),
+        *(KeptResponseRoute(endpoint, resumption) for endpoint in endpoints),
+        get("/v1/models", operations.models),
+        get("/v1/models/{model:path}", operations.model),
+        post("/tokenize", operations.tokenize),
+        post("/detokenize", operations.detokenize),
+        get("/health", operations.health, response=State),
+        get("/ready", operations.health, response=State),
+        get("/ping", operations.health, response=State),
+        post("/ping", operations.health, response=State),
+        get("/version", operations.version),
         get("/openapi.json", documentation.openapi),
         get("/docs", documentation.page, media_type="text/html"),
     ]
     documentation.routes = [*client_routes, *operator_routes]
-    return _application([*documentation.routes, *page_routes()], settings)
+    return _application([*documentation.routes, *page_routes()], serving.settings)
 
 
 def _operator_routes(
@@ -210,23 +134,21 @@ def _operator_routes(
 ) -> list[ApiRoute]:
     """Routes for operators, which need the engine."""
     operations = OperatorOperations(engine, metrics, bodies)
-    load_lora, unload_lora = operations.load_lora_adapter, operations.unload_lora_adapter
-    adapter = "/admin/adapters/{name:path}"
     return [
-        get("/load", operations.load, Load),
+        get("/load", operations.load),
         get("/metrics", operations.metrics, media_type="text/plain"),
         get("/admin/statistics", operations.statistics),
-        get("/admin/live", operations.live, LiveState, event=LiveState),
+        get("/admin/live", operations.live, response=LiveState, event=LiveState),
         post("/admin/clear", operations.clear),
         get("/admin/replicas", operations.replicas),
-        post("/admin/replicas", operations.change_replica, GroupRequest, GroupAction),
-        get("/admin/policies", operations.policies, PolicyTables),
-        post("/admin/policies", operations.replace_policies, PolicyTables, PolicyTables),
-        get("/admin/adapters", operations.adapters, AdapterList),
-        post("/admin/adapters", operations.load_adapter, AdapterRequest, AdapterRow),
-        ApiRoute("DELETE", adapter, operations.unload_adapter, None, AdapterRow),
-        post("/v1/load_lora_adapter", load_lora, LoadLoraRequest, media_type="text/plain"),
-        post("/v1/unload_lora_adapter", unload_lora, UnloadLoraRequest, media_type="text/plain"),
+        post("/admin/replicas", operations.change_replica),
+        get("/admin/policies", operations.policies),
+        post("/admin/policies", operations.replace_policies),
+        get("/admin/adapters", operations.adapters),
+        post("/admin/adapters", operations.load_adapter),
+        ApiRoute("DELETE", "/admin/adapters/{name:path}", operations.unload_adapter),
+        post("/v1/load_lora_adapter", operations.load_lora_adapter),
+        post("/v1/unload_lora_adapter", operations.unload_lora_adapter),
     ]
 
 
@@ -236,10 +158,11 @@ def _application(routes: list[ApiRoute], settings: ApiSettings | None) -> Starle
     Access checks wrap each route, after routing: a request with an unknown path or method gets a 404 or 405, not a
     misleading 401 or 415.
     """
-    middleware, guards = access_middleware(settings) if settings is not None else ([], [])
-    for route in routes:
-        for guard, arguments, options in reversed(guards):
-            route.app = guard(route.app, *arguments, **options)
+    middleware: list[Middleware] = []
+    if settings is not None:
+        middleware = request_middleware(settings)
+        for route in routes:
+            route.app = CheckAccess(route.app, settings)
     app = Starlette(
         routes=routes,
         middleware=middleware,

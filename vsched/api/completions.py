@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -17,6 +17,7 @@ from vsched.aio.streams import StopScope
 from vsched.api import parameters
 from vsched.api.bodies import RequestBodies
 from vsched.api.chat_messages import arguments_characters, split_messages, with_template_calls
+from vsched.api.checked_request import CheckedRequest
 from vsched.api.choices import (
     AcceptedChoices,
     ChoiceStream,
@@ -27,27 +28,22 @@ from vsched.api.choices import (
 )
 from vsched.api.contract import ApiSettings, Generation, ServingContract
 from vsched.api.errors import ClientDisconnected, ParameterRefused
-from vsched.api.formatters import (
-    ChatFormatter,
-    CompletionFormatter,
-    Formatter,
-    ResponseOptions,
-)
+from vsched.api.formatters import ChatFormatter, CompletionFormatter, Formatter
 from vsched.api.http_exchange import HttpExchange
 from vsched.api.metrics import ApiMetrics, RequestRecord
 from vsched.api.middleware import log_field, new_id, refusal_of, sent_id, tenant_of
 from vsched.api.request_schema import ChatRequest, CompletionRequest, SamplingFields
-from vsched.api.response_schema import ChatResponse, CompletionResponse, Usage
+from vsched.api.response_schema import ChatChunk, ChatResponse, CompletionResponse, Usage
 from vsched.api.structured_outputs import after_reasoning, constraint_of, with_forced_calls
 from vsched.api.tools.choice import ToolUse, tool_use
 from vsched.api.tools.formats import call_format, reasoning_format
-from vsched.api.tools.reader import CallStopScope, CheckpointParser, MessageBuilder, OutputParser
+from vsched.api.tools.reader import CallStopScope, MessageBuilder, OutputParser
 from vsched.api.unsupported import refuse_unsupported
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.logs import REQUEST_FIELDS
 from vsched.media import ImageReference, Prompt, refuse_images
 from vsched.record.journal import KeptRequest, PartialOutput, RequestJournal
-from vsched.types import SamplingParams
+from vsched.worker.contract import AnswerParser
 
 if TYPE_CHECKING:
     from vsched.api.tracing.spans import RequestTrace, Tracing
@@ -65,45 +61,6 @@ _PART_CHARACTERS = 128
 _NAMED_MAX = 8
 """Maximum number of adapters listed in the error for an unknown model."""
 _RETRY_AFTER_S = {"loading": 5, "draining": 5, "stopped": 30}
-
-
-class CheckedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A checked request, ready for the engine.
-
-    `drawn` choices are generated for each prompt, and the best `n` of them are returned. `hides_logprobs` means that
-    log-probabilities are needed only for that selection. `echoes` are the texts of prompts, or of a chat's last
-    message, to repeat in the response; None for a prompt of token ids. `constrained_by` is the parameter that the
-    grammar comes from. `message_builder` creates the parser of a choice with tool calls or reasoning, `make_stop_scope`
-    the scope that excludes tool calls from stop strings. `original` are the request fields that another vendor's API
-    repeats in its response. `model` is the name in the response, and `adapter` is the same name if it is an adapter,
-    otherwise empty.
-    """
-
-    prompts: Sequence[Prompt]
-    images: Sequence[ImageReference]
-    sampling: SamplingParams
-    request_id: str
-    created: int
-    model: str
-    adapter: str
-    priority: int
-    ttft_target_ms: int | None
-    cache_salt: str
-    session: str
-    stream: bool
-    options: ResponseOptions
-    constrained_by: str
-    n: int = 1
-    drawn: int = 1
-    hides_logprobs: bool = False
-    echoes: tuple[str | None, ...] = ()
-    message_builder: Callable[[int], MessageBuilder] | None = None
-    make_stop_scope: Callable[[], StopScope] | None = None
-    original: object = None
-
-    def builder_of(self, index: int) -> MessageBuilder | None:
-        """Parser of a choice; None without tool calls and reasoning."""
-        return None if self.message_builder is None else self.message_builder(index)
 
 
 def check_model(name: str | None, engine: ServingContract) -> str:
@@ -164,29 +121,42 @@ def _effort(messages: list[dict[str, Any]], arguments: dict[str, Any]) -> int:
     return calls + sum(map(len, whole + parts)) + _PART_CHARACTERS * (len(messages) + len(parts))
 
 
-class CompletionEndpoint:
-    """Continue a text."""
+class Serving(NamedTuple):
+    """What the generating endpoints of one process share; without a journal, requests are not resumed."""
 
+    engine: ServingContract
+    settings: ApiSettings
+    metrics: ApiMetrics
+    bodies: RequestBodies
+    journal: RequestJournal | None = None
+    tracing: Tracing | None = None
+
+
+class CompletionEndpoint:
+    """Continue a text.
+
+    Attributes:
+        path: Path of the endpoint.
+        name: Name in metrics.
+        operation: Name of the operation in traces.
+        id_prefix: Beginning of response ids.
+        kinds: Types of the body, the response, events, and errors other than OpenAI's.
+    """
+
+    path = "/v1/completions"
     name = "completions"
     operation = "text_completion"
     id_prefix = "cmpl"
-    _formatter_class: type[ChatFormatter | CompletionFormatter] = CompletionFormatter
+    kinds: ClassVar[dict[str, type]] = {
+        "request": CompletionRequest,
+        "response": CompletionResponse,
+        "event": CompletionResponse,
+    }
+    _formatter_class: ClassVar[type[Any]] = CompletionFormatter
 
-    def __init__(
-        self,
-        engine: ServingContract,
-        settings: ApiSettings,
-        metrics: ApiMetrics,
-        bodies: RequestBodies,
-        journal: RequestJournal | None = None,
-        tracing: Tracing | None = None,
-    ) -> None:
-        self._engine = engine
-        self._settings = settings
-        self._metrics = metrics
-        self._bodies = bodies
-        self._journal = journal
-        self._tracing = tracing
+    def __init__(self, serving: Serving) -> None:
+        self._engine, self._settings, self._metrics, self._bodies = serving[:4]
+        self._journal, self._tracing = serving[4:]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; every outcome is counted and answered exactly once."""
@@ -198,14 +168,16 @@ class CompletionEndpoint:
         outcome = "cancelled"
         failure: RequestRefused | RequestFailed | None = None
         try:
-            outcome = await self._serve(exchange, record, trace, request_id)
+            check_ready(self._engine)
+            # The request is not stored here: prompt and images are released after preparation.
+            outcome = await exchange.until_disconnect(
+                self._generate(exchange, record, trace, await self.read(exchange, request_id))
+            )
         except ClientDisconnected:
             outcome = "disconnected"
-        except RequestRefused as error:
-            outcome, failure = "refused", error
-            await exchange.send_error(error)
-        except RequestFailed as error:
-            outcome, failure = "failed", error
+        except (RequestRefused, RequestFailed) as error:
+            outcome = "refused" if isinstance(error, RequestRefused) else "failed"
+            failure = error
             await exchange.send_error(error)
         except Exception:
             outcome, failure = "failed", RequestFailed("the server made a mistake")
@@ -241,8 +213,16 @@ class CompletionEndpoint:
             RequestRefused: If it cannot be served.
             ClientDisconnected: If the client disconnected before it was complete.
         """
-        tokens = self._engine.info.context_tokens
-        request = await self._bodies.read(exchange, CompletionRequest, tokens=tokens)
+        kind, tokens = self.kinds["request"], self._engine.info.context_tokens
+        return await self.check(await self._bodies.read(exchange, kind, tokens=tokens), request_id)
+
+    async def check(self, request: Any, request_id: str) -> CheckedRequest:
+        """Check a body of the type of this endpoint.
+
+        Raises:
+            RequestRefused: If it cannot be served.
+        """
+        assert isinstance(request, CompletionRequest)
         check_model(request.model, self._engine)
         prompts = parameters.completion_prompts(request, self._engine.info)
         return await self._job(
@@ -320,19 +300,6 @@ class CompletionEndpoint:
             echoes=tuple(one if isinstance(one, str) else None for one in prompts) if echo else (),
         )
 
-    async def _serve(
-        self,
-        exchange: HttpExchange,
-        record: RequestRecord,
-        trace: RequestTrace | None,
-        request_id: str,
-    ) -> str:
-        check_ready(self._engine)
-        # Not stored here: prompt and images are released after preparation.
-        return await exchange.until_disconnect(
-            self._generate(exchange, record, trace, await self.read(exchange, request_id))
-        )
-
     async def _generate(
         self,
         exchange: HttpExchange,
@@ -343,15 +310,7 @@ class CompletionEndpoint:
         choices = AcceptedChoices()
         if trace is not None:
             trace.choices = choices
-            trace.describe(
-                job.request_id,
-                job.model,
-                job.sampling,
-                stream=job.stream,
-                choices=job.n,
-                session=job.session,
-                tenant=tenant_of(exchange.scope),
-            )
+            trace.describe(job, tenant_of(exchange.scope))
         try:
             if self._journal is not None:
                 await self._keep(self._journal, exchange, job)
@@ -363,12 +322,7 @@ class CompletionEndpoint:
             choices.abort()
             if self._journal is not None:
                 self._journal.end(job.request_id)
-            used = choices.usage
-            record.tokens(
-                prompt=used.prompt_tokens,
-                cached=used.prompt_tokens_details.cached_tokens,
-                output=used.completion_tokens,
-            )
+            record.tokens(choices.usage)
 
     async def _keep(
         self, journal: RequestJournal, exchange: HttpExchange, job: CheckedRequest
@@ -395,18 +349,9 @@ class CompletionEndpoint:
         if kept and request.choices == 1:
             exchange.number_events()
 
-    def _formatter(self, generation: Generation, job: CheckedRequest, index: int = 0) -> Formatter:
-        return self._formatter_class(
-            generation,
-            index=index,
-            request_id=job.request_id,
-            created=job.created,
-            model=job.model,
-            preprocessor=self._engine.preprocessor,
-            options=job.options,
-            message_builder=job.builder_of(index),
-            echo=job.echoes[index // job.n] if job.echoes else None,
-        )
+    def _formatter(self, generation: Generation, job: CheckedRequest, index: int) -> Formatter:
+        made: Formatter = self._formatter_class(generation, job, self._engine.preprocessor, index)
+        return made
 
     async def accept(
         self,
@@ -459,17 +404,8 @@ class CompletionEndpoint:
         Raises:
             RequestFailed: If a choice ended in an error.
         """
-        if job.stream:
-            return await self._stream(exchange, record, choices, job)
-        return await self._respond(exchange, record, choices, job)
-
-    async def _stream(
-        self,
-        exchange: HttpExchange,
-        record: RequestRecord,
-        choices: AcceptedChoices,
-        job: CheckedRequest,
-    ) -> str:
+        if not job.stream:
+            return await self._send_whole(exchange, record, choices, job)
         streams = [
             ChoiceStream(generation, self._formatter(generation, job, index))
             for index, generation in enumerate(choices.generations)
@@ -484,7 +420,7 @@ class CompletionEndpoint:
         await exchange.end_stream()
         return outcome
 
-    async def _respond(
+    async def _send_whole(
         self,
         exchange: HttpExchange,
         record: RequestRecord,
@@ -504,26 +440,14 @@ class CompletionEndpoint:
         self, drawn: Sequence[CompleteChoice], usage: Usage, job: CheckedRequest
     ) -> object:
         """Build the non-streaming response."""
-        responses = []
+        responses: list[Any] = []
         for index, answer in enumerate(drawn):
             formatter = self._formatter(answer.generation, job, index)
             deltas = without_logprobs(answer.deltas) if job.hides_logprobs else answer.deltas
             responses.append(formatter.response(deltas, usage))
-        return _joined(responses)
-
-
-def _joined(responses: Sequence[object]) -> object:
-    """Merge the responses of several choices."""
-    first, *others = responses
-    for other in others:
-        if isinstance(first, ChatResponse):
-            assert isinstance(other, ChatResponse)
-            first.choices += other.choices
-        else:
-            assert isinstance(first, CompletionResponse)
-            assert isinstance(other, CompletionResponse)
-            first.choices += other.choices
-    return first
+        for other in responses[1:]:
+            responses[0].choices += other.choices
+        return responses[0]
 
 
 def _id_header(job: CheckedRequest) -> list[tuple[bytes, bytes]]:
@@ -533,29 +457,20 @@ def _id_header(job: CheckedRequest) -> list[tuple[bytes, bytes]]:
 class ChatEndpoint(CompletionEndpoint):
     """Continue a conversation, with images."""
 
+    path = "/v1/chat/completions"
     name = "chat"
     operation = "chat"
     id_prefix = "chatcmpl"
-    _formatter_class = ChatFormatter
+    kinds: ClassVar[dict[str, type]] = {
+        "request": ChatRequest,
+        "response": ChatResponse,
+        "event": ChatChunk,
+    }
+    _formatter_class: ClassVar[type[Any]] = ChatFormatter
 
-    async def read(self, exchange: HttpExchange, request_id: str) -> CheckedRequest:
-        """Read and check a request.
-
-        Raises:
-            RequestRefused: If it cannot be served.
-            ClientDisconnected: If the client disconnected before it was complete.
-        """
-        tokens = self._engine.info.context_tokens
-        return await self.job_of(
-            await self._bodies.read(exchange, ChatRequest, tokens=tokens), request_id
-        )
-
-    async def job_of(self, request: ChatRequest, request_id: str) -> CheckedRequest:
-        """Check a request; long messages are rendered during preparation.
-
-        Raises:
-            RequestRefused: If it cannot be served.
-        """
+    async def check(self, request: Any, request_id: str) -> CheckedRequest:
+        """Check a request; long messages are rendered during preparation."""
+        assert isinstance(request, ChatRequest)
         check_model(request.model, self._engine)
         refuse_unsupported(request)
         messages, images = split_messages(
@@ -594,17 +509,13 @@ class ChatEndpoint(CompletionEndpoint):
             return job
         options: dict[str, Any] = {"reasoning": reasoning, "thinking": thinking}
         make_stop_scope: Callable[[], StopScope] | None = None
-        make_parser: Callable[[], OutputParser | CheckpointParser]
+        make_parser: Callable[[], OutputParser | AnswerParser]
         if parsed:
             make_parser = partial(self._parser, prompt, arguments, tools)
         elif tools is None:
             make_parser = partial(OutputParser, None, **options)
         else:
-            options |= {
-                "tools": tools.schemas,
-                "single": tools.single,
-                "forced": bool(tools.forced),
-            }
+            options |= {"tools": tools.schemas, "forced": bool(tools.forced)}
             make_parser = partial(OutputParser, tools.format, **options)
             make_stop_scope = partial(CallStopScope, tools.format, **options)
 
@@ -613,6 +524,7 @@ class ChatEndpoint(CompletionEndpoint):
                 make_parser(),
                 choice_id=choice_id(request_id, index),
                 hides_reasoning=request.include_reasoning is False,
+                single=tools is not None and tools.single,
                 has_tools=tools is not None,
                 forced=tools is not None and bool(tools.forced),
             )
@@ -633,12 +545,11 @@ class ChatEndpoint(CompletionEndpoint):
 
     def _parser(
         self, prompt: str | Callable[[], str], arguments: dict[str, Any], tools: ToolUse | None
-    ) -> CheckpointParser:
+    ) -> AnswerParser:
         """Response parser of the checkpoint for one choice; it only needs the end of the prompt."""
         front = self._engine.preprocessor
         text = self._short_prompt(arguments) if callable(prompt) else prompt
-        parser = front.answer_parser(text, tools.shown if tools is not None else ())
-        return CheckpointParser(parser, single=tools is not None and tools.single)
+        return front.answer_parser(text, tools.shown if tools is not None else ())
 
     def _short_prompt(self, arguments: dict[str, Any]) -> str:
         """Render a short prompt with the same ending; empty if the template rejects it."""

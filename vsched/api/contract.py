@@ -6,24 +6,22 @@ The engine does not depend on this module, so tests can pass a fake.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Annotated, Any, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from vsched.aio.live import LiveState
 from vsched.aio.streams import OutputDelta, PromptReport, StopScope
+from vsched.config.sections import ServerConfig
 from vsched.kernel.commands import RequestTimes
 from vsched.media import ImageReference, Prompt
 from vsched.record.journal import PartialOutput
 from vsched.types import FinishReason, ModelInfo, SamplingParams
 from vsched.worker.contract import Preprocessor
 
-_Positive = Annotated[int, msgspec.Meta(ge=1)]
-_Seconds = Annotated[float, msgspec.Meta(gt=0)]
 
-
-class ApiSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Limits and permissions of the HTTP layer; settings of the section `server` are described there.
+class ApiSettings(ServerConfig, frozen=True, kw_only=True):
+    """Limits and permissions of the HTTP layer: the section `server`, resolved, and what is not configured there.
 
     Attributes:
         api_key: Key of clients, sent as `Authorization: Bearer <key>`; empty for no key. `/health` and `/ready` need
@@ -31,8 +29,7 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         admin_key: Key for `/admin/`, sent in the same way; if empty, `/admin/` is open to local programs, with
             `api_key`.
         tenant_keys: Keys by tenant; each grants the same access as `api_key`.
-        allowed_hosts: Names allowed in `Host`, besides addresses and `localhost`; None for any, `*.` for all
-            subdomains.
+        allowed_hosts: Names allowed in `Host`, besides addresses and `localhost`, as in the section; `*` for any.
         body_wait_s: Maximum wait of a body for memory within `bodies_bytes_max`.
         messages_max: Messages of one chat request.
         parts_max: Content parts and tool calls of one chat request, over all its messages.
@@ -51,34 +48,21 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     api_key: str = ""
     admin_key: str = ""
-    tenant_keys: dict[str, str] = {}
-    tenant_header: str = ""
-    tenants_max: _Positive = 64
-    metrics_without_key: bool = False
-    vllm_metrics: bool = False
-    access_log: bool = False
+    tenant_keys: dict[str, str] = msgspec.field(default_factory=dict)
+    allowed_hosts: tuple[str, ...] = ()
     traces_url: str = ""
-    allowed_hosts: tuple[str, ...] | None = ()
-    cors_origins: tuple[str, ...] = ()
-    body_bytes_max: _Positive = 32 * 1024 * 1024
-    bodies_bytes_max: _Positive = 256 * 1024 * 1024
-    body_wait_s: _Seconds = 30.0
-    strict_fields: bool = False
-    usage_always: bool = False
-    root_path: str = ""
-    messages_max: _Positive = 1024
-    parts_max: _Positive = 4096
-    tools_max: _Positive = 128
+    body_wait_s: float = 30.0
+    messages_max: int = 1024
+    parts_max: int = 4096
+    tools_max: int = 128
     tool_format: str = "auto"
     reasoning_format: str = "auto"
-    stop_max: _Positive = 16
-    stop_characters_max: _Positive = 256
-    stop_token_ids_max: _Positive = 64
-    logit_bias_max: _Positive = 1024
-    bad_words_max: _Positive = 64
-    logprobs_max: _Positive = 20
-    choices_max: _Positive = 128
-    cache_salt_characters_max: _Positive = 256
+    stop_max: int = 16
+    stop_characters_max: int = 256
+    stop_token_ids_max: int = 64
+    logit_bias_max: int = 1024
+    bad_words_max: int = 64
+    cache_salt_characters_max: int = 256
     template_arguments: tuple[str, ...] = ("add_vision_id", "enable_thinking")
 
 

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from vsched.aio.streams import OutputDelta, TokenLogprob
+from vsched.api.checked_request import CheckedRequest
 from vsched.api.contract import Generation
 from vsched.api.response_schema import (
     ChatChoice,
@@ -28,7 +29,6 @@ from vsched.api.response_schema import (
     TopLogprob,
     Usage,
 )
-from vsched.api.tools.reader import MessageBuilder
 from vsched.worker.contract import Detokenizer, Preprocessor
 
 _LOGPROB_MIN = -9999.0
@@ -48,34 +48,6 @@ def usage_of(*families: Sequence[Generation]) -> Usage:
         total_tokens=prompt + output,
         prompt_tokens_details=PromptDetails(sum(choices[0].cached_tokens for choices in families)),
     )
-
-
-class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options for the contents of a response besides text.
-
-    Attributes:
-        usage: A last event has the usage; with `running_usage` each event has the usage so far.
-        token_ids: Token ids of the prompt and of each choice are included.
-        tokens_as_ids: Log-probabilities name tokens as `token_id:N`, which also works for tokens that are not valid
-            text.
-        shows_special: Special tokens are included in the text.
-        prompt_logprobs: Number of alternatives per prompt token, in vLLM's format; None for no prompt
-            log-probabilities.
-        echo: The text of a completion starts with its prompt, and its log-probabilities with those of the prompt, with
-            `echo_logprobs` alternatives per token.
-    """
-
-    usage: bool = False
-    running_usage: bool = False
-    token_ids: bool = False
-    tokens_as_ids: bool = False
-    shows_special: bool = False
-    prompt_logprobs: int | None = None
-    echo: bool = False
-    echo_logprobs: int = 0
-
-
-_TEXT_ALONE = ResponseOptions()
 
 
 class Formatter(Protocol):
@@ -161,32 +133,26 @@ class _Formatting:
     def __init__(
         self,
         generation: Generation,
-        *,
-        created: int,
-        model: str,
+        job: CheckedRequest,
         preprocessor: Preprocessor,
-        options: ResponseOptions = _TEXT_ALONE,
-        message_builder: MessageBuilder | None = None,
         index: int = 0,
-        request_id: str = "",
-        echo: str | None = None,
     ) -> None:
-        """Create a formatter.
+        """Format the choice of this index.
 
-        `message_builder` parses calls and reasoning; `index` and `request_id` serve several choices. `echo` is the
-        start of the content of a chat, the assistant message that is continued, or the text of a repeated prompt.
+        `_echo` is the start of the content of a chat, the assistant message that is continued, or the text of a
+        repeated prompt; None for a prompt of token ids.
         """
-        self.options = options
+        self.options = job.options
         self._index = index
         self._generation = generation
-        self._id = request_id or generation.request_id
-        self._created = created
-        self._model = model
+        self._id = job.request_id
+        self._created = job.created
+        self._model = job.model
         self._preprocessor = preprocessor
-        self._message_builder = message_builder
-        self._echo = echo
+        self._message_builder = job.builder_of(index)
+        self._echo: str | None = job.echoes[index // job.n] if job.echoes else None
         self._started = False
-        self._bare = not (options.running_usage or options.token_ids)
+        self._bare = not (job.options.running_usage or job.options.token_ids)
         self._form = _Form(self._event(_BLANK))
 
     def _event(self, text: str) -> object:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from vsched.api.errors import ClientDisconnected, envelope
 from vsched.errors import RequestFailed, RequestRefused, limit_message
+from vsched.media.budget import Grant
 
 logger = logging.getLogger(__name__)
 
@@ -32,14 +33,6 @@ _SSE_HEADERS = (
 )
 ROOMLESS_BYTES = 64 * 1024
 """Bodies up to this size need no reserved memory: the buffer of a connection is as large."""
-
-
-class Room(Protocol):
-    """Reserved memory of a large body."""
-
-    def release(self) -> None:
-        """Release the memory; idempotent."""
-        ...
 
 
 class HttpExchange:
@@ -62,7 +55,7 @@ class HttpExchange:
         self._receive = receive
         self._send = send
         self._body_read = False
-        self._room: Room | None = None
+        self._room: Grant | None = None
         self._finished = False
 
     def header(self, name: bytes) -> bytes | None:
@@ -72,7 +65,7 @@ class HttpExchange:
                 return bytes(value)
         return None
 
-    async def read_body(self, limit: int, room: Callable[[int], Awaitable[Room]]) -> list[bytes]:
+    async def read_body(self, limit: int, room: Callable[[int], Awaitable[Grant]]) -> list[bytes]:
         """Read the body in pieces, at most `limit` bytes, and reserve memory for a large one with `room`.
 
         Raises:
@@ -133,16 +126,6 @@ class HttpExchange:
         if not self._finished:
             raise ClientDisconnected
 
-    async def answer(self, work: Awaitable[object]) -> None:
-        """Send the result of `work` as JSON unless it has responded itself; otherwise as `serve_response`."""
-
-        async def answered() -> None:
-            result = await work
-            if not self.started:
-                await self.send_json(result)
-
-        await self.serve_response(answered())
-
     async def serve_response(self, work: Awaitable[None]) -> None:
         """Let `work` send its response; send its error, if any, and nothing if the client has disconnected."""
         try:
@@ -178,6 +161,7 @@ class HttpExchange:
     async def send_error(self, error: RequestRefused | RequestFailed) -> None:
         """Send an error with its status; in a stream that has started, as its last event."""
         if self.started:
+            self._form.after = None  # never skipped: no reader has received it yet
             await self._send_events(self._form.error_events(error))
             await self.end_stream()
             return
@@ -308,7 +292,6 @@ class WireForm:
 
     def error_events(self, error: RequestRefused | RequestFailed) -> bytes:
         """Encode an error within a stream."""
-        self.after = None  # never skipped: no reader has received it yet
         return self.events(self.error(error))
 
     def events(self, content: object) -> bytes:
@@ -388,7 +371,6 @@ class MessagesForm(NamedEvents):
         return MessagesError(error=MessagesErrorBody(kind, body.message, details))
 
     def error_events(self, error: RequestRefused | RequestFailed) -> bytes:
-        self.after = None
         return self._event(self.error(error))
 
 
@@ -411,7 +393,6 @@ class ResponsesForm(NamedEvents):
     """Format of OpenAI's Responses API: OpenAI's errors, and events with names and numbers."""
 
     def error_events(self, error: RequestRefused | RequestFailed) -> bytes:
-        self.after = None
         found = envelope(error).error
         event = ResponsesErrorEvent(code=found.code, message=found.message, param=found.param)
         return self.events([event])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from prometheus_client.utils import floatToGoString
 
 from vsched.aio.streams import Histogram as PlainHistogram
 from vsched.api.contract import EngineContract
+from vsched.api.response_schema import Usage
 
 Statistics = Mapping[str, Any]
 GAUGE, COUNTER = GaugeMetricFamily, CounterMetricFamily
@@ -411,42 +413,32 @@ class ApiMetrics(Collector):
         self._of_engine = CollectorRegistry()
         self._tenants: set[str] = set()
         self._tenants_max = tenants_max
-        self.tenant_requests = Counter(
+        counter = partial(Counter, registry=self.registry)
+        histogram = partial(Histogram, registry=self.registry)
+        self.tenant_requests = counter(
             "vsched_tenant_requests",
             "Requests with a tenant, by tenant and outcome.",
             ("tenant", "outcome"),
-            registry=self.registry,
         )
-        self.tenant_tokens = Counter(
+        self.tenant_tokens = counter(
             "vsched_tenant_tokens",
             "Tokens of finished requests by tenant: prompt and output.",
             ("tenant", "kind"),
-            registry=self.registry,
         )
-        self.requests = Counter(
-            "vsched_requests",
-            "Requests by endpoint and outcome.",
-            ("endpoint", "outcome"),
-            registry=self.registry,
+        self.requests = counter(
+            "vsched_requests", "Requests by endpoint and outcome.", ("endpoint", "outcome")
         )
-        self.prompt_tokens = Counter(
-            "vsched_prompt_tokens", "Prompt tokens of finished requests.", registry=self.registry
+        self.prompt_tokens = counter("vsched_prompt_tokens", "Prompt tokens of finished requests.")
+        self.cached_tokens = counter(
+            "vsched_prompt_tokens_cached", "Prompt tokens of finished requests that were cached."
         )
-        self.cached_tokens = Counter(
-            "vsched_prompt_tokens_cached",
-            "Prompt tokens of finished requests that were cached.",
-            registry=self.registry,
+        self.output_tokens = counter(
+            "vsched_generation_tokens", "Output tokens of finished requests."
         )
-        self.output_tokens = Counter(
-            "vsched_generation_tokens",
-            "Output tokens of finished requests.",
-            registry=self.registry,
-        )
-        self.first_token_s = Histogram(
+        self.first_token_s = histogram(
             "vsched_time_to_first_token_seconds",
             "Time from arrival to the first output.",
             buckets=_FIRST_TOKEN_S,
-            registry=self.registry,
         )
         self.between_tokens_s = _Times(
             "vsched_inter_token_latency_seconds",
@@ -454,11 +446,10 @@ class ApiMetrics(Collector):
             _BETWEEN_TOKENS_S,
         )
         self.registry.register(self.between_tokens_s)
-        self.request_s = Histogram(
+        self.request_s = histogram(
             "vsched_e2e_request_latency_seconds",
             "Time from arrival to the end.",
             buckets=_REQUEST_S,
-            registry=self.registry,
         )
         if engine is not None:
             self._of_engine.register(
@@ -531,14 +522,15 @@ class RequestRecord:
             self._metrics.first_token_s.observe(now - self._began)
         self._last[answer] = now
 
-    def tokens(self, *, prompt: int, cached: int, output: int) -> None:
+    def tokens(self, usage: Usage) -> None:
         """Count the tokens of an accepted request, once, at its end."""
-        self._metrics.prompt_tokens.inc(prompt)
-        self._metrics.cached_tokens.inc(cached)
-        self._metrics.output_tokens.inc(output)
+        self._metrics.prompt_tokens.inc(usage.prompt_tokens)
+        self._metrics.cached_tokens.inc(usage.prompt_tokens_details.cached_tokens)
+        self._metrics.output_tokens.inc(usage.completion_tokens)
         if self._tenant:
-            self._metrics.tenant_tokens.labels(self._tenant, "prompt").inc(prompt)
-            self._metrics.tenant_tokens.labels(self._tenant, "output").inc(output)
+            tokens = self._metrics.tenant_tokens
+            tokens.labels(self._tenant, "prompt").inc(usage.prompt_tokens)
+            tokens.labels(self._tenant, "output").inc(usage.completion_tokens)
 
     def end(self, outcome: str) -> None:
         """Count the request."""

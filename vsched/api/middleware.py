@@ -63,27 +63,6 @@ def response_id(scope: Scope) -> bytes:
     return sent_id(scope).encode() or secrets.token_hex(16).encode()
 
 
-class TagResponses:
-    """ASGI middleware: give every response the header; the client's own id takes precedence."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on a request, and tag its response."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-
-        def tagged(message: Message) -> Awaitable[None]:
-            # Not a coroutine, because it is called for every event of a stream.
-            if message["type"] == "http.response.start":
-                message = {**message, "headers": _with_id(scope, message.get("headers", ()))}
-            return send(message)
-
-        await self._app(scope, receive, tagged)
-
-
 def _with_id(scope: Scope, headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
     own = next((value for name, value in headers if name == HEADER), b"")
     chosen = sent_id(scope).encode() or own or response_id(scope)
@@ -97,46 +76,67 @@ _REFUSAL = "vsched.refusal"
 _DISCONNECTED = 499
 """Status in the log of a request without a response, as in nginx."""
 _LOG_FIELDS = "vsched.log_fields"
-"""Key of further fields of the access log in the ASGI scope; a dictionary, since inner scopes may be copies."""
+"""Key of further fields of the access log in the ASGI scope."""
 
 
-class LogAccess:
-    """ASGI middleware: log method, path, status, duration and id of each request, but not its query or content.
+class ServeRequest:
+    """ASGI middleware around all others: normal paths, ids of responses, allowed hosts, and the access log.
 
-    Probes that succeed are left out. A status of 499 means that the client disconnected before the response.
+    Trailing slashes and the proxy's prefix (`root_path`) are removed from paths. Every response has an id; the client's
+    own takes precedence. The log has method, path, status, duration and id of each request, but not its query or
+    content. Probes that succeed are left out. A status of 499 means that the client disconnected before the response.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, *, settings: ApiSettings) -> None:
         self._app = app
+        self._prefix = settings.root_path
+        self._allowed = settings.allowed_hosts
+        self._logs = settings.access_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on a request, and log it at its end."""
+        """Pass on requests for known names; answer 421 to others, and close WebSockets, which are not supported."""
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+            return
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        started_s = time.monotonic()
-        connection_scope, status, request_id = scope, 0, ""
+        started_s, sent_path = time.monotonic(), scope["path"]
+        status, request_id = 0, ""
         further: dict[str, str] = {}
-        scope = {**scope, _LOG_FIELDS: further}
+        scope[_LOG_FIELDS] = further
+        scope["path"] = self._normal(sent_path)
 
-        def watched(message: Message) -> Awaitable[None]:
+        def tagged(message: Message) -> Awaitable[None]:
             # Not a coroutine, because it is called for every event of a stream.
             nonlocal status, request_id
             if message["type"] == "http.response.start":
-                status = message["status"]
-                headers = dict(message.get("headers", ()))
-                request_id = bytes(headers.get(HEADER, b"")).decode("ascii")
+                headers = _with_id(scope, message.get("headers", ()))
+                message = {**message, "headers": headers}
+                status, request_id = message["status"], headers[-1][1].decode("ascii")
             return send(message)
 
         try:
-            await self._app(scope, receive, watched)
+            exchange = HttpExchange(scope, receive, tagged)
+            refusal = _refused_host(_host_of(exchange), self._allowed)
+            if refusal is None:
+                await self._app(scope, receive, tagged)
+            else:
+                await exchange.send_error(refusal)
         finally:
-            if not status:
-                status, request_id = refusal_of(connection_scope)
-                status = status or _DISCONNECTED
-            if scope["path"] not in _PROBES or status != 200:
-                duration_ms = (time.monotonic() - started_s) * 1e3
-                log_access(scope, status, request_id, duration_ms, further)
+            if self._logs:
+                if not status:
+                    status, request_id = refusal_of(scope)
+                    status = status or _DISCONNECTED
+                if sent_path not in _PROBES or status != 200:
+                    duration_ms = (time.monotonic() - started_s) * 1e3
+                    logged = {**scope, "path": sent_path}
+                    log_access(logged, status, request_id, duration_ms, further)
+
+    def _normal(self, path: str) -> str:
+        if self._prefix and path.startswith(f"{self._prefix}/"):
+            path = path.removeprefix(self._prefix)
+        return path.rstrip("/") or "/"
 
 
 def note_refusal(scope: Any, status: int, request_id: str) -> None:
@@ -193,11 +193,8 @@ _FORWARDED = (b"forwarded", b"via", b"x-forwarded-for", b"x-forwarded-host", b"x
 _VALUE_CHARACTERS_MAX = 100
 
 
-def access_middleware(settings: ApiSettings) -> tuple[list[Middleware], list[Middleware]]:
-    """Return the middleware of the application, and that of each route, outermost first.
-
-    The middleware of routes refuses requests, so it sees only requests that match a route.
-    """
+def request_middleware(settings: ApiSettings) -> list[Middleware]:
+    """Return the middleware of the application, outermost first; that of each route is `CheckAccess`."""
     cors = Middleware(
         CORSMiddleware,
         allow_origins=settings.cors_origins,
@@ -206,134 +203,80 @@ def access_middleware(settings: ApiSettings) -> tuple[list[Middleware], list[Mid
         allow_private_network=True,
         expose_headers=("x-request-id", "retry-after", "traceparent"),
     )
-    tenant = Middleware(ReadTenant, header=settings.tenant_header)
-    before_all = [
-        *([Middleware(LogAccess)] if settings.access_log else []),
-        Middleware(NormalizePath, prefix=settings.root_path),
-        Middleware(TagResponses),
-        Middleware(CheckHost, settings=settings),
-        # Outside the key check: a preflight has no key, and pages must be able to read the reason of a refusal.
-        *([cors] if settings.cors_origins else []),
-    ]
-    before_each = [
-        Middleware(RequireKey, settings=settings),
-        *([tenant] if settings.tenant_header else []),
-        Middleware(RequireJson),
-    ]
-    return before_all, before_each
+    serve = Middleware(ServeRequest, settings=settings)
+    # Outside the key check: a preflight has no key, and pages must be able to read the reason of a refusal.
+    return [serve, cors] if settings.cors_origins else [serve]
 
 
-class NormalizePath:
-    """ASGI middleware: remove trailing slashes and the proxy's prefix (`root_path`) from paths."""
-
-    def __init__(self, app: ASGIApp, *, prefix: str) -> None:
-        self._app = app
-        self._prefix = prefix
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on every request with its normalized path."""
-        if scope["type"] == "http":
-            path = scope["path"]
-            if self._prefix and path.startswith(f"{self._prefix}/"):
-                path = path.removeprefix(self._prefix)
-            path = path.rstrip("/") or "/"
-            scope = scope if path == scope["path"] else {**scope, "path": path}
-        await self._app(scope, receive, send)
+def _refused_host(host: str | None, allowed: tuple[str, ...]) -> RequestRefused | None:
+    """Error for a host name that is not allowed."""
+    if host is None or _is_allowed(host, allowed):
+        return None
+    message = limit_message(
+        "the Host header does not name this server",
+        value=host[:_VALUE_CHARACTERS_MAX],
+        limit=", ".join(("localhost", "addresses", *allowed)),
+        remedy="call it by one of these, or add the name to server.allowed_hosts",
+    )
+    return RequestRefused(message, code="host_not_allowed", status=421)
 
 
-class CheckHost:
-    """ASGI middleware: reject requests for other host names, and WebSockets, which are not supported."""
+class CheckAccess:
+    """ASGI middleware of one route: key, tenant, and the type of a body; it sees only requests that match a route.
 
-    def __init__(self, app: ASGIApp, *, settings: ApiSettings) -> None:
-        self._app = app
-        self._allowed = settings.allowed_hosts
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on requests for known names; answer 421 to others."""
-        if scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008})
-            return
-        if scope["type"] == "lifespan":
-            await self._app(scope, receive, send)
-            return
-        exchange = HttpExchange(scope, receive, send)
-        host = _host_of(exchange)
-        if self._allowed is None or host is None or _is_allowed(host, self._allowed):
-            await self._app(scope, receive, send)
-            return
-        message = limit_message(
-            "the Host header does not name this server",
-            value=host[:_VALUE_CHARACTERS_MAX],
-            limit=", ".join(("localhost", "addresses", *self._allowed)),
-            remedy="call it by one of these, or add the name to server.allowed_hosts",
-        )
-        await exchange.send_error(RequestRefused(message, code="host_not_allowed", status=421))
-
-
-class RequireKey:
-    """ASGI middleware: require a key, if configured, on all paths except open ones; checks `scope["path"]`.
-
-    Operator paths have their own key. Without one, they are open to local programs only: not to other machines, web
-    pages or forwarded requests.
+    A key is required, if configured, on all paths except open ones. Operator paths have their own key. Without one,
+    they are open to local programs only: not to other machines, web pages or forwarded requests.
     """
 
-    def __init__(self, app: ASGIApp, *, settings: ApiSettings) -> None:
+    def __init__(self, app: ASGIApp, settings: ApiSettings) -> None:
         self._app = app
         self._api_key, self._admin_key = settings.api_key, settings.admin_key
         self._tenant_keys = settings.tenant_keys
+        self._tenant_header = settings.tenant_header
         # The live page is the same on every server; what it shows is under /admin/.
         self._open = (
             _PUBLIC_PATHS | PAGE_PATHS | ({"/metrics"} if settings.metrics_without_key else set())
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on authorized requests; answer 401 or 403 to others."""
-        refusal = None
+        """Pass on authorized requests with a valid tenant and JSON; answer 401, 403, 400 or 415 to others."""
         exchange = HttpExchange(scope, receive, send)
-        if scope["type"] == "http" and scope["path"] not in self._open:
-            tenant = _tenant(exchange, self._tenant_keys)
-            refusal = self._refusal(exchange, tenant)
-            scope = {**scope, TENANT: tenant} if tenant else scope
-        if refusal is None:
-            await self._app(scope, receive, send)
-        else:
+        try:
+            if scope["path"] not in self._open:
+                scope[TENANT] = self._checked_tenant(exchange)
+            if self._tenant_header:
+                scope[TENANT] = _sent_tenant(exchange, self._tenant_header)
+            if scope["method"] == "POST" and (message := _not_json(exchange)):
+                raise RequestRefused(message, code="unsupported_media_type", status=415)
+        except RequestRefused as refusal:
             await exchange.send_error(refusal)
+        else:
+            await self._app(scope, receive, send)
 
-    def _refusal(self, exchange: HttpExchange, tenant: str) -> RequestRefused | None:
+    def _checked_tenant(self, exchange: HttpExchange) -> str:
+        """Check the key of a request; return the tenant whose key it is, empty for another key.
+
+        Raises:
+            RequestRefused: If the key is wrong, or an operator path without a key is not called locally.
+        """
         path = exchange.scope["path"]
         is_admin = path.startswith(_ADMIN) or path in _ADMIN_ALIASES
+        tenant = _tenant(exchange, self._tenant_keys)
         key = (is_admin and self._admin_key) or self._api_key
         needs_key = key or self._tenant_keys
         opened = tenant and not (is_admin and self._admin_key)
         if needs_key and not opened and not (key and _has_key(exchange, key)):
             name = "admin key" if is_admin and self._admin_key else "API key"
             message = f"the {name} is missing or wrong. Remedy: send Authorization: Bearer <key>."
-            return RequestRefused(message, code="invalid_api_key", status=401)
+            raise RequestRefused(message, code="invalid_api_key", status=401)
         if is_admin and not self._admin_key and not _is_local(exchange):
             message = (
                 f"what is under {_ADMIN} or changes adapters is for programs of the server's own machine, which "
                 "call it by its address or as localhost. Remedy: call it there, or give it a key "
                 "(server.admin_key_variable)."
             )
-            return RequestRefused(message, code="not_local", status=403)
-        return None
-
-
-class RequireJson:
-    """ASGI middleware: the `Content-Type` of a POST body must be JSON, and the body not compressed."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on JSON; answer 415 to any other body."""
-        exchange = HttpExchange(scope, receive, send)
-        message = _not_json(exchange) if scope["method"] == "POST" else ""
-        if not message:
-            await self._app(scope, receive, send)
-            return
-        refusal = RequestRefused(message, code="unsupported_media_type", status=415)
-        await exchange.send_error(refusal)
+            raise RequestRefused(message, code="not_local", status=403)
+        return tenant
 
 
 def _not_json(exchange: HttpExchange) -> str:
@@ -478,29 +421,15 @@ def read_tenant_keys(text: str, *, path: str) -> dict[str, str]:
     return keys
 
 
-class ReadTenant:
-    """ASGI middleware: read the tenant from a header."""
-
-    def __init__(self, app: ASGIApp, *, header: str) -> None:
-        self._app = app
-        self._name = header
-        self._header = header.lower().encode("latin-1")
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on requests with a valid tenant or none; answer 400 to others."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        exchange = HttpExchange(scope, receive, send)
-        name = (exchange.header(self._header) or b"").decode("latin-1").strip()
-        if name and NAME.fullmatch(name) is None:
-            message = limit_message(
-                f"the header {self._name} has no valid tenant name",
-                value=repr(name[:_SHOWN_MAX]),
-                limit=NAME_FORM,
-                remedy="send a name of that form, or leave the header out",
-            )
-            refusal = RequestRefused(message, code="invalid_tenant", status=400)
-            await exchange.send_error(refusal)
-            return
-        await self._app({**scope, TENANT: name}, receive, send)
+def _sent_tenant(exchange: HttpExchange, header: str) -> str:
+    """Tenant in a header, empty for none; the name is checked."""
+    name = (exchange.header(header.lower().encode("latin-1")) or b"").decode("latin-1").strip()
+    if name and NAME.fullmatch(name) is None:
+        message = limit_message(
+            f"the header {header} has no valid tenant name",
+            value=repr(name[:_SHOWN_MAX]),
+            limit=NAME_FORM,
+            remedy="send a name of that form, or leave the header out",
+        )
+        raise RequestRefused(message, code="invalid_tenant", status=400)
+    return name

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 from importlib.metadata import version
-from typing import Any
+from types import MethodType, UnionType
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 from starlette.routing import Route
@@ -19,23 +20,44 @@ from vsched.api.http_exchange import HttpExchange
 
 JSON = "application/json"
 EVENTS = "text/event-stream"
+_TEXT = b"text/plain; charset=utf-8"
 _REFERENCE = "#/components/schemas/{name}"
 
 
 class JsonEndpoint:
-    """An ASGI application: sends the result of a coroutine function as JSON, unless it has responded itself."""
+    """An ASGI application: sends the result of a method, a text as it is and others as JSON, unless it has responded.
 
-    def __init__(self, handler: Callable[[HttpExchange], Awaitable[object]]) -> None:
+    Of the parameters of the method, `request` is the body, as `read` of its object decodes it, and `exchange` the
+    exchange.
+    """
+
+    def __init__(self, handler: MethodType, hints: Mapping[str, Any]) -> None:
         self._handler = handler
+        self._hints = hints
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         exchange = HttpExchange(scope, receive, send)
-        await exchange.answer(self._handler(exchange))
+        await exchange.serve_response(self._serve(exchange))
+
+    async def _serve(self, exchange: HttpExchange) -> None:
+        arguments: dict[str, Any] = {}
+        if "exchange" in self._hints:
+            arguments["exchange"] = exchange
+        if "request" in self._hints:
+            endpoints: Any = self._handler.__self__
+            arguments["request"] = await endpoints.read(exchange, self._hints["request"])
+        result = await self._handler(**arguments)
+        if isinstance(result, str):
+            await exchange.send_bytes(result.encode(), content_type=_TEXT)
+        elif not exchange.started:
+            await exchange.send_json(result)
 
 
 class ApiRoute(Route):
-    """One method of one path; the docstring of its endpoint is its summary.
+    """One method of one path, to a method whose annotations have the types, or to an application that has them.
+
+    The docstring of the endpoint is its summary.
 
     Attributes:
         request: Type of the body, if any.
@@ -50,39 +72,43 @@ class ApiRoute(Route):
         method: str,
         path: str,
         endpoint: Callable[..., Any],
-        request: Any = None,
-        response: Any = None,
         *,
-        event: Any = None,
         media_type: str = JSON,
-        error: Any = ErrorEnvelope,
+        **kinds: Any,
     ) -> None:
-        """Create a route to an ASGI application, or to a method that serves an `HttpExchange`."""
-        is_method = inspect.ismethod(endpoint)
-        super().__init__(path, JsonEndpoint(endpoint) if is_method else endpoint, methods=[method])
+        """Create a route; `kinds` are types that the endpoint does not declare."""
+        declared = dict(getattr(endpoint, "kinds", {}))
+        application: Any = endpoint
+        if isinstance(endpoint, MethodType):
+            hints = get_type_hints(endpoint)
+            application = JsonEndpoint(endpoint, hints)
+            response = hints["return"]
+            if response is str:
+                media_type, response = "text/plain", None
+            if response is not type(None):
+                # Of a union, the documented form.
+                is_union = isinstance(response, UnionType)
+                declared["response"] = get_args(response)[0] if is_union else response
+            declared["request"] = hints.get("request")
+        super().__init__(path, application, methods=[method])
+        kinds = {**declared, **kinds}
         self.method = method
         self.summary = (inspect.getdoc(endpoint) or "").partition("\n")[0]
-        self.request = request
-        self.response = response
-        self.event = event
+        self.request = kinds.get("request")
+        self.response = kinds.get("response")
+        self.event = kinds.get("event")
+        self.error = kinds.get("error", ErrorEnvelope)
         self.media_type = media_type
-        self.error = error
 
 
-def get(path: str, endpoint: Callable[..., Any], response: Any = None, **options: Any) -> ApiRoute:
+def get(path: str, endpoint: Callable[..., Any], **options: Any) -> ApiRoute:
     """Create a route for GET."""
-    return ApiRoute("GET", path, endpoint, None, response, **options)
+    return ApiRoute("GET", path, endpoint, **options)
 
 
-def post(
-    path: str,
-    endpoint: Callable[..., Any],
-    request: Any = None,
-    response: Any = None,
-    **options: Any,
-) -> ApiRoute:
+def post(path: str, endpoint: Callable[..., Any], **options: Any) -> ApiRoute:
     """Create a route for POST."""
-    return ApiRoute("POST", path, endpoint, request, response, **options)
+    return ApiRoute("POST", path, endpoint, **options)
 
 
 class Documentation:

@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -56,7 +56,8 @@ from vsched.worker.contract import Preprocessor
 ACTIONS = ("drain", "restart", "resume")
 LIVE_EVERY_S = 0.5
 """Interval of the states in a stream."""
-TEXT = b"text/plain; charset=utf-8"
+
+Body = TypeVar("Body")
 
 
 class ClientOperations:
@@ -70,15 +71,24 @@ class ClientOperations:
         self._bodies = bodies
         self._created = int(time.time())
 
+    async def read(self, exchange: HttpExchange, kind: type[Body]) -> Body:
+        """Read a body, once the model is known.
+
+        Raises:
+            RequestRefused: If the engine is not ready, or the body is invalid.
+            ClientDisconnected: If the client disconnected before it was complete.
+        """
+        check_ready(self._engine)
+        return await self._bodies.read(exchange, kind, tokens=self._engine.info.context_tokens)
+
     async def health(self, exchange: HttpExchange) -> None:
         """State of the engine: 200 if it accepts requests, 503 otherwise."""
         state = self._engine.state
         status = 200 if state in {"ready", "degraded"} else 503
         await exchange.send_json(State(state), status=status)
 
-    async def version(self, exchange: HttpExchange) -> Version:
+    async def version(self) -> Version:
         """Version of vsched."""
-        del exchange
         return Version(version("vsched"))
 
     async def models(self, exchange: HttpExchange) -> ModelList | MessagesModelList:
@@ -105,11 +115,8 @@ class ClientOperations:
             parent=base if adapter else None,
         )
 
-    async def tokenize(self, exchange: HttpExchange) -> Tokens:
+    async def tokenize(self, request: TokenizeRequest) -> Tokens:
         """Tokenize a prompt, or rendered messages with their images, and count the tokens."""
-        check_ready(self._engine)  # before that, the model is unknown
-        limit = self._engine.info.context_tokens
-        request = await self._bodies.read(exchange, TokenizeRequest, tokens=limit)
         check_model(request.model, self._engine)
         refuse_unsupported(request)
         token_ids = await self._engine.tokenize(*self._prompt(request))
@@ -120,7 +127,7 @@ class ClientOperations:
         strings: list[str] | None = None
         if request.return_token_strs:
             strings = await asyncio.to_thread(_texts, self._engine.preprocessor, token_ids)
-        return Tokens(len(token_ids), limit, token_ids, strings)
+        return Tokens(len(token_ids), self._engine.info.context_tokens, token_ids, strings)
 
     def _prompt(self, request: TokenizeRequest) -> tuple[Prompt, Sequence[ImageReference]]:
         """Prompt and images of a request."""
@@ -140,12 +147,10 @@ class ClientOperations:
         message = "one of `prompt` and `messages` is needed. Remedy: send exactly one of them."
         raise ParameterRefused(message, param="prompt")
 
-    async def detokenize(self, exchange: HttpExchange) -> Detokenized:
+    async def detokenize(self, request: DetokenizeRequest) -> Detokenized:
         """Convert tokens to text."""
-        check_ready(self._engine)
-        limit = self._engine.info.context_tokens
-        request = await self._bodies.read(exchange, DetokenizeRequest, tokens=limit)
         check_model(request.model, self._engine)
+        limit = self._engine.info.context_tokens
         if len(request.tokens) > limit:
             raise out_of_bounds(
                 "tokens",
@@ -173,9 +178,19 @@ class OperatorOperations:
         self._state_s: float | None = None
         self._bodies = bodies
 
-    async def load(self, exchange: HttpExchange) -> Load:
+    async def read(self, exchange: HttpExchange, kind: type[Body]) -> Body:
+        """Read a body, in any state of the engine.
+
+        Raises:
+            RequestRefused: If it is invalid.
+            ClientDisconnected: If the client disconnected before it was complete.
+        """
+        request = await self._bodies.read(exchange, kind, tokens=0)
+        exchange.release_room()  # the action may take long
+        return request
+
+    async def load(self) -> Load:
         """Number of completions in progress."""
-        del exchange
         return Load(self._metrics.under_way)
 
     async def metrics(self, exchange: HttpExchange) -> None:
@@ -183,9 +198,8 @@ class OperatorOperations:
         content_type = CONTENT_TYPE.encode()
         await exchange.send_bytes(self._metrics.render(), content_type=content_type)
 
-    async def statistics(self, exchange: HttpExchange) -> dict[str, Any]:
+    async def statistics(self) -> dict[str, Any]:
         """Counters and measurements of the engine."""
-        del exchange
         return {"state": self._engine.state, **self._engine.statistics()}
 
     async def live(self, exchange: HttpExchange) -> msgspec.Raw | None:
@@ -212,21 +226,16 @@ class OperatorOperations:
             self._state = msgspec.Raw(msgspec.json.encode(self._engine.live(), enc_hook=str))
         return self._state
 
-    async def clear(self, exchange: HttpExchange) -> dict[str, int]:
+    async def clear(self) -> dict[str, int]:
         """Abort every request."""
-        del exchange
         return await self._engine.clear()
 
-    async def replicas(self, exchange: HttpExchange) -> dict[str, Any]:
+    async def replicas(self) -> dict[str, Any]:
         """All groups: state, ranks, running and waiting requests, last loss."""
-        del exchange
         return {"state": self._engine.state, "groups": self._engine.groups()}
 
-    async def change_replica(self, exchange: HttpExchange) -> GroupAction:
+    async def change_replica(self, request: GroupRequest) -> GroupAction:
         """Drain, restart or resume a group; respond when it is done or its deadline has passed."""
-        # Allowed while the engine loads, and without token limits.
-        request = await self._bodies.read(exchange, GroupRequest, tokens=0)
-        exchange.release_room()  # a drain takes long
         done = True
         match request.action:
             case "drain":
@@ -243,29 +252,24 @@ class OperatorOperations:
         states = {row["name"]: row["state"] for row in self._engine.groups()}
         return GroupAction(request.group, request.action, done, states.get(request.group, "down"))
 
-    async def policies(self, exchange: HttpExchange) -> PolicyTables:
+    async def policies(self) -> PolicyTables:
         """Configuration table of the policy that decides for each policy table."""
-        del exchange
         return self._engine.policies()
 
-    async def replace_policies(self, exchange: HttpExchange) -> PolicyTables:
+    async def replace_policies(self, request: PolicyTables) -> PolicyTables:
         """Replace the policies of some configuration tables; return the table of each."""
-        tables = await self._bodies.read(exchange, PolicyTables, tokens=0)
-        self._engine.replace_policies(tables)
+        self._engine.replace_policies(request)
         return self._engine.policies()
 
-    async def adapters(self, exchange: HttpExchange) -> AdapterList:
+    async def adapters(self) -> AdapterList:
         """All adapters."""
-        del exchange
         return AdapterList(list(self._adapters().values()))
 
     def _adapters(self) -> dict[str, AdapterRow]:
         return {row["name"]: AdapterRow(**row) for row in self._engine.adapters()}
 
-    async def load_adapter(self, exchange: HttpExchange) -> AdapterRow:
+    async def load_adapter(self, request: AdapterRequest) -> AdapterRow:
         """Load an adapter."""
-        request = await self._bodies.read(exchange, AdapterRequest, tokens=0)
-        exchange.release_room()  # loading may take long
         await self._engine.load_adapter(request.name, request.path)
         return self._adapters()[request.name]
 
@@ -277,21 +281,17 @@ class OperatorOperations:
         assert row is not None
         return msgspec.structs.replace(row, state="unloaded", running=0)
 
-    async def load_lora_adapter(self, exchange: HttpExchange) -> None:
+    async def load_lora_adapter(self, request: LoadLoraRequest) -> str:
         """Load an adapter, in vLLM's format."""
-        request = await self._bodies.read(exchange, LoadLoraRequest, tokens=0)
-        exchange.release_room()
         with _vllm_status():
             await self._engine.load_adapter(request.lora_name, request.lora_path)
-        await _send_success(exchange, request.lora_name, "added")
+        return _success(request.lora_name, "added")
 
-    async def unload_lora_adapter(self, exchange: HttpExchange) -> None:
+    async def unload_lora_adapter(self, request: UnloadLoraRequest) -> str:
         """Unload an adapter, in vLLM's format."""
-        request = await self._bodies.read(exchange, UnloadLoraRequest, tokens=0)
-        exchange.release_room()
         with _vllm_status():
             await self._engine.unload_adapter(request.lora_name)
-        await _send_success(exchange, request.lora_name, "removed")
+        return _success(request.lora_name, "removed")
 
 
 @contextlib.contextmanager
@@ -304,6 +304,5 @@ def _vllm_status() -> Iterator[None]:
         raise
 
 
-async def _send_success(exchange: HttpExchange, name: str, action: str) -> None:
-    text = f"Success: LoRA adapter {name!r} {action} successfully."
-    await exchange.send_bytes(text.encode(), content_type=TEXT)
+def _success(name: str, action: str) -> str:
+    return f"Success: LoRA adapter {name!r} {action} successfully."

@@ -10,9 +10,9 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
+from vsched.api.checked_request import ResponseOptions
 from vsched.api.contract import ApiSettings
 from vsched.api.errors import ParameterRefused, check_count, out_of_bounds, shown
-from vsched.api.formatters import ResponseOptions
 from vsched.api.request_schema import (
     ChatRequest,
     CompletionRequest,
@@ -80,7 +80,10 @@ def _invalid(text: str, body: bytes, kind: type) -> ParameterRefused:
     found = _FIELD.search(text)
     path = found["path"] if found is not None else ""
     text = text[: found.start()] if found is not None else text
-    refusal = _of_unserved_kind(body, path, kind)
+    steps = _STEP.findall(path)
+    values = _values(body, steps)
+    # It takes precedence over errors of its fields.
+    refusal = find_unsupported_type(values, served=getattr(kind, "SERVED", ()))
     if refusal is not None:
         return refusal
     missing = _MISSING.match(text)
@@ -108,28 +111,27 @@ def _invalid(text: str, body: bytes, kind: type) -> ParameterRefused:
         what, limit, remedy = "is out of bounds", "64 bits", "send a smaller number"
     else:
         what, limit, remedy = "is not valid", text[:_MESSAGE_CHARACTERS_MAX], "correct it"
-    value = _shown(body, path)
+    # msgspec does not report keys of dictionaries, and it skips invalid JSON.
+    value = shown(values[-1][1]) if len(values) > len(steps) else "(not shown)"
     message = limit_message(f"{name} {what}", value=value, limit=limit, remedy=remedy)
     return ParameterRefused(message, param=path or None)
 
 
-def _of_unserved_kind(body: bytes, path: str, kind: type) -> ParameterRefused | None:
-    """Error for an unsupported type of content part, item or tool, which takes precedence over errors of its fields."""
-    with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
-        served = getattr(kind, "SERVED", ())
-        return find_unsupported_type(msgspec.json.decode(body), path, served=served)
-    return None
+def _values(body: bytes, steps: Sequence[tuple[str, str]]) -> list[tuple[str, Any]]:
+    """Path and value of the root and each step, as far as they are found.
 
-
-def _shown(body: bytes, path: str) -> str:
-    """Value at msgspec's path, shortened; the body is decoded again, only for clients that send invalid ones."""
-    try:
-        value = msgspec.json.decode(body)
-        for name, index in _STEP.findall(path):
+    The body is decoded again, only for clients that send invalid ones.
+    """
+    found: list[tuple[str, Any]] = []
+    errors = (msgspec.MsgspecError, ValueError, RecursionError, LookupError, TypeError)
+    with contextlib.suppress(*errors):
+        where, value = "", msgspec.json.decode(body)
+        found.append((where, value))
+        for name, index in steps:
             value = value[int(index)] if index else value[name]
-    except (msgspec.MsgspecError, ValueError, RecursionError, LookupError, TypeError):
-        return "(not shown)"  # msgspec does not report the key, or it skips invalid JSON
-    return shown(value)
+            where += f"[{index}]" if index else f".{name}" if where else name
+            found.append((where, value))
+    return found
 
 
 def sampling_params(

@@ -8,7 +8,7 @@ settings ask for strictness (`bodies.reading`).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -328,57 +328,51 @@ class CommonFields(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
 
 
-if TYPE_CHECKING:
-    _FieldsOfServers = CommonFields
-else:
-    _FieldsOfServers = with_fields(
-        CommonFields,
-        {
-            "guided_decoding_backend user metadata": None,
-            # --- vLLM ---
-            "truncation_side spaces_between_special_tokens chat_template_content_format": None,
-            "return_mm_kwargs request_id session_id": None,
-            "early_stopping watermarking return_token_offsets": neutral(False),
-            "include_reasoning": neutral(True),
-            "mm_processor_kwargs media_io_kwargs": neutral({}),
-            "kv_transfer_params ec_transfer_params vllm_xargs": neutral({}),
-            "routed_experts_prompt_start": neutral(0),
-            "stream_interval": neutral(1),
-            "use_beam_search": neutral(False, remedy="sample, with temperature"),
-            "length_penalty": neutral(1, remedy="leave it out; there are no beams"),
-            "truncate_prompt_tokens": neutral(remedy="send a prompt that fits"),
-            "allowed_token_ids": neutral(
-                remedy="send the texts as structured_outputs.choice, or use logit_bias"
-            ),
-            "logprob_token_ids": neutral(remedy="send top_logprobs"),
-            "repetition_detection": neutral(remedy="send repetition_penalty or max_tokens"),
-            "thinking_token_budget": neutral(-1, remedy="send max_tokens"),
-            "documents": neutral([], remedy="put them into the messages"),
-            "chat_template": neutral("", remedy="serve it with model.chat_template"),
-            "return_prompt_text": neutral(False, remedy="ask /tokenize"),
-            "logits_processors": neutral([], remedy="send logit_bias or bad_words"),
-            # --- SGLang ---
-            "custom_labels rid": None,
-            "return_hidden_states return_routed_experts return_meta_info": neutral(False),
-            "return_cached_tokens_details use_audio_in_video": neutral(False),
-            "separate_reasoning stream_reasoning": neutral(True),
-            "lora_path task max_dynamic_patch min_dynamic_patch ngram_corpus_id": neutral(),
-            "session_params custom_params images_config": neutral({}),
-            "routed_experts_start_len": neutral(0),
-            "json_schema regex ebnf": neutral(remedy="send it in structured_outputs"),
-            "bootstrap_host bootstrap_port bootstrap_room routed_dp_rank disagg_prefill_dp_rank "
-            "data_parallel_rank": neutral(remedy="leave it out; replicas are chosen by the server"),
-            "stop_regex": neutral([], remedy="send stop, or structured_outputs.regex"),
-            "no_stop_trim": neutral(False, remedy="send include_stop_str_in_output = true"),
-            "return_prompt_token_ids": neutral(False, remedy="send return_token_ids = true"),
-            "input_ids": neutral(remedy="send them to /v1/completions as prompt"),
-            "custom_logit_processor": neutral(remedy="send logit_bias or bad_words"),
-            "extra_key": neutral(remedy="send cache_salt to separate caches"),
-        },
-    )
-
-
-class SamplingFields(_FieldsOfServers, kw_only=True):
+@with_fields(
+    {
+        "guided_decoding_backend user metadata": None,
+        # --- vLLM ---
+        "truncation_side spaces_between_special_tokens chat_template_content_format": None,
+        "return_mm_kwargs request_id session_id": None,
+        "early_stopping watermarking return_token_offsets": neutral(False),
+        "include_reasoning": neutral(True),
+        "mm_processor_kwargs media_io_kwargs": neutral({}),
+        "kv_transfer_params ec_transfer_params vllm_xargs": neutral({}),
+        "routed_experts_prompt_start": neutral(0),
+        "stream_interval": neutral(1),
+        "use_beam_search": neutral(False, remedy="sample, with temperature"),
+        "length_penalty": neutral(1, remedy="leave it out; there are no beams"),
+        "truncate_prompt_tokens": neutral(remedy="send a prompt that fits"),
+        "allowed_token_ids": neutral(
+            remedy="send the texts as structured_outputs.choice, or use logit_bias"
+        ),
+        "logprob_token_ids": neutral(remedy="send top_logprobs"),
+        "repetition_detection": neutral(remedy="send repetition_penalty or max_tokens"),
+        "thinking_token_budget": neutral(-1, remedy="send max_tokens"),
+        "documents": neutral([], remedy="put them into the messages"),
+        "chat_template": neutral("", remedy="serve it with model.chat_template"),
+        "return_prompt_text": neutral(False, remedy="ask /tokenize"),
+        "logits_processors": neutral([], remedy="send logit_bias or bad_words"),
+        # --- SGLang ---
+        "custom_labels rid": None,
+        "return_hidden_states return_routed_experts return_meta_info": neutral(False),
+        "return_cached_tokens_details use_audio_in_video": neutral(False),
+        "separate_reasoning stream_reasoning": neutral(True),
+        "lora_path task max_dynamic_patch min_dynamic_patch ngram_corpus_id": neutral(),
+        "session_params custom_params images_config": neutral({}),
+        "routed_experts_start_len": neutral(0),
+        "json_schema regex ebnf": neutral(remedy="send it in structured_outputs"),
+        "bootstrap_host bootstrap_port bootstrap_room routed_dp_rank disagg_prefill_dp_rank "
+        "data_parallel_rank": neutral(remedy="leave it out; replicas are chosen by the server"),
+        "stop_regex": neutral([], remedy="send stop, or structured_outputs.regex"),
+        "no_stop_trim": neutral(False, remedy="send include_stop_str_in_output = true"),
+        "return_prompt_token_ids": neutral(False, remedy="send return_token_ids = true"),
+        "input_ids": neutral(remedy="send them to /v1/completions as prompt"),
+        "custom_logit_processor": neutral(remedy="send logit_bias or bad_words"),
+        "extra_key": neutral(remedy="send cache_salt to separate caches"),
+    }
+)
+class SamplingFields(CommonFields, kw_only=True):
     """Fields of chat and text completions.
 
     Those of other servers are the sampling and extra parameters of vLLM's two request classes, and SGLang's own
@@ -409,28 +403,20 @@ class SamplingFields(_FieldsOfServers, kw_only=True):
     guided_whitespace_pattern: str | None = None
 
 
-if TYPE_CHECKING:
-    _FieldsOfChat = SamplingFields
-else:
-    _FieldsOfChat = with_fields(
-        SamplingFields,
-        {
-            "moderation prompt_cache_key prompt_cache_options prompt_cache_retention": None,
-            "reasoning_effort safety_identifier service_tier store verbosity": None,
-            "prediction web_search_options": neutral(),
-            "best_of": neutral(1, remedy="send n, and select one of the choices"),
-            "add_special_tokens": neutral(False, remedy="leave it to the template"),
-            "audio": neutral(remedy="ask for text"),
-            "modalities": neutral(["text"]),
-            "function_call": neutral("none", "auto", remedy="send tool_choice and tools"),
-            "functions": neutral(
-                [], remedy="send each in tools, as {type: function, function: ...}"
-            ),
-        },
-    )
-
-
-class ChatRequest(_FieldsOfChat, kw_only=True, forbid_unknown_fields=True):
+@with_fields(
+    {
+        "moderation prompt_cache_key prompt_cache_options prompt_cache_retention": None,
+        "reasoning_effort safety_identifier service_tier store verbosity": None,
+        "prediction web_search_options": neutral(),
+        "best_of": neutral(1, remedy="send n, and select one of the choices"),
+        "add_special_tokens": neutral(False, remedy="leave it to the template"),
+        "audio": neutral(remedy="ask for text"),
+        "modalities": neutral(["text"]),
+        "function_call": neutral("none", "auto", remedy="send tool_choice and tools"),
+        "functions": neutral([], remedy="send each in tools, as {type: function, function: ...}"),
+    }
+)
+class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     """The body of /v1/chat/completions."""
 
     add_generation_prompt: bool | None = None

@@ -11,16 +11,17 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 from starlette.datastructures import QueryParams
 from starlette.routing import Match
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Message, Scope
 
 from vsched.aio.streams import OutputDelta, PromptReport, failure_of
+from vsched.api.checked_request import CheckedRequest
 from vsched.api.choices import AcceptedChoices
-from vsched.api.completions import CheckedRequest, CompletionEndpoint
+from vsched.api.completions import CompletionEndpoint
 from vsched.api.contract import Generation
 from vsched.api.errors import ParameterRefused, out_of_bounds
 from vsched.api.http_exchange import HttpExchange
@@ -502,17 +503,12 @@ _EVENTS_MAX = 2**53
 class KeptResponseRoute(ApiRoute):
     """The route of kept answers below a path; other methods, and known paths that are not served, do not match."""
 
-    def __init__(self, route: ApiRoute, resumption: Resumption) -> None:
-        """Serve the answers of requests to `route`."""
-        endpoint = cast("CompletionEndpoint", route.endpoint)
-        super().__init__(
-            "GET",
-            f"{route.path}/{{request_id:path}}",
-            KeptResponseEndpoint(resumption, route.path, endpoint),
-            response=route.response,
-            event=route.event,
-            error=route.error,
-        )
+    def __init__(self, endpoint: CompletionEndpoint, resumption: Resumption) -> None:
+        """Serve the answers of requests to `endpoint`."""
+        self._endpoint = endpoint
+        self._resumption = resumption
+        kinds: dict[str, Any] = {**endpoint.kinds, "request": None}
+        super().__init__("GET", f"{endpoint.path}/{{request_id:path}}", self.send_kept, **kinds)
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         """Match in full or not at all."""
@@ -520,26 +516,16 @@ class KeptResponseRoute(ApiRoute):
         is_kept = match is Match.FULL and not_served(scope["path"]) is None
         return (match, found) if is_kept else (Match.NONE, {})
 
-
-class KeptResponseEndpoint:
-    """Fetch the response to a request that was resumed after a crash."""
-
-    def __init__(self, resumption: Resumption, path: str, endpoint: CompletionEndpoint) -> None:
-        self._resumption = resumption
-        self._path = path
-        self._endpoint = endpoint
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
-        exchange = HttpExchange(scope, receive, send)
-        await exchange.serve_response(exchange.until_disconnect(self._send_kept(exchange)))
+    async def send_kept(self, exchange: HttpExchange) -> None:
+        """Fetch the response to a request that was resumed after a crash."""
+        await exchange.until_disconnect(self._send_kept(exchange))
 
     async def _send_kept(self, exchange: HttpExchange) -> None:
         scope = exchange.scope
         query = QueryParams(scope.get("query_string", b""))
         after, stream = _after(exchange, query), _flag(query)
         name = scope["path_params"]["request_id"]
-        resumed = self._resumption.find(name, self._path, tenant_of(scope))
+        resumed = self._resumption.find(name, self._endpoint.path, tenant_of(scope))
         job, choices = await resumed.read()
         if stream is not None:
             job = msgspec.structs.replace(job, stream=stream)

@@ -11,6 +11,8 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
 
+import msgspec
+
 from vsched.aio.worker_groups import STOP_GRACE_S
 from vsched.api.app import create_app
 from vsched.api.contract import ApiSettings
@@ -20,7 +22,6 @@ from vsched.api.processes.supervisor import ApiProcesses
 from vsched.api.resuming import Resumption, open_resumption
 from vsched.api.tracing import open_tracing, traces_url
 from vsched.config import Config
-from vsched.config.sections import ServerConfig
 from vsched.engine import Engine, Environment, Progress
 from vsched.errors import ConfigError
 from vsched.record.recorder import check_record_path
@@ -187,24 +188,24 @@ def api_settings(config: Config, address: str) -> ApiSettings:
         ConfigError: If a configured key is not in the environment, or a package for traces is missing.
     """
     server = config.server
-    names = set(ApiSettings.__struct_fields__) & set(ServerConfig.__struct_fields__)
-    same = {name: getattr(server, name) for name in names - {"allowed_hosts", "tenant_header"}}
+    resolved = {
+        "allowed_hosts": _allowed_hosts(config, address),
+        "tenant_header": server.tenant_header.lower(),
+    }
     return ApiSettings(
+        **{**msgspec.structs.asdict(server), **resolved},
         api_key=_key(config, "api_key_variable"),
         admin_key=_key(config, "admin_key_variable"),
         tenant_keys=_tenant_keys(config),
-        tenant_header=server.tenant_header.lower(),
-        allowed_hosts=_allowed_hosts(config, address),
         tool_format=config.model.tool_format,
         reasoning_format=config.model.reasoning_format,
         traces_url=traces_url(server),
         body_wait_s=server.receive_s / 2,  # the rest is for the body to arrive
-        **same,
     )
 
 
-def _allowed_hosts(config: Config, address: str) -> tuple[str, ...] | None:
-    """Host names that clients may use; None for any.
+def _allowed_hosts(config: Config, address: str) -> tuple[str, ...]:
+    """Host names that clients may use.
 
     On a loopback address, all clients are local and need only the configured name. Elsewhere, the names of load
     balancers, services and proxies cannot be known here.
@@ -218,7 +219,7 @@ def _allowed_hosts(config: Config, address: str) -> tuple[str, ...] | None:
             "the server is open to the network, without a key, under any name. Remedy: set server.api_key_variable, or "
             "server.allowed_hosts to the names that clients use"
         )
-    return named or None
+    return named or ("*",)
 
 
 def _key(config: Config, setting: str) -> str:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Collection, Mapping
-from typing import Annotated, Any, NamedTuple, TypeVar, get_type_hints
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Annotated, Any, NamedTuple, TypeVar, cast, get_type_hints
 
 import msgspec
 
@@ -35,14 +35,28 @@ def neutral(*values: Any, remedy: str = "leave it out") -> Neutral:
 Request = TypeVar("Request", bound=msgspec.Struct)
 
 
-def with_fields(base: type[Request], fields: Mapping[str, Neutral | None]) -> type[Request]:
-    """Return a request with further fields, given as names between spaces; those without neutral values are ignored."""
+def with_fields(
+    fields: Mapping[str, Neutral | None],
+) -> Callable[[type[Request]], type[Request]]:
+    """Add fields to a request, given as names between spaces; those without neutral values are ignored."""
     made = [
         (name, Any if known is None else Annotated[Any, known], None)
         for names, known in fields.items()
         for name in names.split()
     ]
-    return msgspec.defstruct(base.__name__, made, bases=(base,), kw_only=True)  # type: ignore[return-value]
+
+    def add(cls: type[Request]) -> type[Request]:
+        whole = msgspec.defstruct(
+            cls.__name__,
+            made,
+            bases=(cls,),
+            module=cls.__module__,
+            namespace={"__doc__": cls.__doc__},
+            kw_only=True,
+        )
+        return cast("type[Request]", whole)
+
+    return add
 
 
 def refuse_unsupported(request: msgspec.Struct) -> None:
@@ -112,7 +126,6 @@ _KINDS = {
 }
 _REMEDIES = {kind: remedy for remedy, kinds in _KINDS.items() for kind in kinds.split()}
 _DATE = re.compile(r"_\d{4}_?\d{2}_?\d{2}\Z")
-_STEP = re.compile(r"[^.\[\]]+|\[\d+\]")
 
 
 def unsupported_type(kind: object, where: str) -> ParameterRefused | None:
@@ -125,20 +138,14 @@ def unsupported_type(kind: object, where: str) -> ParameterRefused | None:
 
 
 def find_unsupported_type(
-    body: Any, path: str, *, served: Collection[str]
+    values: Iterable[tuple[str, Any]], *, served: Collection[str]
 ) -> ParameterRefused | None:
-    """Return the error for the outermost object of an unsupported type on a path in a body; None if there is none."""
-    value, where = body, ""
-    for step in (*_STEP.findall(path), None):
+    """Return the error for the first object of an unsupported type, of paths and values; None if there is none."""
+    for where, value in values:
         kind = value.get("type") if isinstance(value, dict) and where else None
         refusal = unsupported_type(kind, where)
         if refusal is not None and kind not in served:
             return refusal
-        try:
-            value = value[int(step[1:-1])] if step.startswith("[") else value[step]
-        except (LookupError, TypeError, ValueError, AttributeError):
-            return None
-        where += step if step.startswith("[") else f".{step}" if where else step
     return None
 
 

@@ -628,7 +628,10 @@ class ImageRecipe(msgspec.Struct, frozen=True):
 
 
 class AnswerPart(NamedTuple):
-    """A part of the output: `content`, `reasoning`, or a complete `call`, whose text is the JSON of its arguments."""
+    """A part of the output: `content`, `reasoning`, or a `call`, whose text is the JSON of its arguments.
+
+    A call without a name is a further piece of the last one's arguments.
+    """
 
     kind: Literal["content", "reasoning", "call"]
     text: str

@@ -325,6 +325,11 @@ def chat(**fields: Any) -> dict[str, Any]:
     return {"model": "demo", "messages": [{"role": "user", "content": "hi"}], **fields}
 
 
+def body_of(path: str, **fields: Any) -> dict[str, Any]:
+    """Body of a chat or a text completion with these fields."""
+    return chat(**fields) if path == CHAT else {"prompt": "x", **fields}
+
+
 async def post(
     engine: FakeEngine, path: str, body: object, settings: ApiSettings | None = None
 ) -> Reply:

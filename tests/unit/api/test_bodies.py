@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.each_case import each_case
 from tests.patience import NEVER_S, patience, until
-from tests.unit.api.fakes import CHAT, PLAIN, Client, FakeEngine, chat, post
+from tests.unit.api.fakes import CHAT, PLAIN, Client, FakeEngine, body_of, chat, post
 from vsched.aio.streams import OutputDelta
 from vsched.api import ApiSettings, bodies, create_app, parameters
 from vsched.api.bodies import count_values
@@ -248,7 +248,7 @@ async def test_every_way_to_ask_for_a_form_reaches_the_engine(
     path: str, fields: dict[str, Any], grammar: dict[str, Any]
 ) -> None:
     engine = FakeEngine()
-    body = chat(**fields) if path == CHAT else {"prompt": "x", **fields}
+    body = body_of(path, **fields)
     assert (await post(engine, path, body)).status == 200
     assert json.loads(engine.sampling.grammar) == grammar
     assert not engine.sampling.is_plain_greedy

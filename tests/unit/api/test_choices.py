@@ -6,14 +6,10 @@ import asyncio
 from typing import Any
 
 from tests.each_case import each_case
-from tests.unit.api.fakes import CHAT, PLAIN, Client, FakeEngine, chat, post
+from tests.unit.api.fakes import CHAT, PLAIN, Client, FakeEngine, body_of, post
 from vsched.aio.streams import OutputDelta, TokenLogprob
 from vsched.api import ApiSettings, create_app
 from vsched.errors import RequestFailed, RequestRefused
-
-
-def body_of(path: str, **fields: Any) -> dict[str, Any]:
-    return chat(**fields) if path == CHAT else {"prompt": "x", **fields}
 
 
 def said(text: str, logprob: float | None = None) -> list[OutputDelta | Exception | asyncio.Event]:

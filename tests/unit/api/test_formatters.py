@@ -5,21 +5,16 @@ from __future__ import annotations
 import asyncio
 import codecs
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 
 from tests.each_case import each_case
-from tests.unit.api.fakes import CHAT, PLAIN, FakeEngine, chat, post
+from tests.unit.api.fakes import CHAT, PLAIN, FakeEngine, body_of, chat, post
 from vsched.aio.streams import OutputDelta, TokenLogprob
 from vsched.api import ApiSettings
 
 PATHS = pytest.mark.parametrize("path", [CHAT, PLAIN])
 PROMPT = [3, 1, 4, 1, 5, 9, 2]
-
-
-def body_of(path: str, **fields: Any) -> dict[str, Any]:
-    return chat(**fields) if path == CHAT else {"prompt": "x", **fields}
 
 
 @PATHS

@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.unit.api.fakes import Client, FakeEngine
 from vsched.api import ApiSettings, create_app
 from vsched.api.metrics import ApiMetrics, Report, added
+from vsched.api.response_schema import PromptDetails, Usage
 from vsched.sim.cluster import SimEngine, small_config
 from vsched.sim.loop import VirtualLoop
 from vsched.sim.ranks.symbolic_workers import SymbolicGenerator
@@ -130,7 +131,7 @@ def counted(*outcomes: str, tenant: str = "") -> ApiMetrics:
     for outcome in outcomes:
         record = metrics.begin("chat", tenant=tenant)
         record.output()
-        record.tokens(prompt=5, cached=2, output=3)
+        record.tokens(Usage(5, 3, 8, PromptDetails(2)))
         if outcome:
             record.end(outcome)
     return metrics

@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.each_case import each_case
-from tests.unit.api.fakes import CHAT, PLAIN, FakeEngine, chat, post
+from tests.unit.api.fakes import CHAT, PLAIN, FakeEngine, body_of, post
 
 NEUTRAL: dict[str, Any] = {
     "use_beam_search": False,
@@ -27,7 +27,7 @@ NEUTRAL: dict[str, Any] = {
 
 @each_case("path", [CHAT, PLAIN])
 async def test_fields_of_other_servers_are_accepted_where_they_change_nothing(path: str) -> None:
-    body = chat(**NEUTRAL) if path == CHAT else {"prompt": "x", **NEUTRAL}
+    body = body_of(path, **NEUTRAL)
     reply = await post(FakeEngine(), path, body)
     assert reply.status == 200, reply.body
 
@@ -51,7 +51,7 @@ async def test_fields_of_other_servers_are_refused_where_they_would_change_somet
 ) -> None:
     """With value, limit and remedy, before the request reaches the engine."""
     engine = FakeEngine()
-    body = chat(**fields) if path == CHAT else {"prompt": "x", **fields}
+    body = body_of(path, **fields)
     reply = await post(engine, path, body)
     assert (reply.status, reply.error["code"]) == (400, "unsupported_parameter")
     assert reply.error["param"] in fields

@@ -108,13 +108,6 @@ async def test_models_parse(client: Any) -> None:
     assert (await client.models.retrieve("demo")).owned_by == "vsched"
 
 
-async def test_extra_body_reaches_the_engine(client: Any, engine: FakeEngine) -> None:
-    extra = {"top_k": 5, "ignore_eos": True, "min_tokens": 2}
-    await client.chat.completions.create(model="demo", messages=MESSAGES, extra_body=extra)
-    assert (engine.sampling.top_k, engine.sampling.ignore_eos) == (5, True)
-    assert engine.sampling.min_tokens == 2
-
-
 async def test_driver_refuses_two_responses() -> None:
     """The driver itself can fail: other tests rely on it."""
 

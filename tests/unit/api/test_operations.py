@@ -14,7 +14,7 @@ from vsched.aio.streams import OutputDelta
 from vsched.api import ApiSettings, create_app
 from vsched.api.app import create_frontend
 from vsched.api.metrics import ApiMetrics
-from vsched.api.middleware import RequireKey
+from vsched.api.middleware import CheckAccess
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.types import ModelInfo
 
@@ -182,23 +182,6 @@ async def test_detokenize_takes_the_blank_away_that_the_tokenizer_adds() -> None
     assert reply.json == {"prompt": "<s> Hi"}
 
 
-@each_case(
-    ("body", "message"),
-    [
-        ({}, "`tokens` is missing"),
-        ({"tokens": [256]}, "value 256, limit below 256"),
-        ({"tokens": [-1]}, "limit >= 0"),
-        ({"tokens": [1] * 1001}, "value 1001 tokens, limit 1000 tokens of context"),
-        ({"tokens": [1], "model": "other"}, "ask for demo"),
-        ({"tokens": "ab"}, "limit a list"),
-    ],
-)
-async def test_detokenize_refuses(body: object, message: str) -> None:
-    reply = await call(FakeEngine(), "POST", "/detokenize", body)
-    assert reply.status in {400, 404}
-    assert message in reply.error["message"]
-
-
 async def test_tokenize_while_it_loads_is_refused() -> None:
     """A model that has not loaded yet has no known limit."""
 
@@ -214,22 +197,33 @@ async def test_tokenize_while_it_loads_is_refused() -> None:
 
 
 @each_case(
-    "body",
+    ("path", "body", "message"),
     [
-        {},
-        {"prompt": "x", **CHAT},
-        {"prompt": 5},
-        {"prompt": "x", "model": "other"},
-        {"messages": []},
-        {"prompt": "x", "nonsense": 1},
-        {**CHAT, "tools": [{"type": "function"}]},
-        {**CHAT, "chat_template": "x"},
-        {**CHAT, "continue_final_message": True, "add_generation_prompt": True},
+        ("/detokenize", {}, "`tokens` is missing"),
+        ("/detokenize", {"tokens": [256]}, "value 256, limit below 256"),
+        ("/detokenize", {"tokens": [-1]}, "limit >= 0"),
+        ("/detokenize", {"tokens": [1] * 1001}, "value 1001 tokens, limit 1000 tokens of context"),
+        ("/detokenize", {"tokens": [1], "model": "other"}, "ask for demo"),
+        ("/detokenize", {"tokens": "ab"}, "limit a list"),
+        ("/tokenize", {}, "one of `prompt` and `messages` is needed"),
+        ("/tokenize", {"prompt": "x", **CHAT}, "one of `prompt` and `messages` is needed"),
+        ("/tokenize", {"prompt": 5}, "limit a text"),
+        ("/tokenize", {"prompt": "x", "model": "other"}, "ask for demo"),
+        ("/tokenize", {"messages": []}, "limit 1 to 1024 messages"),
+        ("/tokenize", {"prompt": "x", "nonsense": 1}, "`nonsense` is not a known parameter"),
+        ("/tokenize", {**CHAT, "tools": [{"type": "function"}]}, "value no function"),
+        ("/tokenize", {**CHAT, "chat_template": "x"}, "`chat_template` is not supported"),
+        (
+            "/tokenize",
+            {**CHAT, "continue_final_message": True, "add_generation_prompt": True},
+            "exclude each other",
+        ),
     ],
 )
-async def test_tokenize_refuses(body: object) -> None:
-    reply = await call(FakeEngine(), "POST", "/tokenize", body)
+async def test_tokenize_and_detokenize_refuse(path: str, body: object, message: str) -> None:
+    reply = await call(FakeEngine(), "POST", path, body)
     assert reply.status in {400, 404}
+    assert message in reply.error["message"]
     assert "Remedy" in reply.error["message"]
 
 
@@ -324,24 +318,6 @@ async def test_wrong_paths_and_methods_have_openai_errors(
 
 
 @each_case(
-    ("method", "path", "status", "kind"),
-    [
-        ("GET", "/v1/messages", 405, "invalid_request_error"),
-        ("POST", "/v1/messages/batches", 404, "not_found_error"),
-    ],
-)
-async def test_wrong_paths_and_methods_of_messages_have_anthropics_errors(
-    method: str, path: str, status: int, kind: str
-) -> None:
-    reply = await call(FakeEngine(), method, path)
-    assert (reply.status, reply.json["type"], reply.json["error"]["type"]) == (
-        status,
-        "error",
-        kind,
-    )
-
-
-@each_case(
     ("path", "methods"),
     [
         ("/v1/chat/completions", "POST"),
@@ -395,11 +371,23 @@ async def test_paths_that_clients_know_are_told_what_to_do_without(
     assert remedy in reply.error["message"].partition("Remedy: ")[2]
 
 
-async def test_paths_of_batches_of_messages_have_anthropics_error() -> None:
-    for path in ("/v1/messages/batches", "/v1/messages/batches/b/results", "/v1/files"):
-        headers = {"anthropic-version": "2023-06-01"}
-        error = (await call(FakeEngine(), "GET", path, headers=headers)).json["error"]
-        assert (error["type"], "is not served" in error["message"]) == ("not_found_error", True)
+@each_case(
+    ("method", "path", "version", "status", "kind"),
+    [
+        ("GET", "/v1/messages", None, 405, "invalid_request_error"),
+        ("POST", "/v1/messages/batches", None, 404, "not_found_error"),
+        ("GET", "/v1/messages/batches/b/results", "2023-06-01", 404, "not_found_error"),
+        ("GET", "/v1/files", "2023-06-01", 404, "not_found_error"),
+    ],
+)
+async def test_clients_of_messages_get_anthropics_errors(
+    method: str, path: str, version: str | None, status: int, kind: str
+) -> None:
+    headers = {"anthropic-version": version} if version else {}
+    reply = await call(FakeEngine(), method, path, headers=headers)
+    assert (reply.status, reply.json["type"]) == (status, "error")
+    assert reply.json["error"]["type"] == kind
+    assert ("is not served" in reply.json["error"]["message"]) is (status == 404)
 
 
 async def test_stored_answers_are_not_there_to_be_deleted() -> None:
@@ -463,7 +451,7 @@ async def test_key_is_needed_everywhere_but_for_probes(
 def test_key_is_required_by_every_route() -> None:
     """Routes added later included."""
     app = create_app(FakeEngine(), ApiSettings(api_key="right"))
-    assert all(isinstance(cast("Route", route).app, RequireKey) for route in app.routes)
+    assert all(isinstance(cast("Route", route).app, CheckAccess) for route in app.routes)
 
 
 async def test_right_key_opens() -> None:

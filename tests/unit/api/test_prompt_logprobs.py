@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.each_case import each_case
-from tests.unit.api.fakes import CHAT, PLAIN, FakeEngine, FakeGeneration, chat, post
+from tests.unit.api.fakes import CHAT, PLAIN, FakeEngine, FakeGeneration, body_of, chat, post
 from vsched.aio.streams import OutputDelta, PromptReport, TokenLogprob
 from vsched.api import ApiSettings
 from vsched.wire import PromptPiece
@@ -123,7 +123,7 @@ async def test_echo_reports_each_choice_its_own_prompt() -> None:
 async def test_prompt_logprobs_in_vllm_s_form(path: str) -> None:
     engine = telling()
     fields = {"prompt_logprobs": 1}
-    body = chat(**fields) if path == CHAT else {"prompt": "x", **fields}
+    body = body_of(path, **fields)
     reply = (await post(engine, path, body)).json
     holder = reply if path == CHAT else reply["choices"][0]
     assert holder["prompt_logprobs"] == IN_VLLMS_FORM
@@ -163,7 +163,7 @@ async def test_unsupported_log_probabilities_are_refused(
     path: str, fields: Any, param: str
 ) -> None:
     engine = FakeEngine()
-    body = chat(**fields) if path == CHAT else {"prompt": "x", **fields}
+    body = body_of(path, **fields)
     reply = await post(engine, path, body)
     assert (reply.status, reply.error["param"]) == (400, param)
     assert "Remedy: " in reply.error["message"]

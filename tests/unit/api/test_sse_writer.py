@@ -13,6 +13,7 @@ from tests.patience import PATIENCE_S
 from tests.unit.api.fakes import FakeEngine, FakeGeneration
 from tests.unit.media.fakes import FakePreprocessor
 from vsched.aio.streams import ChoiceInputs, OutputDelta, TokenStream
+from vsched.api.checked_request import CheckedRequest, ResponseOptions
 from vsched.api.choices import ChoiceStream, SseWriter
 from vsched.api.formatters import ChatFormatter, CompletionFormatter
 from vsched.api.http_exchange import HttpExchange
@@ -20,7 +21,12 @@ from vsched.api.metrics import ApiMetrics
 from vsched.api.response_schema import ChatChunk, ChatChunkChoice, ChatDelta
 from vsched.errors import RequestFailed
 from vsched.kernel.commands import Finish, RequestTimes
-from vsched.types import FinishReason
+from vsched.types import FinishReason, SamplingParams
+
+JOB = CheckedRequest(
+    prompts=(), images=(), sampling=SamplingParams(), request_id="id", created=1, model="demo", adapter="", priority=0,
+    ttft_target_ms=None, cache_salt="", session="", stream=True, options=ResponseOptions(), constrained_by="",
+)  # fmt: skip
 
 
 class Connection:
@@ -48,7 +54,7 @@ class Connection:
             raise AssertionError("a relay reads nothing")
 
         exchange = HttpExchange({"type": "http"}, receive, self.send)
-        writer = ChatFormatter(generation, created=1, model="demo", preprocessor=FakePreprocessor())
+        writer = ChatFormatter(generation, JOB, FakePreprocessor())
         record = ApiMetrics(FakeEngine()).begin("chat")
         return SseWriter(exchange, record, [ChoiceStream(generation, writer)])
 
@@ -145,13 +151,11 @@ def test_writer_text_alone_is_encoded_as_ever(text: str) -> None:
     encode = msgspec.json.Encoder().encode
     delta = OutputDelta(text, [1])
     generation = FakeGeneration([], "id")
-    writer = ChatFormatter(generation, created=1, model="demo", preprocessor=FakePreprocessor())
+    writer = ChatFormatter(generation, JOB, FakePreprocessor())
     writer.chunk(OutputDelta("first", [1]))
     choice = ChatChunkChoice(ChatDelta(content=text), None, None)
     assert encode(writer.chunk(delta)) == encode(ChatChunk("id", 1, "demo", [choice]))
-    plain = CompletionFormatter(
-        generation, created=1, model="demo", preprocessor=FakePreprocessor()
-    )
+    plain = CompletionFormatter(generation, JOB, FakePreprocessor())
     whole = plain.chunk(OutputDelta(text, [1], finish_reason="stop"))
     expected = encode(whole).replace(b'"finish_reason":"stop"', b'"finish_reason":null')
     assert encode(plain.chunk(delta)) == expected

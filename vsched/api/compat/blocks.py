@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from enum import Enum
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
 from vsched.aio.streams import OutputDelta, TokenLogprob
+from vsched.api.checked_request import CheckedRequest
+from vsched.api.contract import Generation
 from vsched.api.errors import ParameterRefused
+from vsched.api.formatters import chat_logprob
+from vsched.api.http_exchange import StreamEvent
 from vsched.api.request_schema import (
     ChatRequest,
     CommonFields,
@@ -20,8 +26,11 @@ from vsched.api.request_schema import (
     ProcessorArguments,
     TemplateArguments,
 )
-from vsched.api.response_schema import ChatDelta
+from vsched.api.response_schema import ChatDelta, Usage
 from vsched.api.tools.reader import MessageBuilder
+from vsched.worker.contract import Preprocessor
+
+Event = TypeVar("Event", bound=StreamEvent)
 
 
 class BlockKind(Enum):
@@ -165,6 +174,54 @@ class ContentBlocks:
         if self._open is not None:
             yield BlockStop(self._open)
         self._open = None
+
+
+class BlockFormatter(ABC, Generic[Event]):
+    """Formats one response from its blocks."""
+
+    def __init__(
+        self, generation: Generation, job: CheckedRequest, preprocessor: Preprocessor, index: int
+    ) -> None:
+        """Format a generation of this request."""
+        assert not index, "requests of these APIs have a single choice"
+        self._generation = generation
+        self._job = job
+        self._blocks = ContentBlocks(
+            job.builder_of(index), logprobs=job.sampling.logprobs is not None
+        )
+        self._format_logprob = partial(chat_logprob, preprocessor=preprocessor)
+        self._started = False
+
+    def chunk(self, delta: OutputDelta) -> list[Event]:
+        """Events of a delta, none without text; the first and last delta have additional ones."""
+        events: list[Event] = [] if self._started else self._first_events()
+        self._started = True
+        for step in self._blocks.take(delta):
+            events += self._events(step)
+        if self._blocks.finish_reason:
+            events += self._last_events()
+        return events
+
+    def usage_chunk(self, usage: Usage) -> list[Event]:
+        """Return no events: the last events have the usage."""
+        del usage
+        return []
+
+    def response(self, deltas: Sequence[OutputDelta], usage: Usage) -> object:
+        """Return the response that corresponds to all events of a stream."""
+        del usage
+        for delta in deltas:
+            self._blocks.take(delta)
+        return self._ended()
+
+    @abstractmethod
+    def _first_events(self) -> list[Event]: ...
+    @abstractmethod
+    def _events(self, step: BlockStep) -> Iterable[Event]: ...
+    @abstractmethod
+    def _last_events(self) -> list[Event]: ...
+    @abstractmethod
+    def _ended(self) -> object: ...
 
 
 class ChatFields(CommonFields, kw_only=True):

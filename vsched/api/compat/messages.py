@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from vsched.aio.streams import OutputDelta
 from vsched.api.chat_messages import as_object
+from vsched.api.checked_request import CheckedRequest
 from vsched.api.compat.blocks import (
     BlockDelta,
+    BlockFormatter,
     BlockKind,
     BlockStart,
     BlockStep,
     BlockStop,
     ChatFields,
     ContentBlock,
-    ContentBlocks,
     named_as,
     shared_fields,
 )
-from vsched.api.completions import ChatEndpoint, CheckedRequest, check_ready
-from vsched.api.contract import Generation
+from vsched.api.completions import ChatEndpoint, check_ready
 from vsched.api.errors import ParameterRefused, out_of_bounds, shown, unsupported
-from vsched.api.formatters import Formatter
-from vsched.api.http_exchange import HttpExchange, StreamEvent
+from vsched.api.http_exchange import HttpExchange, MessagesError, StreamEvent
 from vsched.api.request_schema import (
     CalledFunction,
     ChatRequest,
@@ -45,7 +43,7 @@ from vsched.api.request_schema import (
     ToolChoice,
     VideoPart,
 )
-from vsched.api.response_schema import Model, Usage
+from vsched.api.response_schema import Model
 from vsched.api.unsupported import neutral, refuse_unsupported, unsupported_type, with_fields
 
 
@@ -174,25 +172,19 @@ class OutputConfig(msgspec.Struct):
     effort: Any = None
 
 
-if TYPE_CHECKING:
-    _FieldsOfApi = ChatFields
-else:
-    _FieldsOfApi = with_fields(
-        ChatFields,
-        {
-            # The first two are sent to Bedrock and Vertex. The model sees the whole history: no context is managed.
-            "anthropic_beta anthropic_version betas billing_policy cache_control compaction": None,
-            "context_management diagnostics fallback_credit_token fallbacks inference_geo": None,
-            "metadata service_tier speed user_profile_id workspace_id": None,
-            "container": neutral(),
-            "mcp_servers": neutral([], remedy="send their tools"),
-            "output_format": neutral(remedy="send it as output_config.format"),
-            "thread": neutral(remedy="send all messages with each request; no thread is kept"),
-        },
-    )
-
-
-class MessagesRequest(_FieldsOfApi, kw_only=True, forbid_unknown_fields=True):
+@with_fields(
+    {
+        # The first two are sent to Bedrock and Vertex. The model sees the whole history: no context is managed.
+        "anthropic_beta anthropic_version betas billing_policy cache_control compaction": None,
+        "context_management diagnostics fallback_credit_token fallbacks inference_geo": None,
+        "metadata service_tier speed user_profile_id workspace_id": None,
+        "container": neutral(),
+        "mcp_servers": neutral([], remedy="send their tools"),
+        "output_format": neutral(remedy="send it as output_config.format"),
+        "thread": neutral(remedy="send all messages with each request; no thread is kept"),
+    }
+)
+class MessagesRequest(ChatFields, kw_only=True, forbid_unknown_fields=True):
     """The body of /v1/messages and /v1/messages/count_tokens."""
 
     ROLES: ClassVar[str] = "user, assistant or system"
@@ -276,37 +268,6 @@ class MessagesModelList(msgspec.Struct):
     has_more: bool = False
 
 
-class MessagesEndpoint(ChatEndpoint):
-    """Continue a conversation, with Anthropic's Messages API."""
-
-    name = "messages"
-    id_prefix = "msg"
-
-    async def read(self, exchange: HttpExchange, request_id: str) -> CheckedRequest:
-        """Read a request and convert it to a chat request.
-
-        Raises:
-            RequestRefused: If it cannot be served.
-            ClientDisconnected: If the client disconnected before it was complete.
-        """
-        tokens = self._engine.info.context_tokens
-        request = await self._bodies.read(exchange, MessagesRequest, tokens=tokens)
-        refuse_unsupported(request)
-        with named_as(NAMES):
-            return await self.job_of(chat_request(request), request_id)
-
-    async def count_tokens(self, exchange: HttpExchange) -> CountedTokens:
-        """Count the tokens of a conversation, with Anthropic's Messages API."""
-        check_ready(self._engine)
-        job = await self.read(exchange, "")
-        return CountedTokens(len(await self._engine.tokenize(job.prompts[0], job.images)))
-
-    def _formatter(self, generation: Generation, job: CheckedRequest, index: int = 0) -> Formatter:
-        assert not index, "requests of this API have a single choice"
-        blocks = ContentBlocks(job.builder_of(index))
-        return MessagesFormatter(generation, model=job.model, blocks=blocks)
-
-
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -318,40 +279,35 @@ _DELTAS = {
 """Type of a delta, and the name of its field."""
 
 
-class MessagesFormatter:
+class MessagesFormatter(BlockFormatter[MessagesEvent]):
     """Formats one response."""
 
-    def __init__(self, generation: Generation, *, model: str, blocks: ContentBlocks) -> None:
-        self._generation = generation
-        self._model = model
-        self._blocks = blocks
-        self._started = False
+    def _first_events(self) -> list[MessagesEvent]:
+        message = self._response([])
+        message.usage.output_tokens = 0  # the message is still empty
+        return [MessagesEvent(type="message_start", message=message)]
 
-    def chunk(self, delta: OutputDelta) -> list[MessagesEvent]:
-        """Events of a delta, none without text; the first and last delta have additional ones."""
-        events: list[MessagesEvent] = []
-        if not self._started:
-            message = self._response([])
-            message.usage.output_tokens = 0  # the message is still empty
-            events.append(MessagesEvent(type="message_start", message=message))
-            self._started = True
-        events += map(_event, self._blocks.take(delta))
-        if self._blocks.finish_reason:
-            end = {"stop_reason": self._stop_reason(), "stop_sequence": self._blocks.stop_string}
-            events.append(MessagesEvent(type="message_delta", delta=end, usage=self._usage()))
-            events.append(MessagesEvent(type="message_stop"))
-        return events
+    def _last_events(self) -> list[MessagesEvent]:
+        end = {"stop_reason": self._stop_reason(), "stop_sequence": self._blocks.stop_string}
+        return [
+            MessagesEvent(type="message_delta", delta=end, usage=self._usage()),
+            MessagesEvent(type="message_stop"),
+        ]
 
-    def usage_chunk(self, usage: Usage) -> list[MessagesEvent]:
-        """Return no events: the event before the last one has the usage."""
-        del usage
-        return []
+    def _events(self, step: BlockStep) -> Iterator[MessagesEvent]:
+        index = step.block.index
+        match step:
+            case BlockStart(block):
+                empty = _output(block, "")
+                yield MessagesEvent(type="content_block_start", index=index, content_block=empty)
+            case BlockDelta(block, text):
+                kind, name = _DELTAS[block.kind]
+                delta: dict[str, str | None] = {"type": kind, name: text}
+                yield MessagesEvent(type="content_block_delta", index=index, delta=delta)
+            case BlockStop():
+                yield MessagesEvent(type="content_block_stop", index=index)
 
-    def response(self, deltas: Sequence[OutputDelta], usage: Usage) -> MessagesResponse:
-        """Return the response that corresponds to all events of a stream."""
-        del usage
-        for delta in deltas:
-            self._blocks.take(delta)
+    def _ended(self) -> MessagesResponse:
         response = self._response([_output(block, block.text) for block in self._blocks.blocks])
         response.stop_reason = self._stop_reason()
         response.stop_sequence = self._blocks.stop_string
@@ -360,7 +316,7 @@ class MessagesFormatter:
     def _response(self, content: list[OutputBlock]) -> MessagesResponse:
         return MessagesResponse(
             id=self._generation.request_id,
-            model=self._model,
+            model=self._job.model,
             content=content,
             usage=self._usage(),
         )
@@ -377,20 +333,6 @@ class MessagesFormatter:
         return _REASONS.get(reason, reason)
 
 
-def _event(step: BlockStep) -> MessagesEvent:
-    index = step.block.index
-    match step:
-        case BlockStart(block):
-            empty = _output(block, "")
-            return MessagesEvent(type="content_block_start", index=index, content_block=empty)
-        case BlockDelta(block, text):
-            kind, name = _DELTAS[block.kind]
-            delta: dict[str, str | None] = {"type": kind, name: text}
-            return MessagesEvent(type="content_block_delta", index=index, delta=delta)
-        case BlockStop():
-            return MessagesEvent(type="content_block_stop", index=index)
-
-
 def _output(block: ContentBlock, text: str) -> OutputBlock:
     match block.kind:
         case BlockKind.TEXT:
@@ -399,6 +341,34 @@ def _output(block: ContentBlock, text: str) -> OutputBlock:
             return ThinkingBlock(text)
         case BlockKind.CALL:
             return ToolUseBlock(block.call_id, block.name, as_object(text))
+
+
+class MessagesEndpoint(ChatEndpoint):
+    """Continue a conversation, with Anthropic's Messages API."""
+
+    path = "/v1/messages"
+    name = "messages"
+    id_prefix = "msg"
+    kinds: ClassVar[dict[str, type]] = {
+        "request": MessagesRequest,
+        "response": MessagesResponse,
+        "event": MessagesEvent,
+        "error": MessagesError,
+    }
+
+    _formatter_class = MessagesFormatter
+
+    async def check(self, request: Any, request_id: str) -> CheckedRequest:
+        """Convert a request to a chat request, and check it."""
+        refuse_unsupported(request)
+        with named_as(NAMES):
+            return await super().check(chat_request(request), request_id)
+
+    async def count_tokens(self, exchange: HttpExchange) -> CountedTokens:
+        """Count the tokens of a conversation, with Anthropic's Messages API."""
+        check_ready(self._engine)
+        job = await self.read(exchange, "")
+        return CountedTokens(len(await self._engine.tokenize(job.prompts[0], job.images)))
 
 
 def messages_model(model: Model) -> MessagesModel:

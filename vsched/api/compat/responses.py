@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from vsched.aio.streams import OutputDelta, TokenLogprob
+from vsched.aio.streams import TokenLogprob
+from vsched.api.checked_request import CheckedRequest
 from vsched.api.compat.blocks import (
     BlockDelta,
+    BlockFormatter,
     BlockKind,
     BlockStart,
     BlockStep,
     BlockStop,
     ChatFields,
     ContentBlock,
-    ContentBlocks,
     named_as,
     shared_fields,
 )
-from vsched.api.completions import ChatEndpoint, CheckedRequest
-from vsched.api.contract import Generation
+from vsched.api.completions import ChatEndpoint
 from vsched.api.errors import ParameterRefused, out_of_bounds, shown, unsupported
-from vsched.api.formatters import Formatter, chat_logprob
-from vsched.api.http_exchange import HttpExchange, NumberedEvent
+from vsched.api.http_exchange import NumberedEvent
 from vsched.api.request_schema import (
     AllowedTools,
     AnswerTextPart,
@@ -51,7 +49,7 @@ from vsched.api.request_schema import (
     ToolChoice,
     VideoPart,
 )
-from vsched.api.response_schema import ChatLogprob, Usage
+from vsched.api.response_schema import ChatLogprob
 from vsched.api.unsupported import neutral, refuse_unsupported, unsupported_type, with_fields
 
 
@@ -151,27 +149,21 @@ class TextOptions(msgspec.Struct, omit_defaults=True):
     verbosity: Any = None
 
 
-if TYPE_CHECKING:
-    _FieldsOfApi = ChatFields
-else:
-    _FieldsOfApi = with_fields(
-        ChatFields,
-        {
-            # `store` is ignored as in chat completions; the response has `store: false`.
-            "access_programs background_options client_metadata context_management image": None,
-            "max_tool_calls moderation prompt_cache_key prompt_cache_options": None,
-            "prompt_cache_retention safety_identifier service_tier store stream_options": None,
-            "background": neutral(False, remedy="stream, or wait for the answer"),
-            "conversation previous_response_id": neutral(
-                remedy="send the whole history as input; the server keeps nothing"
-            ),
-            "prompt": neutral(remedy="send its text as instructions or input"),
-            "truncation": neutral("disabled", remedy="send an input that fits"),
-        },
-    )
-
-
-class ResponsesRequest(_FieldsOfApi, kw_only=True, forbid_unknown_fields=True):
+@with_fields(
+    {
+        # `store` is ignored as in chat completions; the response has `store: false`.
+        "access_programs background_options client_metadata context_management image": None,
+        "max_tool_calls moderation prompt_cache_key prompt_cache_options": None,
+        "prompt_cache_retention safety_identifier service_tier store stream_options": None,
+        "background": neutral(False, remedy="stream, or wait for the answer"),
+        "conversation previous_response_id": neutral(
+            remedy="send the whole history as input; the server keeps nothing"
+        ),
+        "prompt": neutral(remedy="send its text as instructions or input"),
+        "truncation": neutral("disabled", remedy="send an input that fits"),
+    }
+)
+class ResponsesRequest(ChatFields, kw_only=True, forbid_unknown_fields=True):
     """The body of /v1/responses."""
 
     ROLES: ClassVar[str] = "system, developer, user or assistant"
@@ -323,42 +315,6 @@ class ResponsesEvent(NumberedEvent, kw_only=True):
     name: str | UnsetType = UNSET
 
 
-class ResponsesEndpoint(ChatEndpoint):
-    """Continue a conversation, with OpenAI's Responses API, without state."""
-
-    name = "responses"
-    id_prefix = "resp"
-
-    async def read(self, exchange: HttpExchange, request_id: str) -> CheckedRequest:
-        """Read a request and convert it to a chat request.
-
-        Raises:
-            RequestRefused: If it cannot be served.
-            ClientDisconnected: If the client disconnected before it was complete.
-        """
-        tokens = self._engine.info.context_tokens
-        request = await self._bodies.read(exchange, ResponsesRequest, tokens=tokens)
-        refuse_unsupported(request)
-        with named_as(NAMES):
-            job = await self.job_of(chat_request(request), request_id)
-        return msgspec.structs.replace(job, original=msgspec.structs.replace(request, input=""))
-
-    def _formatter(self, generation: Generation, job: CheckedRequest, index: int = 0) -> Formatter:
-        assert not index, "requests of this API have a single choice"
-        assert isinstance(job.original, ResponsesRequest)
-        return ResponsesFormatter(
-            generation,
-            created=job.created,
-            model=job.model,
-            blocks=ContentBlocks(
-                job.builder_of(index),
-                logprobs=job.sampling.logprobs is not None,
-            ),
-            request=job.original,
-            format_logprob=partial(chat_logprob, preprocessor=self._engine.preprocessor),
-        )
-
-
 _PREFIXES = {BlockKind.TEXT: "msg", BlockKind.REASONING: "rs", BlockKind.CALL: "fc"}
 _EVENTS = {
     BlockKind.TEXT: "response.output_text",
@@ -367,55 +323,19 @@ _EVENTS = {
 }
 
 
-class ResponsesFormatter:
-    """Formats one response, which repeats settings of its `request`; `format_logprob` formats the one of a token."""
+class ResponsesFormatter(BlockFormatter[ResponsesEvent]):
+    """Formats one response, which repeats settings of its request."""
 
-    def __init__(
-        self,
-        generation: Generation,
-        *,
-        created: int,
-        model: str,
-        blocks: ContentBlocks,
-        request: ResponsesRequest,
-        format_logprob: Callable[[TokenLogprob], ChatLogprob],
-    ) -> None:
-        self._generation = generation
-        self._created = created
-        self._model = model
-        self._blocks = blocks
-        self._request = request
-        self._format_logprob = format_logprob
-        self._started = False
+    def _first_events(self) -> list[ResponsesEvent]:
+        response = self._response("in_progress", [])
+        return [
+            ResponsesEvent(type="response.created", response=response),
+            ResponsesEvent(type="response.in_progress", response=response),
+        ]
 
-    def chunk(self, delta: OutputDelta) -> list[ResponsesEvent]:
-        """Events of a delta, none without text; the first and last delta have additional ones."""
-        events: list[ResponsesEvent] = []
-        if not self._started:
-            response = self._response("in_progress", [])
-            events += [
-                ResponsesEvent(type="response.created", response=response),
-                ResponsesEvent(type="response.in_progress", response=response),
-            ]
-            self._started = True
-        for step in self._blocks.take(delta):
-            events += self._events(step)
-        if self._blocks.finish_reason:
-            ended = self._ended()
-            events.append(ResponsesEvent(type=f"response.{ended.status}", response=ended))
-        return events
-
-    def usage_chunk(self, usage: Usage) -> list[ResponsesEvent]:
-        """Return no events: the last event has the usage."""
-        del usage
-        return []
-
-    def response(self, deltas: Sequence[OutputDelta], usage: Usage) -> ResponseObject:
-        """Return the response that corresponds to all events of a stream."""
-        del usage
-        for delta in deltas:
-            self._blocks.take(delta)
-        return self._ended()
+    def _last_events(self) -> list[ResponsesEvent]:
+        ended = self._ended()
+        return [ResponsesEvent(type=f"response.{ended.status}", response=ended)]
 
     def _events(self, step: BlockStep) -> Iterator[ResponsesEvent]:
         block, index = step.block, step.block.index
@@ -508,13 +428,14 @@ class ResponsesFormatter:
         return response
 
     def _response(self, status: str, output: list[OutputItem]) -> ResponseObject:
-        sent = self._request
+        sent = self._job.original
+        assert isinstance(sent, ResponsesRequest)
         has_ended = status != "in_progress"
         return ResponseObject(
             id=self._generation.request_id,
-            created_at=self._created,
+            created_at=self._job.created,
             status=status,
-            model=self._model,
+            model=self._job.model,
             output=output,
             usage=self._usage() if has_ended else None,
             instructions=sent.instructions,
@@ -540,6 +461,28 @@ class ResponsesFormatter:
             OutputDetails(self._blocks.reasoning_tokens),
             generation.prompt_tokens + generation.output_tokens,
         )
+
+
+class ResponsesEndpoint(ChatEndpoint):
+    """Continue a conversation, with OpenAI's Responses API, without state."""
+
+    path = "/v1/responses"
+    name = "responses"
+    id_prefix = "resp"
+    kinds: ClassVar[dict[str, type]] = {
+        "request": ResponsesRequest,
+        "response": ResponseObject,
+        "event": ResponsesEvent,
+    }
+
+    _formatter_class = ResponsesFormatter
+
+    async def check(self, request: Any, request_id: str) -> CheckedRequest:
+        """Convert a request to a chat request, and check it."""
+        refuse_unsupported(request)
+        with named_as(NAMES):
+            job = await super().check(chat_request(request), request_id)
+        return msgspec.structs.replace(job, original=msgspec.structs.replace(request, input=""))
 
 
 def _with_format(text: TextOptions | None) -> TextOptions:

@@ -65,6 +65,7 @@ class Link:
         self._on_lost = on_lost
         self._waiting_bytes_max = waiting_bytes_max
         self._calls: list[tuple[str, tuple[Any, ...]]] = []
+        self._early: list[bytes] = []
         self._large = asyncio.Lock()
         self._loop = asyncio.get_running_loop()
         self._writer: asyncio.StreamWriter | None = None
@@ -76,6 +77,8 @@ class Link:
         """Start on one socket of a pair."""
         end.setblocking(False)
         reader, self._writer = await asyncio.open_unix_connection(sock=end)
+        for frame in self._early:
+            self._send(frame)
         self._reading = self._loop.create_task(self._read(reader))
 
     def call(self, name: str, *arguments: Any, first: bool = False) -> None:
@@ -102,6 +105,7 @@ class Link:
 
     def _send(self, frame: bytes) -> None:
         if self._writer is None:
+            self._early.append(frame)
             return
         self._writer.write(len(frame).to_bytes(_SIZE_BYTES, "little"))
         self._writer.write(frame)

@@ -319,30 +319,24 @@ class RemoteEngine:
         finally:
             self._calls.pop(number, None)
 
+    async def forward(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Forward an HTTP request to the engine's process, as an ASGI application; a disconnect does not cancel it."""
+        exchange = HttpExchange(scope, receive, send)
+
+        async def answer() -> None:
+            body = b"".join(await exchange.read_body(ROOMLESS_BYTES, _no_room))
+            forwarded = {name: scope.get(name, b"") for name in FORWARDED}
+            messages = await self.ask("forward", forwarded, body)
+            exchange.started = True
+            for message in messages:
+                await send(message)
+
+        await exchange.serve_response(answer())
+
     def _check_there(self) -> None:
         """Raise an error if the engine is gone."""
         if self._lost:
             raise RequestFailed("the engine is gone", code="stopping", status=503, retry_after_s=5)
-
-
-class ForwardToEngine:
-    """ASGI application that forwards requests to the engine's process; a disconnect does not cancel them."""
-
-    def __init__(self, engine: RemoteEngine) -> None:
-        self._engine = engine
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
-        exchange = HttpExchange(scope, receive, send)
-        await exchange.serve_response(self._answer(exchange, scope, send))
-
-    async def _answer(self, exchange: HttpExchange, scope: Scope, send: Send) -> None:
-        body = b"".join(await exchange.read_body(ROOMLESS_BYTES, _no_room))
-        forwarded = {name: scope.get(name, b"") for name in FORWARDED}
-        messages = await self._engine.ask("forward", forwarded, body)
-        exchange.started = True
-        for message in messages:
-            await send(message)
 
 
 async def _no_room(size: int) -> Any:
@@ -373,9 +367,9 @@ class ApiProcess:
         self._metrics = ApiMetrics(tenants_max=order.settings.tenants_max)
         self._engine = RemoteEngine(order.config.model.served_name, self._link)
         self._link.receivers = (self._engine, self)
-        asking = ForwardToEngine(self._engine)
         self._tracing = open_tracing(order.settings.traces_url)
-        app = create_frontend(self._engine, order.settings, self._metrics, asking, self._tracing)
+        engine, settings = self._engine, order.settings
+        app = create_frontend(engine, settings, self._metrics, engine.forward, self._tracing)
         self._server = http_server(app, order.config)
 
     def on_beat(self) -> None:

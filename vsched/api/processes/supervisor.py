@@ -299,14 +299,17 @@ class _Process:
         self.began_s = self._loop.time()
         self.report = Report()
         self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        with theirs, another(kept) as listener:
-            order = msgspec.structs.replace(order, listener=listener.fileno())
-            self.popen = subprocess.Popen(  # noqa: S603 - the command is the engine's own
-                [sys.executable, *_COMMAND, str(theirs.fileno())],
-                stdin=subprocess.PIPE,
-                pass_fds=(theirs.fileno(), listener.fileno()),
-                start_new_session=True,  # Ctrl-C in a terminal must reach only the engine
-            )
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(self._ours.close)
+            with theirs, another(kept) as listener:
+                order = msgspec.structs.replace(order, listener=listener.fileno())
+                self.popen = subprocess.Popen(  # noqa: S603 - the command is the engine's own
+                    [sys.executable, *_COMMAND, str(theirs.fileno())],
+                    stdin=subprocess.PIPE,
+                    pass_fds=(theirs.fileno(), listener.fileno()),
+                    start_new_session=True,  # Ctrl-C in a terminal must reach only the engine
+                )
+            on_failure.pop_all()
         assert self.popen.stdin is not None
         with contextlib.suppress(BrokenPipeError), self.popen.stdin as stdin:
             stdin.write(msgspec.msgpack.encode(order))
@@ -424,9 +427,14 @@ class ApiProcesses:
             if loop.time() - one.began_s > STEADY_S:
                 pause_s = PAUSE_S
             logger.warning("API process %d ended (exit code %d); restarting it", index, code)
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, PAUSE_MAX_S)
-            await self._start(index, at_once=False)
+            while self._running[index] is one:
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, PAUSE_MAX_S)
+                try:
+                    await self._start(index, at_once=False)
+                except Exception:  # such as too many processes or open files, perhaps not for long
+                    logger.exception("API process %d cannot start; trying again", index)
+                    self._running[index].link.lose("cannot start")
 
     async def _send_beats(self) -> None:
         """Send state and signs of life to the processes; drop silent ones."""

@@ -52,9 +52,8 @@ class JsonScan:
                         return at
         return -1
 
-    def take(self, text: str, *, ended: bool) -> tuple[int, str, bool]:
-        """Process the next piece of the arguments; see `ArgumentScan`."""
-        del ended  # nothing is held back
+    def take(self, text: str) -> tuple[int, str, bool]:
+        """Process the next piece of the arguments, of which nothing is held back; see `ValueScan.take`."""
         end = self.end(text)
         count = end if end >= 0 else len(text)
         return count, text[:count], end >= 0
@@ -190,9 +189,8 @@ class TaggedScan:
         self._break = form.after[: len(form.after) - len(form.after.lstrip())]
         self._before = "{"
 
-    def take(self, text: str, *, ended: bool) -> tuple[int, str, bool]:
-        """Process the next piece; see `ArgumentScan`."""
-        del ended
+    def take(self, text: str) -> tuple[int, str, bool]:
+        """Process the next piece; see `ValueScan.take`."""
         out, at, before = "", 0, self._form.before
         while True:
             rest = text[at:].lstrip()
@@ -249,9 +247,12 @@ class ValueScan:
         """Everything before is in `_out`."""
         self.sought = 0
 
-    def take(self, text: str, *, ended: bool) -> tuple[int, str, bool]:
-        """Process the next piece; see `ArgumentScan`."""
-        del ended
+    def take(self, text: str) -> tuple[int, str, bool]:
+        """Process `text`, which starts with the unprocessed rest of the last one.
+
+        Returns:
+            Number of characters processed, the JSON that is certain, and whether the arguments are complete.
+        """
         last = text.rfind(self._form.closing)
         found = self._converted(text) if last > self._tried else None
         self._tried = last

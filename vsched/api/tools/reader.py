@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import msgspec
 from msgspec import UNSET
@@ -49,51 +49,11 @@ _TYPED = '{"type":"function"'
 """The beginning of a call object with a type."""
 
 
-class ContentText(NamedTuple):
-    """A piece of content."""
-
-    text: str
-
-
-class CallStart(NamedTuple):
-    """Start of a function call; its arguments follow."""
-
-    name: str
-
-
-class CallArguments(NamedTuple):
-    """A piece of the JSON of the last call's arguments."""
-
-    text: str
-
-
-class Reasoning(NamedTuple):
-    """A piece of reasoning."""
-
-    text: str
-
-
-Event = Reasoning | ContentText | CallStart | CallArguments
-
-
-class ArgumentScan(Protocol):
-    """Converts the arguments of one call to JSON."""
-
-    def take(self, text: str, *, ended: bool) -> tuple[int, str, bool]:
-        """Process `text`, which starts with the unprocessed rest of the last one; `ended` means that nothing follows.
-
-        Returns:
-            Number of characters processed, the JSON that is certain, and whether the arguments are complete.
-        """
-        ...
-
-
 class OutputParser:
     """Parses one choice.
 
     `tools` has the argument schemas by name: in formats without an opening, a call is recognized only by such a name.
-    With `single`, calls after the first are dropped. With `forced`, the output must consist of calls; with `thinking`,
-    the prompt has begun the reasoning.
+    With `forced`, the output must consist of calls; with `thinking`, the prompt has begun the reasoning.
     """
 
     def __init__(
@@ -101,7 +61,6 @@ class OutputParser:
         calls: CallFormat | None,
         *,
         tools: Mapping[str, Mapping[str, Any]] | None = None,
-        single: bool = False,
         forced: bool = False,
         reasoning: ReasoningFormat | None = None,
         thinking: bool = False,
@@ -116,13 +75,12 @@ class OutputParser:
         self._frames = reasoning.frames if reasoning is not None else ()
         thoughts = (reasoning.begin,) if reasoning is not None and reasoning.again else ()
         self._marks = (*self._openings, *self._frames, *thoughts)
-        self._single = single
         self._forced = forced
         self._calls = 0
         self._buffer = ""
         self._half = ""
         self._scan = JsonScan()
-        self._arguments_scan: ArgumentScan = self._scan
+        self._arguments_scan: JsonScan | TaggedScan | ValueScan = self._scan
         self._scanned = 0
         self._opened = 0
         self._tail: list[str] = []
@@ -130,43 +88,43 @@ class OutputParser:
         self._blanks = ""
         self._ended = False
         self._cut = False
-        self._events: list[Event] = []
+        self._parts: list[AnswerPart] = []
         self._state: Callable[[], bool] = self._begin if reasoning is not None else self._answer
 
-    def push(self, text: str) -> list[Event]:
-        """Process the next piece of the output; return the events that are certain."""
+    def push(self, text: str) -> list[AnswerPart]:
+        """Process the next piece of the output; return the parts that are certain."""
         text = self._half + text
         whole = text.rstrip(_HALF)
         self._half = text[len(whole) :]
         self._buffer += whole
-        events = self._advance()
+        parts = self._advance()
         # With text in the buffer, the incomplete character may belong to a marker: wait for the next piece.
         if self._half and not self._buffer:
             self._buffer, self._half = self._half, ""
-            events += self._advance()
-        return events
+            parts += self._advance()
+        return parts
 
-    def finish(self, *, cut: bool = False) -> list[Event]:
-        """Return the events held back; if the output was truncated, drop a possible start of a call or marker."""
+    def finish(self, *, cut: bool = False) -> list[AnswerPart]:
+        """Return the parts held back; if the output was truncated, drop a possible start of a call or marker."""
         self._ended = True
         self._cut = cut or self._forced
         if not self._cut:
             self._buffer, self._half = self._buffer + self._half, ""
-        events = self._advance()
+        parts = self._advance()
         if self._leading and self._blanks and not (self._parted or self._buffer or self._forced):
-            events.append(ContentText(self._blanks))
-        return events
+            parts.append(AnswerPart("content", self._blanks))
+        return parts
 
     @property
     def has_open_call(self) -> bool:
         """True if the arguments of the last call in the output are incomplete."""
-        return self._state == self._arguments and not (self._single and self._calls > 1)
+        return self._state == self._arguments
 
-    def _advance(self) -> list[Event]:
+    def _advance(self) -> list[AnswerPart]:
         while self._buffer and self._state():
             pass
-        events, self._events = self._events, []
-        return events
+        parts, self._parts = self._parts, []
+        return parts
 
     # Each state consumes certain text from the buffer, and returns True if there may be more to consume.
 
@@ -198,7 +156,7 @@ class OutputParser:
             text = text.lstrip()
         if said := text.rstrip():
             self._parted = True
-            self._events.append(Reasoning(self._take(len(said))))
+            self._parts.append(AnswerPart("reasoning", self._take(len(said))))
         if at < 0:
             return False
         self._take(len(text) - len(said) + len(end))
@@ -298,8 +256,7 @@ class OutputParser:
         if call is None or not self._is_tool(call[0]):
             return self._is_content()
         name, arguments = call
-        self._begin_call(name)
-        self._emit(CallArguments(arguments))
+        self._begin_call(name, arguments)
         self._take(end)
         self._end_call(is_object_over=True)
         return True
@@ -335,20 +292,16 @@ class OutputParser:
             heads.append(_TYPED)
         return bool(known.opening) or any(rest.startswith(head[: len(rest)]) for head in heads)
 
-    def _begin_call(self, name: str) -> None:
+    def _begin_call(self, name: str, arguments: str = "") -> None:
         self._calls += 1
         self._leading, self._parted, self._blanks = True, True, ""
-        self._emit(CallStart(name))
-
-    def _emit(self, event: Event) -> None:
-        if not self._single or self._calls == 1:
-            self._events.append(event)
+        self._parts.append(AnswerPart("call", arguments, name))
 
     def _arguments(self) -> bool:
-        count, text, is_over = self._arguments_scan.take(self._buffer, ended=self._ended)
+        count, text, is_over = self._arguments_scan.take(self._buffer)
         self._take(count)
         if text:
-            self._emit(CallArguments(text))
+            self._parts.append(AnswerPart("call", text))
         if is_over:
             self._end_call(is_object_over=False)
         return is_over
@@ -413,7 +366,7 @@ class OutputParser:
                 text = text.lstrip()
             self._leading, self._blanks = False, ""
         if text:
-            self._events.append(ContentText(text))
+            self._parts.append(AnswerPart("content", text))
 
 
 def _call_of(text: str) -> tuple[str, str] | None:
@@ -441,7 +394,7 @@ def _openings(known: CallFormat | None) -> tuple[str, ...]:
     return (known.opening, *known.openings) if known is not None and known.opening else ()
 
 
-def _scan_of(known: CallFormat, schema: Mapping[str, Any]) -> ArgumentScan:
+def _scan_of(known: CallFormat, schema: Mapping[str, Any]) -> JsonScan | TaggedScan | ValueScan:
     """Create the argument parser for a call of a function with this schema."""
     match known.arguments:
         case TaggedArguments() as form:
@@ -458,7 +411,7 @@ class CallStopScope(OutputParser):
         """Take the arguments of `OutputParser`."""
         super().__init__(calls, **options)
         self._in_call = (self._head, self._arguments, self._rest_of_object, self._after)
-        self._parts: list[tuple[str, bool]] = []
+        self._texts: list[tuple[str, bool]] = []
 
     def split(self, text: str) -> list[tuple[str, bool]]:
         """See `StopScope.split`."""
@@ -471,48 +424,14 @@ class CallStopScope(OutputParser):
         return [*self._taken(), (self._buffer + self._half, False)]
 
     def _taken(self) -> list[tuple[str, bool]]:
-        parts, self._parts = self._parts, []
-        return parts
+        texts, self._texts = self._texts, []
+        return texts
 
     def _take(self, count: int) -> str:
         counts = self._state not in self._in_call
         taken = super()._take(count)
-        self._parts.append((taken, counts))
+        self._texts.append((taken, counts))
         return taken
-
-
-class CheckpointParser:
-    """Parser of one choice; see `OutputParser`. With `single`, calls after the first are dropped."""
-
-    has_open_call = False
-    """Calls are emitted only when they are complete."""
-
-    def __init__(self, parser: AnswerParser, *, single: bool = False) -> None:
-        self._parser = parser
-        self._single = single
-        self._calls = 0
-
-    def push(self, text: str) -> list[Event]:
-        """Process the next piece of the output; return the events that are certain."""
-        return self._events(self._parser.push(text))
-
-    def finish(self, *, cut: bool = False) -> list[Event]:
-        """Return the events held back; none is dropped, because the parser does not report partial calls."""
-        del cut
-        return self._events(self._parser.finish())
-
-    def _events(self, parts: Sequence[AnswerPart]) -> list[Event]:
-        events: list[Event] = []
-        for part in parts:
-            if part.kind == "call":
-                self._calls += 1
-                if not self._single or self._calls == 1:
-                    events += [CallStart(part.name), CallArguments(part.text)]
-            else:
-                events.append(
-                    ContentText(part.text) if part.kind == "content" else Reasoning(part.text)
-                )
-        return events
 
 
 ID_CHARACTERS = 9
@@ -520,9 +439,10 @@ ID_CHARACTERS = 9
 
 
 class MessageBuilder:
-    """Formats one choice; every call gets an id. With `hides_reasoning`, reasoning is dropped.
+    """Formats one choice; every call gets an id.
 
-    The ids are derived from the choice's id, so that they are the same if it is formatted again.
+    With `hides_reasoning`, reasoning is dropped; with `single`, calls after the first are. The ids are derived from the
+    choice's id, so that they are the same if it is formatted again.
 
     Attributes:
         is_silent: True if the last piece was only markup, for which no event is sent.
@@ -532,28 +452,41 @@ class MessageBuilder:
 
     def __init__(
         self,
-        reader: OutputParser | CheckpointParser,
+        parser: OutputParser | AnswerParser,
         *,
         choice_id: str,
         hides_reasoning: bool = False,
+        single: bool = False,
         has_tools: bool = False,
         forced: bool = False,
     ) -> None:
         """Use a parser; `has_tools` means that the output may contain calls, `forced` that it must."""
-        self._reader = reader
+        self._parser = parser
         self._choice_id = choice_id
         self._hides_reasoning = hides_reasoning
+        self._single = single
         self._has_tools = has_tools
         self._forced = forced
         self._calls = 0
+        self._seen_calls = 0
 
     def added(self, text: str, reason: str | None) -> ChatDelta:
         """Format the next piece of text; `reason` is the finish reason of the last piece."""
-        events = self._reader.push(text)
-        if reason is not None:
-            events += self._reader.finish(cut=reason == "length")
-        self.is_silent = self._has_tools and not events
-        return self._delta(events)
+        parser = self._parser
+        parts = [*parser.push(text)]
+        if reason is not None and isinstance(parser, OutputParser):
+            parts += parser.finish(cut=reason == "length")
+        elif reason is not None:
+            parts += parser.finish()
+        parts = list(filter(self._is_wanted, parts))
+        self.is_silent = self._has_tools and not parts
+        return self._delta(parts)
+
+    def _is_wanted(self, part: AnswerPart) -> bool:
+        if part.kind != "call":
+            return True
+        self._seen_calls += bool(part.name)
+        return self._seen_calls == 1 or not self._single
 
     def message(self, text: str, reason: str) -> ChatMessage:
         """Format a complete output with this finish reason."""
@@ -568,26 +501,29 @@ class MessageBuilder:
 
     def finish_reason(self, reason: str) -> str:
         """OpenAI's finish reason: `tool_calls` only if all calls are complete."""
-        has_called = self._calls > 0 and not self._reader.has_open_call
+        parser = self._parser
+        # A checkpoint's own parser reports complete calls only.
+        is_open = isinstance(parser, OutputParser) and parser.has_open_call
+        has_called = self._calls > 0 and not (is_open and self._calls == self._seen_calls)
         return "tool_calls" if reason == "stop" and has_called else reason
 
-    def _delta(self, events: Sequence[Event]) -> ChatDelta:
+    def _delta(self, parts: Sequence[AnswerPart]) -> ChatDelta:
         content = reasoning = ""
         calls: list[ToolCallDelta] = []
-        for event in events:
-            if isinstance(event, ContentText):
-                content += event.text
-            elif isinstance(event, Reasoning):
-                reasoning += "" if self._hides_reasoning else event.text
-            elif isinstance(event, CallStart):
+        for part in parts:
+            if part.kind == "content":
+                content += part.text
+            elif part.kind == "reasoning":
+                reasoning += "" if self._hides_reasoning else part.text
+            elif part.name:
+                function = FunctionOutput(part.name, part.text)
                 made = self._call_id()
-                started = FunctionOutput(event.name)
-                calls.append(ToolCallDelta(self._calls, started, id=made, type="function"))
+                calls.append(ToolCallDelta(self._calls, function, id=made, type="function"))
                 self._calls += 1
             else:
                 if not calls:  # continues from an earlier piece
                     calls.append(ToolCallDelta(self._calls - 1, FunctionOutput()))
-                calls[-1].function.arguments += event.text
+                calls[-1].function.arguments += part.text
         return ChatDelta(
             content=content if content or not (calls or reasoning or self._forced) else UNSET,
             tool_calls=calls or UNSET,

@@ -22,11 +22,12 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
 from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from vsched.api.checked_request import CheckedRequest
 from vsched.api.choices import AcceptedChoices
 from vsched.api.contract import Generation
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.kernel.commands import RequestTimes
-from vsched.types import FinishReason, SamplingParams
+from vsched.types import FinishReason
 
 logger = logging.getLogger(__name__)
 CLOSE_S = 1.0
@@ -170,34 +171,25 @@ class RequestTrace:
             f"00-{self.trace_id}-{context.span_id:016x}-{context.trace_flags:02x}".encode()
         )
 
-    def describe(
-        self,
-        request_id: str,
-        model: str,
-        sampling: SamplingParams,
-        *,
-        stream: bool,
-        choices: int,
-        session: str,
-        tenant: str,
-    ) -> None:
+    def describe(self, job: CheckedRequest, tenant: str) -> None:
         """Add the parameters of a checked request, without its contents; the arrival policy gets it now."""
         self._checked_ns = time.monotonic_ns()
         if not self._span.is_recording():
             return
-        self._span.update_name(f"{self._operation} {model}")
+        sampling = job.sampling
+        self._span.update_name(f"{self._operation} {job.model}")
         values: dict[str, str | float | None] = {
-            "gen_ai.request.model": model,
-            "gen_ai.response.model": model,
-            "gen_ai.response.id": request_id,
-            "gen_ai.request.stream": stream,
+            "gen_ai.request.model": job.model,
+            "gen_ai.response.model": job.model,
+            "gen_ai.response.id": job.request_id,
+            "gen_ai.request.stream": job.stream,
             "gen_ai.request.temperature": sampling.temperature,
             "gen_ai.request.top_p": sampling.top_p,
             "gen_ai.request.max_tokens": sampling.max_tokens or None,
             "gen_ai.request.top_k": sampling.top_k if sampling.top_k > 0 else None,
             "gen_ai.request.seed": sampling.seed,
-            "gen_ai.request.choice.count": choices if choices > 1 else None,
-            "gen_ai.conversation.id": session or None,
+            "gen_ai.request.choice.count": job.n if job.n > 1 else None,
+            "gen_ai.conversation.id": job.session or None,
             "vsched.tenant": tenant or None,
         }
         self._span.set_attributes({key: one for key, one in values.items() if one is not None})

@@ -90,6 +90,18 @@ async def test_stream_equals_the_non_streaming_response(size: int) -> None:
     ]
 
 
+@each_case("stream", [False, True])
+async def test_a_single_call_is_the_first(stream: bool) -> None:
+    """Further ones are dropped, even one that is incomplete, but not the text."""
+    fields = {"tools": TOOLS, "parallel_tool_calls": False, "stream": stream}
+    reply = await post(engine(CALLS[:-16]), CHAT, chat(**fields))
+    message = merged(reply.events) if stream else reply.json["choices"][0]["message"]
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["f"]
+    assert message["content"] == "Look."
+    choices = (reply.events[-1] if stream else reply.json)["choices"]
+    assert choices[0]["finish_reason"] == "tool_calls"
+
+
 async def test_an_answer_that_is_cut_ends_with_length() -> None:
     cut = engine(CALLS[:-5], "length")
     choice = (await post(cut, CHAT, chat(tools=TOOLS))).json["choices"][0]

@@ -17,14 +17,7 @@ from tests.unit.media.fakes import FakeDetokenizer
 from vsched.aio.streams import ChoiceInputs, TokenStream
 from vsched.api.tools.arguments import JsonScan
 from vsched.api.tools.formats import CALL_FORMATS, REASONING_FORMATS, CallFormat
-from vsched.api.tools.reader import (
-    CallArguments,
-    CallStart,
-    CallStopScope,
-    ContentText,
-    OutputParser,
-    Reasoning,
-)
+from vsched.api.tools.reader import CallStopScope, OutputParser
 from vsched.kernel.commands import Finish, RequestTimes
 from vsched.types import FinishReason, SamplingParams
 
@@ -50,18 +43,15 @@ def read_with(
 ) -> dict[str, Any]:
     """Message parsed from pieces of a response: complete, truncated, or unfinished."""
     reader = OutputParser(known, **options)
-    events = [event for piece in pieces for event in reader.push(piece)]
+    parts = [part for piece in pieces for part in reader.push(piece)]
     message: dict[str, Any] = {"content": "", "calls": []}
-    for event in [*events, *(reader.finish(cut=cut) if ended else ())]:
-        match event:
-            case ContentText(text):
-                message["content"] += text
-            case Reasoning(text):
-                message["reasoning"] = message.get("reasoning", "") + text
-            case CallStart(called):
-                message["calls"].append([called, ""])
-            case CallArguments(text):
-                message["calls"][-1][1] += text
+    for kind, text, called in [*parts, *(reader.finish(cut=cut) if ended else ())]:
+        if kind != "call":
+            message[kind] = message.get(kind, "") + text
+        elif called:
+            message["calls"].append([called, text])
+        else:
+            message["calls"][-1][1] += text
     return message
 
 
@@ -136,21 +126,17 @@ def test_reader_finds_the_same_in_every_form_however_it_is_cut(name: str, data: 
 def test_reader_lets_arguments_out_as_they_come() -> None:
     reader = OutputParser(CALL_FORMATS["hermes"])
     assert reader.push('<tool_call>\n{"name": "f", "arguments": ') == []
-    assert reader.push('{"a') == [CallStart("f"), CallArguments('{"a')]
-    assert reader.push('": 1') == [CallArguments('": 1')]
-    assert reader.push("}}") == [CallArguments("}")]
+    assert reader.push('{"a') == [("call", "", "f"), ("call", '{"a', "")]
+    assert reader.push('": 1') == [("call", '": 1', "")]
+    assert reader.push("}}") == [("call", "}", "")]
     assert reader.push("\n</tool_call>") == []
     assert reader.finish() == []
 
 
 def test_reader_holds_back_no_more_than_may_become_a_call() -> None:
     reader = OutputParser(CALL_FORMATS["hermes"])
-    assert reader.push("One <") == [ContentText("One ")]
-    assert reader.push("b>") == [ContentText("<b>")]
-
-
-def test_a_single_call_is_the_first() -> None:
-    assert read([CALL, CALL, "x"], single=True) == {"content": "x", "calls": [["f", ARGUMENTS]]}
+    assert reader.push("One <") == [("content", "One ", "")]
+    assert reader.push("b>") == [("content", "<b>", "")]
 
 
 @REPEATABLE
@@ -251,7 +237,7 @@ def test_reader_knows_the_forms_of_families(
 def test_an_answer_in_json_is_not_held_back() -> None:
     reader = OutputParser(CALL_FORMATS["llama-json"], tools=TOOLS)
     assert reader.push('{"city') == []
-    assert reader.push('": "Paris') == [ContentText('{"city": "Paris')]
+    assert reader.push('": "Paris') == [("content", '{"city": "Paris', "")]
 
 
 @each_case("name", ["deepseek", "deepseek-v3.1"])

@@ -39,12 +39,13 @@ FORMATS = frozenset(
     ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"]
 )
 """The formats that the library enforces; others are annotations."""
+_TYPE_NAMES = ("null", "boolean", "integer", "number", "string", "array", "object")
 _TYPES = {
     type(None): "null", bool: "boolean", int: "number", float: "number", str: "string", list: "array", dict: "object",
 }  # fmt: skip
-_PLAIN = frozenset(
-    ["type", "minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"]
-)  # fmt: skip
+_COUNTS = frozenset(
+    ["minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"]
+)
 _SINGLE = frozenset(["items", "additionalItems", "additionalProperties"])
 _LISTS = frozenset(["allOf", "anyOf", "oneOf", "prefixItems", "items"])
 _NAMED = frozenset(["properties", "patternProperties", "$defs", "definitions"])
@@ -272,20 +273,54 @@ def _add_value(
         if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
             raise _refused(at, "is not a list of names", "send one")
         made[keyword] = value
-    elif keyword in _PLAIN:
-        if not (keyword.startswith("max") and type(value) is int and value >= COUNT_MAX):
-            made[keyword] = value
+    elif keyword == "type":
+        made[keyword] = _checked_type(value, at)
+    elif keyword in _COUNTS:
+        count = _checked_count(value, at)
+        if not (keyword.startswith("max") and count >= COUNT_MAX):
+            made[keyword] = count
     elif keyword in {"const", "enum"}:
+        if keyword == "enum" and not isinstance(value, list):
+            raise _refused(at, "is not a list", "send the allowed values as one")
         made[keyword] = _constant(value, at)
     elif keyword == "format":
         # With a pattern, a format is an annotation: zod's patterns of dates and times disagree with RFC 3339.
         if "pattern" not in node and isinstance(value, str) and value in FORMATS:
             made[keyword] = value
     elif keyword == "multipleOf":
-        made[keyword] = _number(value, at)
-        if Decimal(str(value)).as_integer_ratio()[0] > MULTIPLE_MAX:
-            remedy = "use a smaller or rounder number, or leave it out"
-            raise _beyond(f"{at} is too large", value, MULTIPLE_MAX, remedy)
+        made[keyword] = _checked_multiple(value, at)
+
+
+def _checked_type(value: Any, at: str) -> Any:
+    kinds = value if isinstance(value, list) else [value]
+    if not kinds or any(kind not in _TYPE_NAMES for kind in kinds):
+        limit, remedy = ", ".join(_TYPE_NAMES), "send one of these, or a list of them"
+        raise _beyond(f"{at} is not a type", json.dumps(value)[:100], limit, remedy)
+    return value
+
+
+def _checked_count(value: Any, at: str) -> int:
+    if type(value) not in {int, float} or value < 0 or value % 1 != 0:
+        shown = json.dumps(value)[:100]
+        raise _beyond(f"{at} is not a count", shown, "an integer from 0", "send one")
+    return int(value)
+
+
+def _checked_multiple(value: Any, at: str) -> int | float:
+    found = _number(value, at)
+    what = "" if found > 0 else "is not positive"
+    scaled = found
+    while scaled != int(scaled):  # as the library does: 0.07 becomes 7000000000000001
+        scaled *= 10
+    if scaled != found and scaled >= 2**32:
+        what = "has too many digits as a 64-bit float"
+    if what:
+        remedy = "use such a number, or leave it out and check the answer"
+        raise _beyond(f"{at} {what}", value, "numbers such as 3, 0.5 or 0.01", remedy)
+    if Decimal(str(value)).as_integer_ratio()[0] > MULTIPLE_MAX:
+        remedy = "use a smaller or rounder number, or leave it out"
+        raise _beyond(f"{at} is too large", value, MULTIPLE_MAX, remedy)
+    return found
 
 
 def _lacks(node: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -396,7 +431,8 @@ _SPACE, _NO_SPACE = r"[\t\n\x0b\x0c\r ]", r"[^\s\x1c-\x1f\x{feff}]"
 _ESCAPES = {r"\s": _SPACE, r"\S": _NO_SPACE}
 _NEGATED = {r"\s": r"[\s\x1c-\x1f\x{feff}]", r"\S": r"[^\t\n\x0b\x0c\r ]"}
 """Whitespace in negated classes: all characters that some validator treats as such."""
-_PARTS = re.compile(r"\\.|\.|\[\^?(?:\\.|[^\]\\])*\]", re.DOTALL)
+_NOT_REGULAR = re.compile(r"\\[bB1-9]|\(\?<?[=!]")
+_PARTS = re.compile(r"\\.|\.|\(\?<?[=!]|\[\^?(?:\\.|[^\]\\])*\]", re.DOTALL)
 _HEADS = {
     r"(?!^[-+.]*$)": r"[^-+.]",
     r"(?!\.)": r"^(?:$|[^.])",
@@ -442,7 +478,10 @@ def _translated(pattern: Any, at: str) -> str:
         text = match[0]
         if text == ".":
             return _ANY
-        if text[0] == "\\":
+        if _NOT_REGULAR.fullmatch(text):
+            remedy = "use a pattern without lookarounds, backreferences and \\b"
+            raise _refused(at, f"has {text}, which is not supported", remedy)
+        if text[0] in "\\(":
             return _ESCAPES.get(text, text)
         begin = "[^" if text[1] == "^" else "["
         spaces = _NEGATED if begin == "[^" else _ESCAPES

@@ -1,0 +1,103 @@
+"""Restarts of API processes, with processes that the tests stand for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import os
+import socket
+import subprocess
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+import pytest
+import pytest_asyncio
+
+from tests.patience import until
+from tests.unit.api.fakes import FakeEngine
+from vsched.api import ApiSettings
+from vsched.api.http_server import listen
+from vsched.api.processes import supervisor
+from vsched.api.processes.link import Link
+from vsched.api.processes.supervisor import ApiProcesses
+from vsched.config import Config, ServerConfig
+
+
+class PlayedProcess:
+    """Stands for a started process: collects the states that the engine sends."""
+
+    def __init__(self, end: int) -> None:
+        self.pid = id(self)
+        self.stdin = io.BytesIO()
+        self.states: list[str] = []
+        self.link = Link(self, on_lost=lambda _: None)
+        self._opening = asyncio.ensure_future(self.link.open(socket.socket(fileno=os.dup(end))))
+
+    def on_served(self, config: Any, info: Any) -> None:
+        self.link.call("loaded", "")
+
+    def on_status(self, state: str, adapters: list[Any]) -> None:
+        self.states.append(state)
+
+    def on_beat(self) -> None:
+        pass
+
+    def on_stop(self) -> None:
+        self.link.close()
+
+    def kill(self) -> None:
+        self.link.close()
+
+    def wait(self) -> int:
+        return -9
+
+
+class Played:
+    """All processes, and the number of coming starts that fail."""
+
+    def __init__(self) -> None:
+        self.started: list[PlayedProcess] = []
+        self.failures = 0
+
+    def start(self, command: list[str], **_: object) -> PlayedProcess:
+        if self.failures:
+            self.failures -= 1
+            raise OSError("too many open files")
+        self.started.append(PlayedProcess(int(command[-1])))
+        return self.started[-1]
+
+
+@pytest_asyncio.fixture
+async def played(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Played]:
+    """Two served processes, whose state is sent as often as the event loop allows."""
+    made = Played()
+    monkeypatch.setattr(subprocess, "Popen", made.start)
+    monkeypatch.setattr(supervisor, "FACTS_S", 0)
+    monkeypatch.setattr(supervisor, "PAUSE_S", 0.001)
+    config = Config(server=ServerConfig(port=0, processes=2))
+    engine = cast("Any", FakeEngine())
+    engine.config = config
+    with contextlib.closing(listen(config)) as kept:
+        processes = ApiProcesses(engine, ApiSettings(), kept)
+        await processes.begin()
+        await processes.ready()
+        yield made
+        await processes.stop()
+
+
+@pytest.mark.asyncio
+async def test_restarted_process_gets_the_state_of_the_engine(played: Played) -> None:
+    """Also if it was sent before the link was open: without it, the process would refuse every request."""
+    played.started[1].kill()
+    await until(lambda: len(played.started) == 3 and bool(played.started[2].states))
+    assert [one.states for one in played.started] == [["ready"]] * 3
+
+
+@pytest.mark.asyncio
+async def test_process_that_cannot_be_started_is_tried_again(played: Played) -> None:
+    played.failures = 2
+    played.started[0].kill()
+    await until(lambda: len(played.started) == 3 and bool(played.started[2].states))
+    played.started[2].kill()
+    await until(lambda: len(played.started) == 4 and bool(played.started[3].states))
