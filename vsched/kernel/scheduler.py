@@ -248,9 +248,9 @@ class Scheduler(SnapshotRoot):
     def _on_new_policies(self, tables: Mapping[str, PolicyTable], now_ns: int) -> list[Command]:
         """Install policies with fresh states, and ask them again about all that waits."""
         self._installed.install(tables)
-        self.encode.reconsider()
+        for queue in self._queues:
+            queue.hold_until_ns = None
         for group in self.generators:
-            group.queue.hold_until_ns = None
             group.queue.unblock()
         commands: list[Command] = [
             Notice(f"from now on, {table['use']} decides as {path}")

@@ -225,7 +225,6 @@ class PolicySeat(Restorable):
         self._check, self._default = decision.check, decision.default
         self.overruled = {}
         self.failed = 0
-        self._recorded = b""
         self._faults = faults
         self.install(policy, memory or PolicyMemory(policy))
 
@@ -260,12 +259,19 @@ class PolicySeat(Restorable):
 
     @property
     def kept(self) -> Saved[bytes]:
-        """The state as bytes; empty for a policy without a state."""
+        """The state as bytes; empty for a policy without a state.
+
+        Raises:
+            RecordError: When it is set to bytes that are not a state of this policy.
+        """
         return self._memory.kept
 
     @kept.setter
     def kept(self, data: Saved[bytes]) -> None:
-        self._recorded = data
+        try:
+            self._memory.take_over(data)
+        except PolicyError as error:
+            raise RecordError(f"{type(self.policy).__qualname__}: {error}") from error
 
     def fail(self, error: BaseException, view: object) -> None:
         """Report a failed call, and undo its changes to the state."""
@@ -284,18 +290,6 @@ class PolicySeat(Restorable):
     def replace(self, reason: str) -> None:
         """Stop calling the policy; the default decides from now on."""
         self.replaced = reason
-
-    def rebuild(self) -> None:
-        """Derive the state.
-
-        Raises:
-            RecordError: If the recorded bytes are not a state of this policy.
-        """
-        try:
-            self._memory.take_over(self._recorded)
-        except PolicyError as error:
-            raise RecordError(f"{type(self.policy).__qualname__}: {error}") from error
-        self._recorded = b""
 
 
 class PolicySeats(Restorable):
