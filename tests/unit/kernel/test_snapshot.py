@@ -62,8 +62,7 @@ def test_snapshot_holds_all_that_decides(seed: int) -> None:
 
 
 CACHES = {
-    *("DirtyGroups", "Loads", "Holds", "Router.state", "Router.seen"),
-    *("ArrivalGate._due", "PolicyFaults.first"),
+    *("DirtyGroups", "Loads", "Holds", "Router.state", "Router.seen", "PolicyFaults.first"),
     *("PolicySeat.failed", "RunningSet._read", "RunningSet._read_at"),
 }
 """Fields and whole classes that may differ in a restored scheduler; no decision depends on them."""
