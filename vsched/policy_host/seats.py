@@ -17,6 +17,7 @@ import msgspec
 
 from vsched.errors import PolicyError, RecordError, limit_message, reraise_interrupt, safe_text
 from vsched.policy import DECISIONS, Decision, Policy, decisions_of
+from vsched.policy_host.call_times import Ask as Ask
 from vsched.policy_host.snapshot import Restorable, Saved
 from vsched.types import stage_of
 
@@ -40,10 +41,6 @@ _PLAIN = (
     msgspec.inspect.LiteralType,
 )
 _encode = msgspec.msgpack.Encoder().encode
-
-
-Ask = Callable[[Any], Any]
-"""A call of a policy: takes the view, returns the answer."""
 
 
 BuildPolicy = Callable[[str, Mapping[str, Any]], Policy]
@@ -203,7 +200,6 @@ class PolicySeat(Restorable):
         policy: The policy.
         method: Name of the method that is called.
         ask: Calls it.
-        accept: Keeps the changes that the call made to the state.
         replaced: Reason why it is no longer called; empty while it is.
         overruled: Number of valid answers that the kernel did not follow, by reason.
         failed: Number of failed calls since this kernel was created.
@@ -233,7 +229,6 @@ class PolicySeat(Restorable):
         self.policy = policy
         self.ask: Ask = getattr(policy, self.method)
         self._memory = memory
-        self.accept = memory.accept
         self.replaced = ""
 
     def decide(self, view: object, *facts: Any) -> Any:
@@ -246,7 +241,7 @@ class PolicySeat(Restorable):
         try:
             answer = self._check(self.ask(view), *facts)
             if self._memory.state is not None:
-                self.accept()
+                self._memory.accept()
         except BaseException as error:  # noqa: BLE001 - a policy may raise anything, SystemExit included
             self.fail(error, view)
             return self._default(*facts)
