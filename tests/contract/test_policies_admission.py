@@ -40,7 +40,7 @@ from vsched_policies.admission import Fifo, Priority, Tiers, TokenBudget
 )
 def test_budget_admits_the_first_entries_that_fit(
     cls: type[TokenBudget | Priority | Tiers],
-    fields: dict[str, int],
+    fields: dict[str, Any],
     sizes: list[int | None],
     view: dict[str, Any],
     joining: int,

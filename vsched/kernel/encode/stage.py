@@ -349,10 +349,6 @@ class EncodeStage(Restorable):
         """Pages that lost ranks may still write to."""
         return [page for group in self.groups for page in group.orphaned]
 
-    def counts(self) -> dict[str, int]:
-        """Return counters and sizes of the embedding cache."""
-        return self._cache.statistics()
-
     def explain(self, entry: EmbeddingEntry, now_ns: int) -> str:
         """Return why an image is not encoded yet, as a clause."""
         key, queue = entry.item.key, self._queue
@@ -385,7 +381,7 @@ class EncodeStage(Restorable):
             "items_encoded": self._items_encoded,
             "items_copied": self._items_copied,
             "tokens_encoded": self._tokens_encoded,
-            **self.counts(),
+            **self._cache.statistics(),
             "pages_orphaned": len(self.orphaned),
             "groups": {group.name: group.statistics() for group in self.groups},
         }
