@@ -244,9 +244,6 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         config, reset = self.config, {}
         if SEVERAL in tables:
             reset = {path: policy_table(Config(), path) for path in seats_of_table(tables[SEVERAL])}
-        if "generate.drafting" in {*tables, *reset} and not config.generate.draft_model:
-            generate = msgspec.structs.replace(config.generate, draft_model=f"{DRAFT} 0.7")
-            config = msgspec.structs.replace(config, generate=generate)
         for path, table in {**reset, **tables}.items():
             section, _, name = path.rpartition(".")
             if section:
@@ -254,6 +251,9 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
                 config = msgspec.structs.replace(config, **{section: own})
             else:
                 config = msgspec.structs.replace(config, **{name: table})
+        if "generate.drafting" in {*tables, *reset} and not config.generate.draft_model:
+            generate = msgspec.structs.replace(config.generate, draft_model=f"{DRAFT} 0.7")
+            config = msgspec.structs.replace(config, generate=generate)
         return msgspec.structs.replace(self, config=config)
 
     def with_operations(self, more: Iterable[Operation]) -> Scenario:
