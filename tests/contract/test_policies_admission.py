@@ -2,65 +2,50 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.contract.waiting import SECOND_NS, Item, admit, ask
 from vsched.policy import RequestPolicy
 from vsched_policies.admission import Fifo, Priority, Tiers, TokenBudget
 
-Budgeted = type[TokenBudget] | type[Priority] | type[Tiers]
-BUDGETED = pytest.mark.parametrize("cls", [TokenBudget, Priority, Tiers])
-"""Policies with a token budget and a count cap."""
 
-
-@BUDGETED
+@pytest.mark.parametrize("cls", [TokenBudget, Priority, Tiers])
 @pytest.mark.parametrize(
-    ("sizes", "admitted", "remaining"),
+    ("fields", "sizes", "view", "joining"),
     [
-        ([100, 99], [100, 99], []),
-        ([100, 100], [100, 100], []),
-        ([100, 101], [100], [101]),
-        ([100, 100, 1], [100, 100], [1]),
-        ([100, 101, 1], [100], [101, 1]),
+        # Admission stops before the item that would exceed the budget; equal is admitted.
+        ({"max_tokens": 200}, [100, 99], {}, 2),
+        ({"max_tokens": 200}, [100, 100], {}, 2),
+        ({"max_tokens": 200}, [100, 101], {}, 1),
+        ({"max_tokens": 200}, [100, 100, 1], {}, 2),
+        ({"max_tokens": 200}, [100, 101, 1], {}, 1),
+        # A first item above the budget is no deadlock, and nothing joins with it, not even free items.
+        ({"max_tokens": 200}, [500, 1], {}, 1),
+        ({"max_tokens": 200}, [500, 0], {}, 1),
+        ({"max_tokens": 200}, [500], {}, 1),
+        # Of the caps on entries and on tokens, the first binds.
+        ({"max_tokens": 40, "max_items": 2}, [10] * 6, {}, 2),
+        ({"max_tokens": 40, "max_items": 100}, [10] * 6, {"entries_free": 2}, 2),
+        ({"max_tokens": 40, "max_items": 100}, [10] * 6, {}, 4),
+        ({"max_tokens": 40, "max_items": 1}, [10] * 6, {}, 1),
+        # Without a budget of its own, it takes the stage's.
+        ({}, [10, 10, 10], {"default_tokens": 20}, 2),
+        # Prompts join with a part of their tokens: one that exceeds the budget uses it up.
+        ({"max_tokens": 100}, [60] * 3, {"divisible": True, "tokens_free": 50}, 1),
+        ({"max_tokens": 0}, [60] * 4, {"divisible": True, "tokens_free": 121}, 3),
+        ({"max_tokens": 100}, [60] * 3, {"divisible": True, "tokens_free": 1000}, 2),
     ],
 )
-def test_budget_stops_before_the_item_that_exceeds(
-    cls: Budgeted,
+def test_budget_admits_the_first_entries_that_fit(
+    cls: type[TokenBudget | Priority | Tiers],
+    fields: dict[str, Any],
     sizes: list[int | None],
-    admitted: list[int | None],
-    remaining: list[int | None],
+    view: dict[str, Any],
+    joining: int,
 ) -> None:
-    """Admission stops before the item that would exceed; equal is admitted. Exact order."""
-    assert admit(cls(max_tokens=200), sizes) == (admitted, remaining)
-
-
-@BUDGETED
-def test_budget_admits_a_first_item_above_it_alone(cls: Budgeted) -> None:
-    """No deadlock, and nothing with it, not even free items."""
-    policy = cls(max_tokens=200)
-    assert admit(policy, [500, 1]) == ([500], [1])
-    assert admit(policy, [500, 0]) == ([500], [0])
-    assert admit(policy, [500]) == ([500], [])
-
-
-@BUDGETED
-@pytest.mark.parametrize(
-    ("max_items", "entries_free", "admitted"),
-    [(2, 100, 2), (100, 2, 2), (100, 100, 4), (1, 100, 1)],
-)
-def test_budget_holds_count_and_tokens(
-    cls: Budgeted, max_items: int, entries_free: int, admitted: int
-) -> None:
-    """Whichever of count cap and token cap binds first."""
-    policy = cls(max_tokens=40, max_items=max_items)
-    taken, rest = admit(policy, [10] * 6, entries_free=entries_free)
-    assert (len(taken), len(rest)) == (admitted, 6 - admitted)
-
-
-@BUDGETED
-def test_budget_default_derives_from_the_view(cls: Budgeted) -> None:
-    """Without a value of its own it takes the stage's."""
-    assert admit(cls(), [10, 10, 10], default_tokens=20) == ([10, 10], [10])
+    assert admit(cls(**fields), sizes, **view) == (sizes[:joining], sizes[joining:])
 
 
 @pytest.mark.parametrize(
@@ -79,16 +64,6 @@ def test_admission_runs_an_item_of_unknown_size_alone(policy: RequestPolicy) -> 
     assert admit(policy, [None, None]) == ([None], [None])
     taken, rest = admit(policy, [1, None])
     assert (taken, rest) == ([1], [None])
-
-
-@BUDGETED
-def test_budget_admits_by_what_an_entry_can_take_of_it(cls: Budgeted) -> None:
-    """Prompts join with a part of their tokens: one that exceeds the budget uses it up."""
-    policy = cls(max_tokens=100)
-    assert admit(policy, [60, 60, 60], divisible=True, tokens_free=50) == ([60], [60, 60])
-    unlimited = cls(max_tokens=0)
-    assert admit(unlimited, [60] * 4, divisible=True, tokens_free=121) == ([60] * 3, [60])
-    assert admit(policy, [60, 60, 60], divisible=True, tokens_free=1000) == ([60, 60], [60])
 
 
 def test_fifo_takes_what_there_is_room_for() -> None:

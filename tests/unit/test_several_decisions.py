@@ -121,9 +121,9 @@ def test_policy_that_makes_several_decisions_has_one_state_for_all() -> None:
         seats.add_seat(name) for name in ("arrival", "generate-0.admission", "generate-1.admission")
     )
     door.state.arrived += 1
-    door.accept()
+    door._memory.accept()
     first.state.admitted += 2
-    first.accept()
+    first._memory.accept()
     second.state.admitted += 5
     second.fail(ValueError("no"), None)
     assert door.state == first.state == second.state == Counts(1, 2)

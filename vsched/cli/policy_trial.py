@@ -23,6 +23,7 @@ HTML_COLUMNS = 150
 NOTABLE = 0.05
 """Relative difference from the default that is coloured."""
 LIMITS = PoliciesConfig()
+SLOW = "its calls are slow"
 
 
 def write_html(trial: PolicyTrial, target: str, path: Path) -> None:
@@ -61,8 +62,9 @@ def report(trial: PolicyTrial, target: str) -> RenderableType:
         ]
     if trial.problem is None and not trial.failures:  # else they have the traceback
         parts += [Text(text, style="red") for text in trial.tracebacks.values()]
-    parts += [Text(f"- {line}") for line in _notes(trial)]
-    parts += [*_verdict(trial, target)]
+    harmful = _harmful(trial)
+    parts += [Text(f"- {line}") for line in [*_overruled(trial), *harmful]]
+    parts += [*_verdict(trial, target, [*dict.fromkeys(harmful.values())])]
     return Group(*parts)
 
 
@@ -157,37 +159,53 @@ def _mean_us(seat: SeatCalls) -> float:
     return seat.total_ns / max(seat.calls, 1) / 1e3
 
 
-def _notes(trial: PolicyTrial) -> Iterator[str]:
-    """Yield sentences about overruled answers, slow calls, and requests that were passed over."""
+def _overruled(trial: PolicyTrial) -> list[str]:
+    """Return a sentence for each reason for which valid answers were overruled."""
+    return [
+        f"{path}: {count:,} answers overruled: {reason}"
+        for path, seat in trial.seats.items()
+        for reason, count in seat.overruled.items()
+    ]
+
+
+def _harmful(trial: PolicyTrial) -> dict[str, str]:
+    """Return sentences about slow calls, and requests that were passed over for long; each with a clause for it."""
+    lines = {}
     for path, seat in trial.seats.items():
-        for reason, count in seat.overruled.items():
-            yield f"{path}: {count:,} answers overruled: {reason}"
         budget_ms = LIMITS.call_budget_ms
         if _mean_us(seat) > budget_ms * 1e3:
-            yield (
+            sentence = (
                 f"{path}: calls take {_mean_us(seat) / 1e3:,.0f} ms; a server replaces a policy by the default after "
                 f"{LIMITS.slow_calls_max + 1} of 100 calls over {budget_ms:g} ms (policies.call_budget_ms)"
             )
+            lines[sentence] = SLOW
     if any(case.too_slow for case in trial.cases):
-        yield (
+        sentence = (
             "Its calls take so long that cases of the gallery were stopped. Every call delays all "
             "requests: a fast policy takes microseconds"
         )
+        lines[sentence] = SLOW
     passed = [one.figures.passed_over_s for case in trial.cases for one in case.outcomes[1:2]]
     passed_s = max([*passed, 0.0, trial.report.passed_over_s if trial.report else 0.0])
     limit_s = LIMITS.passed_over_max_s
     if passed_s > limit_s / 2:
-        yield (
+        sentence = (
             f"It lets others pass a request for {passed_s:,.0f} s; after {limit_s:g} s "
             "(policies.passed_over_max_s) the kernel puts that request first"
         )
+        lines[sentence] = f"it lets requests wait for {passed_s:,.0f} s"
+    return lines
 
 
-def _verdict(trial: PolicyTrial, target: str) -> Iterator[RenderableType]:
+def _verdict(trial: PolicyTrial, target: str, noticed: list[str]) -> Iterator[RenderableType]:
     if not trial.passed:
         yield Text("\nFAILED: mend the problems in red first.", style="bold red")
         return
-    yield Text("\nNothing failed. To deploy it:", style="bold green")
+    if noticed:
+        text = f"No check failed, but {' and '.join(noticed)}. To deploy it nevertheless:"
+        yield Text(f"\n{text}", style="bold yellow")
+    else:
+        yield Text("\nNothing failed. To deploy it:", style="bold green")
     several = len(trial.tables) > 1
     yield Text(f'  [{SEVERAL if several else trial.tables[0]}]\n  use = "{target}"')
     if several:

@@ -7,7 +7,6 @@ for a request: `Arrived`, and `Submitted` with its tokens. In between, the shell
 from __future__ import annotations
 
 from collections.abc import Sequence
-from heapq import heapify, heappop, heappush
 
 import msgspec
 
@@ -17,7 +16,7 @@ from vsched.kernel.events import Arrived, Withdrawn
 from vsched.kernel.generate.group import GenerateGroup
 from vsched.kernel.groups import Loads
 from vsched.kernel.limits import SchedulerLimits
-from vsched.kernel.request import RequestTable, add_to, at_least
+from vsched.kernel.request import RequestTable
 from vsched.policy import Admit, ArrivalView, ArrivingRequest, Hold, Redirect
 from vsched.policy.measured import Measured
 from vsched.policy_host.seats import PolicySeat
@@ -68,9 +67,6 @@ class ArrivalGate(Restorable):
         self._loads = loads
         self._held = {}
         self._preparing = {}
-        self._tenants: dict[str, int] = {}
-        self._priorities: dict[int, int] = {}
-        self._due: list[tuple[int, int]] = []
         self.due_ns: int | None = None
         self.counts = dict.fromkeys(OUTCOMES, 0)
 
@@ -91,31 +87,18 @@ class ArrivalGate(Restorable):
             for arrival_id, one in self._held.items()
             if all_held or one.until_ns <= now_ns
         ):
-            request = self._held.pop(arrival_id)
-            self._count(request.arrived, -1)
-            commands += self._ask(request, now_ns)
+            commands += self._ask(self._held.pop(arrival_id), now_ns)
         self._look_ahead()
         return commands
 
     def leave(self, arrival_id: int) -> None:
         """Remove a request that is submitted, or whose client has disconnected."""
-        arrived = self._preparing.pop(arrival_id, None)
-        held = self._held.pop(arrival_id, None)
-        if held is not None:
-            arrived = held.arrived
+        self._preparing.pop(arrival_id, None)
+        if self._held.pop(arrival_id, None) is not None:
             self._look_ahead()
-        if arrived is not None:
-            self._count(arrived, -1)
-
-    def _count(self, arrived: Arrived, change: int) -> None:
-        add_to(self._tenants, arrived.tenant, change)
-        add_to(self._priorities, arrived.priority, change)
 
     def _look_ahead(self) -> None:
-        due, held = self._due, self._held
-        while due and ((one := held.get(due[0][1])) is None or one.until_ns != due[0][0]):
-            heappop(due)
-        self.due_ns = self._due[0][0] if self._due else None
+        self.due_ns = min((one.until_ns for one in self._held.values()), default=None)
 
     def _ask(self, request: HeldRequest, now_ns: int) -> list[Command]:
         arrival_id = request.arrived.arrival_id
@@ -135,8 +118,6 @@ class ArrivalGate(Restorable):
                 request.asks += 1
                 request.until_ns = until_ns
                 self._held[arrival_id] = request
-                self._count(request.arrived, 1)
-                heappush(self._due, (until_ns, arrival_id))
                 self._look_ahead()
                 return []
         self.counts["shed"] += 1
@@ -145,7 +126,6 @@ class ArrivalGate(Restorable):
     def _admit(self, request: HeldRequest) -> AdmitArrival:
         self.counts["admitted"] += 1
         self._preparing[request.arrived.arrival_id] = request.arrived
-        self._count(request.arrived, 1)
         return AdmitArrival(request.arrived.arrival_id)
 
     def _reject_full(self, arrival_id: int) -> RejectArrival:
@@ -179,7 +159,8 @@ class ArrivalGate(Restorable):
             as_urgent=self._as_urgent(arrived.priority, running),
             running=running,
             waiting_max=self._limits.waiting,
-            tenant_requests=table.tenants.get(tenant, 0) + self._tenants.get(tenant, 0),
+            tenant_requests=table.tenants.get(tenant, 0)
+            + sum(one.tenant == tenant for one in self._inside()),
             load_tokens=loads.tokens_total,
             load_limit_tokens=self._limits.blocks * self._limits.block_size * len(groups),
             measured=self._measured,
@@ -193,7 +174,12 @@ class ArrivalGate(Restorable):
             running = sum(group.slots_held_from(priority) for group in self._groups)
         elif max(live, default=priority) < priority:
             running = 0
-        return at_least(live, priority) - running + at_least(self._priorities, priority)
+        submitted = sum(count for one, count in live.items() if one >= priority)
+        return submitted - running + sum(one.priority >= priority for one in self._inside())
+
+    def _inside(self) -> list[Arrived]:
+        """Return the requests that are held or prepared."""
+        return [*self._preparing.values(), *(one.arrived for one in self._held.values())]
 
     def explain(self, arrival_id: int, now_ns: int) -> str:
         """Return why a request is not submitted yet; empty if it is not one of these."""
@@ -216,21 +202,12 @@ class ArrivalGate(Restorable):
 
     def check(self) -> None:
         """Assert that all holds will end, and that requests are counted."""
-        timed = {arrival_id for _, arrival_id in self._due}
-        assert timed >= self._held.keys(), "a hold has no end"
         assert not self._held or self.due_ns is not None, "requests are held, and none is due"
         assert not self._held.keys() & self._preparing.keys(), "a request is held and admitted"
         inside = len(self._held) + len(self._preparing)
-        assert sum(self._tenants.values()) == inside, "requests of tenants are miscounted"
-        assert sum(self._priorities.values()) == inside, "priorities are miscounted"
         assert self._as_urgent(-(2**62), sum(group.slots_held for group in self._groups)) == (
             inside + len(self._table.live) - sum(group.slots_held for group in self._groups)
         ), "those of any priority are not all"
 
     def rebuild(self) -> None:
-        held = [one.arrived for one in self._held.values()]
-        for arrived in (*self._preparing.values(), *held):
-            self._count(arrived, 1)
-        self._due = [(one.until_ns, arrival_id) for arrival_id, one in self._held.items()]
-        heapify(self._due)
         self._look_ahead()

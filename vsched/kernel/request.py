@@ -365,8 +365,3 @@ def add_to(counts: dict[Counted, int], key: Counted, change: int) -> None:
         counts[key] = count
     else:
         del counts[key]
-
-
-def at_least(counts: dict[int, int], priority: int) -> int:
-    """Return the sum of the counts of this priority and higher ones."""
-    return sum(count for one, count in counts.items() if one >= priority)

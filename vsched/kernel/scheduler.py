@@ -131,10 +131,11 @@ class Scheduler(SnapshotRoot):
             for index, name in enumerate(group_names("generate", limits.generators))
         ]
         self._loads = loads = Loads(self.generators, dirty)
-        measured = MeasuredGroups(tuple(self.generators), self.encode)
+        encodes, cache = self.encode.encodes, self.embeddings
+        measured = MeasuredGroups(tuple(self.generators), encodes, cache)
         self.encode.measured = self.embeddings.measured = measured
         for group in self.generators:
-            group.measured = MeasuredGroups((group,), self.encode)
+            group.measured = MeasuredGroups((group,), encodes, cache)
         self._moves = RequestMoves(
             limits, self._table, self.embeddings, self.generators, seats, measured, loads
         )
@@ -192,13 +193,9 @@ class Scheduler(SnapshotRoot):
 
     # --- results ---
 
-    def _encoder(self, name: str) -> EncodeGroup:
-        group = self._groups[name]
-        assert isinstance(group, EncodeGroup), f"{name} encodes nothing"
-        return group
-
     def _on_encoded(self, event: Encoded | EncodeFailed, now_ns: int) -> list[Command]:
-        group = self._encoder(event.group)
+        group = self._groups[event.group]
+        assert isinstance(group, EncodeGroup), f"{event.group} encodes nothing"
         if isinstance(event, Encoded):
             return self._moves.items_ready(self.encode.complete(group, event.step, now_ns), now_ns)
         numbers, message = self.encode.fail(group, event.step), event.failure.message
@@ -248,9 +245,9 @@ class Scheduler(SnapshotRoot):
     def _on_new_policies(self, tables: Mapping[str, PolicyTable], now_ns: int) -> list[Command]:
         """Install policies with fresh states, and ask them again about all that waits."""
         self._installed.install(tables)
-        self.encode.reconsider()
+        for queue in self._queues:
+            queue.hold_until_ns = None
         for group in self.generators:
-            group.queue.hold_until_ns = None
             group.queue.unblock()
         commands: list[Command] = [
             Notice(f"from now on, {table['use']} decides as {path}")

@@ -185,7 +185,7 @@ class MediaPipeline:
                 except RequestRefused as error:
                     raise blame(error, index, reference.noun) from None
             check_permitted(references, self._settings)
-            with self.place(len(images)):
+            with self.hold_place(len(images)):
                 if images:
                     refuse_images(info, references)
                 holding = self._held.open()
@@ -220,7 +220,7 @@ class MediaPipeline:
             raise self._too_slow() from None
 
     @contextlib.contextmanager
-    def place(self, images: int) -> Iterator[None]:
+    def hold_place(self, images: int) -> Iterator[None]:
         """Count a request with this number of images as in preparation, even if another process prepares it.
 
         Raises:

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 LATEST_CALLS = 100
 """Slow calls count while they are among this many latest calls."""
 Ask = Callable[[Any], Any]
+"""A call of a policy: takes the view, returns the answer."""
 
 
 class QueueClock:

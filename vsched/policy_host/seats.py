@@ -17,6 +17,7 @@ import msgspec
 
 from vsched.errors import PolicyError, RecordError, limit_message, reraise_interrupt, safe_text
 from vsched.policy import DECISIONS, Decision, Policy, decisions_of
+from vsched.policy_host.call_times import Ask as Ask
 from vsched.policy_host.snapshot import Restorable, Saved
 from vsched.types import stage_of
 
@@ -40,10 +41,6 @@ _PLAIN = (
     msgspec.inspect.LiteralType,
 )
 _encode = msgspec.msgpack.Encoder().encode
-
-
-Ask = Callable[[Any], Any]
-"""A call of a policy: takes the view, returns the answer."""
 
 
 BuildPolicy = Callable[[str, Mapping[str, Any]], Policy]
@@ -203,7 +200,6 @@ class PolicySeat(Restorable):
         policy: The policy.
         method: Name of the method that is called.
         ask: Calls it.
-        accept: Keeps the changes that the call made to the state.
         replaced: Reason why it is no longer called; empty while it is.
         overruled: Number of valid answers that the kernel did not follow, by reason.
         failed: Number of failed calls since this kernel was created.
@@ -225,7 +221,6 @@ class PolicySeat(Restorable):
         self._check, self._default = decision.check, decision.default
         self.overruled = {}
         self.failed = 0
-        self._recorded = b""
         self._faults = faults
         self.install(policy, memory or PolicyMemory(policy))
 
@@ -234,7 +229,6 @@ class PolicySeat(Restorable):
         self.policy = policy
         self.ask: Ask = getattr(policy, self.method)
         self._memory = memory
-        self.accept = memory.accept
         self.replaced = ""
 
     def decide(self, view: object, *facts: Any) -> Any:
@@ -247,7 +241,7 @@ class PolicySeat(Restorable):
         try:
             answer = self._check(self.ask(view), *facts)
             if self._memory.state is not None:
-                self.accept()
+                self._memory.accept()
         except BaseException as error:  # noqa: BLE001 - a policy may raise anything, SystemExit included
             self.fail(error, view)
             return self._default(*facts)
@@ -260,12 +254,19 @@ class PolicySeat(Restorable):
 
     @property
     def kept(self) -> Saved[bytes]:
-        """The state as bytes; empty for a policy without a state."""
+        """The state as bytes; empty for a policy without a state.
+
+        Raises:
+            RecordError: When it is set to bytes that are not a state of this policy.
+        """
         return self._memory.kept
 
     @kept.setter
     def kept(self, data: Saved[bytes]) -> None:
-        self._recorded = data
+        try:
+            self._memory.take_over(data)
+        except PolicyError as error:
+            raise RecordError(f"{type(self.policy).__qualname__}: {error}") from error
 
     def fail(self, error: BaseException, view: object) -> None:
         """Report a failed call, and undo its changes to the state."""
@@ -284,18 +285,6 @@ class PolicySeat(Restorable):
     def replace(self, reason: str) -> None:
         """Stop calling the policy; the default decides from now on."""
         self.replaced = reason
-
-    def rebuild(self) -> None:
-        """Derive the state.
-
-        Raises:
-            RecordError: If the recorded bytes are not a state of this policy.
-        """
-        try:
-            self._memory.take_over(self._recorded)
-        except PolicyError as error:
-            raise RecordError(f"{type(self.policy).__qualname__}: {error}") from error
-        self._recorded = b""
 
 
 class PolicySeats(Restorable):

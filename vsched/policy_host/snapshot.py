@@ -27,7 +27,7 @@ Saved = Annotated[_Value, "saved"]
 """A field that a snapshot has, or a property with a setter."""
 SavedKeys = Annotated[_Value, "keys"]
 """A dict, or a list of dicts, of which a snapshot has the keys in their order."""
-LAYOUT = 3
+LAYOUT = 4
 """Increases when snapshots change; a record says which layout it has."""
 
 

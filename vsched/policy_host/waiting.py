@@ -27,7 +27,6 @@ class Ordered(Protocol):
     def view(self) -> WaitingEntry: ...
 
 
-NEVER = 2**63 - 1
 _order = attrgetter("order")
 
 Waiting = TypeVar("Waiting", bound=Ordered)
@@ -44,24 +43,17 @@ class OrderedQueue(Restorable, Generic[Waiting]):
 
     hold_until_ns: Saved[int | None] = None
     passed_longest_ns: Saved[int] = 0
-    _passed: Saved[list[int]]
+    _passed: Saved[dict[tuple[int, int], int]]
 
     def __init__(self) -> None:
         self._entries: list[Waiting] = []
         self._views: list[WaitingEntry] = []
-        # Times at which the first entries were first passed over, `NEVER` for `_spared` of them; the others never were.
-        self._passed = []
-        self._spared = 0
-        self._oldest_ns = NEVER
+        self._passed = {}  # by order number, the times at which entries were first passed over, in order of time
         self.entries: Sequence[Waiting] = self._entries
 
     def shown(self) -> tuple[WaitingEntry, ...]:
         """Return the views of the entries, as a tuple, which policies cannot change."""
         return tuple(self._views)
-
-    def rebuild(self) -> None:
-        self._spared = self._passed.count(NEVER)
-        self._oldest_ns = min(self._passed, default=NEVER)
 
     def held_until(self, now_ns: int) -> int | None:
         """Return the end of the current hold; None without one."""
@@ -100,28 +92,17 @@ class OrderedQueue(Restorable, Generic[Waiting]):
         index = len(entries)
         if entries and entries[-1].order > order:
             index = self.ahead_of(order)
-            if index < len(self._passed):
-                self._passed.insert(index, NEVER)
-                self._spared += 1
         entries.insert(index, entry)
         self._views.insert(index, entry.view)
 
     def remove(self, entry: Waiting, *, chosen_ns: int | None = None) -> None:
         """Remove an entry; it must be in the queue. If a policy chose it, those ahead of it are passed over."""
-        index, passed = self.ahead_of(entry.order), self._passed
+        index = self.ahead_of(entry.order)
         assert self._entries[index] is entry, "the queue's order was broken"
-        if index and chosen_ns is not None:
-            if self._spared:
-                passed[:index] = [min(since_ns, chosen_ns) for since_ns in passed[:index]]
-                self._spared = passed.count(NEVER)
-            passed += [chosen_ns] * (index - len(passed))
-            self._oldest_ns = min(self._oldest_ns, chosen_ns)
-        if index < len(passed):
-            since_ns = passed.pop(index)
-            if since_ns == NEVER:
-                self._spared -= 1
-            elif since_ns == self._oldest_ns:
-                self._oldest_ns = min(passed, default=NEVER)
+        if chosen_ns is not None:
+            for other in self._entries[:index]:
+                self._passed.setdefault(other.order, chosen_ns)
+        self._passed.pop(entry.order, None)
         del self._entries[index], self._views[index]
 
     def ahead_of(self, order: tuple[int, int]) -> int:
@@ -130,11 +111,11 @@ class OrderedQueue(Restorable, Generic[Waiting]):
 
     def overdue(self, now_ns: int, most_ns: int) -> int | None:
         """Return the index of the entry that was passed over longest, if for more than `most_ns`."""
-        since_ns = self._oldest_ns
-        if since_ns == NEVER:
+        if not self._passed:
             return None
+        order, since_ns = next(iter(self._passed.items()))
         self.passed_longest_ns = max(self.passed_longest_ns, now_ns - since_ns)
-        return self._passed.index(since_ns) if since_ns + most_ns <= now_ns else None
+        return self.ahead_of(order) if since_ns + most_ns <= now_ns else None
 
     def renew_view(self, entry: Waiting) -> None:
         """Update the view of an entry."""

@@ -109,7 +109,17 @@ def test_try_shows_the_traceback_of_a_failure_once() -> None:
 def test_try_stops_a_slow_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     short = Effort(schedules=1, scenarios=1, all_cases=False, seconds=0.2)
     monkeypatch.setattr(policy_trial, "QUICK", short)
-    assert "too slow: stopped" in tried("tried_policies:Slow")
+    said = tried("tried_policies:Slow")
+    assert "too slow: stopped" in said
+    assert "No check failed, but its calls are slow. To deploy it" in said
+    assert "Nothing failed" not in said
+
+
+@pytest.mark.usefixtures("folder")
+def test_try_has_a_draft_model_for_a_policy_that_asks_for_it() -> None:
+    said = tried("draft-model")
+    assert "Swarm: passed" in said
+    assert "Nothing failed. To deploy it:" in said
 
 
 @pytest.mark.usefixtures("folder")

@@ -266,6 +266,13 @@ class Reversed(RequestPolicy, frozen=True, kw_only=True):
         return Admission(list(reversed(range(len(view.waiting))))[: view.entries_free])
 
 
+class AllWaiting(RequestPolicy, frozen=True, kw_only=True):
+    """Proposes all waiting entries, whatever is free."""
+
+    def admit(self, view: AdmissionView) -> Admission:
+        return Admission(range(len(view.waiting)))
+
+
 class LastAlone(RequestPolicy, frozen=True, kw_only=True):
     """Only the last of the queue, and none while any request runs."""
 

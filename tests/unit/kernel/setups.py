@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 
 from vsched.kernel import SchedulerLimits
 from vsched.kernel.request import RequestState, int32
-from vsched.policy import Admission, AdmissionView, RequestPolicy
+from vsched.policy import DECISIONS, Admission, AdmissionView, Policy, RequestPolicy
 from vsched.sim.ranks.stepped import correct_outputs
 from vsched.testing import ModelCluster, make_request
 from vsched.types import Request
@@ -69,6 +69,22 @@ class Gathering(RequestPolicy, frozen=True, kw_only=True):
         if view.now_ns < due_ns and len(view.waiting) < self.count:
             return Admission(hold_until_ns=due_ns)
         return Admission(range(min(len(view.waiting), self.count)))
+
+
+def answering(decision: str, answer: Any, views: list[Any] | None = None) -> Policy:
+    """Return a policy that gives this answer to every call, or raises it; `views` gets what it is called with."""
+    one = DECISIONS[decision]
+
+    def method(*arguments: Any) -> Any:
+        if views is not None:
+            views.append(arguments[-1])
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    names = {one.method: method}
+    made = msgspec.defstruct("Answering", [], bases=(one.base,), namespace=names, frozen=True)
+    return cast("Policy", made())
 
 
 ViewStruct = TypeVar("ViewStruct", bound=msgspec.Struct)

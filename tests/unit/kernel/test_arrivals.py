@@ -10,8 +10,8 @@ import pytest
 
 from tests.unit.kernel.policy_pool import Tallied
 from tests.unit.record.recorded import record_run
-from vsched.kernel import Scheduler, SchedulerLimits
-from vsched.kernel.commands import AdmitArrival, RejectArrival
+from vsched.kernel import SchedulerLimits
+from vsched.kernel.commands import RejectArrival
 from vsched.kernel.events import Arrived, Withdrawn
 from vsched.policy import (
     Admit,
@@ -22,7 +22,6 @@ from vsched.policy import (
     RequestPolicy,
     Shed,
 )
-from vsched.policy_host.snapshot import encode_snapshot, restore_snapshot
 from vsched.record import replay
 from vsched.testing import ModelCluster, check_policy, make_request
 from vsched.testing.cluster import default_policies
@@ -176,17 +175,6 @@ def test_requests_of_a_tenant_are_counted_wherever_they_are() -> None:
     one.kernel.check_invariants()
     one.drain()
     assert one.kernel._table.tenants == {}
-
-
-def test_snapshot_contains_held_requests() -> None:
-    one = cluster()
-    held = arrive(one, "a", "held")
-    policies = default_policies(arrival=Told())
-    again = restore_snapshot(Scheduler(LIMITS, policies), encode_snapshot(one.kernel))
-    assert encode_snapshot(again) == encode_snapshot(one.kernel)
-    now_ns = one.now_ns + 3 * SECOND_NS
-    again._gate.ask_again(now_ns)
-    assert again._gate.ask_again(now_ns + SECOND_NS) == [AdmitArrival(held)]
 
 
 @pytest.mark.parametrize(

@@ -198,6 +198,8 @@ def test_a_record_of_replacements_is_replayed_from_any_segment(
     send = ModelCluster.send
 
     def with_replacements(self: ModelCluster, event: Event) -> object:
+        if rng.random() < 0.05:
+            send(self, PolicyReplaced(rng.choice([*self.kernel._seats._seats]), "too slow"))
         if rng.random() < 0.15:
             paths = rng.sample(sorted(CHOICES), rng.randint(1, 2))
             if not {"policy", "arrival"}.issubset(paths):

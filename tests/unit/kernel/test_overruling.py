@@ -9,15 +9,21 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
-from tests.unit.kernel.setups import assert_served, image_request, joined, make_limits, words
+from tests.unit.kernel.policy_pool import AllWaiting
+from tests.unit.kernel.setups import (
+    answering,
+    assert_served,
+    image_request,
+    joined,
+    make_limits,
+    words,
+)
 from vsched.kernel import SchedulerLimits
-from vsched.kernel.scheduler import Scheduler
 from vsched.policy import (
     Admission,
     AdmissionView,
     ArrivalDecision,
     ArrivalView,
-    CachePolicy,
     Dispatch,
     DispatchView,
     Draft,
@@ -26,19 +32,13 @@ from vsched.policy import (
     EncodingView,
     Hold,
     ImagePolicy,
-    InsertionView,
     Policy,
     Preemption,
     PreemptionView,
-    ReclaimView,
     RequestPolicy,
-    RoutingPolicy,
-    RoutingView,
     StepShares,
-    StepView,
     WaitingEntry,
 )
-from vsched.policy_host.snapshot import encode_snapshot, restore_snapshot
 from vsched.policy_host.waiting import OrderedQueue
 from vsched.testing import ModelCluster, default_policies, make_request
 
@@ -152,25 +152,8 @@ def test_queue_notes_since_when_each_entry_is_passed_over(seed: int) -> None:
         assert queue.shown() == tuple(entry.view for entry in queue)
 
 
-def test_snapshot_has_what_is_passed_over() -> None:
-    limits = make_limits(slots=1, waiting=1000, passed_over_ns=10 * SECOND_NS)
-    cluster = cluster_of(limits, generate_admission=Youngest())
-    served_for(cluster, 9)
-    policies = default_policies(generate_admission=Youngest())
-    again = restore_snapshot(Scheduler(limits, policies), encode_snapshot(cluster.kernel))
-    assert again.statistics() == cluster.kernel.statistics()
-    cluster.kernel = again
-    served_for(cluster, 4)
-    assert overruled(cluster, "generate.admission")
-
-
-class Everything(RequestPolicy, frozen=True, kw_only=True):
-    def admit(self, view: AdmissionView) -> Admission:
-        return Admission(range(len(view.waiting)))
-
-
 def test_more_entries_than_places_are_counted() -> None:
-    cluster = cluster_of(make_limits(slots=2), generate_admission=Everything())
+    cluster = cluster_of(make_limits(slots=2), generate_admission=AllWaiting())
     for index in range(5):
         cluster.submit(make_request(f"r{index}", words(4, start=9 * index)))
     cluster.drain()
@@ -211,12 +194,7 @@ def test_images_are_passed_over_for_no_longer_than_the_limit(
 
 
 VIEWS: list[Any] = []
-
-
-class Oldest(RequestPolicy, frozen=True, kw_only=True):
-    def victim(self, view: PreemptionView) -> Preemption:
-        VIEWS.append(view)
-        return Preemption(0, "swap")
+OLDEST = answering("preemption", Preemption(0, "swap"), VIEWS)
 
 
 class OldestEligible(RequestPolicy, frozen=True, kw_only=True):
@@ -224,10 +202,8 @@ class OldestEligible(RequestPolicy, frozen=True, kw_only=True):
         return view.eligible[0]
 
 
-@pytest.mark.parametrize(("policy", "counted"), [(Oldest(), True), (OldestEligible(), False)])
-def test_victims_older_than_the_request_in_need_are_counted(
-    policy: RequestPolicy, counted: bool
-) -> None:
+@pytest.mark.parametrize(("policy", "counted"), [(OLDEST, True), (OldestEligible(), False)])
+def test_victims_older_than_the_request_in_need_are_counted(policy: Policy, counted: bool) -> None:
     """The view tells the request in need, and so the victims that are possible."""
     VIEWS.clear()
     cluster = cluster_of(make_limits(blocks=12, slots=4), preemption=policy)
@@ -240,12 +216,6 @@ def test_victims_older_than_the_request_in_need_are_counted(
     assert all(view.eligible == range(view.in_need, len(view.running)) for view in VIEWS)
 
 
-class NoItems(ImagePolicy, frozen=True, kw_only=True):
-    def select(self, view: EncodingView) -> Sequence[int]:
-        VIEWS.append(view)
-        return []
-
-
 class MovesItems(ImagePolicy, frozen=True, kw_only=True):
     """Changes what it was given by force, as if no image were in the chunk."""
 
@@ -256,34 +226,19 @@ class MovesItems(ImagePolicy, frozen=True, kw_only=True):
         return []
 
 
-class Older(CachePolicy, frozen=True, kw_only=True):
-    def keep(self, view: InsertionView) -> int:
-        return 0
-
-
-class Spares(ImagePolicy, frozen=True, kw_only=True):
-    def reclaim(self, view: ReclaimView) -> Sequence[int]:
-        return []
-
-
 class Many(DraftingPolicy, frozen=True, kw_only=True):
     def grant(self, view: DraftingView) -> Draft:
         return Draft(view.rows_free + 1, steps=4, ngram=2)
-
-
-class Nobody(RequestPolicy, frozen=True, kw_only=True):
-    def share(self, view: StepView) -> StepShares:
-        return StepShares([])
 
 
 def test_answers_of_other_kinds_are_counted() -> None:
     VIEWS.clear()
     cluster = cluster_of(
         make_limits(pages=8, slots=1, chunk_tokens=16, drafts=True),
-        encoding=NoItems(),
-        reclaim=Spares(),
+        encoding=answering("encoding", [], VIEWS),
+        reclaim=answering("reclaim", []),
         drafting=Many(),
-        step=Nobody(),
+        step=answering("step", StepShares([])),
     )
     cluster.submit(make_request("old", words(64), [(64, 24, b"late")], max_tokens=2))
     for name in ("young", "younger"):
@@ -307,19 +262,14 @@ def test_chunk_gets_its_images_whatever_a_policy_does_to_its_view() -> None:
 
 
 def test_blocks_that_stay_in_the_cache_are_counted() -> None:
-    cluster = cluster_of(make_limits(), insertion=Older())
+    cluster = cluster_of(make_limits(), insertion=answering("insertion", 0))
     cluster.submit(make_request("r", words(64), max_tokens=9), choices=2)
     cluster.drain()
     assert overruled(cluster, "generate.insertion")
 
 
-class Third(RoutingPolicy, frozen=True, kw_only=True):
-    def choose(self, view: RoutingView) -> int:
-        return 2
-
-
 def test_replica_that_is_down_is_counted() -> None:
-    cluster = cluster_of(make_limits(generators=3), routing=Third())
+    cluster = cluster_of(make_limits(generators=3), routing=answering("routing", 2))
     cluster.submit(make_request("a", words(4)))
     assert overruled(cluster, "routing") == {}
     cluster.lose("generate-2")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
 from typing import Any, cast
 
 import msgspec
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.unit.kernel.setups import (
+    answering,
     assert_holds_nothing,
     assert_served,
     image_request,
@@ -23,7 +23,6 @@ from vsched.policy import (
     CachePolicy,
     Dispatch,
     Draft,
-    EvictionOrder,
     Hold,
     Policy,
     Preemption,
@@ -37,61 +36,21 @@ from vsched.policy_host.eviction import GuardedOrder
 from vsched.policy_host.seats import PolicyFaults
 from vsched.testing import ModelCluster, default_policies, make_request
 from vsched.testing.cluster import seats_of
-from vsched_policies.eviction import Lru
-
-BROKEN: dict[str, Any] = {}
-"""What the broken policy of a decision returns, or raises."""
+from vsched_policies.eviction import LruOrder
 
 
-def broken(decision: str, answer: Any) -> Policy:
-    """Return a policy that gives this answer to every call."""
-    BROKEN[decision] = answer
-    one = DECISIONS[decision]
-
-    def method(*_: object) -> Any:
-        found = BROKEN[decision]
-        if isinstance(found, Exception):
-            raise found
-        return found
-
-    bad = msgspec.defstruct(
-        "Bad", [], bases=(one.base,), namespace={one.method: method}, frozen=True, kw_only=True
-    )
-    return cast("Policy", bad())
-
-
-class BadOrder:
+class BadOrder(LruOrder[Any]):
     """An eviction order with one broken method."""
 
     def __init__(self, broken: str, answer: Any) -> None:
-        self._broken = broken
-        self._answer = answer
-        self._order: EvictionOrder[Hashable] = Lru().build_order()
+        super().__init__()
+        self.broken, self.answer = broken, answer
+        setattr(self, broken, self._do)
 
-    def _do(self, name: str, *arguments: Any) -> Any:
-        if name == self._broken:
-            if isinstance(self._answer, BaseException):
-                raise self._answer
-            return self._answer
-        return getattr(self._order, name)(*arguments)
-
-    def add(self, key: Hashable, size: int) -> Any:
-        return self._do("add", key, size)
-
-    def reuse(self, key: Hashable) -> Any:
-        return self._do("reuse", key)
-
-    def drop(self, key: Hashable) -> Any:
-        return self._do("drop", key)
-
-    def victim(self) -> Any:
-        return self._do("victim")
-
-    def __len__(self) -> int:
-        return len(self._order)
-
-    def __iter__(self) -> Iterator[Hashable]:
-        return iter(self._order)
+    def _do(self, *_: object) -> Any:
+        if isinstance(self.answer, BaseException):
+            raise self.answer
+        return self.answer
 
 
 NO_VICTIMS: list[object] = [None, b"not in it", 12345, []]
@@ -192,10 +151,10 @@ def test_invalid_answers_are_refused(decision: str) -> None:
 )
 def test_default_decides_after_a_failure(decision: str, answer: Any) -> None:
     """Everything is served; the failures are counted, and logged with the input."""
-    bad = broken(decision, answer)
+    bad = answering(decision, answer)
     cluster = serve_all(dict.fromkeys(seats_of(decision), bad))
-    assert cluster.kernel.statistics()["policy_faults"]["Bad"] >= len(cluster.notices) > 0
-    assert "policy Bad failed" in cluster.notices[0]
+    assert cluster.kernel.statistics()["policy_faults"]["Answering"] >= len(cluster.notices) > 0
+    assert "policy Answering failed" in cluster.notices[0]
     assert "the default decided. Input: " in cluster.notices[0]
     assert cluster.ended["image0"].times.preemptions == 0, "the youngest is preempted"
     assert cluster.kernel.statistics()["generate"]["blocks_cached"] > 0, "all blocks are kept"
@@ -203,14 +162,14 @@ def test_default_decides_after_a_failure(decision: str, answer: Any) -> None:
 
 def test_admission_that_admits_no_request_is_overruled_when_nothing_runs() -> None:
     """With nothing running and no time to hold until, some request must join."""
-    cluster = serve_all({"generate_admission": broken("admission", Admission())})
+    cluster = serve_all({"generate_admission": answering("admission", Admission())})
     assert any("nothing is admitted" in notice for notice in cluster.notices)
 
 
 def test_youngest_embedding_is_evicted_after_a_failure() -> None:
     cluster = ModelCluster(
         make_limits(pages=8, slots=1, chunk_tokens=16),
-        default_policies(reclaim=broken("reclaim", BOOM)),
+        default_policies(reclaim=answering("reclaim", BOOM)),
     )
     cluster.submit(make_request("old", words(64), [(64, 24, b"late")], max_tokens=2))
     for name in ("young", "younger"):
@@ -231,18 +190,18 @@ def test_youngest_embedding_is_evicted_after_a_failure() -> None:
         *[BadOrder(method, SystemExit()) for method in ("add", "reuse", "drop", "victim")],
         *[BadOrder("victim", answer) for answer in NO_VICTIMS],
     ],
-    ids=lambda order: f"{getattr(order, '_broken', order)} {getattr(order, '_answer', '')}",
+    ids=lambda order: f"{getattr(order, 'broken', order)} {getattr(order, 'answer', '')}",
 )
 def test_guard_eviction_default_decides(cache: str, order: Any) -> None:
     """A broken order is replaced by the kernel's own, without losing anything cached."""
-    cluster = serve_all({cache: broken("eviction", order)})
-    assert "policy Bad failed" in cluster.notices[0]
-    assert cluster.kernel.statistics()["policy_faults"] == {"Bad": 1}
+    cluster = serve_all({cache: answering("eviction", order)})
+    assert "policy Answering failed" in cluster.notices[0]
+    assert cluster.kernel.statistics()["policy_faults"] == {"Answering": 1}
 
 
 def test_guard_eviction_may_keep_nothing() -> None:
     """`add` may return False: the entry is dropped at once."""
-    cluster = serve_all({"encode_eviction": broken("eviction", BadOrder("add", False))})
+    cluster = serve_all({"encode_eviction": answering("eviction", BadOrder("add", False))})
     assert cluster.notices == []
     encode = cluster.kernel.statistics()["encode"]
     assert isinstance(encode, dict)
@@ -251,13 +210,13 @@ def test_guard_eviction_may_keep_nothing() -> None:
 
 class NumpyOrder(BadOrder):
     def victim(self) -> Any:
-        return np.int64(self._order.victim())  # type: ignore[arg-type]
+        return np.int64(super().victim())
 
 
 def test_guard_eviction_takes_out_the_keys_that_were_added() -> None:
     """A record and the ranks could not take another type."""
     faults = PolicyFaults()
-    policy = cast("CachePolicy", broken("eviction", NumpyOrder("nothing", None)))
+    policy = cast("CachePolicy", answering("eviction", NumpyOrder("nothing", None)))
     order: GuardedOrder[int] = GuardedOrder(policy, faults)
     order.add_all([3, 1, 2])
     assert [(type(key), key) for key in order.take_victims(2)] == [(int, 3), (int, 1)]
@@ -333,9 +292,9 @@ def test_guard_notice_says_whose_answer_is_invalid() -> None:
 
 def test_guard_notices_do_not_flood() -> None:
     """A policy that fails in every step is logged a hundred times; later failures are only counted."""
-    cluster = ModelCluster(make_limits(), default_policies(encoding=broken("encoding", BOOM)))
+    cluster = ModelCluster(make_limits(), default_policies(encoding=answering("encoding", BOOM)))
     for index in range(150):
         cluster.submit(image_request(f"r{index}", (b"image%d" % index, 4), max_tokens=1))
         cluster.drain()
     assert len(cluster.notices) == 100
-    assert cluster.kernel.statistics()["policy_faults"]["Bad"] >= 150
+    assert cluster.kernel.statistics()["policy_faults"]["Answering"] >= 150

@@ -36,12 +36,14 @@ BATCH = 100
 
 def run_seed(seed: int) -> ModelCluster:
     rng = random.Random(seed)
-    policies = random_policies(rng)
+    policies = random_policies(rng) if seed % 8 else None
     try:
-        return run_random(rng, policies)
+        cluster = run_random(rng, policies)
+        assert policies or not cluster.kernel.statistics()["policy_faults"]
     except BaseException as error:
         error.add_note(f"seed {seed} with {policies}")
         raise
+    return cluster
 
 
 @pytest.mark.slow
@@ -113,14 +115,6 @@ def test_kernel_keeps_an_embedding_that_the_first_chunk_reads() -> None:
     assert cluster.ended["twice"].times.cached_tokens == 12
     assert cluster.encoded == [[image]]
     cluster.check_settled()
-
-
-@pytest.mark.parametrize("seed", range(15))
-def test_scheduler_serves_or_refuses_everything(seed: int) -> None:
-    """One terminal reply for all, right outputs, and a drained kernel holds nothing."""
-    cluster = run_random(random.Random(seed), events=120)
-    assert cluster.requests.keys() == cluster.ended.keys() | cluster.refused.keys()
-    assert not cluster.kernel.statistics()["policy_faults"]
 
 
 @pytest.mark.parametrize("seed", range(8))

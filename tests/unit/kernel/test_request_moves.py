@@ -8,6 +8,7 @@ import pytest
 
 from tests.unit.kernel.policy_pool import Reversed
 from tests.unit.kernel.setups import (
+    answering,
     assert_holds_nothing,
     assert_served,
     generate_statistics,
@@ -24,7 +25,6 @@ from vsched.policy import (
     EncodingView,
     ImagePolicy,
     RequestPolicy,
-    RoutingPolicy,
     RoutingView,
 )
 from vsched.probes import observed
@@ -35,14 +35,9 @@ from vsched_policies.eviction import KeepNothing
 SECOND_NS = 1_000_000_000
 
 
-class First(RoutingPolicy, frozen=True, kw_only=True):
-    """Always the first replica; counts its calls."""
-
-    requested: ClassVar[list[RoutingView]] = []
-
-    def choose(self, view: RoutingView) -> int:
-        self.requested.append(view)
-        return 0
+ROUTED: list[RoutingView] = []
+FIRST = answering("routing", 0, ROUTED)
+"""Always the first replica."""
 
 
 class Watching(ImagePolicy, frozen=True, kw_only=True):
@@ -316,7 +311,7 @@ def test_group_that_lost_its_poison_lets_the_others_join_as_the_policy_says() ->
 
 def test_drain_of_a_lost_group_changes_nothing() -> None:
     """It comes back with all requests that it gets then."""
-    cluster = ModelCluster(make_limits(generators=2), default_policies(routing=First()))
+    cluster = ModelCluster(make_limits(generators=2), default_policies(routing=FIRST))
     cluster.lose("generate-0")
     cluster.send(Drain("generate-0"))
     groups = cluster.kernel.statistics()["generate"]["groups"]
@@ -344,7 +339,7 @@ def test_group_that_was_lost_while_it_drained_reports_once_that_it_is_drained_ag
 def test_draining_group_waits_for_the_image_of_what_ran_when_it_was_lost() -> None:
     """No other group accepts it, though it holds no slot and its image is yet to be encoded."""
     limits = make_limits(generators=2, prefix_cache=False)
-    policies = default_policies(routing=First(), encode_eviction=KeepNothing())
+    policies = default_policies(routing=FIRST, encode_eviction=KeepNothing())
     cluster = ModelCluster(limits, policies)
     cluster.submit(image_request("r", (b"a", 16), max_tokens=20))
     cluster.run_encode()
@@ -364,7 +359,7 @@ def test_draining_group_waits_for_the_image_of_what_ran_when_it_was_lost() -> No
 def test_request_preempted_in_a_draining_group_goes_on_in_another() -> None:
     """And the ranks that it left forget it."""
     limits = make_limits(generators=2, blocks=10)
-    cluster = ModelCluster(limits, default_policies(routing=First()))
+    cluster = ModelCluster(limits, default_policies(routing=FIRST))
     names = ("r0", "r1", "r2", "r3")
     for index, name in enumerate(names):
         cluster.submit(make_request(name, words(6, start=50 * index), max_tokens=20))
@@ -388,13 +383,13 @@ def test_request_preempted_in_a_draining_group_goes_on_in_another() -> None:
 
 
 def test_router_is_not_called_while_there_is_nowhere_to_go() -> None:
-    cluster = ModelCluster(make_limits(generators=2, slots=1), default_policies(routing=First()))
+    cluster = ModelCluster(make_limits(generators=2, slots=1), default_policies(routing=FIRST))
     cluster.submit(make_request("runs", words(5), max_tokens=9))
     cluster.submit(make_request("waits", words(5, start=50)))
     cluster.lose("generate-1")
-    requested = len(First.requested)
+    requested = len(ROUTED)
     cluster.send(Drain("generate-0"))
-    assert len(First.requested) == requested
+    assert len(ROUTED) == requested
     cluster.drain()
     cluster.send(Resume("generate-0"))
     assert_served(cluster, "runs", "waits")

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.unit.record.recorded import record_run
-from vsched.kernel import Scheduler, SchedulerLimits
-from vsched.kernel.events import Event, PolicyReplaced
+from vsched.kernel import SchedulerLimits
+from vsched.kernel.events import PolicyReplaced
 from vsched.policy import Admission, AdmissionView, RequestPolicy
 from vsched.policy_host.call_times import PolicyTimes
-from vsched.policy_host.snapshot import encode_snapshot, restore_snapshot
-from vsched.record import replay
 from vsched.testing import ModelCluster, make_request
 from vsched.testing.cluster import default_policies
 
@@ -124,40 +119,3 @@ def test_the_default_decides_in_place_of_a_policy_that_was_replaced() -> None:
     cluster.send(PolicyReplaced(SEAT, "again"))
     cluster.send(PolicyReplaced("nowhere", "?"))
     assert len(cluster.notices) == 1
-
-
-def test_a_snapshot_knows_what_was_replaced() -> None:
-    cluster = replaced()
-    policies = default_policies(generate_admission=OneAtATime())
-    again = restore_snapshot(Scheduler(LIMITS, policies), encode_snapshot(cluster.kernel))
-    assert again.statistics()["policy_replaced"] == {SEAT: "too slow"}
-    requested: list[str] = []
-
-    def watch(seat: str, ask: Any) -> Any:
-        requested.append(seat)
-        return ask
-
-    again.watch_policies(watch)
-    assert SEAT not in requested
-    assert "routing" in requested
-
-
-def test_a_record_of_a_replacement_is_replayed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The event is recorded, so a replayed kernel switches to the default at the same point."""
-    path = tmp_path / "run.vlog"
-    send = ModelCluster.send
-    counted = [0]
-
-    def with_replacement(self: ModelCluster, event: Event) -> object:
-        counted[0] += 1
-        if counted[0] == 30:
-            send(self, PolicyReplaced(SEAT, "too slow"))
-        return send(self, event)
-
-    monkeypatch.setattr(ModelCluster, "send", with_replacement)
-    policies = default_policies(generate_admission=OneAtATime())
-    cluster = record_run(path, 5, policies=policies, limits=LIMITS, faults=False)
-    assert SEAT in cluster.kernel.statistics()["policy_replaced"]
-    assert replay(path).difference is None

@@ -152,7 +152,7 @@ class ProcessSession:
 
         async def prepare(parts: RunningParts) -> PreparedRequest:
             # Until the process has tokenized it, within its `media.prepare_s`; the loss of its link cancels this.
-            with parts.media.place(images):
+            with parts.media.hold_place(images):
                 self._link.call("admitted", number)
                 token_ids, references = await submitted
             return await parts.media.prepare(token_ids, references, request.cache_salt)

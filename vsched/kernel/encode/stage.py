@@ -8,7 +8,7 @@ by item, for a loss costs a restart.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from vsched.kernel.commands import Decide
@@ -64,15 +64,10 @@ class EncodeGroup(Group):
     sent_ns: Saved[int] = 0
     tokens_given: Saved[int] = 0
 
-    def __init__(self, name: str, mark_dirty: Callable[[], None]) -> None:
-        """Create a group that is down; `mark_dirty` is called when it may have become free."""
-        self._mark_dirty = mark_dirty
+    def __init__(self, name: str) -> None:
         super().__init__(name)
         self.batch = {}
         self.orphaned = []
-
-    def mark_dirty(self) -> None:
-        self._mark_dirty()
 
     @property
     def idle(self) -> bool:
@@ -99,7 +94,6 @@ class EncodeGroup(Group):
         assert step == self.step, f"encode step {step} came back, {self.step} was due"
         assert self.batch, f"encode step {step} came back, no batch was out"
         batch, self.batch = [*self.batch.values()], {}
-        self.mark_dirty()
         return batch
 
     def lose(self) -> list[EmbeddingEntry]:
@@ -149,32 +143,23 @@ class EncodeStage(Restorable):
         self._cache = cache
         self._queue = cache.queue
         self.in_flight = 0
-        self._all_at_work = False
-        self.groups = [
-            EncodeGroup(name, self._mark_dirty) for name in group_names("encode", limits.encoders)
-        ]
+        self.groups = [EncodeGroup(name) for name in group_names("encode", limits.encoders)]
         self.hosts: Mapping[str, HostingGroup] = {}
         self.encodes = deque(maxlen=WINDOW)
         self.measured: Measured = Measurements()
 
     # --- batches ---
 
-    def _mark_dirty(self) -> None:
-        self._all_at_work = False
-
-    def reconsider(self) -> None:
-        """Ask the policies again, whatever they answered last."""
-        self._queue.hold_until_ns = None
-        self._mark_dirty()
-
     def plan(self, now_ns: int) -> Decide | None:
         """Start the next batch; return None if no group is free or nothing can be encoded."""
         if not self._queue.entries or self._queue.held_until(now_ns) is not None:
             return None
-        if self._all_at_work:
+        groups = [one for one in self.groups if one.open]
+        free = {index: self._decoding_at(one) for index, one in enumerate(groups) if one.idle}
+        if not free:
             return None
         overdue = self._overdue(now_ns)
-        group, waiting, shown = self._choose(now_ns, overdue)
+        group, waiting, shown = self._choose(groups, free, now_ns, overdue)
         if group is None or not waiting:
             return None
         if overdue is not None:
@@ -217,19 +202,20 @@ class EncodeStage(Restorable):
         return 0 if self._queue.entries[0].arrived_ns + most_ns <= now_ns else overdue
 
     def _choose(
-        self, now_ns: int, overdue: int | None
+        self,
+        groups: Sequence[EncodeGroup],
+        free: Mapping[int, int],
+        now_ns: int,
+        overdue: int | None,
     ) -> tuple[EncodeGroup | None, Sequence[EmbeddingEntry], Sequence[WaitingEntry]]:
-        """Return the group of the next batch, None for none, the entries that may be in it, and their views."""
+        """Return the group of the next batch, None for none, the entries that may be in it, and their views.
+
+        `groups` are open; `free` has those without a batch, with the requests that get no token while they work.
+        """
         waiting, shown = self._queue.entries, self._queue.shown()
         if len(self.groups) == len(waiting) == 1:
             # Only one answer is possible: a free group, while nothing is being encoded, must get the only entry.
-            only = self.groups[0]
-            return (only if only.open and only.idle else None), waiting, shown
-        groups = [one for one in self.groups if one.open]
-        free = {index: self._held_up(one) for index, one in enumerate(groups) if one.idle}
-        if not free:
-            self._all_at_work = True  # until one of them changes
-            return None, (), ()
+            return groups[0], waiting, shown
         view = DispatchView(
             now_ns=now_ns,
             groups=tuple([self._view(one) for one in groups]),
@@ -262,12 +248,12 @@ class EncodeStage(Restorable):
             largest=max(sizes, default=0),
             since_ns=group.sent_ns,
             tokens_encoded=group.tokens_given,
-            held_up=0 if host is None else host.decoding,
+            held_up=self._decoding_at(group),
             load_tokens=0 if host is None else host.load_tokens,
         )
 
-    def _held_up(self, group: EncodeGroup) -> int:
-        """Return the number of requests that get no token while a group works."""
+    def _decoding_at(self, group: EncodeGroup) -> int:
+        """Return the number of requests that decode in a group's processes, and get no token while it works."""
         host = self.hosts.get(group.name)
         return 0 if host is None else host.decoding
 
@@ -363,10 +349,6 @@ class EncodeStage(Restorable):
         """Pages that lost ranks may still write to."""
         return [page for group in self.groups for page in group.orphaned]
 
-    def counts(self) -> dict[str, int]:
-        """Return counters and sizes of the embedding cache."""
-        return self._cache.statistics()
-
     def explain(self, entry: EmbeddingEntry, now_ns: int) -> str:
         """Return why an image is not encoded yet, as a clause."""
         key, queue = entry.item.key, self._queue
@@ -399,7 +381,7 @@ class EncodeStage(Restorable):
             "items_encoded": self._items_encoded,
             "items_copied": self._items_copied,
             "tokens_encoded": self._tokens_encoded,
-            **self.counts(),
+            **self._cache.statistics(),
             "pages_orphaned": len(self.orphaned),
             "groups": {group.name: group.statistics() for group in self.groups},
         }
@@ -408,10 +390,8 @@ class EncodeStage(Restorable):
         self.in_flight = sum(len(group.batch) for group in self.groups)
 
     def check(self) -> None:
-        """Assert that the items in flight are counted, and that free groups are known to be free."""
+        """Assert that the items in flight are counted."""
         assert self.in_flight == sum(len(group.batch) for group in self.groups), "items in flight"
-        free = [group.name for group in self.groups if group.open and group.idle]
-        assert not (free and self._all_at_work), f"{free} are free, and taken to be at work"
 
 
 def _task(entry: EmbeddingEntry, requests: Mapping[int, RequestState]) -> EncodeTask:

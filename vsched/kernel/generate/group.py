@@ -30,7 +30,7 @@ from vsched.kernel.events import Stepped
 from vsched.kernel.generate.blocks import BlockPool, StateSnapshots, SwapSpace, blocks_kept
 from vsched.kernel.generate.drafts import NO_DRAFTS, DraftGrants, count_drafts
 from vsched.kernel.generate.measures import Measures
-from vsched.kernel.generate.requests import RequestQueue, RunningSet, order_of
+from vsched.kernel.generate.requests import RequestQueue, RunningSet, RunningViews, order_of
 from vsched.kernel.generate.steps import (
     NOTHING_PLANNED,
     ChunkRead,
@@ -387,7 +387,7 @@ class GenerateGroup(Group):
             running = self._running.in_order()
             view = PreemptionView(
                 now_ns=now_ns,
-                running=tuple(self._running.views(self._in_flight.planned)),
+                running=self._running.views(self._in_flight.planned),
                 in_need=running.index(state),
                 swap_blocks_free=self._swap.free,
                 block_tokens=self._limits.block_size,
@@ -462,7 +462,7 @@ class GenerateGroup(Group):
             divisible=True,
             default_tokens=self._limits.batch_tokens,
             block_tokens=self._limits.block_size,
-            running_requests=running.lazy_views(self._in_flight.planned),
+            running_requests=RunningViews(running, self._in_flight.planned),
             eligible=eligible,
             overdue=overdue,
             measured=self.measured,

@@ -14,6 +14,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
+from vsched.kernel.encode.embedding_cache import EmbeddingCache
 from vsched.kernel.request import RequestState
 from vsched.policy.measured import WINDOW, EncodeTime, EndTime, FirstTokenTime, StepTime, SwapTime
 from vsched.policy_host.snapshot import Restorable, Saved
@@ -85,17 +86,12 @@ class _Generates(Protocol):
     def counts(self) -> Mapping[str, int]: ...
 
 
-class _Encodes(Protocol):
-    encodes: deque[EncodeTime]
-
-    def counts(self) -> Mapping[str, int]: ...
-
-
 class MeasuredGroups(msgspec.Struct, frozen=True, eq=False):
     """`vsched.policy.measured.Measured` of some generate groups and the encode stage, always up to date."""
 
     _groups: Sequence[_Generates]
-    _stage: _Encodes
+    _encodes: deque[EncodeTime]
+    _cache: EmbeddingCache
 
     def __repr__(self) -> str:
         return f"<{len(self.steps)} steps, {len(self.encodes)} encode steps, {len(self.ends)} ends>"
@@ -117,7 +113,7 @@ class MeasuredGroups(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def encodes(self) -> Sequence[EncodeTime]:
-        return tuple(self._stage.encodes)
+        return tuple(self._encodes)
 
     @property
     def first_tokens(self) -> Sequence[FirstTokenTime]:
@@ -160,11 +156,11 @@ class MeasuredGroups(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def embedding_hits(self) -> int:
-        return self._stage.counts()["cache_hits"]
+        return self._cache.statistics()["cache_hits"]
 
     @property
     def embedding_misses(self) -> int:
-        return self._stage.counts()["cache_misses"]
+        return self._cache.statistics()["cache_misses"]
 
 
 AnyTime = TypeVar("AnyTime", StepTime, SwapTime, FirstTokenTime, EndTime)

@@ -14,6 +14,7 @@ request is the poison.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
 from typing import NoReturn, overload
 
 from vsched.kernel.decisions import Leave
@@ -91,8 +92,8 @@ class RunningViews(Sequence[RunningView]):
     __slots__ = ("_all",)
     _all: Callable[[], tuple[RunningView, ...]]
 
-    def __init__(self, read: Callable[[], tuple[RunningView, ...]]) -> None:
-        object.__setattr__(self, "_all", read)
+    def __init__(self, running: RunningSet, planned: int) -> None:
+        object.__setattr__(self, "_all", cache(partial(running.views, planned)))
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError(f"a view cannot be changed: {name}")
@@ -143,9 +144,6 @@ class RunningSet(Restorable):
         self.left = []
         self.forgotten = []
         self.suspect: RequestState | None = None
-        self._lazy_views = RunningViews(self._read_views)
-        self._read: tuple[RunningView, ...] | None = None
-        self._read_at = 0
 
     def __len__(self) -> int:
         return len(self.prefilling) + len(self.decoding)
@@ -164,21 +162,11 @@ class RunningSet(Restorable):
         """Return all running requests, oldest first."""
         return sorted([*self.prefilling.values(), *self.decoding.values()], key=order_of)
 
-    def lazy_views(self, planned: int) -> RunningViews:
-        """Return the views of all running requests, oldest first: always the same object, which costs nothing."""
-        self._read, self._read_at = None, planned
-        return self._lazy_views
-
-    def _read_views(self) -> tuple[RunningView, ...]:
-        if self._read is None:
-            self._read = tuple(self.views(self._read_at))
-        return self._read
-
-    def views(self, planned: int) -> list[RunningView]:
+    def views(self, planned: int) -> tuple[RunningView, ...]:
         """Return the views of all running requests, oldest first."""
-        return [self.view(state, planned) for state in self.in_order()]
+        return tuple([self._view(state, planned) for state in self.in_order()])
 
-    def view(self, state: RequestState, planned: int) -> RunningView:
+    def _view(self, state: RequestState, planned: int) -> RunningView:
         """Return the view of a running request for preemption policies."""
         decoded = planned - state.decoding_since + 1 if state.first_step >= 0 else 0
         return RunningView(

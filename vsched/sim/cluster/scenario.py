@@ -236,7 +236,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     def with_policies(self, tables: Mapping[str, PolicyTable]) -> Scenario:
         """Return the scenario with these policy tables, by path, instead of the drawn ones.
 
-        The tables that the table `policy` stands for are reset to their defaults.
+        The tables that the table `policy` stands for are reset to their defaults. A drafting policy gets a draft model,
+        without which one that asks for it could not be served.
         """
         config, reset = self.config, {}
         if SEVERAL in tables:
@@ -250,6 +251,9 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
                 config = msgspec.structs.replace(config, **{section: own})
             else:
                 config = msgspec.structs.replace(config, **{name: table})
+        if "generate.drafting" in {*tables, *reset} and not config.generate.draft_model:
+            generate = msgspec.structs.replace(config.generate, draft_model=f"{DRAFT} 0.7")
+            config = msgspec.structs.replace(config, generate=generate)
         return msgspec.structs.replace(self, config=config)
 
     def with_operations(self, more: Iterable[Operation]) -> Scenario:

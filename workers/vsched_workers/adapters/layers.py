@@ -151,9 +151,11 @@ class AdaptedModule:
 
     def _put(self, name: Name, parts: Mapping[Carrier, Sequence[Part]]) -> None:
         number = min({*range(self._count_max)} - {*self._numbers.values()})
-        room = self._room.place(number)
+        room = self._room.room_of(number)
         # Copy all parts before any is installed: the device's memory may run out.
-        placed = {carrier: self._join(carrier).place(own, room) for carrier, own in parts.items()}
+        placed = {
+            carrier: self._join(carrier).place_parts(own, room) for carrier, own in parts.items()
+        }
         self._numbers[name] = number
         for carrier, kept in placed.items():
             carrier.put(number, kept)

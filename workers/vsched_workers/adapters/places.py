@@ -151,7 +151,7 @@ class TorchSums:
         self._dtype = kept_type(dtype, device)
         self._parts: dict[int, Sequence[Part]] = {}
 
-    def place(self, parts: Sequence[Part], room: Room) -> Sequence[Part]:
+    def place_parts(self, parts: Sequence[Part], room: Room) -> Sequence[Part]:
         """Copy an adapter's parts into memory from `room` and return them; no other memory is kept."""
         kept = []
         for first, down, up, scaling in parts:
@@ -390,7 +390,7 @@ def bytes_of_one(places: Places, make_sums: MakeSums, *, rank_max: int) -> int:
     counted = _Counted()
     for carrier, parts in zero_parts(places, rank_max).items():
         sums = make_sums(carrier.dtype, carrier.device)
-        sums.place([_on_meta(part) for part in parts], counted)
+        sums.place_parts([_on_meta(part) for part in parts], counted)
     return counted.bytes
 
 
@@ -424,7 +424,7 @@ class AdapterRoom:
         """Bytes of the memory for all adapters."""
         return self._memory.nbytes
 
-    def place(self, number: int) -> Room:
+    def room_of(self, number: int) -> Room:
         """Return an allocator of one adapter's memory, from its beginning; previous contents are overwritten."""
         start = self._start + number * self._bytes_each
         stop = start + self._bytes_each

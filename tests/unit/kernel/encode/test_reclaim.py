@@ -2,54 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
-
 import pytest
 
-from tests.unit.kernel.setups import image_request, make_limits, request_state
+from tests.unit.kernel.setups import answering, image_request, make_limits, request_state
 from vsched.kernel.encode.embedding_cache import EmbeddingCache
 from vsched.kernel.request import RequestState
-from vsched.policy import ImagePolicy, ReclaimView
+from vsched.policy import ReclaimView
 from vsched.policy_host.seats import PolicySeats
 from vsched.testing import default_policies
-from vsched_policies.reclaim import YoungestEmbedding
 
 
 def arrived(number: int, *images: tuple[bytes, int]) -> RequestState:
     return request_state(image_request(f"r{number}", *images), number)
 
 
-def cached(*claims: tuple[int, bytes], reclaim: ImagePolicy | None = None) -> EmbeddingCache:
-    """A full cache of ready images of four pages each, claimed by the requests of these numbers."""
-    policies = default_policies(reclaim=reclaim or YoungestEmbedding())
-    pages = 4 * len({key for _, key in claims})
-    cache = EmbeddingCache(make_limits(pages=pages), PolicySeats(policies))
-    for number, key in claims:
+VIEWS: list[ReclaimView] = []
+NAMES = (b"old", b"middle", b"young")
+
+
+def taken(indices: tuple[int, ...], tokens: int, *, front: bool = True) -> tuple[bool, list[bytes]]:
+    """Let the oldest request need pages for an image, in a full cache of ready images of four pages each.
+
+    The policy names these indices. Return whether the image got its pages, and the keys of evicted images.
+    """
+    policies = default_policies(reclaim=answering("reclaim", indices, VIEWS))
+    cache = EmbeddingCache(make_limits(pages=12), PolicySeats(policies))
+    for number, key in enumerate(NAMES, start=2):
         cache.claim(arrived(number, (key, 16)), 0, 0)
     for entry in list(cache):
         assert cache.start_encoding(entry, 0)
         assert cache.finish_encoding(entry)
-    return cache
-
-
-class Chosen(ImagePolicy, frozen=True, kw_only=True):
-    """Chooses these indices, and records its views."""
-
-    indices: tuple[int, ...]
-    views: ClassVar[list[ReclaimView]] = []
-
-    def reclaim(self, view: ReclaimView) -> Sequence[int]:
-        self.views.append(view)
-        return self.indices
-
-
-NAMES = (b"old", b"middle", b"young")
-
-
-def taken(policy: ImagePolicy, tokens: int, *, front: bool = True) -> tuple[bool, list[bytes]]:
-    """Let the image of the oldest request need pages; return whether it got them, and the keys of evicted images."""
-    cache = cached((2, b"old"), (3, b"middle"), (4, b"young"), reclaim=policy)
     if not front:
         cache.claim(arrived(0, (b"front", 4)), 0, 0)
     cache.claim(arrived(1, (b"wanted", tokens)), 0, 0)
@@ -71,27 +53,27 @@ def test_front_preempts_the_first_named_and_no_more(
     indices: tuple[int, ...], gone: list[bytes]
 ) -> None:
     """If it names none, the youngest is evicted: the oldest request must get its next image."""
-    assert taken(Chosen(indices=indices), 16) == (True, gone)
+    assert taken(indices, 16) == (True, gone)
 
 
 def test_front_takes_the_youngest_if_those_named_are_too_few() -> None:
-    assert taken(Chosen(indices=(0,)), 32) == (True, [b"old", b"young"])
+    assert taken((0,), 32) == (True, [b"old", b"young"])
 
 
 def test_others_wait_if_the_policy_spares_what_they_need() -> None:
-    assert taken(Chosen(indices=(0,)), 32, front=False) == (False, [])
-    assert taken(Chosen(indices=(0,)), 16, front=False) == (True, [b"old"])
+    assert taken((0,), 32, front=False) == (False, [])
+    assert taken((0,), 16, front=False) == (True, [b"old"])
 
 
 def test_reclaim_policy_sees_who_may_give_way_the_oldest_first() -> None:
-    Chosen.views.clear()
-    taken(Chosen(indices=()), 20)
-    (view,) = Chosen.views
+    VIEWS.clear()
+    taken((), 20)
+    (view,) = VIEWS
     assert (view.now_ns, view.pages, view.front, view.tokens) == (7, 5, True, 20)
     assert [(one.pages, one.tokens, one.requests) for one in view.ready] == [(4, 16, 1)] * 3
 
 
 def test_reclaim_policy_is_not_called_if_nothing_can_help() -> None:
-    Chosen.views.clear()
-    assert taken(Chosen(indices=(0,)), 64) == (False, [])
-    assert not Chosen.views
+    VIEWS.clear()
+    assert taken((0,), 64) == (False, [])
+    assert not VIEWS

@@ -7,7 +7,7 @@ from typing import ClassVar
 import msgspec
 import pytest
 
-from tests.unit.kernel.policy_pool import Reversed
+from tests.unit.kernel.policy_pool import AllWaiting, Reversed
 from tests.unit.kernel.setups import (
     assert_holds_nothing,
     assert_served,
@@ -18,7 +18,7 @@ from tests.unit.kernel.setups import (
     words,
 )
 from vsched.failures import EncodeErrorKind
-from vsched.policy import Admission, AdmissionView, RequestPolicy
+from vsched.policy import Admission, AdmissionView
 from vsched.testing import ModelCluster, default_policies, make_request
 from vsched.types import Extent, FinishReason
 from vsched_policies.admission import TokenBudget
@@ -65,16 +65,9 @@ def test_encode_refused_items_keep_the_front(
     assert_served(cluster, "r")
 
 
-class Everything(RequestPolicy, frozen=True, kw_only=True):
-    """Proposes all waiting items, whatever is free."""
-
-    def admit(self, view: AdmissionView) -> Admission:
-        return Admission(range(len(view.waiting)))
-
-
 def test_encode_permits_bind_whatever_a_policy_proposes() -> None:
     """The third of three items returns to the front when there are two permits."""
-    policies = default_policies(encode_admission=Everything())
+    policies = default_policies(encode_admission=AllWaiting())
     cluster = ModelCluster(make_limits(encode_items=2), policies)
     cluster.submit(image_request("r", (b"a", 8), (b"b", 8), (b"c", 8)))
     cluster.drain()
@@ -290,7 +283,7 @@ def test_encode_policy_chooses_which_suspect_is_next() -> None:
 def test_encode_suspects_run_alone() -> None:
     """Whatever the policy chooses, suspected items run alone, and others without them."""
     limits = make_limits(chunk_tokens=8, block_size=4)
-    cluster = ModelCluster(limits, default_policies(encode_admission=Everything()))
+    cluster = ModelCluster(limits, default_policies(encode_admission=AllWaiting()))
     cluster.submit(make_request("older", words(40), [(30, 4, b"late")]))
     cluster.submit(image_request("younger", (b"a", 4), (b"b", 4)))
     while not cluster.encoded:

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from tests.unit.kernel.setups import (
+    answering,
     assert_holds_nothing,
     assert_served,
     generate_statistics,
@@ -21,7 +22,6 @@ from vsched.kernel.limits import SchedulerLimits
 from vsched.policy import (
     Admission,
     AdmissionView,
-    PreemptionView,
     RequestPolicy,
 )
 from vsched.policy_host import SeatPolicies
@@ -186,16 +186,9 @@ def test_generate_younger_request_does_not_take_what_a_preempted_one_gave_up() -
     assert preempted == []
 
 
-class Oldest(RequestPolicy, frozen=True, kw_only=True):
-    """Names the worst possible victim."""
-
-    def victim(self, view: PreemptionView) -> int:
-        return 0
-
-
 def test_generate_older_request_is_never_preempted_for_a_younger() -> None:
     """Whatever the policy decides, a request is preempted for older ones only, which ensures progress."""
-    cluster = ModelCluster(tight(blocks=6), default_policies(preemption=Oldest()))
+    cluster = ModelCluster(tight(blocks=6), default_policies(preemption=answering("preemption", 0)))
     cluster.submit(make_request("old", words(9), max_tokens=4))  # never needs another block
     cluster.submit(make_request("young", words(12, start=50), max_tokens=8))
     cluster.drain()

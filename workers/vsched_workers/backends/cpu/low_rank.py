@@ -94,7 +94,7 @@ class KernelSums(TorchSums):
         self._table = np.zeros((0, 0), dtype=PART)
         self._values = 0
 
-    def place(self, parts: Sequence[Part], room: Room) -> Sequence[Part]:
+    def place_parts(self, parts: Sequence[Part], room: Room) -> Sequence[Part]:
         placed = []
         for first, down, up, scaling in parts:
             rank = len(down)
