@@ -1,7 +1,7 @@
 """Starts ranks and connects them to their leaders; by default they are child processes of the engine.
 
 The ranks of a worker group run on a host, which has a folder for their sockets, and their arena. The parts of a rank's
-specification that depend on the host are filled in there (`at_home`), so a worker group sends the same to every host.
+specification that depend on the host are filled in there, so a worker group sends the same to every host.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -240,7 +241,80 @@ class Launcher(Protocol):
         """Release everything; all ranks have ended."""
 
 
-class LocalLauncher:
+class OwnLauncher(ABC):
+    """A launcher of ranks on its own host, which is never lost by itself."""
+
+    def __init__(self, run_dir: str) -> None:
+        self.run_dir = run_dir
+        self._starts: Counter[str] = Counter()
+
+    def choose_host(
+        self, groups: Sequence[str], arena: Arena, on_lost: Callable[[str], None]
+    ) -> OwnHost:
+        del on_lost
+        self._starts.update(groups)
+        return OwnHost(self, groups, arena, self._starts[groups[0]])
+
+    @abstractmethod
+    def listen(self, address: str, on_frame: OnFrame) -> LeaderEnd:
+        """Return the leader's end at an address, to which ranks connect."""
+
+    @abstractmethod
+    def start(self, spec: RankSpec, *, threads: int, on_exit: OnExit) -> LaunchedRank:
+        """Start a rank with a complete specification."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything; all ranks have ended."""
+
+
+class OwnHost:
+    """The host of a launcher, for one start of a worker group."""
+
+    name = ""
+
+    def __init__(
+        self, launcher: OwnLauncher, groups: Sequence[str], arena: Arena, start: int
+    ) -> None:
+        """Prepare start number `start` of these groups."""
+        self._launcher = launcher
+        self._groups = groups
+        self._arena = arena
+        self._start = start
+
+    def open_link(self, group: str, on_frame: OnFrame) -> LeaderEnd:
+        return self._launcher.listen(self._address(group), on_frame)
+
+    def launch(self, spec: RankSpec, *, threads: int, on_exit: OnExit) -> LaunchedRank:
+        return self._launcher.start(self._complete(spec), threads=threads, on_exit=on_exit)
+
+    def close(self) -> None:
+        """No-op: leaders close their links."""
+
+    def _address(self, group: str) -> str:
+        return f"ipc://{Path(self._launcher.run_dir) / f'{group}-{self._start}'}"
+
+    def _complete(self, spec: RankSpec) -> RankSpec:
+        """Fill in the host's part of a specification: folder, arena, and the addresses of leaders and peers.
+
+        Ranks that share a model use a new rendezvous for each start, because files of an earlier start would be
+        mistaken for files of this one.
+        """
+        run_dir = self._launcher.run_dir
+        changes: dict[str, Any] = {}
+        for group in self._groups:
+            role: EncodeRole | GenerateRole = getattr(spec, stage_of(group))
+            settings = role.settings
+            if settings.ranks > 1:
+                meeting = str(Path(run_dir) / f"{group}-{self._start}-collective")
+                settings = dataclasses.replace(settings, rendezvous=meeting)
+            changes[stage_of(group)] = msgspec.structs.replace(
+                role, address=self._address(group), settings=settings
+            )
+        return msgspec.structs.replace(spec, run_dir=run_dir, arena_fd=self._arena.fd, **changes)
+
+
+class LocalLauncher(OwnLauncher):
     """Ranks as child processes, connected by ZeroMQ over sockets in a folder of this host.
 
     Ranks of plug-ins that allow it are forked from a process with their modules imported.
@@ -262,19 +336,25 @@ class LocalLauncher:
         Raises:
             ConfigError: When the path of a new folder is too long for a socket's address.
         """
-        self.run_dir = run_dir or make_socket_folder()
+        super().__init__(run_dir or make_socket_folder())
         self.command = command
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._forked = forked
         self._fork_servers = dict(started or {})
-        self._starts: Counter[str] = Counter()
 
-    def choose_host(
-        self, groups: Sequence[str], arena: Arena, on_lost: Callable[[str], None]
-    ) -> LocalHost:
-        del on_lost
-        self._starts.update(groups)
-        return LocalHost(self, groups, arena, self._starts[groups[0]])
+    def listen(self, address: str, on_frame: OnFrame) -> LeaderLink:
+        # Temporary files of a long-running server may have been cleaned up.
+        os.makedirs(self.run_dir, mode=0o700, exist_ok=True)
+        return LeaderLink(self.context, address, on_frame)
+
+    def start(self, spec: RankSpec, *, threads: int, on_exit: OnExit) -> RankProcess:
+        return RankProcess(
+            spec,
+            environment=rank_environment(threads),
+            on_exit=on_exit,
+            command=self.command,
+            fork_server=self.fork_server(spec),
+        )
 
     def fork_server(self, spec: RankSpec) -> ForkServer | None:
         """Return the fork server with a rank's imports; None if one of its roles needs a new process."""
@@ -289,68 +369,6 @@ class LocalLauncher:
             server.close()
         self.context.destroy(linger=0)
         shutil.rmtree(self.run_dir, ignore_errors=True)
-
-
-class LocalHost:
-    """This host, for one start of a worker group."""
-
-    name = ""
-
-    def __init__(
-        self, launcher: LocalLauncher, groups: Sequence[str], arena: Arena, start: int
-    ) -> None:
-        """Prepare start number `start` of these groups."""
-        self._launcher = launcher
-        self._groups = groups
-        self._arena = arena
-        self._start = start
-
-    def open_link(self, group: str, on_frame: OnFrame) -> LeaderLink:
-        launcher = self._launcher
-        # Temporary files of a long-running server may have been cleaned up.
-        os.makedirs(launcher.run_dir, mode=0o700, exist_ok=True)
-        address = link_address(launcher.run_dir, group, self._start)
-        return LeaderLink(launcher.context, address, on_frame)
-
-    def launch(self, spec: RankSpec, *, threads: int, on_exit: OnExit) -> RankProcess:
-        launcher, fd, start = self._launcher, self._arena.fd, self._start
-        spec = at_home(spec, self._groups, run_dir=launcher.run_dir, arena_fd=fd, start=start)
-        return RankProcess(
-            spec,
-            environment=rank_environment(threads),
-            on_exit=on_exit,
-            command=launcher.command,
-            fork_server=launcher.fork_server(spec),
-        )
-
-    def close(self) -> None:
-        """No-op: leaders close their links."""
-
-
-def link_address(run_dir: str, group: str, start: int) -> str:
-    """Return the address of a group's leader in start number `start`."""
-    return f"ipc://{Path(run_dir) / f'{group}-{start}'}"
-
-
-def at_home(
-    spec: RankSpec, groups: Sequence[str], *, run_dir: str, arena_fd: int, start: int
-) -> RankSpec:
-    """Fill in the host's part of a specification: folder, arena, and the addresses of leaders and peers.
-
-    Ranks that share a model use a new rendezvous for each start, because files of an earlier start would be mistaken
-    for files of this one.
-    """
-    changes: dict[str, Any] = {}
-    for group in groups:
-        role: EncodeRole | GenerateRole = getattr(spec, stage_of(group))
-        settings = role.settings
-        if settings.ranks > 1:
-            meeting = str(Path(run_dir) / f"{group}-{start}-collective")
-            settings = dataclasses.replace(settings, rendezvous=meeting)
-        changes[stage_of(group)] = msgspec.structs.replace(
-            role, address=link_address(run_dir, group, start), settings=settings
-        )
-    return msgspec.structs.replace(spec, run_dir=run_dir, arena_fd=arena_fd, **changes)
 
 
 def modules_of(info: ModelInfo, roles: Sequence[tuple[str, str]]) -> Modules:

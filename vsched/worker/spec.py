@@ -104,8 +104,7 @@ class HostShare(msgspec.Struct, frozen=True, kw_only=True):
 class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One rank: its roles (two if the stages share a process) and their common parameters.
 
-    The host of the rank fills in the folder, the arena's descriptor and the addresses
-    (`vsched.aio.launcher.at_home`).
+    The host of the rank fills in the folder, the arena's descriptor and the addresses.
 
     `name` has the groups and the number, such as `generate-0 rank 1`. `memory_limit_bytes` limits the private memory of
     the process; 0 for no limit. `share` has the parts of limit and threads that depend on the host.

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
-from vsched.aio.launcher import at_home, link_address
+from vsched.aio.launcher import OwnLauncher
 from vsched.errors import CheckpointError, DeviceOutOfMemory, VschedError
 from vsched.sim.faults import Hang, OutOfMemory, Slowdown, WorkerCrash
 from vsched.sim.network.links import RankEnd, SimulatedLeaderEnd, wait_readable
@@ -387,47 +387,7 @@ class SimulatedRank:
         return fault is None
 
 
-class SimulatedHost:
-    """The simulated host of a launcher, for one start of a worker group."""
-
-    name = ""
-
-    def __init__(
-        self,
-        world: World,
-        run_dir: str,
-        start_rank: Callable[[RankSpec, Callable[[int], None]], SimulatedRank],
-        groups: Sequence[str],
-        arena: Arena,
-        start: int,
-    ) -> None:
-        """Prepare the `start`-th start of these groups."""
-        self._world = world
-        self._run_dir = run_dir
-        self._start_rank = start_rank
-        self._groups = groups
-        self._arena = arena
-        self._start = start
-
-    def open_link(self, group: str, on_frame: OnFrame) -> SimulatedLeaderEnd:
-        """Listen for the ranks of a group."""
-        address = link_address(self._run_dir, group, self._start)
-        return self._world.network.listen(address, on_frame)
-
-    def launch(
-        self, spec: RankSpec, *, threads: int, on_exit: Callable[[int], None]
-    ) -> SimulatedRank:
-        """Start a rank."""
-        del threads
-        fd, start = self._arena.fd, self._start
-        spec = at_home(spec, self._groups, run_dir=self._run_dir, arena_fd=fd, start=start)
-        return self._start_rank(spec, on_exit)
-
-    def close(self) -> None:
-        """No-op."""
-
-
-class SimulatedLauncher:
+class SimulatedLauncher(OwnLauncher):
     """Starts simulated ranks, connected to their leaders over the simulated network.
 
     Attributes:
@@ -438,23 +398,20 @@ class SimulatedLauncher:
         self, world: World, run_dir: str = RUN_DIR, ranks: list[SimulatedRank] | None = None
     ) -> None:
         """Create a launcher with the host's `run_dir`; new ranks are appended to `ranks`."""
-        self.run_dir = run_dir
+        super().__init__(run_dir)
         self.ranks: list[SimulatedRank] = [] if ranks is None else ranks
         self._world = world
-        self._starts: Counter[str] = Counter()
         self._collectives: dict[str, Collective] = {}
 
-    def choose_host(
-        self, groups: Sequence[str], arena: Arena, on_lost: Callable[[str], None]
-    ) -> SimulatedHost:
-        """Return this host, which is never lost by itself."""
-        del on_lost
-        self._starts.update(groups)
-        start = self._starts[groups[0]]
-        return SimulatedHost(self._world, self.run_dir, self.start, groups, arena, start)
+    def listen(self, address: str, on_frame: OnFrame) -> SimulatedLeaderEnd:
+        """Listen for the ranks of a group."""
+        return self._world.network.listen(address, on_frame)
 
-    def start(self, spec: RankSpec, on_exit: Callable[[int], None]) -> SimulatedRank:
-        """Start a rank with a complete specification."""
+    def start(
+        self, spec: RankSpec, *, threads: int, on_exit: Callable[[int], None]
+    ) -> SimulatedRank:
+        """Start a rank."""
+        del threads
         roles = [role for role in (spec.encode, spec.generate) if role is not None]
         place = roles[0].address
         if place not in self._collectives:
