@@ -29,10 +29,9 @@ from vsched.worker.contract import WorkerPlugin
 from vsched.worker.generate_rank import GenerateRank
 from vsched.worker.member import (
     PULSES_PER_TIMEOUT,
-    Following,
     Member,
+    Rank,
     RankHost,
-    RankLoading,
 )
 from vsched.worker.spec import RankSpec
 
@@ -204,8 +203,10 @@ class SimulatedRank:
                 self._members.append(Member(spec, link, host))
         pulse = world.loop.create_task(self._pulse(self._members[0].link.end.address))
         try:
-            await self._load(RankLoading(spec, self._arena, self._members, host))
-            await self._follow(Following(self._members, spec.timeout_s, host))
+            rank = Rank(spec, self._arena, self._members, host)
+            rank.load()
+            await self._catch_up()
+            await self._follow(rank)
         except _Crashed:
             raise
         except Exception as error:  # noqa: BLE001 - it is the rank's last word, whatever it is
@@ -231,21 +232,12 @@ class SimulatedRank:
     def _load_worker(self, _name: str) -> WorkerPlugin:
         return RankPlugin(self._world, self, ROOT)
 
-    async def _load(self, loading: RankLoading[SimulatedLink]) -> None:
-        loading.begin()
-        await self._catch_up()
-        while loading.sizing is not None:
-            frame = await loading.sizing.link.end.next_frame()
-            assert frame is not None, "only a rank that has ended closes its link"
-            loading.take(frame)
-            await self._catch_up()
-        self.serving = True
-
-    async def _follow(self, following: Following[SimulatedLink]) -> None:
-        while not following.over:
-            member = following.next
+    async def _follow(self, rank: Rank[SimulatedLink]) -> None:
+        while not rank.over:
+            self.serving = rank.serving
+            member = rank.next
             if member is None:
-                await self._listen(following)
+                await self._listen(rank)
                 continue
             entry = member.entry
             self._current = member.link.end.party.group
@@ -253,23 +245,23 @@ class SimulatedRank:
             is_step = member.log.turn > 0
             if is_step:
                 await self._collective.meet(self._spec.rank)
-            following.advance()
+            rank.advance()
             if is_step:
                 await self._finish_step()
             elif not isinstance(entry, Stop):
                 await self._catch_up()
         await self._catch_up()
 
-    async def _listen(self, following: Following[SimulatedLink]) -> None:
-        awaited = following.awaited()
+    async def _listen(self, rank: Rank[SimulatedLink]) -> None:
+        awaited = rank.awaited()
         ends = [member.link.end for member in awaited]
-        received = await wait_readable(ends, following.left_s()) or await wait_readable(
-            ends, following.grace_s
+        received = await wait_readable(ends, rank.left_s()) or await wait_readable(
+            ends, rank.grace_s
         )
         for member in awaited:
             member.listen(0)
         if not received:
-            following.received_nothing()
+            rank.received_nothing()
 
     def _note_digest(self, member: Member[SimulatedLink]) -> None:
         """Check that all ranks of a group have the same log."""
