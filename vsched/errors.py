@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from opcode import opname
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from vsched.failures import ErrorKind, GroupFailure, RankStopped, StartFailed
 
@@ -49,6 +49,11 @@ class VschedError(Exception):
     """Base class of the errors that vsched raises on purpose; `kind` identifies the type in other processes."""
 
     kind: ClassVar[ErrorKind] = ErrorKind.INTERNAL
+
+    @classmethod
+    def at_limit(cls, what: str, *, value: object, limit: object, remedy: str, **more: Any) -> Self:
+        """Return an error about a violated limit; `more` are further arguments of the class."""
+        return cls(limit_message(what, value=value, limit=limit, remedy=remedy), **more)
 
 
 class ConfigError(VschedError):

@@ -24,7 +24,7 @@ import msgspec
 from vsched.aio.leader import Leader
 from vsched.aio.worker_groups import ServedGroup, ServedGroups
 from vsched.config import Config
-from vsched.errors import CheckpointError, RequestRefused, limit_message
+from vsched.errors import CheckpointError, RequestRefused
 from vsched.probes import probe
 from vsched.types import Request
 from vsched.wire import AddAdapter, RemoveAdapter
@@ -276,13 +276,11 @@ class AdapterTable:
         root = Path(directory).resolve()
         found = (root / wanted).resolve() if "\0" not in wanted else root
         if found == root or not found.is_relative_to(root):
-            raise RequestRefused(
-                limit_message(
-                    "the adapter's path",
-                    value=repr(wanted[:NAME_CHARACTERS_MAX]),
-                    limit="a folder below adapters.directory",
-                    remedy="put the adapter there, and give its path from there on",
-                ),
+            raise RequestRefused.at_limit(
+                "the adapter's path",
+                value=repr(wanted[:NAME_CHARACTERS_MAX]),
+                limit="a folder below adapters.directory",
+                remedy="put the adapter there, and give its path from there on",
                 code="path_not_allowed",
                 status=403,
             )
@@ -380,13 +378,11 @@ class AdapterTable:
 
     def _check(self, name: str) -> None:
         if not name or len(name) > NAME_CHARACTERS_MAX or not name.isprintable():
-            raise RequestRefused(
-                limit_message(
-                    "the adapter's name",
-                    value=repr(name[:NAME_CHARACTERS_MAX]),
-                    limit=f"1 to {NAME_CHARACTERS_MAX} printable characters",
-                    remedy="use another name",
-                ),
+            raise RequestRefused.at_limit(
+                "the adapter's name",
+                value=repr(name[:NAME_CHARACTERS_MAX]),
+                limit=f"1 to {NAME_CHARACTERS_MAX} printable characters",
+                remedy="use another name",
                 code="invalid_name",
             )
         if name == self._base or name in self._named:
@@ -397,13 +393,11 @@ class AdapterTable:
                 status=409,
             )
         if len(self._named) >= self._limits.count_max or self._keep is None:
-            raise RequestRefused(
-                limit_message(
-                    "adapters at a time",
-                    value=len(self._named) + 1,
-                    limit=self._limits.count_max if self._keep is not None else 0,
-                    remedy="unload one first, or raise adapters.count_max",
-                ),
+            raise RequestRefused.at_limit(
+                "adapters at a time",
+                value=len(self._named) + 1,
+                limit=self._limits.count_max if self._keep is not None else 0,
+                remedy="unload one first, or raise adapters.count_max",
                 code="too_many_adapters",
                 status=409,
             )

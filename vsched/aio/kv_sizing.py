@@ -312,13 +312,11 @@ async def _rebuild(generate: Leader, tokens: int) -> None:
     """
     for vote in await generate.size(SizeKv(tokens, profile=False, headroom_bytes=0)):
         if vote.outcome != "fits":
-            raise DeviceOutOfMemory(
-                limit_message(
-                    f"the generate group cannot build the KV cache that it had before it was lost ({vote.message})",
-                    value=f"{tokens} tokens",
-                    limit="what is free on the device now",
-                    remedy="see what else takes the device's memory, or restart the server",
-                )
+            raise DeviceOutOfMemory.at_limit(
+                f"the generate group cannot build the KV cache that it had before it was lost ({vote.message})",
+                value=f"{tokens} tokens",
+                limit="what is free on the device now",
+                remedy="see what else takes the device's memory, or restart the server",
             )
 
 

@@ -14,7 +14,7 @@ from vsched.aio.adapters import AdapterTable
 from vsched.aio.grammar_checks import GrammarChecks
 from vsched.aio.launcher import Launcher
 from vsched.aio.shell import Shell
-from vsched.errors import RequestRefused, limit_message
+from vsched.errors import RequestRefused
 from vsched.kernel import SchedulerLimits
 from vsched.kernel.events import FurtherChoice
 from vsched.media import ImageReference, Prompt
@@ -144,13 +144,13 @@ def checked_images(images: object) -> list[ImageReference]:
     listed = list(cast("Iterable[object]", images)) if is_list else [images]
     for index, image in enumerate(listed):
         if not is_list or not isinstance(image, ImageReference):
-            message = limit_message(
+            raise RequestRefused.at_limit(
                 f"images[{index}] is not valid",
                 value=f"{image!r:.200}",
                 limit="a list of URLs, as str, or of MediaReference",
                 remedy="pass images as such a list",
+                code="invalid_value",
             )
-            raise RequestRefused(message, code="invalid_value")
     return cast("list[ImageReference]", listed)
 
 
@@ -205,13 +205,13 @@ def check_stop_tokens(requested: Sequence[int], own: Sequence[int]) -> tuple[int
     """
     stops = tuple(sorted({*requested, *own}))
     if len(stops) > STOP_TOKENS_MAX:
-        message = limit_message(
+        raise RequestRefused.at_limit(
             "too many stop tokens, the checkpoint's own included",
             value=len(stops),
             limit=STOP_TOKENS_MAX,
             remedy="send fewer stop_token_ids",
+            code="too_many_stop_tokens",
         )
-        raise RequestRefused(message, code="too_many_stop_tokens")
     return stops
 
 
@@ -222,13 +222,13 @@ def check_prompt_values(count: int, limit: int) -> None:
         RequestRefused: When there are too many to keep and send.
     """
     if count > limit:
-        message = limit_message(
+        raise RequestRefused.at_limit(
             "too many log-probabilities of the prompt, its tokens times one and the alternatives of each",
             value=count,
             limit=limit,
             remedy="ask for fewer alternatives, send a shorter prompt, or raise server.prompt_logprobs_max",
+            code="too_many_logprobs",
         )
-        raise RequestRefused(message, code="too_many_logprobs")
 
 
 def prompts_untold() -> RequestRefused:
@@ -242,10 +242,10 @@ def prompts_untold() -> RequestRefused:
 
 def _within(what: str, value: float, low: float, high: float) -> None:
     if not low <= value <= high:  # also when it is not a number
-        message = limit_message(
+        raise RequestRefused.at_limit(
             f"{what} is out of bounds",
             value=value,
             limit=f"{low} to {high}",
             remedy="send a value within the limit",
+            code="invalid_value",
         )
-        raise RequestRefused(message, code="invalid_value")

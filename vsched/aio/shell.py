@@ -25,7 +25,7 @@ from vsched.aio.worker_groups import (
     WorkerGroupEvents,
     all_or_first_error,
 )
-from vsched.errors import GroupLostError, RequestRefused, StartFailedError, limit_message
+from vsched.errors import GroupLostError, RequestRefused, StartFailedError
 from vsched.failures import GroupFailure
 from vsched.kernel import Scheduler, SchedulerLimits
 from vsched.kernel.arrivals import PREPARED
@@ -451,13 +451,11 @@ class Shell:
         """Reject ranks with fewer KV blocks than the kernel uses."""
         blocks = smallest_cache(reports)
         if blocks and blocks < self.limits.blocks:
-            raise GroupLostError(
-                limit_message(
-                    f"{' and '.join(reports)} came back with a smaller KV cache",
-                    value=f"{blocks} blocks",
-                    limit=f"at least {self.limits.blocks} blocks",
-                    remedy="see what else takes the device's memory, or pin a smaller size",
-                )
+            raise GroupLostError.at_limit(
+                f"{' and '.join(reports)} came back with a smaller KV cache",
+                value=f"{blocks} blocks",
+                limit=f"at least {self.limits.blocks} blocks",
+                remedy="see what else takes the device's memory, or pin a smaller size",
             )
 
     # --- views ---

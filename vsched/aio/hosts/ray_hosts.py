@@ -23,7 +23,7 @@ from typing import Any
 from vsched.aio.hosts.link import Connect, EngineEnd
 from vsched.aio.hosts.server import serve_host
 from vsched.config.sections import ClusterConfig
-from vsched.errors import ConfigError, VschedError, limit_message
+from vsched.errors import ConfigError, VschedError
 
 logger = logging.getLogger(__name__)
 Resources = Mapping[str, float]
@@ -76,13 +76,11 @@ class RayHosts:
     def _given(self, name: str) -> tuple[Any, list[Resources]]:
         group, bundles = self._calls.find_group(name)
         if len(bundles) < len(self._names):
-            raise ConfigError(
-                limit_message(
-                    f"cluster.ray_group: too few bundles in {name!r}",
-                    value=len(bundles),
-                    limit=f"{len(self._names)}, one for each replica",
-                    remedy="make the group larger, or start fewer replicas",
-                )
+            raise ConfigError.at_limit(
+                f"cluster.ray_group: too few bundles in {name!r}",
+                value=len(bundles),
+                limit=f"{len(self._names)}, one for each replica",
+                remedy="make the group larger, or start fewer replicas",
             )
         return group, [*bundles]
 
