@@ -20,7 +20,6 @@ import msgspec
 
 from vsched.aio.adapters import AdapterHold, with_adapter
 from vsched.aio.arrivals import PendingArrival
-from vsched.aio.fork_server import ForkServer
 from vsched.aio.grammar_checks import GrammarChecker, GrammarChecks, grammar_processes
 from vsched.aio.hosts.remote import placed
 from vsched.aio.kv_sizing import Sizing
@@ -72,6 +71,7 @@ from vsched.config.devices import settle
 from vsched.config.policies import check_replacement, policy_tables
 from vsched.devices import log_devices, resolve_devices
 from vsched.errors import ConfigError, PolicyError, RequestRefused
+from vsched.fork_server import ForkServer
 from vsched.kernel import Scheduler
 from vsched.kernel.events import Arrived, PolicyReplaced
 from vsched.media import ImageReference, MediaPipeline, PixelStore, Prompt

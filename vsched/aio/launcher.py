@@ -26,11 +26,10 @@ from typing import Any, Protocol
 import msgspec
 import zmq
 
-from vsched.aio.fork_server import ForkServer, ForkServerLostError, rank_environment
 from vsched.aio.leader import LeaderEnd
 from vsched.config import Config
 from vsched.errors import VschedError
-from vsched.fork_server import ForkOrder
+from vsched.fork_server import ForkOrder, ForkServer, ForkServerLostError, rank_environment
 from vsched.transport.arena import Arena
 from vsched.transport.zmq_link import LeaderLink, OnFrame, make_socket_folder
 from vsched.types import ModelInfo, stage_of

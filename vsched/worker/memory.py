@@ -2,7 +2,7 @@
 
 A rank on a CPU is limited by `RLIMIT_DATA`, which counts the private writable mappings of the process, whether or not
 they were written. Freed memory that the C library keeps counts, too; it is configured to keep most of it (see
-`vsched.aio.fork_server`), so that the memory of the largest steps is held after the first one. A KV cache
+`vsched.fork_server`), so that the memory of the largest steps is held after the first one. A KV cache
 is a separate mapping, which is returned completely.
 """
 

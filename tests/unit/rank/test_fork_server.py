@@ -15,10 +15,11 @@ from tests.patience import until
 from tests.unit.rank.fake_plugin import NAME, Behaviour
 from tests.unit.rank.test_worker_group import one_request, process_names
 from tests.unit.rank.worker_groups import Place, Received, is_running
-from vsched.aio import fork_server, launcher
-from vsched.aio.fork_server import ForkServer
+from vsched import fork_server
+from vsched.aio import launcher
 from vsched.aio.launcher import LocalLauncher, early_fork_servers
 from vsched.config import load_config
+from vsched.fork_server import ForkServer
 
 pytestmark = pytest.mark.slow
 FORKED = Behaviour(forkable=("tests.unit.rank.fake_plugin",))
