@@ -18,16 +18,10 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 
-from vsched.aio.adapters import AdapterHold, with_adapter
-from vsched.aio.arrivals import PendingArrival
-from vsched.aio.grammar_checks import GrammarChecker, GrammarChecks, grammar_processes
-from vsched.aio.hosts.remote import placed
-from vsched.aio.kv_sizing import Sizing
-from vsched.aio.launcher import RANK_COMMAND, Launcher, LocalLauncher, Modules
-from vsched.aio.live import COUNTERS, LiveState, live_policies, served_state
-from vsched.aio.serving import (
+from vsched.aio.adapters import AdapterHold, AdapterTable, with_adapter
+from vsched.aio.arrivals import (
+    PendingArrival,
     RequestIds,
-    RunningParts,
     check_numbers,
     check_prompt_values,
     check_stop_tokens,
@@ -36,8 +30,14 @@ from vsched.aio.serving import (
     checked_prompt,
     final_length,
     further_choices,
+    prompts_untold,
     request_of,
 )
+from vsched.aio.grammar_checks import GrammarChecker, GrammarChecks, grammar_processes
+from vsched.aio.hosts.remote import placed
+from vsched.aio.kv_sizing import Sizing
+from vsched.aio.launcher import RANK_COMMAND, Launcher, LocalLauncher, Modules
+from vsched.aio.live import COUNTERS, LiveState, live_policies, served_state
 from vsched.aio.shell import EventRecorder, Shell, start_shell
 from vsched.aio.streams import (
     AnswerSink,
@@ -130,6 +130,56 @@ class Environment:
     open_record: Callable[[Config, Scheduler], EventRecorder | None] = open_recorder
     now_ns: Callable[[], int] = time.monotonic_ns
     make_queue_clock: Callable[[], Callable[[], int]] = QueueClock
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningParts:
+    """The parts of an engine between its start and its stop.
+
+    Attributes:
+        tells_prompts: Whether ranks can report the log-probabilities of prompt tokens.
+    """
+
+    arena: Arena
+    launcher: Launcher
+    shell: Shell
+    media: MediaPipeline
+    grammars: GrammarChecks
+    tells_prompts: bool
+    adapters: AdapterTable
+
+    async def prepare(
+        self,
+        prompt: Prompt,
+        images: Sequence[ImageReference],
+        cache_salt: str,
+        sampling: SamplingParams,
+    ) -> PreparedRequest:
+        """Check prompt log-probabilities and grammar of a request, then prepare its prompt and images.
+
+        Raises:
+            RequestRefused: When one of these is not acceptable.
+        """
+        if sampling.prompt_logprobs is not None and not self.tells_prompts:
+            raise prompts_untold()
+        if sampling.grammar:
+            await self.grammars.check(sampling)
+        return await self.media.prepare(prompt, images, cache_salt)
+
+    async def stop(self, *, grace_s: float) -> None:
+        """End all requests and ranks, then release threads, sockets and memory.
+
+        Blocks: at most the grace period, after which ranks are killed, and until busy threads are done.
+        """
+        self.adapters.close()
+        try:
+            await self.shell.stop(grace_s=grace_s)
+        finally:
+            # In a thread, because it waits for images that are being processed.
+            await asyncio.to_thread(self.media.close)
+            self.grammars.close()
+            self.launcher.close()
+            self.arena.close()
 
 
 logger = logging.getLogger(__name__)

@@ -51,7 +51,7 @@ class VschedError(Exception):
     kind: ClassVar[ErrorKind] = ErrorKind.INTERNAL
 
     @classmethod
-    def at_limit(cls, what: str, *, value: object, limit: object, remedy: str, **more: Any) -> Self:
+    def of_limit(cls, what: str, *, value: object, limit: object, remedy: str, **more: Any) -> Self:
         """Return an error about a violated limit; `more` are further arguments of the class."""
         return cls(limit_message(what, value=value, limit=limit, remedy=remedy), **more)
 

@@ -584,7 +584,7 @@ class KvNegotiation:
         for fault, (is_so, value, limit, remedy) in faults.items():
             if is_so:
                 what = f"{self._name} yielded {text}, but {fault}"
-                raise PolicyError.at_limit(
+                raise PolicyError.of_limit(
                     what,
                     value=value,
                     limit=limit,
@@ -599,7 +599,7 @@ class KvNegotiation:
         """Accept the build that stands, when the policy has ended."""
         last = self.attempts[-1] if self.attempts else None
         if last is None or last.action != "build":
-            raise PolicyError.at_limit(
+            raise PolicyError.of_limit(
                 f"{self._name} ended without a build",
                 value="no attempt" if last is None else f"last attempt a {last.action}",
                 limit="a build that fits",

@@ -276,7 +276,7 @@ class AdapterTable:
         root = Path(directory).resolve()
         found = (root / wanted).resolve() if "\0" not in wanted else root
         if found == root or not found.is_relative_to(root):
-            raise RequestRefused.at_limit(
+            raise RequestRefused.of_limit(
                 "the adapter's path",
                 value=repr(wanted[:NAME_CHARACTERS_MAX]),
                 limit="a folder below adapters.directory",
@@ -378,7 +378,7 @@ class AdapterTable:
 
     def _check(self, name: str) -> None:
         if not name or len(name) > NAME_CHARACTERS_MAX or not name.isprintable():
-            raise RequestRefused.at_limit(
+            raise RequestRefused.of_limit(
                 "the adapter's name",
                 value=repr(name[:NAME_CHARACTERS_MAX]),
                 limit=f"1 to {NAME_CHARACTERS_MAX} printable characters",
@@ -393,7 +393,7 @@ class AdapterTable:
                 status=409,
             )
         if len(self._named) >= self._limits.count_max or self._keep is None:
-            raise RequestRefused.at_limit(
+            raise RequestRefused.of_limit(
                 "adapters at a time",
                 value=len(self._named) + 1,
                 limit=self._limits.count_max if self._keep is not None else 0,

@@ -131,7 +131,7 @@ def _failure(error: CallFailedError, *, deadline_s: float) -> RequestRefused | R
 
 def _late(deadline_s: float) -> RequestRefused:
     limit = f"{deadline_s:g} s"
-    return RequestRefused.at_limit(
+    return RequestRefused.of_limit(
         "the grammar could not be compiled in time",
         value=f"over {limit}",
         limit=limit,
@@ -198,7 +198,7 @@ def _check_bounds(sampling: SamplingParams) -> None:
     """Refuse oversized grammars, and parameters that could forbid every token together with a grammar."""
     size = len(sampling.grammar.encode())
     if size > GRAMMAR_BYTES_MAX:
-        raise RequestRefused.at_limit(
+        raise RequestRefused.of_limit(
             "the grammar is too large",
             value=f"{size} bytes",
             limit=f"{GRAMMAR_BYTES_MAX} bytes",

@@ -312,7 +312,7 @@ async def _rebuild(generate: Leader, tokens: int) -> None:
     """
     for vote in await generate.size(SizeKv(tokens, profile=False, headroom_bytes=0)):
         if vote.outcome != "fits":
-            raise DeviceOutOfMemory.at_limit(
+            raise DeviceOutOfMemory.of_limit(
                 f"the generate group cannot build the KV cache that it had before it was lost ({vote.message})",
                 value=f"{tokens} tokens",
                 limit="what is free on the device now",

@@ -451,7 +451,7 @@ class Shell:
         """Reject ranks with fewer KV blocks than the kernel uses."""
         blocks = smallest_cache(reports)
         if blocks and blocks < self.limits.blocks:
-            raise GroupLostError.at_limit(
+            raise GroupLostError.of_limit(
                 f"{' and '.join(reports)} came back with a smaller KV cache",
                 value=f"{blocks} blocks",
                 limit=f"at least {self.limits.blocks} blocks",

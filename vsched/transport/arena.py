@@ -35,7 +35,7 @@ class Arena:
         """
         host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if layout.total_bytes > host_bytes:
-            raise ConfigError.at_limit(
+            raise ConfigError.of_limit(
                 "arena: larger than the host's memory",
                 value=layout.total_bytes,
                 limit=f"{host_bytes} bytes",

@@ -48,7 +48,7 @@ def make_socket_folder() -> str:
     limit = zmq.IPC_PATH_MAX_LEN - NAME_CHARACTERS_MAX
     if len(folder) > limit:
         Path(folder).rmdir()
-        raise ConfigError.at_limit(
+        raise ConfigError.of_limit(
             "the path of the folder for temporary files is too long to hold sockets",
             value=len(folder),
             limit=f"{limit} characters",

@@ -34,7 +34,7 @@ def expand_images(
     if video is not None and video != marker:
         places = sorted(places + places_of(token_ids, video))
     if len(places) != len(plans):
-        raise RequestRefused.at_limit(
+        raise RequestRefused.of_limit(
             "the prompt's image placeholders and the request's images differ in number",
             value=len(places),
             limit=len(plans),

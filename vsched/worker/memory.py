@@ -124,7 +124,7 @@ def limit_process_memory(limit_bytes: int, *, keys: str) -> None:
         return
     held = status_bytes("VmData")
     if held >= limit_bytes:
-        raise DeviceOutOfMemory.at_limit(
+        raise DeviceOutOfMemory.of_limit(
             f"{keys}: the memory limit of a rank is below what it holds before it loads (bytes)",
             value=held,
             limit=limit_bytes,

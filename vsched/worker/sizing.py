@@ -587,7 +587,7 @@ def _take(memory: DeviceMemory, size: int) -> None:
         with memory.hold(size):
             pass
     except DeviceOutOfMemory as error:
-        raise DeviceOutOfMemory.at_limit(
+        raise DeviceOutOfMemory.of_limit(
             "encode.reserved: the memory is not there (bytes)",
             value=size,
             limit=memory.available(),
@@ -670,7 +670,7 @@ def _run(worker: EncodeWorker, arena: BatchArena, batch: Sequence[ImagePlan]) ->
             worker.encode(arena.jobs(batch), arena.embeddings)
     except DeviceOutOfMemory as error:
         largest = max(batch, key=lambda plan: plan.tokens)
-        raise DeviceOutOfMemory.at_limit(
+        raise DeviceOutOfMemory.of_limit(
             f"the worst batch of images does not fit on {memory.name} (bytes): {len(batch)} images with "
             f"{sum(plan.tokens for plan in batch)} tokens, the largest with {largest.tokens} of "
             + " and ".join(f"{spec.name} {list(spec.shape)}" for spec in largest.arrays),

@@ -19,12 +19,11 @@ from tests.patience import NEVER_S, patience
 from tests.unit.rank.fake_plugin import Behaviour, FakeEncoder, FakeGenerator, expected_tokens
 from tests.unit.rank.worker_groups import Place, limits_for, make_sizing
 from vsched.aio.launcher import OwnHost, OwnLauncher
-from vsched.aio.serving import RunningParts
 from vsched.aio.shell import EventRecorder, Shell, start_shell
 from vsched.aio.streams import ChoiceInputs, TokenStream
 from vsched.config import Config
 from vsched.config.sections import DeadlinesConfig
-from vsched.engine import Engine
+from vsched.engine import Engine, RunningParts
 from vsched.errors import RequestFailed
 from vsched.kernel import Scheduler
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision

@@ -76,7 +76,7 @@ class RayHosts:
     def _given(self, name: str) -> tuple[Any, list[Resources]]:
         group, bundles = self._calls.find_group(name)
         if len(bundles) < len(self._names):
-            raise ConfigError.at_limit(
+            raise ConfigError.of_limit(
                 f"cluster.ray_group: too few bundles in {name!r}",
                 value=len(bundles),
                 limit=f"{len(self._names)}, one for each replica",
