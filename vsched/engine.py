@@ -278,7 +278,6 @@ class Engine:
                 policies=self._policies.for_kernel(),
                 on_progress=self._on_progress,
                 drain_s=config.deadlines.drain_s,
-                adapters_s=config.adapters.load_s,
                 call_budget_ms=config.policies.call_budget_ms,
                 slow_calls_max=config.policies.slow_calls_max,
                 record=partial(environment.open_record, config),
@@ -295,6 +294,8 @@ class Engine:
             pruning = make_pruning(self._policies.pruning, config.policies)
             media = environment.make_media(self.preprocessor, store, config.media, pruning)
             started.pop_all()
+        adapters = adapter_table(config, info, shell.groups, run_dir=launcher.run_dir)
+        shell.restore_adapters = adapters.restore_adapters
         return RunningParts(
             arena=arena,
             launcher=launcher,
@@ -302,7 +303,7 @@ class Engine:
             media=media,
             grammars=grammars,
             tells_prompts=tells_prompts,
-            adapters=adapter_table(config, info, shell.adapters, run_dir=launcher.run_dir),
+            adapters=adapters,
         )
 
     async def drain(self) -> None:
