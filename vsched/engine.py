@@ -36,7 +36,7 @@ from vsched.aio.arrivals import (
 from vsched.aio.grammar_checks import GrammarChecker, GrammarChecks, grammar_processes
 from vsched.aio.hosts.remote import placed
 from vsched.aio.kv_sizing import Sizing
-from vsched.aio.launcher import RANK_COMMAND, Launcher, LocalLauncher, Modules
+from vsched.aio.launcher import Launcher, LocalLauncher, Modules
 from vsched.aio.live import COUNTERS, LiveState, live_policies, served_state
 from vsched.aio.shell import EventRecorder, Shell, start_shell
 from vsched.aio.streams import (
@@ -94,7 +94,6 @@ MakeMedia = Callable[[Preprocessor, PixelStore, MediaConfig, Pruning | None], Me
 def make_launcher(
     config: Config,
     *,
-    command: Sequence[str] = RANK_COMMAND,
     forked: bool = True,
     started: Mapping[Modules, ForkServer] | None = None,
 ) -> Launcher:
@@ -103,7 +102,7 @@ def make_launcher(
     Raises:
         ConfigError: When the key file of other hosts cannot be read, or Ray cannot be reached.
     """
-    own = LocalLauncher(command=command, forked=forked, started=started)
+    own = LocalLauncher(forked=forked, started=started)
     try:
         return placed(config, own) if config.cluster.elsewhere else own
     except BaseException:

@@ -55,13 +55,13 @@ class RankProcess:
         self,
         spec: RankSpec,
         *,
-        environment: Mapping[str, str],
+        threads: int,
         on_exit: Callable[[int], None],
-        command: Sequence[str],
         fork_server: ForkServer | None = None,
     ) -> None:
-        """Start it with an environment from `rank_environment`; `command` are the arguments of the interpreter."""
+        """Start it in the environment of a rank with this number of threads."""
         self._spec = spec
+        self._environment = rank_environment(threads)
         self._on_exit = on_exit
         self._loop = asyncio.get_running_loop()
         self._exited = self._loop.create_future()
@@ -72,19 +72,12 @@ class RankProcess:
         self._telling: asyncio.TimerHandle | None = None
         stdin, lifeline = os.pipe()
         self._lifeline = os.fdopen(lifeline, "wb")
-        spawn = partial(self._spawn, stdin, environment, command)
         self._forking: asyncio.Task[None] | None = None
         if fork_server is not None:
-            order = ForkOrder(
-                command=command,
-                folder=os.getcwd(),
-                environment=dict(environment),
-                numbers=[0, 1, 2, spec.arena_fd],
-            )
-            self._forking = self._loop.create_task(self._fork(fork_server, order, stdin, spawn))
+            self._forking = self._loop.create_task(self._fork(fork_server, stdin))
             return
         try:
-            spawn()
+            self._spawn(stdin)
         except BaseException:
             self._lifeline.close()
             raise
@@ -96,19 +89,23 @@ class RankProcess:
         """The process id; 0 before the process exists."""
         return self._pid
 
-    def _spawn(self, stdin: int, environment: Mapping[str, str], command: Sequence[str]) -> None:
+    def _spawn(self, stdin: int) -> None:
         process = subprocess.Popen(  # noqa: S603 - no outside input
-            [sys.executable, *command],
+            [sys.executable, *RANK_COMMAND],
             stdin=stdin,
             pass_fds=(self._spec.arena_fd,),
-            env=environment,
+            env=self._environment,
             start_new_session=True,  # a terminal's Ctrl-C must reach only the engine
         )
         self._started(process.pid, process.wait)
 
-    async def _fork(
-        self, server: ForkServer, order: ForkOrder, stdin: int, spawn: Callable[[], None]
-    ) -> None:
+    async def _fork(self, server: ForkServer, stdin: int) -> None:
+        order = ForkOrder(
+            command=RANK_COMMAND,
+            folder=os.getcwd(),
+            environment=self._environment,
+            numbers=[0, 1, 2, self._spec.arena_fd],
+        )
         try:
             with await server.open() as channel:
                 self._ordered = True
@@ -117,7 +114,7 @@ class RankProcess:
         except ForkServerLostError as error:
             logger.warning("%s: a new process instead: %s", self._spec.name, error)
             try:
-                spawn()
+                self._spawn(stdin)
             except OSError as failure:
                 logger.error("%s: cannot be started: %s", self._spec.name, failure)  # noqa: TRY400
                 self._ended(1)
@@ -323,20 +320,18 @@ class LocalLauncher(OwnLauncher):
         self,
         run_dir: str = "",
         *,
-        command: Sequence[str] = RANK_COMMAND,
         forked: bool = True,
         started: Mapping[Modules, ForkServer] | None = None,
     ) -> None:
         """Create a launcher; without `run_dir`, a temporary folder is created.
 
-        `command` are the interpreter's arguments to run a rank. Without `forked`, each rank is a new interpreter.
-        `started` are started fork servers, by their imports, which this launcher takes over.
+        Without `forked`, each rank is a new interpreter. `started` are started fork servers, by their imports, which
+        this launcher takes over.
 
         Raises:
             ConfigError: When the path of a new folder is too long for a socket's address.
         """
         super().__init__(run_dir or make_socket_folder())
-        self.command = command
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._forked = forked
         self._fork_servers = dict(started or {})
@@ -347,13 +342,8 @@ class LocalLauncher(OwnLauncher):
         return LeaderLink(self.context, address, on_frame)
 
     def start(self, spec: RankSpec, *, threads: int, on_exit: OnExit) -> RankProcess:
-        return RankProcess(
-            spec,
-            environment=rank_environment(threads),
-            on_exit=on_exit,
-            command=self.command,
-            fork_server=self.fork_server(spec),
-        )
+        server = self.fork_server(spec)
+        return RankProcess(spec, threads=threads, on_exit=on_exit, fork_server=server)
 
     def fork_server(self, spec: RankSpec) -> ForkServer | None:
         """Return the fork server with a rank's imports; None if one of its roles needs a new process."""
