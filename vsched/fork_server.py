@@ -39,6 +39,7 @@ from setproctitle import setproctitle
 
 logger = logging.getLogger(__name__)
 NAME = "vsched: fork server"
+RANK_MODULE = "vsched.rank"
 BYTES_MAX = 1 << 20
 DESCRIPTORS_MAX = 16
 HELLO = b"imported"
@@ -59,11 +60,9 @@ class ForkOrder(msgspec.Struct, frozen=True, kw_only=True):
     """Request to fork one process.
 
     Attributes:
-        command: Arguments of the interpreter: `-m`, a module, and the module's arguments.
         numbers: Descriptor numbers in the new process, in the order of the descriptors sent with the message.
     """
 
-    command: Sequence[str]
     folder: str
     environment: dict[str, str]
     numbers: Sequence[int]
@@ -126,9 +125,8 @@ def _become(order: ForkOrder, descriptors: Sequence[int], channel: socket.socket
         os.chdir(order.folder)
         os.environ.clear()
         os.environ.update(order.environment)
-        _, module, *words = order.command
-        sys.argv = [module, *words]
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        sys.argv = [RANK_MODULE]
+        runpy.run_module(RANK_MODULE, run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as ended:
         code = ended.code

@@ -29,7 +29,13 @@ import zmq
 from vsched.aio.leader import LeaderEnd
 from vsched.config import Config
 from vsched.errors import VschedError
-from vsched.fork_server import ForkOrder, ForkServer, ForkServerLostError, rank_environment
+from vsched.fork_server import (
+    RANK_MODULE,
+    ForkOrder,
+    ForkServer,
+    ForkServerLostError,
+    rank_environment,
+)
 from vsched.transport.arena import Arena
 from vsched.transport.zmq_link import LeaderLink, OnFrame, make_socket_folder
 from vsched.types import ModelInfo, stage_of
@@ -37,7 +43,6 @@ from vsched.worker.registry import load_worker
 from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec
 
 logger = logging.getLogger(__name__)
-RANK_COMMAND = ("-m", "vsched.rank")
 
 TOLD_CODES = (1, 2)
 """Exit codes of ranks that have sent a report with the reason."""
@@ -91,7 +96,7 @@ class RankProcess:
 
     def _spawn(self, stdin: int) -> None:
         process = subprocess.Popen(  # noqa: S603 - no outside input
-            [sys.executable, *RANK_COMMAND],
+            [sys.executable, "-m", RANK_MODULE],
             stdin=stdin,
             pass_fds=(self._spec.arena_fd,),
             env=self._environment,
@@ -101,7 +106,6 @@ class RankProcess:
 
     async def _fork(self, server: ForkServer, stdin: int) -> None:
         order = ForkOrder(
-            command=RANK_COMMAND,
             folder=os.getcwd(),
             environment=self._environment,
             numbers=[0, 1, 2, self._spec.arena_fd],
