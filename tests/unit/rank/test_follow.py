@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import deque
 from types import SimpleNamespace
 
 import pytest
 
+from tests.unit.worker.test_member import Link
 from vsched import rank as rank_module
 from vsched.errors import GroupLostError, RankDesync
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision
@@ -24,23 +24,6 @@ from vsched.wire import (
 from vsched.worker.member import Member, Rank
 
 Done = list[tuple[str, int]]
-
-
-class Link:
-    """A rank's link whose frames arrive when the test lets them."""
-
-    def __init__(self) -> None:
-        self.frames: deque[bytes] = deque()
-        self.sent: list[bytes] = []
-
-    def send(self, frame: bytes) -> None:
-        self.sent.append(frame)
-
-    def receive(self, _timeout_s: float = 0.0) -> bytes | None:
-        return self.frames.popleft() if self.frames else None
-
-    def close(self) -> None:
-        """No-op."""
 
 
 class Noting:
