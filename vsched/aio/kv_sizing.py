@@ -36,7 +36,7 @@ from vsched.memory import (
     size_text,
 )
 from vsched.policy import Build, MemoryPolicy, MemoryView, Probe, RankMemory, Reservation
-from vsched.wire import Reserved, SizeKv
+from vsched.wire import SizeKv
 
 _PROCESS = re.compile(r"(?<=limit of )\d+|(?<=device of )\d+")
 """Process id in the name of a pool that one process has."""
@@ -72,7 +72,7 @@ class Sizing:
         self._more = more
         self._pausing = pausing
         self._host_free = host_free
-        self._reserved: dict[str, list[Reserved]] = {}
+        self._reserved: dict[str, list[Reservation]] = {}
         self._leaders: dict[str, Leader] = {}
         self._loaded: dict[str, list[RankMemory]] = {}
         self._hosts: dict[str, str] = {}
@@ -83,8 +83,8 @@ class Sizing:
 
     def reserved_bytes(self, group: str, rank: int) -> int | None:
         """Reservation that an encode rank published at its first start and keeps from then on; None before."""
-        reports = self._reserved.get(group)
-        return reports[rank].reservation.growth_bytes if reports else None
+        reservations = self._reserved.get(group)
+        return reservations[rank].growth_bytes if reservations else None
 
     def waited_for(self, groups: Sequence[str]) -> str:
         """Name the condition that generate groups among `groups` wait for; empty if there is none."""
@@ -116,13 +116,13 @@ class Sizing:
         After a restart the earlier reservations are kept; only the processes are new.
         """
         self._hosts[group] = host
-        before = self._reserved.get(group)
-        reports = []
-        for rank, report in enumerate(await encode.reserved.complete):
-            kept = before[rank].reservation if before else report.reservation
-            kept = msgspec.structs.replace(kept, pool=self._pool_of(group, rank, kept.pool))
-            reports.append(Reserved(self._named(group, report.memory), kept))
-        self._reserved[group] = reports
+        reports = await encode.loaded.complete
+        self._loaded[group] = [self._named(group, report.memory) for report in reports]
+        found = [report.reservation for report in reports if report.reservation is not None]
+        self._reserved[group] = [
+            msgspec.structs.replace(kept, pool=self._pool_of(group, new.rank, new.pool))
+            for kept, new in zip(self._reserved.get(group, found), found, strict=True)
+        ]
         self._check_complete()
 
     async def lead(self, group: str, generate: Leader, host: str = "") -> None:
@@ -135,7 +135,7 @@ class Sizing:
             DeviceOutOfMemory, MemoryLeak, PolicyError: As `KvNegotiation`; the first group raises for all.
         """
         self._hosts[group] = host
-        loaded = [self._named(group, rank) for rank in await generate.loaded.complete]
+        loaded = [self._named(group, one.memory) for one in await generate.loaded.complete]
         self._leaders[group] = generate
         self._loaded[group] = loaded
         accepted = self._accepted
@@ -164,7 +164,7 @@ class Sizing:
 
     def _check_complete(self) -> None:
         published = self._reserved.keys() == self._encode.keys()
-        if published and self._loaded.keys() == self._encoder_of.keys():
+        if published and self._loaded.keys() >= self._encoder_of.keys():
             self._complete.set()
 
     def _shares(self) -> HostShares:
@@ -191,7 +191,7 @@ class Sizing:
             ),
             ledger=partial(
                 group_ledger,
-                encoders=[one.memory for group in self._encode for one in self._reserved[group]],
+                encoders=[rank for group in self._encode for rank in self._loaded[group]],
                 together=any(self._encoder_of.values()),
                 more=self._more,
                 owner=owner,
@@ -203,7 +203,7 @@ class Sizing:
         """Return all reservations; encoders in the processes of generate groups count in the votes instead."""
         own = {*self._encoder_of.values()}
         return [
-            msgspec.structs.replace(one.reservation, held=one.reservation.held or group in own)
+            msgspec.structs.replace(one, held=one.held or group in own)
             for group in self._encode
             for one in self._reserved[group]
         ]
@@ -262,7 +262,7 @@ class Sizing:
 
     async def _carry_out(self, group: str, order: Probe | Build) -> list[Sized]:
         """Have the ranks of one group carry out an order; their votes count encoders in their processes, too."""
-        own = [one.reservation for one in self._reserved.get(self._encoder_of[group], ())]
+        own = self._reserved.get(self._encoder_of[group], ())
         paused = [one.growth_bytes for one in own if one.pauses and self._pausing]
         paused_bytes = max(paused, default=0)
         profile, headroom_bytes, probe = True, 0, isinstance(order, Probe)

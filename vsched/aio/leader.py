@@ -39,7 +39,6 @@ from vsched.failures import (
 )
 from vsched.kernel.decisions import Decision, EncodeDecision
 from vsched.memory import Sized
-from vsched.policy import RankMemory
 from vsched.probes import probe
 from vsched.transport.zmq_link import QUEUE_MAX, OnFrame, pulse_identity, rank_identity
 from vsched.types import stage_of
@@ -62,7 +61,6 @@ from vsched.wire import (
     RankReport,
     Ready,
     RemoveAdapter,
-    Reserved,
     RunHook,
     SizeKv,
     StepCheck,
@@ -395,8 +393,7 @@ class Leader:
         self.kernels_late: dict[int, int] = {}
         self.threads = RankThreads(name) if threads is None else threads
         self.heartbeats = 0
-        self.loaded = _Gather[RankMemory](ranks)
-        self.reserved = _Gather[Reserved](ranks)
+        self.loaded = _Gather[Loaded](ranks)
         self.ready: asyncio.Future[list[Ready]] = asyncio.get_running_loop().create_future()
         self._votes = _Gather[Sized](ranks)
         self._secret = secret
@@ -495,7 +492,7 @@ class Leader:
         if self._timer is not None:
             self._timer.cancel()
         self._detector.cancel()
-        for waited_for in (self.ready, *(one.complete for one in self._gathers)):
+        for waited_for in (self.ready, self.loaded.complete, self._votes.complete):
             waited_for.cancel()
         self._link.close()
 
@@ -559,18 +556,11 @@ class Leader:
                 self._take_change(rank, seq, error)
             case RankFailed():
                 self._take_failure(rank, report)
-            case _:
-                self._take_start(rank, report)
-
-    def _take_start(self, rank: int, report: RankReport) -> None:
-        match report:
             case Loading(what, fraction):
                 if rank == 0:
                     self._on_progress(what, fraction)
-            case Loaded(memory):
-                self.loaded.add(rank, memory)
-            case Reserved():
-                self.reserved.add(rank, report)
+            case Loaded():
+                self.loaded.add(rank, report)
             case Sized():
                 self._votes.add(rank, report)
             case Ready():
@@ -585,10 +575,6 @@ class Leader:
             self._loop.call_later(PEER_REPORT_S, self.lose, failure)
         else:
             self.lose(failure)
-
-    @property
-    def _gathers(self) -> tuple[_Gather[Any], ...]:
-        return self.loaded, self.reserved, self._votes
 
     def _take_ready(self, rank: int, report: Ready) -> None:
         self.memory[rank] = report.memory

@@ -289,7 +289,7 @@ class Shell:
 
     def clear(self) -> None:
         """Interrupt all requests: running, waiting and in preparation."""
-        if any(group.sizing for group in self.groups.values()):
+        if any(group.sizing for group in self.groups.of_stage("generate")):
             probe("shell.clear_during_sizing")
         self._interrupt(Cleared())
 

@@ -37,7 +37,6 @@ from vsched.wire import (
     RankReport,
     Ready,
     RemoveAdapter,
-    Reserved,
     RunHook,
     SizeKv,
     StepCheck,
@@ -288,7 +287,7 @@ class Rank(Generic[Link]):
         loaded, reservation = reserve_encoder(
             plugin, worker, spec.info, role, rank=spec.rank, collect=host.collect
         )
-        member.report(Reserved(loaded, reservation))
+        member.report(Loaded(loaded, reservation))
         member.stage = EncodeRank(worker, arena.embeddings, arena.read, rank=spec.rank)
         memory = {"weights": loaded.weights_bytes, "activations": reservation.growth_bytes}
         memory |= {**adapters, **host.memory()}

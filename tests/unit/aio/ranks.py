@@ -43,7 +43,6 @@ from vsched.wire import (
     LogEntry,
     RankReport,
     Ready,
-    Reserved,
     SizeKv,
     StepCheck,
     check_of,
@@ -134,7 +133,7 @@ class Rank:
             ranks.say(group, Hello(self.number, self.spec.secret), self.number)
             if stage_of(group) == "encode":
                 reservation = Reservation(rank=self.number, pool="fake", growth_bytes=0, held=False)
-                ranks.say(group, Reserved(self._memory, reservation), self.number)
+                ranks.say(group, Loaded(self._memory, reservation), self.number)
                 ranks.say(group, Ready(0, {}), self.number)
             elif group not in ranks.mute:
                 ranks.say(group, Loaded(self._memory), self.number)
