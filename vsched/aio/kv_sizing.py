@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from itertools import chain
@@ -235,33 +235,34 @@ class Sizing:
         pools = {group: sorted({rank.pool for rank in self._loaded[group]}) for group in groups}
         turns = {pool: asyncio.Lock() for names in pools.values() for pool in names}
 
-        async def votes_of(
-            group: str, carry_out: Callable[[str], Awaitable[list[Sized]]]
-        ) -> list[Sized]:
+        async def votes_of(group: str, order: Probe | Build | None) -> list[Sized]:
             async with AsyncExitStack() as alone:
                 for pool in pools[group]:
                     await alone.enter_async_context(turns[pool])
-                votes = await carry_out(group)
+                votes = await self._carry_out(group, order)
             return [
                 msgspec.structs.replace(vote, memory=self._named(group, vote.memory))
                 for vote in votes
             ]
 
-        async def votes_of_all(
-            carry_out: Callable[[str], Awaitable[list[Sized]]],
-        ) -> list[Sized]:
-            votes = await asyncio.gather(*(votes_of(group, carry_out) for group in groups))
+        async def votes_of_all(order: Probe | Build | None) -> list[Sized]:
+            votes = await asyncio.gather(*(votes_of(group, order) for group in groups))
             return [*chain.from_iterable(votes)]
 
         if dropping and len(turns) < sum(map(len, pools.values())):
-            drop = SizeKv(0, profile=False, headroom_bytes=0)
-            dropped = await votes_of_all(lambda group: self._leaders[group].size(drop))
+            dropped = await votes_of_all(None)
             if any(vote.outcome == "leak" for vote in dropped):
                 return dropped
-        return await votes_of_all(lambda group: self._carry_out(group, order))
+        return await votes_of_all(order)
 
-    async def _carry_out(self, group: str, order: Probe | Build) -> list[Sized]:
-        """Have the ranks of one group carry out an order; their votes count encoders in their processes, too."""
+    async def _carry_out(self, group: str, order: Probe | Build | None) -> list[Sized]:
+        """Have the ranks of one group carry out an order, or drop their KV caches.
+
+        Their votes on an order count encoders in their processes, too.
+        """
+        leader = self._leaders[group]
+        if order is None:
+            return await leader.size(SizeKv(0, profile=False, headroom_bytes=0))
         own = self._reserved.get(self._encoder_of[group], ())
         paused = [one.growth_bytes for one in own if one.pauses and self._pausing]
         paused_bytes = max(paused, default=0)
@@ -270,9 +271,7 @@ class Sizing:
             profile, headroom_bytes = order.profile, order.headroom_bytes
             # In place of a paused batch: so steps during a pause are proved, not only calculated.
             headroom_bytes += paused_bytes if profile else 0
-        votes = await self._leaders[group].size(
-            SizeKv(order.tokens, profile, headroom_bytes, probe=probe)
-        )
+        votes = await leader.size(SizeKv(order.tokens, profile, headroom_bytes, probe=probe))
         if not own:
             return votes
         growth = {one.rank: one.growth_bytes for one in own}
