@@ -43,10 +43,9 @@ def run(spec: RankSpec) -> None:
     arena = Arena(spec.arena_fd, spec.layout)
     members: list[Member[RankLink]] = []
     try:
-        if spec.encode is not None:
-            members.append(Member(spec, RankLink(spec.encode.address, spec.rank)))
-        if spec.generate is not None:
-            members.append(Member(spec, RankLink(spec.generate.address, spec.rank)))
+        for role in spec.roles.values():
+            link = RankLink(role.address, spec.rank)
+            members.append(Member(spec, link))
         every_s = spec.timeout_s / PULSES_PER_TIMEOUT
         pulse = PulseThread(members[0].link, spec.rank, spec.secret, every_s=every_s)
         try:

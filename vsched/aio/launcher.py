@@ -40,7 +40,7 @@ from vsched.transport.arena import Arena
 from vsched.transport.zmq_link import LeaderLink, OnFrame, make_socket_folder
 from vsched.types import ModelInfo, stage_of
 from vsched.worker.registry import load_worker
-from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec
+from vsched.worker.spec import RankSpec
 
 logger = logging.getLogger(__name__)
 
@@ -303,7 +303,7 @@ class OwnHost:
         run_dir = self._launcher.run_dir
         changes: dict[str, Any] = {}
         for group in self._groups:
-            role: EncodeRole | GenerateRole = getattr(spec, stage_of(group))
+            role = spec.roles[stage_of(group)]
             settings = role.settings
             if settings.ranks > 1:
                 meeting = str(Path(run_dir) / f"{group}-{self._start}-collective")
@@ -351,8 +351,8 @@ class LocalLauncher(OwnLauncher):
 
     def fork_server(self, spec: RankSpec) -> ForkServer | None:
         """Return the fork server with a rank's imports; None if one of its roles needs a new process."""
-        roles = [role for role in (spec.encode, spec.generate) if role is not None]
-        modules = modules_of(spec.info, [(role.plugin, role.settings.device) for role in roles])
+        roles = [(role.plugin, role.settings.device) for role in spec.roles.values()]
+        modules = modules_of(spec.info, roles)
         if modules and self._forked and modules not in self._fork_servers:
             self._fork_servers[modules] = ForkServer(modules)
         return self._fork_servers.get(modules)

@@ -176,7 +176,7 @@ def test_member_reports_its_threads_when_their_number_changes() -> None:
     member, log = member_of(side), LeaderLog()
     settings = WorkerSettings(threads=4)
     member._spec = SimpleNamespace(  # type: ignore[assignment]
-        encode=SimpleNamespace(settings=settings), generate=None
+        roles={"encode": SimpleNamespace(settings=settings)}
     )
     side.worker.threads = 4
     member.report_ready(Ready(8, {}))

@@ -23,7 +23,6 @@ from vsched.sim.ranks.symbolic_workers import RankPlugin
 from vsched.sim.world import World
 from vsched.transport.arena import Arena
 from vsched.transport.zmq_link import OnFrame
-from vsched.types import stage_of
 from vsched.wire import Hello, Pulse, Stop, encode_report
 from vsched.worker.contract import WorkerPlugin
 from vsched.worker.generate_rank import GenerateRank
@@ -195,12 +194,11 @@ class SimulatedRank:
         host = RankHost(
             now_ns=self._clock.now_ns, memory=dict, collect=int, load_worker=self._load_worker
         )
-        for role in (spec.encode, spec.generate):
-            if role is not None:
-                end = world.network.connect(role.address, spec.rank)
-                self._groups[stage_of(end.party.group)] = end.party.group
-                link = SimulatedLink(end, self._clock, self._outbox)
-                self._members.append(Member(spec, link, host))
+        for stage, role in spec.roles.items():
+            end = world.network.connect(role.address, spec.rank)
+            self._groups[stage] = end.party.group
+            link = SimulatedLink(end, self._clock, self._outbox)
+            self._members.append(Member(spec, link, host))
         pulse = world.loop.create_task(self._pulse(self._members[0].link.end.address))
         try:
             rank = Rank(spec, self._arena, self._members, host)
@@ -404,11 +402,10 @@ class SimulatedLauncher(OwnLauncher):
     ) -> SimulatedRank:
         """Start a rank."""
         del threads
-        roles = [role for role in (spec.encode, spec.generate) if role is not None]
-        place = roles[0].address
+        role = next(iter(spec.roles.values()))
+        place = role.address
         if place not in self._collectives:
-            ranks = roles[0].settings.ranks
-            self._collectives[place] = Collective(self._world, ranks)
+            self._collectives[place] = Collective(self._world, role.settings.ranks)
         rank = SimulatedRank(
             self._world, spec, collective=self._collectives[place], on_exit=on_exit
         )
