@@ -177,7 +177,9 @@ async def test_start_that_is_given_up_waits_for_no_imports(place: Place) -> None
     """No rank was forked yet, and none will be."""
     worker_group = place.worker_group(Received().events, behaviour=FORKED)
     starting = asyncio.ensure_future(worker_group.start())
-    await until(lambda: isinstance(place.launcher, LocalLauncher) and place.launcher._fork_servers)
+    assert isinstance(place.launcher, LocalLauncher)
+    servers = place.launcher._fork_servers
+    await until(lambda: servers and the_server(place).pid)  # 0 would stop the tests themselves
     os.kill(the_server(place).pid, signal.SIGSTOP)
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
