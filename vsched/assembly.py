@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from vsched.aio.adapters import AdapterOrders, AdapterTable
+from vsched.aio.adapters import AdapterTable
 from vsched.aio.kv_sizing import Sizing
 from vsched.aio.launcher import Launcher
-from vsched.aio.worker_groups import WorkerGroup, WorkerGroupEvents, rank_device
+from vsched.aio.worker_groups import ServedGroups, WorkerGroup, WorkerGroupEvents, rank_device
 from vsched.config import Config, ConfiguredPolicies
 from vsched.config.devices import placed
 from vsched.config.sections import RAY_HOST, size_bytes
@@ -348,14 +348,14 @@ def swap_blocks(config: Config, info: ModelInfo) -> int:
 
 
 def adapter_table(
-    config: Config, info: ModelInfo, orders: AdapterOrders, *, run_dir: str
+    config: Config, info: ModelInfo, groups: ServedGroups, *, run_dir: str
 ) -> AdapterTable:
     """Create the table of adapters that requests may use; copies of their files are kept below `run_dir`."""
     plugin = load_worker(config.generate.plugin, path="generate.plugin")
     keep = None
     if supports(plugin, "keep_adapter"):
         keep = partial(plugin.keep_adapter, info, rank_max=config.adapters.rank_max)
-    return AdapterTable(config, orders, keep, kept_in=str(Path(run_dir) / "adapters"))
+    return AdapterTable(config, groups, keep, kept_in=str(Path(run_dir) / "adapters"))
 
 
 def check_parallel(config: Config, info: ModelInfo) -> None:

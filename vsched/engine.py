@@ -18,17 +18,10 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 
-from vsched.aio.adapters import AdapterHold, with_adapter
-from vsched.aio.arrivals import PendingArrival
-from vsched.aio.fork_server import ForkServer
-from vsched.aio.grammar_checks import GrammarChecker, GrammarChecks, grammar_processes
-from vsched.aio.hosts.remote import placed
-from vsched.aio.kv_sizing import Sizing
-from vsched.aio.launcher import Launcher, LocalLauncher, Modules
-from vsched.aio.live import COUNTERS, LiveState, live_policies, served_state
-from vsched.aio.serving import (
+from vsched.aio.adapters import AdapterHold, AdapterTable, with_adapter
+from vsched.aio.arrivals import (
+    PendingArrival,
     RequestIds,
-    RunningParts,
     check_numbers,
     check_prompt_values,
     check_stop_tokens,
@@ -37,8 +30,14 @@ from vsched.aio.serving import (
     checked_prompt,
     final_length,
     further_choices,
+    prompts_untold,
     request_of,
 )
+from vsched.aio.grammar_checks import GrammarChecker, GrammarChecks, grammar_processes
+from vsched.aio.hosts.remote import placed
+from vsched.aio.kv_sizing import Sizing
+from vsched.aio.launcher import Launcher, LocalLauncher, Modules
+from vsched.aio.live import COUNTERS, LiveState, live_policies, served_state
 from vsched.aio.shell import EventRecorder, Shell, start_shell
 from vsched.aio.streams import (
     AnswerSink,
@@ -72,6 +71,7 @@ from vsched.config.devices import settle
 from vsched.config.policies import check_replacement, policy_tables
 from vsched.devices import log_devices, resolve_devices
 from vsched.errors import ConfigError, PolicyError, RequestRefused
+from vsched.fork_server import ForkServer
 from vsched.kernel import Scheduler
 from vsched.kernel.events import Arrived, PolicyReplaced
 from vsched.media import ImageReference, MediaPipeline, PixelStore, Prompt
@@ -129,6 +129,56 @@ class Environment:
     open_record: Callable[[Config, Scheduler], EventRecorder | None] = open_recorder
     now_ns: Callable[[], int] = time.monotonic_ns
     make_queue_clock: Callable[[], Callable[[], int]] = QueueClock
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningParts:
+    """The parts of an engine between its start and its stop.
+
+    Attributes:
+        tells_prompts: Whether ranks can report the log-probabilities of prompt tokens.
+    """
+
+    arena: Arena
+    launcher: Launcher
+    shell: Shell
+    media: MediaPipeline
+    grammars: GrammarChecks
+    tells_prompts: bool
+    adapters: AdapterTable
+
+    async def prepare(
+        self,
+        prompt: Prompt,
+        images: Sequence[ImageReference],
+        cache_salt: str,
+        sampling: SamplingParams,
+    ) -> PreparedRequest:
+        """Check prompt log-probabilities and grammar of a request, then prepare its prompt and images.
+
+        Raises:
+            RequestRefused: When one of these is not acceptable.
+        """
+        if sampling.prompt_logprobs is not None and not self.tells_prompts:
+            raise prompts_untold()
+        if sampling.grammar:
+            await self.grammars.check(sampling)
+        return await self.media.prepare(prompt, images, cache_salt)
+
+    async def stop(self, *, grace_s: float) -> None:
+        """End all requests and ranks, then release threads, sockets and memory.
+
+        Blocks: at most the grace period, after which ranks are killed, and until busy threads are done.
+        """
+        self.adapters.close()
+        try:
+            await self.shell.stop(grace_s=grace_s)
+        finally:
+            # In a thread, because it waits for images that are being processed.
+            await asyncio.to_thread(self.media.close)
+            self.grammars.close()
+            self.launcher.close()
+            self.arena.close()
 
 
 logger = logging.getLogger(__name__)
@@ -227,7 +277,6 @@ class Engine:
                 policies=self._policies.for_kernel(),
                 on_progress=self._on_progress,
                 drain_s=config.deadlines.drain_s,
-                adapters_s=config.adapters.load_s,
                 call_budget_ms=config.policies.call_budget_ms,
                 slow_calls_max=config.policies.slow_calls_max,
                 record=partial(environment.open_record, config),
@@ -244,6 +293,8 @@ class Engine:
             pruning = make_pruning(self._policies.pruning, config.policies)
             media = environment.make_media(self.preprocessor, store, config.media, pruning)
             started.pop_all()
+        adapters = adapter_table(config, info, shell.groups, run_dir=launcher.run_dir)
+        shell.restore_adapters = adapters.restore_adapters
         return RunningParts(
             arena=arena,
             launcher=launcher,
@@ -251,7 +302,7 @@ class Engine:
             media=media,
             grammars=grammars,
             tells_prompts=tells_prompts,
-            adapters=adapter_table(config, info, shell.adapters, run_dir=launcher.run_dir),
+            adapters=adapters,
         )
 
     async def drain(self) -> None:

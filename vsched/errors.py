@@ -51,9 +51,9 @@ class VschedError(Exception):
     kind: ClassVar[ErrorKind] = ErrorKind.INTERNAL
 
     @classmethod
-    def of_limit(cls, what: str, *, value: object, limit: object, remedy: str) -> Self:
-        """Return the error about a violated limit; see `limit_message`."""
-        return cls(limit_message(what, value=value, limit=limit, remedy=remedy))
+    def of_limit(cls, what: str, *, value: object, limit: object, remedy: str, **more: Any) -> Self:
+        """Return an error about a violated limit; `more` are further arguments of the class."""
+        return cls(limit_message(what, value=value, limit=limit, remedy=remedy), **more)
 
 
 class ConfigError(VschedError):

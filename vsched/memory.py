@@ -584,7 +584,12 @@ class KvNegotiation:
         for fault, (is_so, value, limit, remedy) in faults.items():
             if is_so:
                 what = f"{self._name} yielded {text}, but {fault}"
-                raise PolicyError(limit_message(what, value=value, limit=limit, remedy=remedy))
+                raise PolicyError.of_limit(
+                    what,
+                    value=value,
+                    limit=limit,
+                    remedy=remedy,
+                )
         tokens = tokens // view.block_size * view.block_size
         if isinstance(answer, Probe):
             return Probe(tokens)
@@ -594,13 +599,11 @@ class KvNegotiation:
         """Accept the build that stands, when the policy has ended."""
         last = self.attempts[-1] if self.attempts else None
         if last is None or last.action != "build":
-            raise PolicyError(
-                limit_message(
-                    f"{self._name} ended without a build",
-                    value="no attempt" if last is None else f"last attempt a {last.action}",
-                    limit="a build that fits",
-                    remedy="yield a Build last",
-                )
+            raise PolicyError.of_limit(
+                f"{self._name} ended without a build",
+                value="no attempt" if last is None else f"last attempt a {last.action}",
+                limit="a build that fits",
+                remedy="yield a Build last",
             )
         if not last.fits:
             peak, view = last.tightest, self.view

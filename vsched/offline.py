@@ -25,7 +25,7 @@ from PIL import Image
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from vsched.aio.serving import checked_argument
+from vsched.aio.arrivals import checked_argument
 from vsched.api.chat_messages import split_messages, with_template_calls
 from vsched.api.contract import ApiSettings
 from vsched.api.request_schema import Message

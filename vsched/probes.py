@@ -1,9 +1,12 @@
-"""Probes: rare coincidences, marked in the code, so that a simulation can report which ones it reached.
+"""Marks in production code for simulations: probes, which report coincidences, and points for the injection of faults.
+
+Probes are rare coincidences, marked in the code, so that a simulation can report which ones it reached.
 
 A passing test proves nothing about a coincidence that did not occur in it. So each one is declared here and marked in
 the code, like FoundationDB's `CODE_PROBE`. The swarm counts them, and its test fails if one is never reached.
 
-A probe has no effect on the program. Without an observer, it costs one function call and one global lookup.
+A probe has no effect on the program. Outside of tests and simulations, a probe or a fault point costs one function call
+and one global lookup.
 """
 
 from __future__ import annotations
@@ -105,3 +108,33 @@ def observed() -> Iterator[Counter[str]]:
         yield reached
     finally:
         _on_probe = before
+
+
+OnPoint = Callable[[str, str], None]
+"""Called with the name of a point and its subject; its exceptions propagate from the point."""
+
+_on_point: OnPoint | None = None
+
+
+def fault_point(name: str, subject: str = "") -> None:
+    """Mark a point at which a fault can be injected.
+
+    Pass only existing strings: formatting a name would cost more than the call.
+
+    Args:
+        name: Name of the point: package and next operation, as in `media.decode`.
+        subject: Object of the operation, such as a group.
+    """
+    if _on_point is not None:
+        _on_point(name, subject)
+
+
+@contextmanager
+def armed(on_point: OnPoint) -> Iterator[None]:
+    """Let all fault points of this process call `on_point`; contexts nest, and the innermost one applies."""
+    global _on_point
+    before, _on_point = _on_point, on_point
+    try:
+        yield
+    finally:
+        _on_point = before

@@ -25,13 +25,11 @@ from vsched.fork_server import drop_code_pages, release_free_memory
 from vsched.logs import configure_logging
 from vsched.transport.arena import Arena
 from vsched.transport.zmq_link import PulseThread, RankLink, wait_readable
-from vsched.worker.member import PULSES_PER_TIMEOUT, Following, Member, RankLoading
+from vsched.worker.member import PULSES_PER_TIMEOUT, Member, Rank
 from vsched.worker.memory import limit_process_memory, memory_errors, spare_memory
 from vsched.worker.spec import RankSpec
 
 logger = logging.getLogger("vsched.rank")
-SIZING_POLL_S = 60.0
-"""Maximum wait for one message while the KV cache is sized."""
 
 
 def run(spec: RankSpec) -> None:
@@ -45,22 +43,25 @@ def run(spec: RankSpec) -> None:
     arena = Arena(spec.arena_fd, spec.layout)
     members: list[Member[RankLink]] = []
     try:
-        if spec.encode is not None:
-            members.append(Member(spec, RankLink(spec.encode.address, spec.rank)))
-        if spec.generate is not None:
-            members.append(Member(spec, RankLink(spec.generate.address, spec.rank)))
+        for role in spec.roles.values():
+            link = RankLink(role.address, spec.rank)
+            members.append(Member(spec, link))
         every_s = spec.timeout_s / PULSES_PER_TIMEOUT
         pulse = PulseThread(members[0].link, spec.rank, spec.secret, every_s=every_s)
         try:
             # Before a plug-in imports its libraries.
             limit_process_memory(spec.memory_limit_bytes, keys=spec.memory_keys)
+            rank = Rank(spec, arena, members)
             with memory_errors("starting", remedy=f"raise {spec.memory_keys}"), spare_memory():
-                _load(RankLoading(spec, arena, members))
+                rank.load()
+                while not (rank.serving or rank.over):
+                    step(rank, spec.timeout_s)
             gc.collect()
             gc.freeze()  # objects from loading live forever, so collections need not scan them
             drop_code_pages()  # mostly pages of the compiler, which loaded the kernels
             release_free_memory()  # of loading, and of the largest steps
-            follow(members, spec.timeout_s)
+            while not rank.over:
+                step(rank, spec.timeout_s)
         except Exception as error:
             for member in members:
                 member.fail(error)
@@ -72,39 +73,22 @@ def run(spec: RankSpec) -> None:
             member.link.close()
 
 
-def _load(loading: RankLoading[RankLink]) -> None:
-    loading.begin()
-    while loading.sizing is not None:
-        # The lifeline thread ends this process if the engine is gone.
-        frame = loading.sizing.link.receive(SIZING_POLL_S)
-        if frame is not None:
-            loading.take(frame)
-
-
-def follow(members: list[Member[RankLink]], timeout_s: float) -> None:
-    """Carry out the entries of all logs, steps in the order of their turns, until one log has a stop entry."""
-    following = Following(members, timeout_s)
-    while not following.over:
-        if not following.advance():
-            _listen(following, timeout_s)
-
-
-def _listen(following: Following[RankLink], timeout_s: float) -> None:
-    """Block until a message arrives in one of the logs that can have the next turn."""
-    awaited = following.awaited()
+def step(rank: Rank[RankLink], timeout_s: float) -> None:
+    """Execute the next entry of a log, or block until a log that can have the next turn has a message."""
+    if rank.advance():
+        return
+    awaited = rank.awaited()
     if len(awaited) == 1:
-        received = awaited[0].listen(timeout_s) or awaited[0].listen(following.grace_s)
+        received = awaited[0].listen(timeout_s) or awaited[0].listen(rank.grace_s)
     else:
         # Usually a message is there already: decisions are ahead of steps.
         received = _look(awaited)
         if not received:
             links = [member.link for member in awaited]
-            received = wait_readable(links, following.left_s()) or wait_readable(
-                links, following.grace_s
-            )
+            received = wait_readable(links, rank.left_s()) or wait_readable(links, rank.grace_s)
             _look(awaited)
     if not received:
-        following.received_nothing()
+        rank.received_nothing()
 
 
 def _look(members: Sequence[Member[RankLink]]) -> bool:

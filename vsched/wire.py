@@ -123,17 +123,15 @@ class Loading(msgspec.Struct, frozen=True, tag=True):
     fraction: float
 
 
-class Reserved(msgspec.Struct, frozen=True, tag=True):
-    """Memory for an encode rank's largest batch; `memory` is measured after loading and before that batch ran."""
-
-    memory: RankMemory
-    reservation: Reservation
-
-
 class Loaded(msgspec.Struct, frozen=True, tag=True):
-    """A generate rank has loaded its weights and waits for the size of its KV cache."""
+    """A rank has loaded its weights; `memory` is measured after that.
+
+    A generate rank waits for the size of its KV cache. An encode rank has run its largest batch since, for which it
+    needs the `reservation`.
+    """
 
     memory: RankMemory
+    reservation: Reservation | None = None
 
 
 class ThreadsInUse(msgspec.Struct, frozen=True, tag=True):
@@ -251,7 +249,6 @@ class RankFailed(msgspec.Struct, frozen=True, tag=True):
 RankReport = (
     Hello
     | Loading
-    | Reserved
     | Loaded
     | Sized
     | Ready

@@ -18,8 +18,8 @@ from tests.e2e.asking import Ask, held, in_flight, mixed_asks
 from tests.patience import PATIENCE_S, until
 from tests.workers.parallel.ranks import forkable_everywhere
 from tests.workers.reference import Reference
-from vsched import Config, Engine
-from vsched.aio import fork_server, launcher
+from vsched import Config, Engine, fork_server
+from vsched.aio import launcher
 from vsched.api.server import RunningServer, running_server
 from vsched.config import load_config
 from vsched.types import ModelInfo

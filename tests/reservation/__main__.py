@@ -15,7 +15,7 @@ from math import isqrt
 
 import msgspec
 
-from vsched.aio.fork_server import rank_environment
+from vsched.fork_server import rank_environment
 from vsched.types import ModelInfo
 from vsched.worker.contract import ImagePlan, WorkerSettings
 from vsched.worker.memory import limit_process_memory

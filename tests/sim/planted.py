@@ -107,7 +107,7 @@ PLANTS = (
     ),
     Plant(
         "a broken connection that nobody looks at",
-        "vsched.aio.hosts.remote:RemoteHost.__init__",
+        "vsched.aio.hosts.remote:RemoteHost._connect",
         "connect(self.stream.receive, self.stream.fail)",
         "connect(self.stream.receive, lambda why: None)",
         seed=98,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.patience import PATIENCE_S
-from vsched.aio.fork_server import rank_environment
+from vsched.fork_server import rank_environment
 from vsched.types import ModelInfo
 from vsched.wire import SizeKv
 from vsched.worker.contract import WorkerSettings

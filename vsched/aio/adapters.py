@@ -24,100 +24,11 @@ import msgspec
 from vsched.aio.leader import Leader
 from vsched.aio.worker_groups import ServedGroup, ServedGroups
 from vsched.config import Config
-from vsched.errors import CheckpointError, RequestRefused, limit_message
+from vsched.errors import CheckpointError, RequestRefused
 from vsched.probes import probe
 from vsched.types import Request
 from vsched.wire import AddAdapter, RemoveAdapter
 from vsched.worker.contract import AdapterFacts
-
-
-class AdapterOrders:
-    """The adapters of all groups of their stages; a lost group gets them again when it is back."""
-
-    def __init__(self, groups: ServedGroups, *, deadline_s: float) -> None:
-        """Manage the adapters of these groups; adding one takes at most `deadline_s`."""
-        self._groups = groups
-        self._deadline_s = deadline_s
-        self._kept: dict[int, tuple[AddAdapter, Sequence[str]]] = {}
-
-    async def add(self, number: int, path: str, stages: Sequence[str]) -> None:
-        """Add an adapter to all groups of these stages, or to none.
-
-        Blocks: up to the deadline, after which it is removed again.
-
-        Raises:
-            RequestRefused: When a rank cannot add it, no group of a stage is up, or the deadline has passed.
-        """
-        entry = AddAdapter(number, path)
-        try:
-            async with asyncio.timeout(self._deadline_s):
-                await self._add_to_all(entry, stages)
-        except TimeoutError:
-            await self.remove(number, stages)
-            raise RequestRefused(
-                f"the ranks did not add the adapter within {self._deadline_s:g} s (adapters.load_s). "
-                "Remedy: try again when they are less busy, or raise it.",
-                code="adapter_overdue",
-                status=503,
-                retry_after_s=5,
-            ) from None
-        except BaseException:
-            await self.remove(number, stages)
-            raise
-
-    async def _add_to_all(self, entry: AddAdapter, stages: Sequence[str]) -> None:
-        """Send the entry to every group that is up, including groups that come back in between, then keep it."""
-        reported: list[Leader] = []
-        added: set[str] = set()
-        while True:
-            due = [group for group in self._up(stages) if group.leader not in reported]
-            if not due:
-                break
-            reported += [group.leader for group in due]
-            choices = await asyncio.gather(
-                *(group.leader.change_adapters(entry) for group in due), return_exceptions=True
-            )
-            for group, errors in zip(due, choices, strict=True):
-                if isinstance(errors, BaseException):
-                    probe("adapters.lost_while_adding")
-                    continue  # the group was lost; it gets the adapter when it is back
-                wrong = next((error for error in errors if error), "")
-                if wrong:
-                    raise RequestRefused(f"{group.name}: {wrong}", code="adapter_unusable")
-                added.add(group.stage)
-        gone = [stage for stage in stages if stage not in added]
-        if gone:
-            raise RequestRefused(
-                f"no {gone[0]} group is up to add the adapter. Remedy: try again when one is back.",
-                code="not_ready",
-                status=503,
-                retry_after_s=5,
-            )
-        self._kept[entry.number] = (entry, stages)
-
-    async def remove(self, number: int, stages: Sequence[str]) -> None:
-        """Remove an adapter from all groups.
-
-        Blocks: until all groups that are up have removed it; one that does not answer in time is lost.
-        """
-        self._kept.pop(number, None)
-        changes = [
-            group.leader.change_adapters(RemoveAdapter(number)) for group in self._up(stages)
-        ]
-        await asyncio.gather(*changes, return_exceptions=True)
-
-    def restore_adapters(self, group: ServedGroup) -> None:
-        """Send all adapters to a restarted group; it runs no step before it has them."""
-        for entry, stages in self._kept.values():
-            if group.stage in stages:
-                probe("adapters.restored")
-                leader = group.leader
-                added = leader.change_adapters(entry)
-                added.add_done_callback(partial(_check, leader))
-
-    def _up(self, stages: Sequence[str]) -> list[ServedGroup]:
-        groups = [group for stage in stages for group in self._groups.of_stage(stage)]
-        return [group for group in groups if group.state in ("up", "draining")]
 
 
 def _check(leader: Leader, added: asyncio.Future[list[str]]) -> None:
@@ -136,6 +47,7 @@ class ServedAdapter:
 
     Attributes:
         state: `loading`, `ready` or `unloading`; requests are accepted only when it is `ready`.
+        entry: The log entry with which ranks add it; None before all groups have added it, and once it is removed.
         requests: Number of requests so far.
         users: Current requests, oldest first.
     """
@@ -146,6 +58,7 @@ class ServedAdapter:
         self.path = path
         self.state = "loading"
         self.facts = AdapterFacts(0)
+        self.entry: AddAdapter | None = None
         self.requests = 0
         self.users: dict[AdapterHold, None] = {}
         self.idle = asyncio.Event()
@@ -212,10 +125,10 @@ Keep = Callable[[str, str], AdapterFacts]
 
 
 class AdapterTable:
-    """Loads, unloads and finds adapters by name."""
+    """Loads, unloads and finds adapters by name; a lost group gets them again when it is back."""
 
     def __init__(
-        self, config: Config, orders: AdapterOrders, keep: Keep | None, *, kept_in: str
+        self, config: Config, groups: ServedGroups, keep: Keep | None, *, kept_in: str
     ) -> None:
         """Create an empty table; `keep` is None if the plug-in supports no adapters.
 
@@ -225,7 +138,7 @@ class AdapterTable:
         self._limits = config.adapters
         self._drain_s = config.deadlines.drain_s
         self._kept_in = Path(kept_in)
-        self._orders = orders
+        self._groups = groups
         self._keep = keep
         self._named: dict[str, ServedAdapter] = {}
         self._numbers = itertools.count(1)
@@ -276,13 +189,11 @@ class AdapterTable:
         root = Path(directory).resolve()
         found = (root / wanted).resolve() if "\0" not in wanted else root
         if found == root or not found.is_relative_to(root):
-            raise RequestRefused(
-                limit_message(
-                    "the adapter's path",
-                    value=repr(wanted[:NAME_CHARACTERS_MAX]),
-                    limit="a folder below adapters.directory",
-                    remedy="put the adapter there, and give its path from there on",
-                ),
+            raise RequestRefused.of_limit(
+                "the adapter's path",
+                value=repr(wanted[:NAME_CHARACTERS_MAX]),
+                limit="a folder below adapters.directory",
+                remedy="put the adapter there, and give its path from there on",
                 code="path_not_allowed",
                 status=403,
             )
@@ -324,12 +235,87 @@ class AdapterTable:
         kept = self._kept_in / str(adapter.number)
         try:
             adapter.facts = await asyncio.to_thread(self._copy, adapter.path, kept)
-            await self._orders.add(adapter.number, str(kept), adapter.stages)
+            await self._add(adapter, AddAdapter(adapter.number, str(kept)))
         except BaseException:
             del self._named[adapter.name]
             await asyncio.to_thread(shutil.rmtree, kept, ignore_errors=True)
             raise
         adapter.state = "ready"
+
+    async def _add(self, adapter: ServedAdapter, entry: AddAdapter) -> None:
+        """Add an adapter to all groups of its stages, or to none.
+
+        Blocks: up to `adapters.load_s`, after which it is removed again.
+
+        Raises:
+            RequestRefused: When a rank cannot add it, no group of a stage is up, or the deadline has passed.
+        """
+        limit_s = self._limits.load_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._add_to_all(entry, adapter.stages)
+        except TimeoutError:
+            await self._remove(adapter)
+            raise RequestRefused(
+                f"the ranks did not add the adapter within {limit_s:g} s (adapters.load_s). "
+                "Remedy: try again when they are less busy, or raise it.",
+                code="adapter_overdue",
+                status=503,
+                retry_after_s=5,
+            ) from None
+        except BaseException:
+            await self._remove(adapter)
+            raise
+        adapter.entry = entry
+
+    async def _add_to_all(self, entry: AddAdapter, stages: Sequence[str]) -> None:
+        """Send the entry to every group that is up, including groups that come back in between."""
+        reported: list[Leader] = []
+        added: set[str] = set()
+        while due := [group for group in self._up(stages) if group.leader not in reported]:
+            reported += [group.leader for group in due]
+            choices = await asyncio.gather(
+                *(group.leader.change_adapters(entry) for group in due), return_exceptions=True
+            )
+            for group, errors in zip(due, choices, strict=True):
+                if isinstance(errors, BaseException):
+                    probe("adapters.lost_while_adding")
+                    continue  # the group was lost; it gets the adapter when it is back
+                wrong = next((error for error in errors if error), "")
+                if wrong:
+                    raise RequestRefused(f"{group.name}: {wrong}", code="adapter_unusable")
+                added.add(group.stage)
+        gone = [stage for stage in stages if stage not in added]
+        if gone:
+            raise RequestRefused(
+                f"no {gone[0]} group is up to add the adapter. Remedy: try again when one is back.",
+                code="not_ready",
+                status=503,
+                retry_after_s=5,
+            )
+
+    async def _remove(self, adapter: ServedAdapter) -> None:
+        """Remove an adapter from all groups.
+
+        Blocks: until all groups that are up have removed it; one that does not answer in time is lost.
+        """
+        adapter.entry = None
+        entry = RemoveAdapter(adapter.number)
+        changes = [group.leader.change_adapters(entry) for group in self._up(adapter.stages)]
+        await asyncio.gather(*changes, return_exceptions=True)
+
+    def restore_adapters(self, group: ServedGroup) -> None:
+        """Send all adapters to a restarted group; it runs no step before it has them."""
+        leader = group.leader
+        for adapter in self._named.values():
+            if adapter.entry is not None and group.stage in adapter.stages:
+                probe("adapters.restored")
+                added = leader.change_adapters(adapter.entry)
+                added.add_done_callback(partial(_check, leader))
+
+    def _up(self, stages: Sequence[str]) -> list[ServedGroup]:
+        groups = [group for stage in stages for group in self._groups.of_stage(stage)]
+        return [group for group in groups if group.state in ("up", "draining")]
 
     def _copy(self, path: str, kept: Path) -> AdapterFacts:
         assert self._keep is not None, "else there may be none"
@@ -364,7 +350,7 @@ class AdapterTable:
                     await adapter.idle.wait()
             except TimeoutError:
                 self._interrupt(adapter)
-        await self._orders.remove(adapter.number, adapter.stages)
+        await self._remove(adapter)
         del self._named[adapter.name]
         kept = self._kept_in / str(adapter.number)
         await asyncio.to_thread(shutil.rmtree, kept, ignore_errors=True)
@@ -380,13 +366,11 @@ class AdapterTable:
 
     def _check(self, name: str) -> None:
         if not name or len(name) > NAME_CHARACTERS_MAX or not name.isprintable():
-            raise RequestRefused(
-                limit_message(
-                    "the adapter's name",
-                    value=repr(name[:NAME_CHARACTERS_MAX]),
-                    limit=f"1 to {NAME_CHARACTERS_MAX} printable characters",
-                    remedy="use another name",
-                ),
+            raise RequestRefused.of_limit(
+                "the adapter's name",
+                value=repr(name[:NAME_CHARACTERS_MAX]),
+                limit=f"1 to {NAME_CHARACTERS_MAX} printable characters",
+                remedy="use another name",
                 code="invalid_name",
             )
         if name == self._base or name in self._named:
@@ -397,13 +381,11 @@ class AdapterTable:
                 status=409,
             )
         if len(self._named) >= self._limits.count_max or self._keep is None:
-            raise RequestRefused(
-                limit_message(
-                    "adapters at a time",
-                    value=len(self._named) + 1,
-                    limit=self._limits.count_max if self._keep is not None else 0,
-                    remedy="unload one first, or raise adapters.count_max",
-                ),
+            raise RequestRefused.of_limit(
+                "adapters at a time",
+                value=len(self._named) + 1,
+                limit=self._limits.count_max if self._keep is not None else 0,
+                remedy="unload one first, or raise adapters.count_max",
                 code="too_many_adapters",
                 status=409,
             )

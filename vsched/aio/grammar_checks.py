@@ -13,7 +13,7 @@ from typing import Protocol
 import msgspec
 
 from vsched.config import Config
-from vsched.errors import RequestFailed, RequestRefused, limit_message
+from vsched.errors import RequestFailed, RequestRefused
 from vsched.isolated.calls import (
     EXTERNAL_SIGNALS,
     RETRY_AFTER_S,
@@ -134,13 +134,15 @@ def _failure(error: CallFailedError, *, deadline_s: float) -> RequestRefused | R
 
 def _late(deadline_s: float) -> RequestRefused:
     limit = f"{deadline_s:g} s"
-    message = limit_message(
+    return RequestRefused.of_limit(
         "the grammar could not be compiled in time",
         value=f"over {limit}",
         limit=limit,
         remedy="try again later, or raise media.prepare_s",
+        code="prepare_timeout",
+        status=503,
+        retry_after_s=RETRY_AFTER_S,
     )
-    return RequestRefused(message, code="prepare_timeout", status=503, retry_after_s=RETRY_AFTER_S)
 
 
 class GrammarChecks:
@@ -199,13 +201,13 @@ def _check_bounds(sampling: SamplingParams) -> None:
     """Refuse oversized grammars, and parameters that could forbid every token together with a grammar."""
     size = len(sampling.grammar.encode())
     if size > GRAMMAR_BYTES_MAX:
-        message = limit_message(
+        raise RequestRefused.of_limit(
             "the grammar is too large",
             value=f"{size} bytes",
             limit=f"{GRAMMAR_BYTES_MAX} bytes",
             remedy="send a smaller schema or grammar",
+            code=INVALID_GRAMMAR,
         )
-        raise RequestRefused(message, code=INVALID_GRAMMAR)
     for name, given in (("min_tokens", sampling.min_tokens), ("bad_words", sampling.bad_words)):
         if given:
             raise RequestRefused(

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from itertools import chain
@@ -36,7 +36,7 @@ from vsched.memory import (
     size_text,
 )
 from vsched.policy import Build, MemoryPolicy, MemoryView, Probe, RankMemory, Reservation
-from vsched.wire import Reserved, SizeKv
+from vsched.wire import SizeKv
 
 _PROCESS = re.compile(r"(?<=limit of )\d+|(?<=device of )\d+")
 """Process id in the name of a pool that one process has."""
@@ -72,7 +72,7 @@ class Sizing:
         self._more = more
         self._pausing = pausing
         self._host_free = host_free
-        self._reserved: dict[str, list[Reserved]] = {}
+        self._reserved: dict[str, list[Reservation]] = {}
         self._leaders: dict[str, Leader] = {}
         self._loaded: dict[str, list[RankMemory]] = {}
         self._hosts: dict[str, str] = {}
@@ -83,8 +83,8 @@ class Sizing:
 
     def reserved_bytes(self, group: str, rank: int) -> int | None:
         """Reservation that an encode rank published at its first start and keeps from then on; None before."""
-        reports = self._reserved.get(group)
-        return reports[rank].reservation.growth_bytes if reports else None
+        reservations = self._reserved.get(group)
+        return reservations[rank].growth_bytes if reservations else None
 
     def waited_for(self, groups: Sequence[str]) -> str:
         """Name the condition that generate groups among `groups` wait for; empty if there is none."""
@@ -116,13 +116,13 @@ class Sizing:
         After a restart the earlier reservations are kept; only the processes are new.
         """
         self._hosts[group] = host
-        before = self._reserved.get(group)
-        reports = []
-        for rank, report in enumerate(await encode.reserved.complete):
-            kept = before[rank].reservation if before else report.reservation
-            kept = msgspec.structs.replace(kept, pool=self._pool_of(group, rank, kept.pool))
-            reports.append(Reserved(self._named(group, report.memory), kept))
-        self._reserved[group] = reports
+        reports = await encode.loaded.complete
+        self._loaded[group] = [self._named(group, report.memory) for report in reports]
+        found = [report.reservation for report in reports if report.reservation is not None]
+        self._reserved[group] = [
+            msgspec.structs.replace(kept, pool=self._pool_of(group, new.rank, new.pool))
+            for kept, new in zip(self._reserved.get(group, found), found, strict=True)
+        ]
         self._check_complete()
 
     async def lead(self, group: str, generate: Leader, host: str = "") -> None:
@@ -135,7 +135,7 @@ class Sizing:
             DeviceOutOfMemory, MemoryLeak, PolicyError: As `KvNegotiation`; the first group raises for all.
         """
         self._hosts[group] = host
-        loaded = [self._named(group, rank) for rank in await generate.loaded.complete]
+        loaded = [self._named(group, one.memory) for one in await generate.loaded.complete]
         self._leaders[group] = generate
         self._loaded[group] = loaded
         accepted = self._accepted
@@ -164,7 +164,7 @@ class Sizing:
 
     def _check_complete(self) -> None:
         published = self._reserved.keys() == self._encode.keys()
-        if published and self._loaded.keys() == self._encoder_of.keys():
+        if published and self._loaded.keys() >= self._encoder_of.keys():
             self._complete.set()
 
     def _shares(self) -> HostShares:
@@ -191,7 +191,7 @@ class Sizing:
             ),
             ledger=partial(
                 group_ledger,
-                encoders=[one.memory for group in self._encode for one in self._reserved[group]],
+                encoders=[rank for group in self._encode for rank in self._loaded[group]],
                 together=any(self._encoder_of.values()),
                 more=self._more,
                 owner=owner,
@@ -203,7 +203,7 @@ class Sizing:
         """Return all reservations; encoders in the processes of generate groups count in the votes instead."""
         own = {*self._encoder_of.values()}
         return [
-            msgspec.structs.replace(one.reservation, held=one.reservation.held or group in own)
+            msgspec.structs.replace(one, held=one.held or group in own)
             for group in self._encode
             for one in self._reserved[group]
         ]
@@ -235,34 +235,35 @@ class Sizing:
         pools = {group: sorted({rank.pool for rank in self._loaded[group]}) for group in groups}
         turns = {pool: asyncio.Lock() for names in pools.values() for pool in names}
 
-        async def votes_of(
-            group: str, carry_out: Callable[[str], Awaitable[list[Sized]]]
-        ) -> list[Sized]:
+        async def votes_of(group: str, order: Probe | Build | None) -> list[Sized]:
             async with AsyncExitStack() as alone:
                 for pool in pools[group]:
                     await alone.enter_async_context(turns[pool])
-                votes = await carry_out(group)
+                votes = await self._carry_out(group, order)
             return [
                 msgspec.structs.replace(vote, memory=self._named(group, vote.memory))
                 for vote in votes
             ]
 
-        async def votes_of_all(
-            carry_out: Callable[[str], Awaitable[list[Sized]]],
-        ) -> list[Sized]:
-            votes = await asyncio.gather(*(votes_of(group, carry_out) for group in groups))
+        async def votes_of_all(order: Probe | Build | None) -> list[Sized]:
+            votes = await asyncio.gather(*(votes_of(group, order) for group in groups))
             return [*chain.from_iterable(votes)]
 
         if dropping and len(turns) < sum(map(len, pools.values())):
-            drop = SizeKv(0, profile=False, headroom_bytes=0)
-            dropped = await votes_of_all(lambda group: self._leaders[group].size(drop))
+            dropped = await votes_of_all(None)
             if any(vote.outcome == "leak" for vote in dropped):
                 return dropped
-        return await votes_of_all(lambda group: self._carry_out(group, order))
+        return await votes_of_all(order)
 
-    async def _carry_out(self, group: str, order: Probe | Build) -> list[Sized]:
-        """Have the ranks of one group carry out an order; their votes count encoders in their processes, too."""
-        own = [one.reservation for one in self._reserved.get(self._encoder_of[group], ())]
+    async def _carry_out(self, group: str, order: Probe | Build | None) -> list[Sized]:
+        """Have the ranks of one group carry out an order, or drop their KV caches.
+
+        Their votes on an order count encoders in their processes, too.
+        """
+        leader = self._leaders[group]
+        if order is None:
+            return await leader.size(SizeKv(0, profile=False, headroom_bytes=0))
+        own = self._reserved.get(self._encoder_of[group], ())
         paused = [one.growth_bytes for one in own if one.pauses and self._pausing]
         paused_bytes = max(paused, default=0)
         profile, headroom_bytes, probe = True, 0, isinstance(order, Probe)
@@ -270,9 +271,7 @@ class Sizing:
             profile, headroom_bytes = order.profile, order.headroom_bytes
             # In place of a paused batch: so steps during a pause are proved, not only calculated.
             headroom_bytes += paused_bytes if profile else 0
-        votes = await self._leaders[group].size(
-            SizeKv(order.tokens, profile, headroom_bytes, probe=probe)
-        )
+        votes = await leader.size(SizeKv(order.tokens, profile, headroom_bytes, probe=probe))
         if not own:
             return votes
         growth = {one.rank: one.growth_bytes for one in own}
@@ -312,13 +311,11 @@ async def _rebuild(generate: Leader, tokens: int) -> None:
     """
     for vote in await generate.size(SizeKv(tokens, profile=False, headroom_bytes=0)):
         if vote.outcome != "fits":
-            raise DeviceOutOfMemory(
-                limit_message(
-                    f"the generate group cannot build the KV cache that it had before it was lost ({vote.message})",
-                    value=f"{tokens} tokens",
-                    limit="what is free on the device now",
-                    remedy="see what else takes the device's memory, or restart the server",
-                )
+            raise DeviceOutOfMemory.of_limit(
+                f"the generate group cannot build the KV cache that it had before it was lost ({vote.message})",
+                value=f"{tokens} tokens",
+                limit="what is free on the device now",
+                remedy="see what else takes the device's memory, or restart the server",
             )
 
 

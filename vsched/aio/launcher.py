@@ -1,7 +1,7 @@
 """Starts ranks and connects them to their leaders; by default they are child processes of the engine.
 
 The ranks of a worker group run on a host, which has a folder for their sockets, and their arena. The parts of a rank's
-specification that depend on the host are filled in there (`at_home`), so a worker group sends the same to every host.
+specification that depend on the host are filled in there, so a worker group sends the same to every host.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -25,19 +26,23 @@ from typing import Any, Protocol
 import msgspec
 import zmq
 
-from vsched.aio.fork_server import ForkServer, ForkServerLostError, rank_environment
 from vsched.aio.leader import LeaderEnd
 from vsched.config import Config
 from vsched.errors import VschedError
-from vsched.fork_server import ForkOrder
+from vsched.fork_server import (
+    RANK_MODULE,
+    ForkOrder,
+    ForkServer,
+    ForkServerLostError,
+    rank_environment,
+)
 from vsched.transport.arena import Arena
 from vsched.transport.zmq_link import LeaderLink, OnFrame, make_socket_folder
 from vsched.types import ModelInfo, stage_of
 from vsched.worker.registry import load_worker
-from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec
+from vsched.worker.spec import RankSpec
 
 logger = logging.getLogger(__name__)
-RANK_COMMAND = ("-m", "vsched.rank")
 
 TOLD_CODES = (1, 2)
 """Exit codes of ranks that have sent a report with the reason."""
@@ -55,13 +60,13 @@ class RankProcess:
         self,
         spec: RankSpec,
         *,
-        environment: Mapping[str, str],
+        threads: int,
         on_exit: Callable[[int], None],
-        command: Sequence[str],
         fork_server: ForkServer | None = None,
     ) -> None:
-        """Start it with an environment from `rank_environment`; `command` are the arguments of the interpreter."""
+        """Start it in the environment of a rank with this number of threads."""
         self._spec = spec
+        self._environment = rank_environment(threads)
         self._on_exit = on_exit
         self._loop = asyncio.get_running_loop()
         self._exited = self._loop.create_future()
@@ -72,19 +77,12 @@ class RankProcess:
         self._telling: asyncio.TimerHandle | None = None
         stdin, lifeline = os.pipe()
         self._lifeline = os.fdopen(lifeline, "wb")
-        spawn = partial(self._spawn, stdin, environment, command)
         self._forking: asyncio.Task[None] | None = None
         if fork_server is not None:
-            order = ForkOrder(
-                command=command,
-                folder=os.getcwd(),
-                environment=dict(environment),
-                numbers=[0, 1, 2, spec.arena_fd],
-            )
-            self._forking = self._loop.create_task(self._fork(fork_server, order, stdin, spawn))
+            self._forking = self._loop.create_task(self._fork(fork_server, stdin))
             return
         try:
-            spawn()
+            self._spawn(stdin)
         except BaseException:
             self._lifeline.close()
             raise
@@ -96,19 +94,22 @@ class RankProcess:
         """The process id; 0 before the process exists."""
         return self._pid
 
-    def _spawn(self, stdin: int, environment: Mapping[str, str], command: Sequence[str]) -> None:
+    def _spawn(self, stdin: int) -> None:
         process = subprocess.Popen(  # noqa: S603 - no outside input
-            [sys.executable, *command],
+            [sys.executable, "-m", RANK_MODULE],
             stdin=stdin,
             pass_fds=(self._spec.arena_fd,),
-            env=environment,
+            env=self._environment,
             start_new_session=True,  # a terminal's Ctrl-C must reach only the engine
         )
         self._started(process.pid, process.wait)
 
-    async def _fork(
-        self, server: ForkServer, order: ForkOrder, stdin: int, spawn: Callable[[], None]
-    ) -> None:
+    async def _fork(self, server: ForkServer, stdin: int) -> None:
+        order = ForkOrder(
+            folder=os.getcwd(),
+            environment=self._environment,
+            numbers=[0, 1, 2, self._spec.arena_fd],
+        )
         try:
             with await server.open() as channel:
                 self._ordered = True
@@ -117,7 +118,7 @@ class RankProcess:
         except ForkServerLostError as error:
             logger.warning("%s: a new process instead: %s", self._spec.name, error)
             try:
-                spawn()
+                self._spawn(stdin)
             except OSError as failure:
                 logger.error("%s: cannot be started: %s", self._spec.name, failure)  # noqa: TRY400
                 self._ended(1)
@@ -240,7 +241,80 @@ class Launcher(Protocol):
         """Release everything; all ranks have ended."""
 
 
-class LocalLauncher:
+class OwnLauncher(ABC):
+    """A launcher of ranks on its own host, which is never lost by itself."""
+
+    def __init__(self, run_dir: str) -> None:
+        self.run_dir = run_dir
+        self._starts: Counter[str] = Counter()
+
+    def choose_host(
+        self, groups: Sequence[str], arena: Arena, on_lost: Callable[[str], None]
+    ) -> OwnHost:
+        del on_lost
+        self._starts.update(groups)
+        return OwnHost(self, groups, arena, self._starts[groups[0]])
+
+    @abstractmethod
+    def listen(self, address: str, on_frame: OnFrame) -> LeaderEnd:
+        """Return the leader's end at an address, to which ranks connect."""
+
+    @abstractmethod
+    def start(self, spec: RankSpec, *, threads: int, on_exit: OnExit) -> LaunchedRank:
+        """Start a rank with a complete specification."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything; all ranks have ended."""
+
+
+class OwnHost:
+    """The host of a launcher, for one start of a worker group."""
+
+    name = ""
+
+    def __init__(
+        self, launcher: OwnLauncher, groups: Sequence[str], arena: Arena, start: int
+    ) -> None:
+        """Prepare start number `start` of these groups."""
+        self._launcher = launcher
+        self._groups = groups
+        self._arena = arena
+        self._start = start
+
+    def open_link(self, group: str, on_frame: OnFrame) -> LeaderEnd:
+        return self._launcher.listen(self._address(group), on_frame)
+
+    def launch(self, spec: RankSpec, *, threads: int, on_exit: OnExit) -> LaunchedRank:
+        return self._launcher.start(self._complete(spec), threads=threads, on_exit=on_exit)
+
+    def close(self) -> None:
+        """No-op: leaders close their links."""
+
+    def _address(self, group: str) -> str:
+        return f"ipc://{Path(self._launcher.run_dir) / f'{group}-{self._start}'}"
+
+    def _complete(self, spec: RankSpec) -> RankSpec:
+        """Fill in the host's part of a specification: folder, arena, and the addresses of leaders and peers.
+
+        Ranks that share a model use a new rendezvous for each start, because files of an earlier start would be
+        mistaken for files of this one.
+        """
+        run_dir = self._launcher.run_dir
+        changes: dict[str, Any] = {}
+        for group in self._groups:
+            role = spec.roles[stage_of(group)]
+            settings = role.settings
+            if settings.ranks > 1:
+                meeting = str(Path(run_dir) / f"{group}-{self._start}-collective")
+                settings = dataclasses.replace(settings, rendezvous=meeting)
+            changes[stage_of(group)] = msgspec.structs.replace(
+                role, address=self._address(group), settings=settings
+            )
+        return msgspec.structs.replace(spec, run_dir=run_dir, arena_fd=self._arena.fd, **changes)
+
+
+class LocalLauncher(OwnLauncher):
     """Ranks as child processes, connected by ZeroMQ over sockets in a folder of this host.
 
     Ranks of plug-ins that allow it are forked from a process with their modules imported.
@@ -250,36 +324,35 @@ class LocalLauncher:
         self,
         run_dir: str = "",
         *,
-        command: Sequence[str] = RANK_COMMAND,
         forked: bool = True,
         started: Mapping[Modules, ForkServer] | None = None,
     ) -> None:
         """Create a launcher; without `run_dir`, a temporary folder is created.
 
-        `command` are the interpreter's arguments to run a rank. Without `forked`, each rank is a new interpreter.
-        `started` are started fork servers, by their imports, which this launcher takes over.
+        Without `forked`, each rank is a new interpreter. `started` are started fork servers, by their imports, which
+        this launcher takes over.
 
         Raises:
             ConfigError: When the path of a new folder is too long for a socket's address.
         """
-        self.run_dir = run_dir or make_socket_folder()
-        self.command = command
+        super().__init__(run_dir or make_socket_folder())
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._forked = forked
         self._fork_servers = dict(started or {})
-        self._starts: Counter[str] = Counter()
 
-    def choose_host(
-        self, groups: Sequence[str], arena: Arena, on_lost: Callable[[str], None]
-    ) -> LocalHost:
-        del on_lost
-        self._starts.update(groups)
-        return LocalHost(self, groups, arena, self._starts[groups[0]])
+    def listen(self, address: str, on_frame: OnFrame) -> LeaderLink:
+        # Temporary files of a long-running server may have been cleaned up.
+        os.makedirs(self.run_dir, mode=0o700, exist_ok=True)
+        return LeaderLink(self.context, address, on_frame)
+
+    def start(self, spec: RankSpec, *, threads: int, on_exit: OnExit) -> RankProcess:
+        server = self.fork_server(spec)
+        return RankProcess(spec, threads=threads, on_exit=on_exit, fork_server=server)
 
     def fork_server(self, spec: RankSpec) -> ForkServer | None:
         """Return the fork server with a rank's imports; None if one of its roles needs a new process."""
-        roles = [role for role in (spec.encode, spec.generate) if role is not None]
-        modules = modules_of(spec.info, [(role.plugin, role.settings.device) for role in roles])
+        roles = [(role.plugin, role.settings.device) for role in spec.roles.values()]
+        modules = modules_of(spec.info, roles)
         if modules and self._forked and modules not in self._fork_servers:
             self._fork_servers[modules] = ForkServer(modules)
         return self._fork_servers.get(modules)
@@ -289,68 +362,6 @@ class LocalLauncher:
             server.close()
         self.context.destroy(linger=0)
         shutil.rmtree(self.run_dir, ignore_errors=True)
-
-
-class LocalHost:
-    """This host, for one start of a worker group."""
-
-    name = ""
-
-    def __init__(
-        self, launcher: LocalLauncher, groups: Sequence[str], arena: Arena, start: int
-    ) -> None:
-        """Prepare start number `start` of these groups."""
-        self._launcher = launcher
-        self._groups = groups
-        self._arena = arena
-        self._start = start
-
-    def open_link(self, group: str, on_frame: OnFrame) -> LeaderLink:
-        launcher = self._launcher
-        # Temporary files of a long-running server may have been cleaned up.
-        os.makedirs(launcher.run_dir, mode=0o700, exist_ok=True)
-        address = link_address(launcher.run_dir, group, self._start)
-        return LeaderLink(launcher.context, address, on_frame)
-
-    def launch(self, spec: RankSpec, *, threads: int, on_exit: OnExit) -> RankProcess:
-        launcher, fd, start = self._launcher, self._arena.fd, self._start
-        spec = at_home(spec, self._groups, run_dir=launcher.run_dir, arena_fd=fd, start=start)
-        return RankProcess(
-            spec,
-            environment=rank_environment(threads),
-            on_exit=on_exit,
-            command=launcher.command,
-            fork_server=launcher.fork_server(spec),
-        )
-
-    def close(self) -> None:
-        """No-op: leaders close their links."""
-
-
-def link_address(run_dir: str, group: str, start: int) -> str:
-    """Return the address of a group's leader in start number `start`."""
-    return f"ipc://{Path(run_dir) / f'{group}-{start}'}"
-
-
-def at_home(
-    spec: RankSpec, groups: Sequence[str], *, run_dir: str, arena_fd: int, start: int
-) -> RankSpec:
-    """Fill in the host's part of a specification: folder, arena, and the addresses of leaders and peers.
-
-    Ranks that share a model use a new rendezvous for each start, because files of an earlier start would be mistaken
-    for files of this one.
-    """
-    changes: dict[str, Any] = {}
-    for group in groups:
-        role: EncodeRole | GenerateRole = getattr(spec, stage_of(group))
-        settings = role.settings
-        if settings.ranks > 1:
-            meeting = str(Path(run_dir) / f"{group}-{start}-collective")
-            settings = dataclasses.replace(settings, rendezvous=meeting)
-        changes[stage_of(group)] = msgspec.structs.replace(
-            role, address=link_address(run_dir, group, start), settings=settings
-        )
-    return msgspec.structs.replace(spec, run_dir=run_dir, arena_fd=arena_fd, **changes)
 
 
 def modules_of(info: ModelInfo, roles: Sequence[tuple[str, str]]) -> Modules:

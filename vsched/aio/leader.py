@@ -19,7 +19,8 @@ import itertools
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -38,7 +39,6 @@ from vsched.failures import (
 )
 from vsched.kernel.decisions import Decision, EncodeDecision
 from vsched.memory import Sized
-from vsched.policy import RankMemory
 from vsched.probes import probe
 from vsched.transport.zmq_link import QUEUE_MAX, OnFrame, pulse_identity, rank_identity
 from vsched.types import stage_of
@@ -61,7 +61,6 @@ from vsched.wire import (
     RankReport,
     Ready,
     RemoveAdapter,
-    Reserved,
     RunHook,
     SizeKv,
     StepCheck,
@@ -111,16 +110,30 @@ class ProcessLiveness:
             self.received_s[rank] = now_s
 
 
-class PendingAck(NamedTuple):
-    """A step, or the hook at this position of the log, and the earliest time at which the rank could start it."""
+@dataclass(slots=True)
+class Expected:
+    """A step, a hook or a change of adapters that every rank answers.
+
+    Attributes:
+        number: The number of the step, or the position of the other in the log.
+        hook: Its name; empty for a step.
+        sent_s: Time at which it was sent.
+        answers: The digest of a step's result, or the error of a change, by rank.
+        complete: Done with all answers, by rank, if it is awaited.
+    """
 
     number: int
     hook: str
-    since_s: float
+    sent_s: float
+    answers: dict[int, Any] = field(default_factory=dict)
+    complete: asyncio.Future[list[Any]] | None = None
 
 
 class FailureDetector:
-    """The outstanding answers of each rank of one group, oldest first."""
+    """The outstanding answers of each rank of one group, oldest first.
+
+    Ranks answer in the order of the log and are given up if they are too far behind, so the memory is bounded.
+    """
 
     def __init__(
         self, group: str, ranks: int, deadlines: DeadlinesConfig, liveness: ProcessLiveness
@@ -128,29 +141,36 @@ class FailureDetector:
         self._groups = (group,)
         self._deadlines = deadlines
         self._liveness = liveness
-        self._pending: list[deque[PendingAck]] = [deque() for _ in range(ranks)]
+        self._pending: list[deque[Expected]] = [deque() for _ in range(ranks)]
+        self._began_s = [0.0] * ranks
+        """Earliest time at which each rank could start its oldest pending work, unless that was sent later."""
 
-    def expect(self, number: int, now_s: float, *, hook: str = "") -> None:
+    def expect(self, number: int, now_s: float, *, hook: str = "") -> Expected:
+        expected = Expected(number, hook, now_s)
         for rank, owed in enumerate(self._pending):
-            owed.append(PendingAck(number, hook, now_s))
+            owed.append(expected)
             self._liveness.owing[rank] += 1
+        return expected
 
-    def due(self, rank: int) -> PendingAck | None:
+    def due(self, rank: int) -> Expected | None:
         return self._pending[rank][0] if self._pending[rank] else None
 
-    def answered(self, rank: int, now_s: float) -> None:
-        """Note the expected answer of a rank; the rank started the next step or hook after it."""
-        owed = self._pending[rank]
-        owed.popleft()
+    def answered(self, rank: int, now_s: float, answer: bytes | str = "") -> Expected:
+        """Take the expected answer of a rank; the rank started the next step or hook after it."""
+        expected = self._pending[rank].popleft()
         self._liveness.owing[rank] -= 1
-        if owed:
-            owed[0] = owed[0]._replace(since_s=max(now_s, owed[0].since_s))
+        self._began_s[rank] = now_s
+        answers, complete = expected.answers, expected.complete
+        answers[rank] = answer
+        if complete is not None and len(answers) == len(self._pending) and not complete.done():
+            complete.set_result([answers[one] for one in sorted(answers)])
+        return expected
 
     def renew(self, number: int, now_s: float) -> None:
         """Restart the timeout of a step that paused and continues."""
-        for owed in self._pending:
+        for rank, owed in enumerate(self._pending):
             if owed and not owed[0].hook and owed[0].number == number:
-                owed[0] = owed[0]._replace(since_s=max(now_s, owed[0].since_s))
+                self._began_s[rank] = now_s
 
     def failure(self, now_s: float) -> GroupFailure | None:
         """Return the failure of a rank that is late or silent for too long; None if there is none."""
@@ -161,10 +181,12 @@ class FailureDetector:
             if waited_s > silent_s:
                 return RankSilent(self._groups, rank, waited_s)
             if owed:
-                waited_s = now_s - owed[0].since_s
+                due = owed[0]
+                waited_s = now_s - max(due.sent_s, self._began_s[rank])
                 if waited_s > limits.step_s:
-                    step, hook, _ = owed[0]
-                    return AnswerOverdue(self._groups, rank, step, hook, waited_s, limits.step_s)
+                    return AnswerOverdue(
+                        self._groups, rank, due.number, due.hook, waited_s, limits.step_s
+                    )
             elif not liveness.owing[rank]:
                 waited_s = now_s - liveness.received_s.get(rank, now_s)
                 if waited_s > silent_s:
@@ -176,29 +198,11 @@ class FailureDetector:
         behind = (rank for rank, owed in enumerate(self._pending) if len(owed) > QUEUE_MAX)
         return next((RankBacklogged(self._groups, rank) for rank in behind), None)
 
-
-class ResultComparison:
-    """Compares the digests of a step's result from all ranks with the first rank's, in any order of arrival.
-
-    Ranks answer in the order of the log and are given up if they are too far behind, so the memory is bounded.
-    """
-
-    def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
-        self._said: dict[int, dict[int, bytes]] = {}
-
-    def add(self, rank: int, step: int, check: bytes) -> int | None:
-        """Add the digest of a rank; return a rank whose digest differs from the first rank's."""
-        said = self._said.setdefault(step, {})
-        said[rank] = check
-        if len(said) == self._ranks:
-            del self._said[step]
-        if 0 not in said:
-            return None
-        return next((other for other, one in said.items() if one != said[0]), None)
-
-    def __len__(self) -> int:
-        return len(self._said)
+    def cancel(self) -> None:
+        """Cancel everything that is awaited."""
+        for expected in itertools.chain(*self._pending):
+            if expected.complete is not None:
+                expected.complete.cancel()
 
 
 THREADS_LAST_S = 5.0
@@ -333,24 +337,24 @@ GAP_INTERVALS = 2
 """Maximum gap between two readings of the clock, in heartbeat intervals; in a longer gap this process was suspended."""
 
 logger = logging.getLogger(__name__)
-Answer = TypeVar("Answer")
+Report = TypeVar("Report")
 
 PEER_REPORT_S = 0.5
 """Time to wait for the report of a failed rank after another rank reports its loss."""
 
 
-class _Gather(Generic[Answer]):
-    """Collects one answer of each rank; `complete` is done with all of them, by rank."""
+class _Gather(Generic[Report]):
+    """Collects one report of each rank; `complete` is done with all of them, by rank."""
 
     def __init__(self, ranks: int) -> None:
         loop = asyncio.get_running_loop()
-        self.complete: asyncio.Future[list[Answer]] = loop.create_future()
+        self.complete: asyncio.Future[list[Report]] = loop.create_future()
         self._ranks = ranks
-        self._by_rank: dict[int, Answer] = {}
+        self._by_rank: dict[int, Report] = {}
 
-    def add(self, rank: int, answer: Answer) -> None:
-        """Add the answer of a rank; only its first counts."""
-        self._by_rank.setdefault(rank, answer)
+    def add(self, rank: int, report: Report) -> None:
+        """Add the report of a rank; only its first counts."""
+        self._by_rank.setdefault(rank, report)
         if len(self._by_rank) == self._ranks and not self.complete.done():
             self.complete.set_result([self._by_rank[rank] for rank in range(self._ranks)])
 
@@ -389,11 +393,9 @@ class Leader:
         self.kernels_late: dict[int, int] = {}
         self.threads = RankThreads(name) if threads is None else threads
         self.heartbeats = 0
-        self.loaded = _Gather[RankMemory](ranks)
-        self.reserved = _Gather[Reserved](ranks)
+        self.loaded = _Gather[Loaded](ranks)
         self.ready: asyncio.Future[list[Ready]] = asyncio.get_running_loop().create_future()
         self._votes = _Gather[Sized](ranks)
-        self._changes: dict[int, _Gather[str]] = {}
         self._secret = secret
         self._ranks = ranks
         self._deadlines = deadlines
@@ -409,7 +411,6 @@ class Leader:
         self._proved: set[bytes] = set()
         self._disagreed = False
         self._detector = FailureDetector(name, ranks, deadlines, self._liveness)
-        self._checks = ResultComparison(ranks)
         self._hooks = HookTimes({}, self._loop.time())
         self._slices = EncodeSlices()
         self._beat_s = EARLY * deadlines.heartbeat_s
@@ -457,17 +458,15 @@ class Leader:
 
         The future is cancelled if the group is lost first; a rank that does not answer in time loses the group.
         """
-        changed = _Gather[str](self._ranks)
+        complete: asyncio.Future[list[str]] = self._loop.create_future()
         if self._over:
-            changed.complete.cancel()
-            return changed.complete
-        self._changes[self._log.seq + 1] = changed
+            complete.cancel()
+            return complete
         what = "add" if isinstance(entry, AddAdapter) else "remove"
-        self._detector.expect(
-            self._log.seq + 1, self._running_s(), hook=f"{what} adapter {entry.number}"
-        )
+        hook = f"{what} adapter {entry.number}"
+        self._detector.expect(self._log.seq + 1, self._running_s(), hook=hook).complete = complete
         self._append(entry)
-        return changed.complete
+        return complete
 
     def accept(self, blocks: int) -> None:
         self._append(AcceptKv(blocks))
@@ -492,7 +491,8 @@ class Leader:
         self._over = True
         if self._timer is not None:
             self._timer.cancel()
-        for waited_for in (self.ready, *(roll.complete for roll in self._gathers())):
+        self._detector.cancel()
+        for waited_for in (self.ready, self.loaded.complete, self._votes.complete):
             waited_for.cancel()
         self._link.close()
 
@@ -505,8 +505,7 @@ class Leader:
         """Report the loss of the group, once."""
         if not self._over:
             self._over = True
-            for change in self._changes.values():
-                change.complete.cancel()
+            self._detector.cancel()
             self._on_lost(failure)
 
     def refuse(self, rank: int, what: str) -> None:
@@ -557,18 +556,11 @@ class Leader:
                 self._take_change(rank, seq, error)
             case RankFailed():
                 self._take_failure(rank, report)
-            case _:
-                self._take_start(rank, report)
-
-    def _take_start(self, rank: int, report: RankReport) -> None:
-        match report:
             case Loading(what, fraction):
                 if rank == 0:
                     self._on_progress(what, fraction)
-            case Loaded(memory):
-                self.loaded.add(rank, memory)
-            case Reserved():
-                self.reserved.add(rank, report)
+            case Loaded():
+                self.loaded.add(rank, report)
             case Sized():
                 self._votes.add(rank, report)
             case Ready():
@@ -583,9 +575,6 @@ class Leader:
             self._loop.call_later(PEER_REPORT_S, self.lose, failure)
         else:
             self.lose(failure)
-
-    def _gathers(self) -> tuple[_Gather[Any], ...]:
-        return self.loaded, self.reserved, self._votes, *self._changes.values()
 
     def _take_ready(self, rank: int, report: Ready) -> None:
         self.memory[rank] = report.memory
@@ -622,14 +611,15 @@ class Leader:
         if answer.step != due.number:
             self.refuse(rank, f"sent the result of step {answer.step}, due was {due.number}")
             return
-        self._detector.answered(rank, self._running_s())
+        now_s, check = self._running_s(), b""
         if self._ranks > 1:
             check = answer.check if isinstance(answer, StepCheck) else check_of(answer)
-            other = self._checks.add(rank, answer.step, check)
-            if other is not None:
-                what = f"has another result of step {answer.step} than rank 0"
-                self.lose(RanksDiffer(self._groups, other, what))
-                return
+        said = self._detector.answered(rank, now_s, check).answers
+        other = next((one for one in said if said[one] != said.get(0, said[one])), None)
+        if other is not None:
+            what = f"has another result of step {answer.step} than rank 0"
+            self.lose(RanksDiffer(self._groups, other, what))
+            return
         if isinstance(answer, StepCheck):
             return
         if isinstance(answer, EncodeResult):
@@ -666,14 +656,10 @@ class Leader:
 
     def _take_change(self, rank: int, seq: int, error: str) -> None:
         due = self._detector.due(rank)
-        if due is None or not due.hook or due.number != seq or seq not in self._changes:
+        if due is None or due.complete is None or due.number != seq:
             self.refuse(rank, "spoke of an adapter that it was not asked about")
             return
-        self._detector.answered(rank, self._running_s())
-        change = self._changes[seq]
-        change.add(rank, error)
-        if change.complete.done():
-            del self._changes[seq]
+        self._detector.answered(rank, self._running_s(), error)
 
     def _running_s(self) -> float:
         """Return the clock of all timeouts, which counts only the running time of this process."""

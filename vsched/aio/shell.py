@@ -14,18 +14,18 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from vsched.aio.adapters import AdapterOrders
 from vsched.aio.arrivals import PendingArrival, PendingArrivals, refusal_error
 from vsched.aio.streams import AnswerSink, StreamTable, failure_of, int32_array
 from vsched.aio.worker_groups import (
     STOP_GRACE_S,
     Reports,
+    ServedGroup,
     ServedGroups,
     WorkerGroup,
     WorkerGroupEvents,
     all_or_first_error,
 )
-from vsched.errors import GroupLostError, RequestRefused, StartFailedError, limit_message
+from vsched.errors import GroupLostError, RequestRefused, StartFailedError
 from vsched.failures import GroupFailure
 from vsched.kernel import Scheduler, SchedulerLimits
 from vsched.kernel.arrivals import PREPARED
@@ -89,7 +89,6 @@ async def start_shell(
     policies: SeatPolicies,
     on_progress: Callable[[str, str, float], None],
     drain_s: float = 30.0,
-    adapters_s: float = 60.0,
     call_budget_ms: float = 0.0,
     slow_calls_max: int = 0,
     record: Callable[[Scheduler], EventRecorder | None] = lambda _kernel: None,
@@ -108,9 +107,7 @@ async def start_shell(
     Raises:
         CheckpointError, DeviceOutOfMemory, GroupLostError: When a worker group cannot start; the others are stopped.
     """
-    shell = Shell(
-        make, on_progress=on_progress, drain_s=drain_s, adapters_s=adapters_s, now_ns=now_ns
-    )
+    shell = Shell(make, on_progress=on_progress, drain_s=drain_s, now_ns=now_ns)
     try:
         reports = await shell.start_worker_groups()
         kernel = Scheduler(limits(smallest_cache(reports)), policies)
@@ -155,7 +152,7 @@ class Shell:
     Attributes:
         worker_groups: The processes of all groups, in order.
         groups: All groups by name, and operator actions on single ones.
-        adapters: The adapters of the ranks.
+        restore_adapters: Called with a group that is back, before its first step.
         arrivals: Requests that are not submitted yet.
         given_up: Why nothing is served any more; empty while requests are served.
     """
@@ -166,7 +163,6 @@ class Shell:
         *,
         on_progress: Callable[[str, str, float], None],
         drain_s: float,
-        adapters_s: float,
         now_ns: Callable[[], int],
     ) -> None:
         """Create a shell that does not serve yet; see `start_shell`."""
@@ -183,7 +179,7 @@ class Shell:
         )
         self.worker_groups = list(make(events))
         self.groups = ServedGroups(self.worker_groups, self.handle, drain_s=drain_s)
-        self.adapters = AdapterOrders(self.groups, deadline_s=adapters_s)
+        self.restore_adapters: Callable[[ServedGroup], None] = lambda _group: None
         self._kernel: Scheduler
         self._policy_times: PolicyTimes
         self._record: EventRecorder | None = None
@@ -293,7 +289,7 @@ class Shell:
 
     def clear(self) -> None:
         """Interrupt all requests: running, waiting and in preparation."""
-        if any(group.sizing for group in self.groups.values()):
+        if any(group.sizing for group in self.groups.of_stage("generate")):
             probe("shell.clear_during_sizing")
         self._interrupt(Cleared())
 
@@ -436,7 +432,7 @@ class Shell:
         """Report the return of a lost worker group to the kernel; its requests continue."""
         groups = [self.groups[name] for name in names]
         for group in groups:
-            self.adapters.restore_adapters(group)
+            self.restore_adapters(group)
         for group in groups:
             if not group.worker_group.down:  # it may have been lost again within this loop
                 self.handle(GroupReady(group.name))
@@ -451,13 +447,11 @@ class Shell:
         """Reject ranks with fewer KV blocks than the kernel uses."""
         blocks = smallest_cache(reports)
         if blocks and blocks < self.limits.blocks:
-            raise GroupLostError(
-                limit_message(
-                    f"{' and '.join(reports)} came back with a smaller KV cache",
-                    value=f"{blocks} blocks",
-                    limit=f"at least {self.limits.blocks} blocks",
-                    remedy="see what else takes the device's memory, or pin a smaller size",
-                )
+            raise GroupLostError.of_limit(
+                f"{' and '.join(reports)} came back with a smaller KV cache",
+                value=f"{blocks} blocks",
+                limit=f"at least {self.limits.blocks} blocks",
+                remedy="see what else takes the device's memory, or pin a smaller size",
             )
 
     # --- views ---

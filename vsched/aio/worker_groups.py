@@ -45,7 +45,7 @@ from vsched.probes import probe
 from vsched.transport.arena import Arena
 from vsched.types import stage_of
 from vsched.wire import EncodeResult, GenerateResult, Ready
-from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec, threads_of
+from vsched.worker.spec import EncodeRole, RankSpec, threads_of
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -105,8 +105,7 @@ class WorkerGroup:
         events: WorkerGroupEvents,
         sizing: Sizing,
     ) -> None:
-        roles = {"encode": template.encode, "generate": template.generate}
-        served = [stage for stage, role in roles.items() if role is not None]
+        served = [*template.roles]
         assert [stage_of(group) for group in groups] == served, f"{groups} have roles {served}"
         self.groups = list(groups)
         self.down = self.draining = False
@@ -185,7 +184,7 @@ class WorkerGroup:
     def _with_settings(self, error: Exception) -> Exception:
         """Name both memory limits if a process has both stages: the error names only the limit of its stage."""
         template = self._template
-        both = template.encode is not None and template.generate is not None
+        both = len(template.roles) > 1
         if not (both and template.memory_limit_bytes and isinstance(error, DeviceOutOfMemory)):
             return error
         said, keys = str(error).rstrip("."), template.memory_keys
@@ -249,7 +248,7 @@ class WorkerGroup:
         changes: dict[str, Any] = {}
         for group in self.groups:
             stage = stage_of(group)
-            role: EncodeRole | GenerateRole = getattr(template, stage)
+            role = template.roles[stage]
             device = rank_device(role.settings.device, rank)
             settings = dataclasses.replace(
                 role.settings, device=device, ranks=self._ranks, rank=rank

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from vsched.aio.fork_server import ForkServer
     from vsched.api.server import RunningServer
     from vsched.config import Config
+    from vsched.fork_server import ForkServer
 
 logger = logging.getLogger("vsched.serve")
 
@@ -74,7 +74,7 @@ def serve(
 
     Flags of `vllm serve` are understood, too: docs/reference/vllm-flags.md.
     """
-    from vsched.aio.fork_server import ForkServer
+    from vsched.fork_server import ForkServer
 
     change_logging(level=log_level or "", form=log_format or "")
     for note in context.meta[NOTES]:

@@ -19,7 +19,6 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 
 from vsched.errors import RequestFailed, RequestRefused
-from vsched.faultpoints import fault_point
 from vsched.isolated.calls import CallCancellation
 from vsched.media.budget import BudgetStatistics, ByteBudget, Grant
 from vsched.media.items import Filled, MeasuredItem
@@ -28,6 +27,7 @@ from vsched.media.pictures.filling import fill_embedding
 from vsched.media.pictures.processes import Pictures
 from vsched.media.pixels import PixelLease, PixelStore
 from vsched.media.references import blame
+from vsched.probes import fault_point
 from vsched.types import Extent
 from vsched.worker.contract import VideoPlan
 

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, Protocol, TypeVar, get_args, get_typ
 import msgspec
 
 from vsched.errors import ConfigError
-from vsched.faultpoints import armed
+from vsched.probes import armed
 from vsched.sim.loop import VirtualLoop
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ import os
 import numpy as np
 import numpy.typing as npt
 
-from vsched.errors import ConfigError, limit_message
+from vsched.errors import ConfigError
 from vsched.types import ArenaLayout, Extent
 
 
@@ -35,13 +35,11 @@ class Arena:
         """
         host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if layout.total_bytes > host_bytes:
-            raise ConfigError(
-                limit_message(
-                    "arena: larger than the host's memory",
-                    value=layout.total_bytes,
-                    limit=f"{host_bytes} bytes",
-                    remedy="lower arena.pixel_bytes or arena.embedding_bytes",
-                )
+            raise ConfigError.of_limit(
+                "arena: larger than the host's memory",
+                value=layout.total_bytes,
+                limit=f"{host_bytes} bytes",
+                remedy="lower arena.pixel_bytes or arena.embedding_bytes",
             )
         fd = os.memfd_create("vsched-arena")
         os.ftruncate(fd, layout.total_bytes)

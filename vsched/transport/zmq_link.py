@@ -23,7 +23,7 @@ from pathlib import Path
 
 import zmq
 
-from vsched.errors import ConfigError, limit_message
+from vsched.errors import ConfigError
 from vsched.wire import FRAME_BYTES_MAX, Hello, LogEntry, Pulse, encode_report
 
 logger = logging.getLogger(__name__)
@@ -48,13 +48,12 @@ def make_socket_folder() -> str:
     limit = zmq.IPC_PATH_MAX_LEN - NAME_CHARACTERS_MAX
     if len(folder) > limit:
         Path(folder).rmdir()
-        message = limit_message(
+        raise ConfigError.of_limit(
             "the path of the folder for temporary files is too long to hold sockets",
             value=len(folder),
             limit=f"{limit} characters",
             remedy="set TMPDIR to a folder with a shorter path",
         )
-        raise ConfigError(message)
     return folder
 
 

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Sequence
 from itertools import groupby
 
-from vsched.errors import RequestRefused, limit_message
+from vsched.errors import RequestRefused
 from vsched.types import Spans
 from vsched.worker.contract import ItemPlan, VideoPlan
 
@@ -34,13 +34,13 @@ def expand_images(
     if video is not None and video != marker:
         places = sorted(places + places_of(token_ids, video))
     if len(places) != len(plans):
-        message = limit_message(
+        raise RequestRefused.of_limit(
             "the prompt's image placeholders and the request's images differ in number",
             value=len(places),
             limit=len(plans),
             remedy="send one placeholder an image or video, and none in the text",
+            code="image_count_mismatch",
         )
-        raise RequestRefused(message, code="image_count_mismatch")
     expanded: list[int] = []
     spans: list[Spans] = []
     start = 0

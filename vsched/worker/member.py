@@ -1,7 +1,7 @@
 """A rank as a member of its groups: start-up, received entries, their order of execution, and reports.
 
 Nothing here blocks. A rank process waits on its links between entries, and a simulated rank is a task that awaits them;
-both pass received frames to a `Member`, and get the next entry from `Following`.
+both pass received frames to a `Member`, and have `Rank` execute the next entry.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ from vsched.wire import (
     RankReport,
     Ready,
     RemoveAdapter,
-    Reserved,
     RunHook,
     SizeKv,
     StepCheck,
@@ -106,15 +105,17 @@ class Member(Generic[Link]):
     """A link to one leader, the log received over it, and the stage that executes its entries.
 
     Attributes:
-        stage: Executes the entries; set when the model is loaded.
+        stage: Executes the entries; set when the model is loaded, of a generate rank when its KV cache is accepted.
+        sizing: Builds KV caches, and finishes the start with the accepted one; None before and after.
         entry: The received entry that is not executed yet.
-        received_ns: Time of the last received frame; the timeout applies from the first entry on.
+        received_ns: Time of the last received frame; the timeout applies from the first entry after the start on.
     """
 
     def __init__(self, spec: RankSpec, link: Link, host: RankHost | None = None) -> None:
         self.link = link
         self.log = FollowerLog()
         self.stage: StageRank
+        self.sizing: tuple[KvBuilder, Callable[[], None]] | None = None
         self.entry: LogEntry | None = None
         self.received_ns: int | None = None
         self._spec = spec
@@ -155,7 +156,7 @@ class Member(Generic[Link]):
             return False
         if frame != ON_THE_WAY:
             self.entry = self.log.accept(frame)
-        if self.entry is not None or self.received_ns is not None:
+        if self.sizing is None and (self.entry is not None or self.received_ns is not None):
             self.received_ns = self._host.now_ns()
         return True
 
@@ -166,6 +167,9 @@ class Member(Generic[Link]):
     def carry_out(self) -> bool:
         """Execute the entry; return False if it was the last."""
         entry, self.entry = self.entry, None
+        if self.sizing is not None:
+            self._size(entry, *self.sizing)
+            return True
         match entry:
             case GenerateDecision() | EncodeDecision() | Continue():
                 self._step(entry)
@@ -187,6 +191,26 @@ class Member(Generic[Link]):
         # A step can take longer than the timeout: frames that arrived in between are not read yet.
         self.received_ns = self._host.now_ns()
         return True
+
+    def _size(self, entry: LogEntry | None, builder: KvBuilder, finish: Callable[[], None]) -> None:
+        """Build, measure or drop a KV cache, or serve with the current one."""
+        match entry:
+            case SizeKv(tokens):
+                if tokens:
+                    self.progress(f"measuring a KV cache of {tokens} tokens", 0.0)
+                self.report(builder.carry_out(entry))
+            case AcceptKv(blocks):
+                if blocks != builder.blocks:
+                    raise RankDesync(
+                        f"{blocks} KV blocks are accepted, {builder.blocks} stand on this rank"
+                    )
+                builder.settle()
+                self.sizing = None
+                finish()
+            case Heartbeat():
+                pass
+            case _:
+                raise RankDesync(f"heard {type(entry).__name__} before a KV cache was accepted")
 
     def _beat(self) -> None:
         self.report(Beat(self.log.seq, self._host.memory(), self.stage.kernels_late()))
@@ -210,79 +234,16 @@ class Member(Generic[Link]):
         self.stage.look_ahead()
 
 
-class Following(Generic[Link]):
-    """The order of execution of the entries in all logs of a rank: steps in the order of their turns.
-
-    Attributes:
-        over: Whether a log has ended with `Stop`.
-        grace_s: Time to listen once more after the timeout. After a suspension of the whole machine, the timeout is
-            over before a live engine can send anything.
-    """
-
-    def __init__(
-        self, members: Sequence[Member[Link]], timeout_s: float, host: RankHost | None = None
-    ) -> None:
-        self.over = False
-        self._members = members
-        self._timeout_s = timeout_s
-        self.grace_s = timeout_s / PULSES_PER_TIMEOUT
-        self._now_ns = (host or RankHost()).now_ns
-        self._turn = 0
-
-    @property
-    def next(self) -> Member[Link] | None:
-        """The member with the next entry; None if an entry must be received first."""
-        return next((one for one in self._members if one.is_next(self._turn)), None)
-
-    def advance(self) -> bool:
-        """Execute the next entry; return False without effect if an entry must be received first."""
-        member = self.next
-        if member is None:
-            return False
-        self._turn = max(self._turn, member.log.turn)
-        self.over = not member.carry_out()
-        return True
-
-    def awaited(self) -> list[Member[Link]]:
-        """Return the members whose next entry may have the next turn.
-
-        Raises:
-            RankDesync: When there are none.
-        """
-        awaited = [one for one in self._members if one.entry is None]
-        if not awaited:
-            raise RankDesync("every log of this rank waits for a turn that none of them has")
-        return awaited
-
-    def left_s(self) -> float:
-        """Return the remaining time until silent leaders time out, in seconds."""
-        now_ns, awaited = self._now_ns(), self.awaited()
-        silent_ns = [now_ns - one.received_ns for one in awaited if one.received_ns is not None]
-        return max(0.0, self._timeout_s - max(silent_ns, default=0) / 1e9)
-
-    def received_nothing(self) -> None:
-        """Handle a timeout: fail, unless no leader has sent anything yet.
-
-        A leader sends nothing until all ranks of its group are ready, which its own deadline limits.
-
-        Raises:
-            GroupLostError: When a leader is silent after it has sent an entry.
-        """
-        if any(member.received_ns is not None for member in self.awaited()):
-            probe("rank.engine_silent")
-            raise GroupLostError(
-                f"heard nothing from the engine for {self._timeout_s:g} s (deadlines.rank_timeout_s); "
-                "a living engine sends a heartbeat every deadlines.heartbeat_s"
-            )
-
-
-class RankLoading(Generic[Link]):
-    """Loads the models of the roles, and reports ready after a KV cache is accepted.
+class Rank(Generic[Link]):
+    """One rank: loads the models of its roles, then executes the entries of all logs, in the order of their turns.
 
     `members` are those of the encode group and the generate group, if the rank has the role.
 
     Attributes:
-        sizing: The member whose leader sends orders about the KV cache; None once the rank is ready.
+        serving: Whether the start is complete: a KV cache is accepted, and ready is reported.
+        over: Whether a log has ended with `Stop`.
+        grace_s: Time to listen once more after the timeout. After a suspension of the whole machine, the timeout is
+            over before a live engine can send anything.
     """
 
     def __init__(
@@ -292,17 +253,19 @@ class RankLoading(Generic[Link]):
         members: Sequence[Member[Link]],
         host: RankHost | None = None,
     ) -> None:
-        self.sizing: Member[Link] | None = None
+        self.serving = self.over = False
+        self.grace_s = spec.timeout_s / PULSES_PER_TIMEOUT
         self._spec = spec
         self._arena = arena
         self._members = members
         self._host = host or RankHost()
+        self._turn = 0
         self._ready: list[Ready] = []
-        self._builder: KvBuilder
-        self._finish: Callable[[], None]
 
-    def begin(self) -> None:
-        """Load the models; orders about the KV cache follow.
+    # --- the start ---
+
+    def load(self) -> None:
+        """Load the models; entries about the KV cache follow.
 
         Raises:
             CheckpointError, DeviceOutOfMemory: From the worker.
@@ -315,33 +278,6 @@ class RankLoading(Generic[Link]):
         else:
             self._report_ready()
 
-    def take(self, frame: bytes) -> None:
-        """Execute an order: build, measure or drop a KV cache, or serve with the current one.
-
-        Raises:
-            RankDesync: When the entry is no such order, or does not match the current KV cache.
-        """
-        member, builder = self.sizing, self._builder
-        assert member is not None, "the rank is ready"
-        if frame == ON_THE_WAY:
-            return
-        match member.log.accept(frame):
-            case SizeKv() as order:
-                if order.tokens:
-                    member.progress(f"measuring a KV cache of {order.tokens} tokens", 0.0)
-                member.report(builder.carry_out(order))
-            case AcceptKv(blocks):
-                if blocks != builder.blocks:
-                    raise RankDesync(
-                        f"{blocks} KV blocks are accepted, {builder.blocks} stand on this rank"
-                    )
-                builder.settle()
-                self._finish()
-            case Heartbeat():
-                pass
-            case entry:
-                raise RankDesync(f"heard {type(entry).__name__} before a KV cache was accepted")
-
     def _load_encoder(self, role: EncodeRole, member: Member[Link]) -> None:
         spec, arena, host = self._spec, self._arena, self._host
         plugin = host.load_worker(role.plugin)
@@ -351,7 +287,7 @@ class RankLoading(Generic[Link]):
         loaded, reservation = reserve_encoder(
             plugin, worker, spec.info, role, rank=spec.rank, collect=host.collect
         )
-        member.report(Reserved(loaded, reservation))
+        member.report(Loaded(loaded, reservation))
         member.stage = EncodeRank(worker, arena.embeddings, arena.read, rank=spec.rank)
         memory = {"weights": loaded.weights_bytes, "activations": reservation.growth_bytes}
         memory |= {**adapters, **host.memory()}
@@ -367,7 +303,7 @@ class RankLoading(Generic[Link]):
         # Before memory is measured, because it needs some for a large vocabulary.
         grammars = plugin.load_grammars(spec.info)
         image = image_for(plugin, spec.info, role.limits, pixels_max=role.pixels_max)
-        builder = self._builder = KvBuilder(
+        builder = KvBuilder(
             worker,
             spec.info,
             role.limits,
@@ -413,14 +349,62 @@ class RankLoading(Generic[Link]):
             self._ready.append(Ready(builder.blocks, memory, dict(worker.hooks())))
             self._report_ready()
 
-        self._finish = finish
-        self.sizing = member
+        member.sizing = builder, finish
 
     def _report_ready(self) -> None:
-        self.sizing = None
         for member, report in zip(self._members, self._ready, strict=True):
             member.stage.begin()
             member.report_ready(report)
+        self.serving = True
+
+    # --- entries ---
+
+    @property
+    def next(self) -> Member[Link] | None:
+        """The member with the next entry; None if an entry must be received first."""
+        return next((one for one in self._members if one.is_next(self._turn)), None)
+
+    def advance(self) -> bool:
+        """Execute the next entry; return False without effect if an entry must be received first."""
+        member = self.next
+        if member is None:
+            return False
+        self._turn = max(self._turn, member.log.turn)
+        self.over = not member.carry_out()
+        return True
+
+    def awaited(self) -> list[Member[Link]]:
+        """Return the members whose next entry may have the next turn.
+
+        Raises:
+            RankDesync: When there are none.
+        """
+        awaited = [one for one in self._members if one.entry is None]
+        if not awaited:
+            raise RankDesync("every log of this rank waits for a turn that none of them has")
+        return awaited
+
+    def left_s(self) -> float:
+        """Return the remaining time until silent leaders time out, in seconds."""
+        now_ns, awaited = self._host.now_ns(), self.awaited()
+        silent_ns = [now_ns - one.received_ns for one in awaited if one.received_ns is not None]
+        return max(0.0, self._spec.timeout_s - max(silent_ns, default=0) / 1e9)
+
+    def received_nothing(self) -> None:
+        """Handle a timeout: fail, unless no leader has sent anything since the start.
+
+        Until all ranks of its group are ready, a leader sends only orders about the KV cache; its own deadline limits
+        that time.
+
+        Raises:
+            GroupLostError: When a leader is silent after it has sent an entry.
+        """
+        if any(member.received_ns is not None for member in self.awaited()):
+            probe("rank.engine_silent")
+            raise GroupLostError(
+                f"heard nothing from the engine for {self._spec.timeout_s:g} s (deadlines.rank_timeout_s); "
+                "a living engine sends a heartbeat every deadlines.heartbeat_s"
+            )
 
 
 def _load_draft(plugin: WorkerPlugin, role: GenerateRole, progress: Progress) -> DraftWorker | None:

@@ -2,7 +2,7 @@
 
 A rank on a CPU is limited by `RLIMIT_DATA`, which counts the private writable mappings of the process, whether or not
 they were written. Freed memory that the C library keeps counts, too; it is configured to keep most of it (see
-`vsched.aio.fork_server`), so that the memory of the largest steps is held after the first one. A KV cache
+`vsched.fork_server`), so that the memory of the largest steps is held after the first one. A KV cache
 is a separate mapping, which is returned completely.
 """
 
@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from vsched.errors import DeviceOutOfMemory, limit_message
+from vsched.errors import DeviceOutOfMemory
 
 PROCESS_STATUS = Path("/proc/self/status")
 _HOST_MEMORY = Path("/proc/meminfo")
@@ -124,13 +124,11 @@ def limit_process_memory(limit_bytes: int, *, keys: str) -> None:
         return
     held = status_bytes("VmData")
     if held >= limit_bytes:
-        raise DeviceOutOfMemory(
-            limit_message(
-                f"{keys}: the memory limit of a rank is below what it holds before it loads (bytes)",
-                value=held,
-                limit=limit_bytes,
-                remedy=f"raise {keys}",
-            )
+        raise DeviceOutOfMemory.of_limit(
+            f"{keys}: the memory limit of a rank is below what it holds before it loads (bytes)",
+            value=held,
+            limit=limit_bytes,
+            remedy=f"raise {keys}",
         )
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     bound = limit_bytes if hard == resource.RLIM_INFINITY else min(limit_bytes, hard)

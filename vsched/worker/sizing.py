@@ -54,7 +54,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from vsched.errors import DeviceOutOfMemory, limit_message
+from vsched.errors import DeviceOutOfMemory
 from vsched.kernel.decisions import (
     ChunkItem,
     ChunkPlan,
@@ -587,13 +587,11 @@ def _take(memory: DeviceMemory, size: int) -> None:
         with memory.hold(size):
             pass
     except DeviceOutOfMemory as error:
-        raise DeviceOutOfMemory(
-            limit_message(
-                "encode.reserved: the memory is not there (bytes)",
-                value=size,
-                limit=memory.available(),
-                remedy="lower it, or raise encode.memory_limit",
-            )
+        raise DeviceOutOfMemory.of_limit(
+            "encode.reserved: the memory is not there (bytes)",
+            value=size,
+            limit=memory.available(),
+            remedy="lower it, or raise encode.memory_limit",
         ) from error
 
 
@@ -672,15 +670,13 @@ def _run(worker: EncodeWorker, arena: BatchArena, batch: Sequence[ImagePlan]) ->
             worker.encode(arena.jobs(batch), arena.embeddings)
     except DeviceOutOfMemory as error:
         largest = max(batch, key=lambda plan: plan.tokens)
-        raise DeviceOutOfMemory(
-            limit_message(
-                f"the worst batch of images does not fit on {memory.name} (bytes): {len(batch)} images with "
-                f"{sum(plan.tokens for plan in batch)} tokens, the largest with {largest.tokens} of "
-                + " and ".join(f"{spec.name} {list(spec.shape)}" for spec in largest.arrays),
-                value=f"more than {memory.peak()}",
-                limit=memory.total(),
-                remedy=_KNOBS,
-            )
+        raise DeviceOutOfMemory.of_limit(
+            f"the worst batch of images does not fit on {memory.name} (bytes): {len(batch)} images with "
+            f"{sum(plan.tokens for plan in batch)} tokens, the largest with {largest.tokens} of "
+            + " and ".join(f"{spec.name} {list(spec.shape)}" for spec in largest.arrays),
+            value=f"more than {memory.peak()}",
+            limit=memory.total(),
+            remedy=_KNOBS,
         ) from error
     return memory.peak()
 

@@ -54,32 +54,34 @@ class StepLimits(msgspec.Struct, frozen=True, kw_only=True):
         return min(self.chunk_tokens, self.prompt_tokens, self.batch_tokens)
 
 
-class EncodeRole(msgspec.Struct, frozen=True, kw_only=True):
+class Role(msgspec.Struct, frozen=True, kw_only=True):
+    """Membership of a rank in a group, with the address of the group's leader."""
+
+    address: str
+    plugin: str
+    settings: WorkerSettings
+
+
+class EncodeRole(Role, frozen=True, kw_only=True):
     """Membership of a rank in an encode group.
 
     `items` and `tokens` limit a batch, 0 tokens for no limit; `pixels_max` is the size of the largest accepted image.
     `reserved_bytes` is the configured reservation for the largest batch; None to measure it.
     """
 
-    address: str
-    plugin: str
-    settings: WorkerSettings
     items: int
     tokens: int
     pixels_max: int
     reserved_bytes: int | None = None
 
 
-class GenerateRole(msgspec.Struct, frozen=True, kw_only=True):
+class GenerateRole(Role, frozen=True, kw_only=True):
     """Membership of a rank in a generate group.
 
     `limits` are the maximum sizes of a step; `pixels_max` is the size of the largest accepted image, 0 for no images.
     `draft` is the draft model, if any, with this rank's share of its KV.
     """
 
-    address: str
-    plugin: str
-    settings: WorkerSettings
     limits: StepLimits
     pixels_max: int = 0
     draft: ModelInfo | None = None
@@ -104,8 +106,7 @@ class HostShare(msgspec.Struct, frozen=True, kw_only=True):
 class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One rank: its roles (two if the stages share a process) and their common parameters.
 
-    The host of the rank fills in the folder, the arena's descriptor and the addresses
-    (`vsched.aio.launcher.at_home`).
+    The host of the rank fills in the folder, the arena's descriptor and the addresses.
 
     `name` has the groups and the number, such as `generate-0 rank 1`. `memory_limit_bytes` limits the private memory of
     the process; 0 for no limit. `share` has the parts of limit and threads that depend on the host.
@@ -125,12 +126,15 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     generate: GenerateRole | None = None
 
     @property
+    def roles(self) -> dict[str, Role]:
+        """The roles by stage."""
+        roles = {"encode": self.encode, "generate": self.generate}
+        return {stage: role for stage, role in roles.items() if role is not None}
+
+    @property
     def memory_keys(self) -> str:
         """The settings of `memory_limit_bytes`, which is the sum of both in a process with both roles."""
-        roles = {"encode": self.encode, "generate": self.generate}
-        return " or ".join(
-            f"{name}.memory_limit" for name, role in roles.items() if role is not None
-        )
+        return " or ".join(f"{stage}.memory_limit" for stage in self.roles)
 
 
 def usable_cores() -> int:
@@ -190,17 +194,16 @@ def shared_out(spec: RankSpec, *, cores: int, available_bytes: int) -> RankSpec:
     share = spec.share
     changes: dict[str, Any] = {}
     for stage in share.threads:
-        role: EncodeRole | GenerateRole = getattr(spec, stage)
+        role = spec.roles[stage]
         threads = default_threads(cores, processes=share.processes)
         settings = dataclasses.replace(role.settings, threads=threads)
         changes[stage] = msgspec.structs.replace(role, settings=settings)
     if share.memory:
-        stages = sum(role is not None for role in (spec.encode, spec.generate))
-        each = default_limit(available_bytes, ranks=share.processes * stages)
+        each = default_limit(available_bytes, ranks=share.processes * len(spec.roles))
         changes["memory_limit_bytes"] = share.memory_bytes + share.memory * each
     return msgspec.structs.replace(spec, **changes)
 
 
 def threads_of(spec: RankSpec) -> int:
     """Return the number of compute threads of a rank's process."""
-    return max(role.settings.threads for role in (spec.encode, spec.generate) if role is not None)
+    return max(role.settings.threads for role in spec.roles.values())

@@ -18,13 +18,12 @@ import pytest
 from tests.patience import NEVER_S, patience
 from tests.unit.rank.fake_plugin import Behaviour, FakeEncoder, FakeGenerator, expected_tokens
 from tests.unit.rank.worker_groups import Place, limits_for, make_sizing
-from vsched.aio.launcher import at_home, link_address
-from vsched.aio.serving import RunningParts
+from vsched.aio.launcher import OwnHost, OwnLauncher
 from vsched.aio.shell import EventRecorder, Shell, start_shell
 from vsched.aio.streams import ChoiceInputs, TokenStream
 from vsched.config import Config
 from vsched.config.sections import DeadlinesConfig
-from vsched.engine import Engine
+from vsched.engine import Engine, RunningParts
 from vsched.errors import RequestFailed
 from vsched.kernel import Scheduler
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision
@@ -44,7 +43,6 @@ from vsched.wire import (
     LogEntry,
     RankReport,
     Ready,
-    Reserved,
     SizeKv,
     StepCheck,
     check_of,
@@ -135,7 +133,7 @@ class Rank:
             ranks.say(group, Hello(self.number, self.spec.secret), self.number)
             if stage_of(group) == "encode":
                 reservation = Reservation(rank=self.number, pool="fake", growth_bytes=0, held=False)
-                ranks.say(group, Reserved(self._memory, reservation), self.number)
+                ranks.say(group, Loaded(self._memory, reservation), self.number)
                 ranks.say(group, Ready(0, {}), self.number)
             elif group not in ranks.mute:
                 ranks.say(group, Loaded(self._memory), self.number)
@@ -173,30 +171,17 @@ def _generate_rank(ranks: Ranks, role: GenerateRole) -> GenerateRank:
     )
 
 
-class HostOfRanks:
-    """The place of the ranks of one start."""
+class FarHost(OwnHost):
+    """The place of the ranks of one start, which may be lost."""
 
     name = "far"
-
-    def __init__(self, ranks: Ranks, groups: Sequence[str], arena: Arena, start: int) -> None:
-        self._ranks = ranks
-        self._groups = groups
-        self._arena = arena
-        self._start = start
-
-    def open_link(self, group: str, on_frame: Callable[[bytes, bytes], None]) -> Wire:
-        return Wire(self._ranks, link_address(self._ranks.run_dir, group, self._start), on_frame)
-
-    def launch(self, spec: RankSpec, *, threads: int, on_exit: Callable[[int], None]) -> Rank:
-        run_dir, fd, start = self._ranks.run_dir, self._arena.fd, self._start
-        spec = at_home(spec, self._groups, run_dir=run_dir, arena_fd=fd, start=start)
-        return self._ranks.launch(spec, threads=threads, on_exit=on_exit)
+    ranks: Ranks
 
     def close(self) -> None:
-        self._ranks.places_closed += 1
+        self.ranks.places_closed += 1
 
 
-class Ranks:
+class Ranks(OwnLauncher):
     """All ranks of a shell, past and present.
 
     Attributes:
@@ -213,7 +198,7 @@ class Ranks:
     home: Place
 
     def __init__(self, run_dir: str) -> None:
-        self.run_dir = run_dir
+        super().__init__(run_dir)
         self.lose_host: Callable[[str], None]
         self.places = self.places_closed = 0
         self.wires: dict[str, Wire] = {}
@@ -236,12 +221,17 @@ class Ranks:
 
     def choose_host(
         self, groups: Sequence[str], arena: Arena, on_lost: Callable[[str], None]
-    ) -> HostOfRanks:
+    ) -> FarHost:
         self.lose_host = on_lost
         self.places += 1
-        return HostOfRanks(self, groups, arena, self.places)
+        host = FarHost(self, groups, arena, self.places)
+        host.ranks = self
+        return host
 
-    def launch(self, spec: RankSpec, *, threads: int, on_exit: Callable[[int], None]) -> Rank:
+    def listen(self, address: str, on_frame: Callable[[bytes, bytes], None]) -> Wire:
+        return Wire(self, address, on_frame)
+
+    def start(self, spec: RankSpec, *, threads: int, on_exit: Callable[[int], None]) -> Rank:
         if self.failures:
             raise self.failures.popleft()
         rank = Rank(self, spec, on_exit)

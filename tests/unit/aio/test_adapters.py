@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from tests.patience import until
-from vsched.aio.adapters import AdapterOrders, AdapterTable, with_adapter
+from vsched.aio.adapters import AdapterTable, with_adapter
 from vsched.aio.worker_groups import ServedGroup, ServedGroups
 from vsched.config import Config
 from vsched.config.sections import AdaptersConfig, DeadlinesConfig, ModelConfig
@@ -17,8 +17,6 @@ from vsched.errors import CheckpointError, RequestRefused
 from vsched.testing import make_request
 from vsched.wire import AddAdapter, RemoveAdapter
 from vsched.worker.contract import AdapterFacts
-
-BOTH, ONE = ("encode", "generate"), ("generate",)
 
 
 class FakeLeader:
@@ -71,10 +69,6 @@ class FakeGroups:
         return [group for group in self.all if group.stage == stage]
 
 
-def orders_of(groups: FakeGroups, deadline_s: float = 60.0) -> AdapterOrders:
-    return AdapterOrders(cast("ServedGroups", groups), deadline_s=deadline_s)
-
-
 def served(group: FakeGroup) -> ServedGroup:
     return cast("ServedGroup", group)
 
@@ -83,110 +77,28 @@ def who_has(groups: FakeGroups, number: int) -> list[str]:
     return [group.name for group in groups.all if number in group.leader.has]
 
 
-async def test_orders_reach_all_groups_of_the_stages() -> None:
-    groups = FakeGroups()
-    orders = orders_of(groups)
-    await orders.add(1, "path", ONE)
-    await orders.add(2, "path", BOTH)
-    assert who_has(groups, 1) == ["generate-0", "generate-1"]
-    assert who_has(groups, 2) == ["encode", "generate-0", "generate-1"]
-    await orders.remove(2, BOTH)
-    assert who_has(groups, 2) == []
-
-
-async def test_orders_take_away_from_all_what_one_rank_cannot_add() -> None:
-    groups = FakeGroups()
-    groups.all[2].leader.errors = ["", "shapes differ"]
-    orders = orders_of(groups)
-    with pytest.raises(RequestRefused, match="generate-1: shapes differ"):
-        await orders.add(1, "path", ONE)
-    assert who_has(groups, 1) == []
-    orders.restore_adapters(served(groups.all[1]))
-    assert who_has(groups, 1) == [], "it is not stored"
-
-
-async def test_orders_end_at_the_deadline_and_leave_nothing() -> None:
-    groups = FakeGroups()
-    groups.all[1].leader.silent = True
-    orders = orders_of(groups, deadline_s=0.01)
-    adding = asyncio.ensure_future(orders.add(1, "path", ONE))
-    await until(
-        lambda: len(groups.all[1].leader.waiting) == 2, "it is ordered to remove the adapter"
-    )
-    groups.all[1].leader.lose()
-    with pytest.raises(RequestRefused, match="adapters.load_s"):
-        await adding
-    assert who_has(groups, 1) == []
-
-
-async def test_orders_report_a_group_that_was_lost_meanwhile_when_it_is_back() -> None:
-    groups = FakeGroups()
-    lost = groups.all[1]
-    lost.leader.silent = True
-    orders = orders_of(groups)
-    adding = asyncio.ensure_future(orders.add(1, "path", ONE))
-    await until(lambda: bool(lost.leader.waiting), "it gets the order")
-    old, lost.state, lost.leader = lost.leader, "down", FakeLeader()
-    old.lose()
-    await adding
-    assert who_has(groups, 1) == ["generate-1"]
-    lost.state = "up"
-    orders.restore_adapters(served(lost))
-    assert who_has(groups, 1) == ["generate-0", "generate-1"]
-
-
-async def test_orders_report_a_group_that_is_back_while_others_add() -> None:
-    """Restoring a group does not cover an adapter that is still being added."""
-    groups = FakeGroups()
-    groups.all[1].state = "down"
-    slow = groups.all[2].leader
-    slow.silent = True
-    orders = orders_of(groups)
-    adding = asyncio.ensure_future(orders.add(1, "path", ONE))
-    await until(lambda: bool(slow.waiting), "the other group gets the order")
-    groups.all[1].state = "up"
-    slow.waiting[0].set_result([""])
-    await adding
-    assert 1 in groups.all[1].leader.has
-
-
-async def test_orders_need_a_group_of_each_stage() -> None:
-    groups = FakeGroups()
-    groups.all[0].state = "down"
-    orders = orders_of(groups)
-    with pytest.raises(RequestRefused, match="no encode group is up"):
-        await orders.add(1, "path", BOTH)
-    assert who_has(groups, 1) == []
-
-
-async def test_orders_give_up_a_group_that_does_not_get_its_adapters_back() -> None:
-    groups = FakeGroups()
-    orders = orders_of(groups)
-    await orders.add(1, "path", ONE)
-    groups.all[1].leader = FakeLeader()
-    groups.all[1].leader.errors = ["no memory"]
-    orders.restore_adapters(served(groups.all[1]))
-    await until(lambda: bool(groups.all[1].leader.refused), "the group is refused")
-    assert groups.all[1].leader.refused == ["could not add an adapter again: no memory"]
-
-
 class Bench:
     """A table over fake groups; `facts` are those of every adapter."""
 
-    def __init__(self, folder: Path, *, drain_s: float = 60.0, encoder: bool = False) -> None:
+    def __init__(
+        self, folder: Path, *, drain_s: float = 60.0, load_s: float = 60.0, encoder: bool = True
+    ) -> None:
         self.groups = FakeGroups()
         self.folder = folder
         self.facts: AdapterFacts | Exception = AdapterFacts(4)
         config = Config(
             model=ModelConfig(name="base"),
             adapters=AdaptersConfig(
-                count_max=2, rank_max=8, directory=str(folder / "adapters"), encoder=encoder
+                count_max=2,
+                rank_max=8,
+                directory=str(folder / "adapters"),
+                encoder=encoder,
+                load_s=load_s,
             ),
             deadlines=DeadlinesConfig(drain_s=drain_s),
         )
-        self.table = AdapterTable(
-            config, orders_of(self.groups), self.keep, kept_in=str(folder / "kept")
-        )
+        groups = cast("ServedGroups", self.groups)
+        self.table = AdapterTable(config, groups, self.keep, kept_in=str(folder / "kept"))
 
     def keep(self, path: str, kept: str) -> AdapterFacts:
         Path(kept).mkdir(parents=True)
@@ -199,9 +111,97 @@ class Bench:
         folder = self.folder / "kept"
         return sorted(one.name for one in folder.iterdir()) if folder.exists() else []
 
+    def loading(self, name: str = "a") -> asyncio.Task[None]:
+        """Begin to load an adapter."""
+        return asyncio.create_task(self.table.load(name, "somewhere"))
 
-async def test_table_gives_each_adapter_a_number_of_its_own(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+async def test_adapters_reach_all_groups_of_their_stages(bench: Bench) -> None:
+    await bench.table.load("a", "somewhere")
+    bench.facts = AdapterFacts(4, changes_encoder=True)
+    await bench.table.load("b", "somewhere")
+    assert who_has(bench.groups, 1) == ["generate-0", "generate-1"]
+    assert who_has(bench.groups, 2) == ["encode", "generate-0", "generate-1"]
+    await bench.table.unload("b")
+    assert who_has(bench.groups, 2) == []
+
+
+async def test_adapter_that_one_rank_cannot_add_is_taken_away_from_all(bench: Bench) -> None:
+    groups = bench.groups
+    groups.all[2].leader.errors = ["", "shapes differ"]
+    with pytest.raises(RequestRefused, match="generate-1: shapes differ"):
+        await bench.table.load("a", "somewhere")
+    assert who_has(groups, 1) == []
+    bench.table.restore_adapters(served(groups.all[1]))
+    assert who_has(groups, 1) == [], "it is not stored"
+
+
+async def test_adapter_that_is_not_added_by_the_deadline_leaves_nothing(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, load_s=0.01)
+    silent = bench.groups.all[1].leader
+    silent.silent = True
+    adding = bench.loading()
+    await until(lambda: len(silent.waiting) == 2, "it is ordered to remove the adapter")
+    silent.lose()
+    with pytest.raises(RequestRefused, match="adapters.load_s"):
+        await adding
+    assert who_has(bench.groups, 1) == []
+
+
+async def test_group_that_was_lost_meanwhile_gets_the_adapter_when_it_is_back(
+    bench: Bench,
+) -> None:
+    groups, lost = bench.groups, bench.groups.all[1]
+    lost.leader.silent = True
+    adding = bench.loading()
+    await until(lambda: bool(lost.leader.waiting), "it gets the order")
+    old, lost.state, lost.leader = lost.leader, "down", FakeLeader()
+    old.lose()
+    await adding
+    assert who_has(groups, 1) == ["generate-1"]
+    lost.state = "up"
+    bench.table.restore_adapters(served(lost))
+    assert who_has(groups, 1) == ["generate-0", "generate-1"]
+
+
+async def test_group_that_is_back_while_others_add_gets_the_adapter(bench: Bench) -> None:
+    """Restoring a group does not cover an adapter that is still being added."""
+    groups = bench.groups
+    groups.all[1].state = "down"
+    slow = groups.all[2].leader
+    slow.silent = True
+    adding = bench.loading()
+    await until(lambda: bool(slow.waiting), "the other group gets the order")
+    groups.all[1].state = "up"
+    slow.waiting[0].set_result([""])
+    await adding
+    assert 1 in groups.all[1].leader.has
+
+
+async def test_adapter_needs_a_group_of_each_stage(bench: Bench) -> None:
+    bench.facts = AdapterFacts(4, changes_encoder=True)
+    bench.groups.all[0].state = "down"
+    with pytest.raises(RequestRefused, match="no encode group is up"):
+        await bench.table.load("a", "somewhere")
+    assert who_has(bench.groups, 1) == []
+
+
+async def test_group_that_does_not_get_its_adapters_back_is_given_up(bench: Bench) -> None:
+    group = bench.groups.all[1]
+    await bench.table.load("a", "somewhere")
+    group.leader = FakeLeader()
+    group.leader.errors = ["no memory"]
+    bench.table.restore_adapters(served(group))
+    await until(lambda: bool(group.leader.refused), "the group is refused")
+    assert group.leader.refused == ["could not add an adapter again: no memory"]
+
+
+async def test_table_gives_each_adapter_a_number_of_its_own(bench: Bench) -> None:
     await bench.table.load("a", "somewhere")
     assert bench.kept() == ["1"]
     await bench.table.unload("a")
@@ -212,7 +212,7 @@ async def test_table_gives_each_adapter_a_number_of_its_own(tmp_path: Path) -> N
 
 
 async def test_table_keeps_nothing_of_what_cannot_be_loaded(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
+    bench = Bench(tmp_path, encoder=False)
     bench.facts = CheckpointError("damaged. Remedy: another.")
     with pytest.raises(RequestRefused, match="damaged") as refused:
         await bench.table.load("a", str(tmp_path))
@@ -230,16 +230,14 @@ async def test_table_keeps_nothing_of_what_cannot_be_loaded(tmp_path: Path) -> N
     ("name", "code"),
     [("base", "name_taken"), ("a", "name_taken"), ("", "invalid_name"), ("x\n", "invalid_name")],
 )
-async def test_table_refuses_names(tmp_path: Path, name: str, code: str) -> None:
-    bench = Bench(tmp_path)
+async def test_table_refuses_names(bench: Bench, name: str, code: str) -> None:
     await bench.table.load("a", "somewhere")
     with pytest.raises(RequestRefused) as refused:
         await bench.table.load(name, "somewhere")
     assert refused.value.code == code
 
 
-async def test_table_counts_those_that_are_on_their_way(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
+async def test_table_counts_those_that_are_on_their_way(bench: Bench) -> None:
     loads = [bench.table.load(name, "somewhere") for name in "abc"]
     outcomes = await asyncio.gather(*loads, return_exceptions=True)
     assert [getattr(each, "code", "") for each in outcomes] == ["", "", "too_many_adapters"]
@@ -256,8 +254,7 @@ def test_table_takes_no_path_outside_the_directory(tmp_path: Path, path: str) ->
     assert table.path_of("a/b") == str(tmp_path / "adapters" / "a" / "b")
 
 
-async def test_table_unloads_after_the_last_user(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
+async def test_table_unloads_after_the_last_user(bench: Bench) -> None:
     await bench.table.load("a", "somewhere")
     first, second = bench.table.hold("a"), bench.table.hold("a")
     second.run(lambda message: pytest.fail(message))
@@ -289,17 +286,15 @@ async def test_table_interrupts_late_requests(tmp_path: Path) -> None:
     running.release()
 
 
-async def test_table_continues_without_waiters(tmp_path: Path) -> None:
+async def test_table_continues_without_waiters(bench: Bench) -> None:
     """The caller may leave: the adapter is loaded or not, never half-way."""
-    bench = Bench(tmp_path)
-    loading = asyncio.ensure_future(bench.table.load("a", "somewhere"))
+    loading = bench.loading()
     await asyncio.sleep(0)
     loading.cancel()
     await until(lambda: [row["state"] for row in bench.table.rows()] == ["ready"], "it is loaded")
 
 
-async def test_items_of_an_adapter_that_changes_the_encoder_have_other_keys(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, encoder=True)
+async def test_items_of_an_adapter_that_changes_the_encoder_have_other_keys(bench: Bench) -> None:
     bench.facts = AdapterFacts(4, changes_encoder=True)
     await bench.table.load("a", "somewhere")
     await bench.table.load("b", "somewhere")

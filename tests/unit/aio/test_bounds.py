@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vsched.aio.serving import check_numbers, check_prompt_values, checked_prompt
+from vsched.aio.arrivals import check_numbers, check_prompt_values, checked_prompt
 from vsched.errors import RequestRefused
 from vsched.types import SamplingParams
 

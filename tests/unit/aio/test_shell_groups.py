@@ -361,7 +361,7 @@ async def test_crew_whose_second_rank_cannot_be_started_leaves_none(played: Shel
     """The first rank is stopped as well."""
     await played.stop()
     ranks = played.ranks
-    real, started = ranks.launch, list[int]()
+    real, started = ranks.start, list[int]()
 
     def start(*args: object, **more: object) -> object:
         started.append(1)
@@ -369,7 +369,7 @@ async def test_crew_whose_second_rank_cannot_be_started_leaves_none(played: Shel
             raise OSError("no processes left")
         return real(*args, **more)  # type: ignore[arg-type]
 
-    ranks.launch = start  # type: ignore[method-assign,assignment]
+    ranks.start = start  # type: ignore[method-assign,assignment]
     with pytest.raises(OSError, match="no processes left"):
         await played.start(SEPARATE, ranks=2)
     assert all(rank.ended for rank in ranks.made)

@@ -12,7 +12,7 @@ from tests.unit.rank.worker_groups import KV_TOKENS, LOAD, make_sizing
 from vsched.errors import DeviceOutOfMemory, MemoryLeak
 from vsched.memory import Sized
 from vsched.policy import RankMemory, Reservation
-from vsched.wire import Reserved, SizeKv
+from vsched.wire import Loaded, SizeKv
 from vsched_policies.memory import AutoProfile, Pinned
 
 MIB = 1 << 20
@@ -27,12 +27,11 @@ LOADED = RankMemory(
 
 
 class Roll:
-    """Reservations that are known, or never come."""
+    """The reports of ranks that have loaded."""
 
-    def __init__(self, choices: Sequence[object] | None) -> None:
-        self.complete: asyncio.Future[object] = asyncio.get_running_loop().create_future()
-        if choices is not None:
-            self.complete.set_result(list(choices))
+    def __init__(self, reports: Sequence[Loaded]) -> None:
+        self.complete: asyncio.Future[list[Loaded]] = asyncio.get_running_loop().create_future()
+        self.complete.set_result(list(reports))
 
 
 class Group:
@@ -43,23 +42,13 @@ class Group:
         answer: Callable[[SizeKv], list[Sized]] = lambda order: [Sized("fits", "", LOADED)],
         *,
         ranks: Sequence[RankMemory] = (LOADED,),
-        growth_bytes: int | None = 0,
+        growth_bytes: int = 0,
         pauses: bool = False,
     ) -> None:
-        self.loaded = Roll(ranks)
-        reports = [
-            Reserved(
-                LOADED,
-                Reservation(
-                    rank=0,
-                    pool=LOADED.pool,
-                    growth_bytes=growth_bytes or 0,
-                    held=False,
-                    pauses=pauses,
-                ),
-            )
-        ]
-        self.reserved = Roll(None if growth_bytes is None else reports)
+        reservation = Reservation(
+            rank=0, pool=LOADED.pool, growth_bytes=growth_bytes, held=False, pauses=pauses
+        )
+        self.loaded = Roll([Loaded(rank, reservation) for rank in ranks])
         self.orders: list[SizeKv] = []
         self.accepted: list[int] = []
         self._answer = answer
@@ -243,7 +232,7 @@ async def test_sizing_of_groups_apart_overlaps() -> None:
         async def size(order: SizeKv, group: Group = group) -> list[Sized]:
             group.orders.append(order)
             await held.wait()
-            return [Sized("fits", "", group.loaded.complete.result()[0])]  # type: ignore[index]
+            return [Sized("fits", "", group.loaded.complete.result()[0].memory)]
 
         group.size = size  # type: ignore[method-assign]
     leading = [
@@ -293,12 +282,22 @@ async def test_sizing_keeps_what_an_encoder_published_at_its_first_start() -> No
         memory = msgspec.structs.replace(LOADED, pool=f"cpu limit of {number}")
         reservation = Reservation(rank=0, pool=memory.pool, growth_bytes=growth_bytes, held=False)
         encode = Group()
-        encode.reserved = Roll([Reserved(memory, reservation)])
+        encode.loaded = Roll([Loaded(memory, reservation)])
         await sizing.publish("encode", encode)  # type: ignore[arg-type]
         assert sizing.reserved_bytes("encode", 0) == 5
         await sizing.lead("generate", Group())  # type: ignore[arg-type]
         assert sizing.ledger is not None
         assert sorted(sizing.ledger.totals) == ["cpu", "cpu limit of encode rank 0"]
+
+
+async def test_sizing_names_the_memory_of_an_encoder_after_the_host_of_its_latest_start() -> None:
+    """Once: the pool of a kept reservation has a host already, which may be another one."""
+    sizing = make_sizing([["encode"], ["generate"]])
+    for host in ("far", "farther"):
+        await sizing.publish("encode", Group(growth_bytes=5), host)  # type: ignore[arg-type]
+    await sizing.lead("generate", Group())  # type: ignore[arg-type]
+    assert sizing.ledger is not None
+    assert sorted(sizing.ledger.totals) == ["cpu", "farther: cpu"]
 
 
 async def test_sizing_names_the_group_that_has_not_loaded() -> None:

@@ -15,7 +15,7 @@ from vsched.errors import DeviceOutOfMemory, MemoryLeak
 from vsched.memory import LedgerLine, Sized
 from vsched.policy import MemoryPolicy, MemoryView
 from vsched.sim.ranks.device_memory import SimulatedMemory
-from vsched.wire import SizeKv
+from vsched.wire import Loaded, SizeKv
 from vsched.worker.sizing import KvBuilder
 from vsched_policies.memory import AutoProfile, Pinned
 
@@ -54,7 +54,7 @@ class Group:
         self.memory = SharedMemory(device)
         self.worker = MeasuredGenerator(self.memory, row_bytes=row_bytes)
         self.sizing = KvBuilder(self.worker, model_info(), LOAD, collect=lambda: None)
-        self.loaded = Roll([self.sizing.measure()])
+        self.loaded = Roll([Loaded(self.sizing.measure())])
         self.orders: list[SizeKv] = []
         self.votes: list[Sized] = []
         self.accepted: list[int] = []
@@ -199,7 +199,9 @@ async def test_sizing_together_shares_out_the_memory_of_a_host() -> None:
     assert kv_bytes[0] == kv_bytes[1]
     assert 0.9 * 400 * MIB < kv_bytes[0] + HEADROOM <= 400 * MIB
     held_bytes = sum(one.votes[-1].memory.peak_bytes for one in groups.values())
-    loaded_bytes = sum(one.loaded.complete.result()[0].reserved_bytes for one in groups.values())  # type: ignore[index]
+    loaded_bytes = sum(
+        one.loaded.complete.result()[0].memory.reserved_bytes for one in groups.values()
+    )
     assert held_bytes - loaded_bytes <= 800 * MIB
 
 

@@ -15,7 +15,8 @@ from typing import Any, cast
 import pytest
 from typer.testing import CliRunner
 
-from vsched.aio import fork_server, launcher
+from vsched import fork_server
+from vsched.aio import launcher
 from vsched.api import http_server as http_server_module
 from vsched.api import server as server_module
 from vsched.api.server import RunningServer

@@ -32,8 +32,8 @@ from tests.unit.media.fakes import (
     video_embedding_file,
 )
 from vsched import Config, Engine
-from vsched.aio.serving import RunningParts
 from vsched.config import MediaConfig
+from vsched.engine import RunningParts
 from vsched.errors import RequestRefused
 from vsched.media import ImageReference, MediaPipeline, MediaReference, PixelStore
 from vsched.media.fetch import Reserve

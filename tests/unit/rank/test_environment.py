@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vsched.aio.fork_server import rank_environment
+from vsched.fork_server import rank_environment
 
 
 def test_threads_of_openmp_spin_shortly_and_then_sleep(monkeypatch: pytest.MonkeyPatch) -> None:

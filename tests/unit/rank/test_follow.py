@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import deque
 from types import SimpleNamespace
 
 import pytest
 
+from tests.unit.worker.test_member import Link
 from vsched import rank as rank_module
 from vsched.errors import GroupLostError, RankDesync
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision
-from vsched.rank import follow
 from vsched.wire import (
     Continue,
     EncodeResult,
@@ -22,26 +21,9 @@ from vsched.wire import (
     LogEntry,
     Stop,
 )
-from vsched.worker.member import Member
+from vsched.worker.member import Member, Rank
 
 Done = list[tuple[str, int]]
-
-
-class Link:
-    """A rank's link whose frames arrive when the test lets them."""
-
-    def __init__(self) -> None:
-        self.frames: deque[bytes] = deque()
-        self.sent: list[bytes] = []
-
-    def send(self, frame: bytes) -> None:
-        self.sent.append(frame)
-
-    def receive(self, _timeout_s: float = 0.0) -> bytes | None:
-        return self.frames.popleft() if self.frames else None
-
-    def close(self) -> None:
-        """No-op."""
 
 
 class Noting:
@@ -85,8 +67,13 @@ class Following:
     def decide(self, name: str, entry: LogEntry) -> None:
         self.late.append((name, self.logs[name].append(entry)))
 
-    def follow(self) -> None:
-        follow(list(self.members.values()), 60.0)  # type: ignore[arg-type]
+    def follow(self, *names: str) -> None:
+        """Execute the entries of these members, or of both, until the end."""
+        members = [self.members[name] for name in names or self.members]
+        spec = SimpleNamespace(timeout_s=60.0)
+        rank = Rank(spec, None, members)  # type: ignore[arg-type]
+        while not rank.over:
+            rank_module.step(rank, 60.0)  # type: ignore[arg-type]
 
     def _deliver_next(self) -> bool:
         if self.late:
@@ -196,7 +183,7 @@ def test_follow_listens_once_more_after_the_timeout(
             return False if len(waits) == 2 else bool(listen(timeout_s))
 
         member.listen = late  # type: ignore[method-assign]
-        follow([member], 60.0)  # type: ignore[list-item]
+        following.follow("generate")
     else:
         following.follow()
     assert following.done == [("generate", 1)]

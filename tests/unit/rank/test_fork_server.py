@@ -15,10 +15,11 @@ from tests.patience import until
 from tests.unit.rank.fake_plugin import NAME, Behaviour
 from tests.unit.rank.test_worker_group import one_request, process_names
 from tests.unit.rank.worker_groups import Place, Received, is_running
-from vsched.aio import fork_server, launcher
-from vsched.aio.fork_server import ForkServer
+from vsched import fork_server
+from vsched.aio import launcher
 from vsched.aio.launcher import LocalLauncher, early_fork_servers
 from vsched.config import load_config
+from vsched.fork_server import ForkServer
 
 pytestmark = pytest.mark.slow
 FORKED = Behaviour(forkable=("tests.unit.rank.fake_plugin",))
@@ -176,7 +177,9 @@ async def test_start_that_is_given_up_waits_for_no_imports(place: Place) -> None
     """No rank was forked yet, and none will be."""
     worker_group = place.worker_group(Received().events, behaviour=FORKED)
     starting = asyncio.ensure_future(worker_group.start())
-    await until(lambda: isinstance(place.launcher, LocalLauncher) and place.launcher._fork_servers)
+    assert isinstance(place.launcher, LocalLauncher)
+    servers = place.launcher._fork_servers
+    await until(lambda: servers and the_server(place).pid)  # 0 would stop the tests themselves
     os.kill(the_server(place).pid, signal.SIGSTOP)
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):

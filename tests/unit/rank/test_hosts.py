@@ -17,7 +17,7 @@ from tests.unit.rank.fake_plugin import Behaviour, expected_tokens
 from tests.unit.rank.hosts import PATIENT, cable_to, host_process, hosts_of
 from tests.unit.rank.worker_groups import Place, generate, read, shell_of
 from vsched.aio.hosts import server
-from vsched.aio.launcher import LocalHost, RankProcess
+from vsched.aio.launcher import LocalLauncher, RankProcess
 from vsched.aio.shell import Shell
 from vsched.errors import GroupLostError, StartFailedError
 from vsched.testing import make_request
@@ -170,13 +170,13 @@ async def test_hosts_say_what_a_rank_may_take_of_them(
 ) -> None:
     """Defaults come from the host that starts a rank, not from the engine's host."""
     launched: list[tuple[int, int]] = []
-    launch = LocalHost.launch
+    start = LocalLauncher.start
 
-    def spied(host: LocalHost, spec: RankSpec, **options: Any) -> RankProcess:
+    def spied(launcher: LocalLauncher, spec: RankSpec, **options: Any) -> RankProcess:
         launched.append((options["threads"], spec.memory_limit_bytes))
-        return launch(host, spec, **options)
+        return start(launcher, spec, **options)
 
-    monkeypatch.setattr(LocalHost, "launch", spied)
+    monkeypatch.setattr(LocalLauncher, "start", spied)
     monkeypatch.setattr(server, "host_available", lambda: 400 << 30)
     pretend_cores(monkeypatch, 12)
     place.share = HostShare(processes=3, threads=("generate",), memory=1, memory_bytes=1 << 30)

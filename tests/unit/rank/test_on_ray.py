@@ -19,7 +19,7 @@ from tests.unit.rank.hosts import RunningHost
 from tests.unit.rank.worker_groups import ROOT, Place, generate, python_path, read, shell_of
 from vsched.aio.hosts.ray_hosts import InstalledRay, RayHosts, Resources
 from vsched.aio.hosts.remote import placed
-from vsched.aio.launcher import LocalHost, RankProcess
+from vsched.aio.launcher import LocalLauncher, RankProcess
 from vsched.config import Config, load_config
 from vsched.config.sections import ClusterConfig
 from vsched.errors import ConfigError
@@ -126,13 +126,13 @@ async def test_ray_ranks_share_the_cpus_of_their_bundle(
 ) -> None:
     """Not the cores of the node, which other bundles use too."""
     launched: list[int] = []
-    launch = LocalHost.launch
+    start = LocalLauncher.start
 
-    def spied(host: LocalHost, spec: RankSpec, **options: Any) -> RankProcess:
+    def spied(launcher: LocalLauncher, spec: RankSpec, **options: Any) -> RankProcess:
         launched.append(options["threads"])
-        return launch(host, spec, **options)
+        return start(launcher, spec, **options)
 
-    monkeypatch.setattr(LocalHost, "launch", spied)
+    monkeypatch.setattr(LocalLauncher, "start", spied)
     pretend_cores(monkeypatch, 12)
     ray = FakeRay()
     config = config_of("encode.replicas=0", "cluster.generate_resources={CPU=6}")

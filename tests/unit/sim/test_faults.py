@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 from tests.unit.sim.virtual import current
-from vsched import faultpoints
+from vsched import probes
 from vsched.errors import ConfigError, DeviceOutOfMemory
-from vsched.faultpoints import armed, fault_point
+from vsched.probes import armed, fault_point
 from vsched.sim.faults import (
     FAULTS_MAX,
     HOST_KINDS,
@@ -198,7 +198,7 @@ def test_fault_point_calls_whoever_is_armed_and_raises_what_it_raises() -> None:
         fault_point("rank.step", "generate-1")
     fault_point("media.decode")
     assert visits == [("media.decode", ""), ("rank.step", "generate-1")]
-    assert faultpoints._on_point is None
+    assert probes._on_point is None
 
 
 @pytest.mark.sim

@@ -40,7 +40,7 @@ from vsched.wire import (
     decode_report,
 )
 from vsched.worker.contract import Progress, WorkerPlugin, WorkerSettings
-from vsched.worker.member import Following, Member, RankHost, RankLoading
+from vsched.worker.member import Member, Rank, RankHost
 from vsched.worker.spec import GenerateRole, RankSpec
 from vsched.worker.stage_rank import EncodeRank, StageRank
 
@@ -115,6 +115,12 @@ def member_of(side: Stage, rank: int = 0) -> Member[Link]:
     return member
 
 
+def rank_of(*members: Member[Link], timeout_s: float = 20.0) -> Rank[Link]:
+    """Return a rank of members that have loaded, all on the clock of the first."""
+    spec: RankSpec = SimpleNamespace(timeout_s=timeout_s)  # type: ignore[assignment]
+    return Rank(spec, None, members, members[0]._host)  # type: ignore[arg-type]
+
+
 def receive(member: Member[Link], log: LeaderLog, entry: LogEntry) -> None:
     member.link.frames.append(log.append(entry))
     member.listen(0)
@@ -170,7 +176,7 @@ def test_member_reports_its_threads_when_their_number_changes() -> None:
     member, log = member_of(side), LeaderLog()
     settings = WorkerSettings(threads=4)
     member._spec = SimpleNamespace(  # type: ignore[assignment]
-        encode=SimpleNamespace(settings=settings), generate=None
+        roles={"encode": SimpleNamespace(settings=settings)}
     )
     side.worker.threads = 4
     member.report_ready(Ready(8, {}))
@@ -273,66 +279,66 @@ def test_member_refuses_another_kv_cache_than_was_accepted(entry: LogEntry) -> N
 SECOND_NS = 1_000_000_000
 
 
-def test_following_gives_leaders_the_whole_time_from_what_was_heard_last() -> None:
+def test_rank_gives_leaders_the_whole_time_from_what_was_heard_last() -> None:
     """Of two leaders, the one that is silent for longer counts, and one that has never sent anything does not."""
     side = Stage()
     side.now_ns = 50 * SECOND_NS
     members, log = (member_of(side), member_of(side)), LeaderLog()
-    following = Following(members, 20.0, RankHost(now_ns=lambda: side.now_ns))
-    assert following.left_s() == 20.0
+    rank = rank_of(*members)
+    assert rank.left_s() == 20.0
     receive(members[0], log, Heartbeat())
     members[0].carry_out()
     side.now_ns += 5 * SECOND_NS
-    assert following.left_s() == 15.0
+    assert rank.left_s() == 15.0
     receive(members[1], LeaderLog(), Heartbeat())
     members[1].carry_out()
     side.now_ns += 5 * SECOND_NS
-    assert following.left_s() == 10.0
+    assert rank.left_s() == 10.0
     side.now_ns += 50 * SECOND_NS
-    assert following.left_s() == 0.0
+    assert rank.left_s() == 0.0
 
 
-def test_following_counts_from_the_end_of_a_step() -> None:
+def test_rank_counts_from_the_end_of_a_step() -> None:
     """Messages that came meanwhile were received, only not read."""
     side = Stage((60 * SECOND_NS, EncodeResult(1, None, 0)))
     member = member_of(side)
-    following = Following([member], 20.0, RankHost(now_ns=lambda: side.now_ns))
+    rank = rank_of(member)
     receive(member, LeaderLog(), EncodeDecision(1, []))
-    assert following.advance()
-    assert following.left_s() == 20.0
+    assert rank.advance()
+    assert rank.left_s() == 20.0
 
 
-def test_following_waits_for_what_is_on_the_way() -> None:
+def test_rank_waits_for_what_is_on_the_way() -> None:
     """A notice of data in transit resets the silence of a leader; before its first entry, no silence counts."""
     side = Stage()
     member, log = member_of(side), LeaderLog()
-    following = Following([member], 20.0, RankHost(now_ns=lambda: side.now_ns))
+    rank = rank_of(member)
     assert not member.listen(0)
     member.link.frames.append(ON_THE_WAY)
     assert member.listen(0)
     side.now_ns += 50 * SECOND_NS
-    assert following.left_s() == 20.0
+    assert rank.left_s() == 20.0
     receive(member, log, Heartbeat())
-    following.advance()
+    rank.advance()
     side.now_ns += 15 * SECOND_NS
     member.link.frames.append(ON_THE_WAY)
     assert member.listen(0)
-    assert following.left_s() == 20.0
-    assert following.next is None
+    assert rank.left_s() == 20.0
+    assert rank.next is None
     receive(member, log, Heartbeat())
-    assert following.advance(), "it is not an entry of the log"
+    assert rank.advance(), "it is not an entry of the log"
 
 
-def test_following_waits_for_leaders_that_have_not_spoken() -> None:
+def test_rank_waits_for_leaders_that_have_not_spoken() -> None:
     """Until every rank of a group is ready, its leader is silent; the first entry starts the clock."""
     member, log = member_of(Stage()), LeaderLog()
-    following = Following([member], 20.0)
-    following.received_nothing()
+    rank = rank_of(member)
+    rank.received_nothing()
     receive(member, log, Heartbeat())
     assert member.received_ns is not None
-    following.advance()
+    rank.advance()
     with pytest.raises(GroupLostError, match="heard nothing from the engine for 20 s"):
-        following.received_nothing()
+        rank.received_nothing()
 
 
 class Recording(FakePlugin):
@@ -370,7 +376,7 @@ def test_a_draft_model_is_loaded_first_so_that_the_process_is_as_the_model_wants
     arena, host = Arena.create(LAYOUT), RankHost(load_worker=found)
     try:
         with pytest.raises(CheckpointError, match="that was the model"):
-            RankLoading(spec, arena, [Member(spec, Link(), host)], host).begin()
+            Rank(spec, arena, [Member(spec, Link(), host)], host).load()
     finally:
         arena.close()
     assert plugin.requested == [False, True]

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from tests.patience import PATIENCE_S
 from tests.workers.properties import REPEATABLE
-from vsched.aio.fork_server import rank_environment
 from vsched.errors import DeviceOutOfMemory
+from vsched.fork_server import rank_environment
 from vsched.worker.contract import ImagePlan
 from vsched_workers.backends.cpu.layer_parts import StepRows
 from vsched_workers.backends.cpu.products import QuantizedProduct

@@ -23,7 +23,7 @@ import os
 import secrets
 import struct
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
@@ -329,6 +329,12 @@ class EngineEnd(Protocol):
 
 Connect = Callable[[Callable[[bytes], None], Callable[[str], None]], EngineEnd]
 """Opens a link to a host, given a callback for its frames and one for a broken connection."""
+
+ConnectTo = Callable[[str], Connect]
+"""Returns a function that opens a link to an address."""
+
+Find = Callable[[], Awaitable[str]]
+"""Returns the address of a host once it has one; raises a `VschedError` if it never will."""
 
 
 SECRET_BYTES = 32

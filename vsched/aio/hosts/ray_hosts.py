@@ -15,15 +15,15 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from vsched.aio.hosts.link import Connect, EngineEnd
+from vsched.aio.hosts.link import Find
 from vsched.aio.hosts.server import serve_host
 from vsched.config.sections import ClusterConfig
-from vsched.errors import ConfigError, VschedError, limit_message
+from vsched.errors import ConfigError, VschedError
 
 logger = logging.getLogger(__name__)
 Resources = Mapping[str, float]
@@ -33,10 +33,6 @@ NAMESPACE = "vsched"
 """Namespace of named placement groups."""
 STOP_S = 2.0
 """Time for actors to stop before they are killed."""
-ANSWER_S = 10.0
-"""Time for a host that was found to answer."""
-Find = Callable[[], Awaitable[str]]
-"""Returns a host's address once it has one; raises a `VschedError` if it never will."""
 
 
 class RayHosts:
@@ -76,13 +72,11 @@ class RayHosts:
     def _given(self, name: str) -> tuple[Any, list[Resources]]:
         group, bundles = self._calls.find_group(name)
         if len(bundles) < len(self._names):
-            raise ConfigError(
-                limit_message(
-                    f"cluster.ray_group: too few bundles in {name!r}",
-                    value=len(bundles),
-                    limit=f"{len(self._names)}, one for each replica",
-                    remedy="make the group larger, or start fewer replicas",
-                )
+            raise ConfigError.of_limit(
+                f"cluster.ray_group: too few bundles in {name!r}",
+                value=len(bundles),
+                limit=f"{len(self._names)}, one for each replica",
+                remedy="make the group larger, or start fewer replicas",
             )
         return group, [*bundles]
 
@@ -100,12 +94,9 @@ class RayHosts:
         finally:
             slow.cancel()
 
-    def links(self, connect_to: Callable[[str], Connect]) -> dict[str, Connect]:
-        """Return functions that open links to the hosts, by name; `connect_to` returns one for an address."""
-        return {
-            name: partial(SoughtEnd, partial(self._find, bundle), connect_to)
-            for bundle, name in enumerate(self._names)
-        }
+    def finders(self) -> dict[str, Find]:
+        """Return functions that return the address of a host, by name."""
+        return {name: partial(self._find, bundle) for bundle, name in enumerate(self._names)}
 
     def close(self) -> None:
         """Release everything.
@@ -278,61 +269,3 @@ def _signals_kept() -> Iterator[None]:
         for number, handler in kept.items():
             if handler is not None and signal.getsignal(number) is not handler:
                 signal.signal(number, handler)
-
-
-class SoughtEnd:
-    """The engine's end of a link; frames are queued until the host is found."""
-
-    def __init__(
-        self,
-        find: Find,
-        connect_to: Callable[[str], Connect],
-        on_frame: Callable[[bytes], None],
-        on_cut: Callable[[str], None],
-    ) -> None:
-        """Start looking up the address; `connect_to` returns a function that connects to an address."""
-        self._find = find
-        self._connect_to = connect_to
-        self._on_frame = on_frame
-        self._on_cut = on_cut
-        self._end: EngineEnd | None = None
-        self._said: list[bytes] = []
-        self._timer: asyncio.TimerHandle | None = None
-        self._seeking = asyncio.get_running_loop().create_task(self._seek())
-
-    async def _seek(self) -> None:
-        try:
-            address = await self._find()
-        except VschedError as error:
-            self._on_cut(f"was not found: {error}")
-            return
-        logger.info("looking for a host at %s", address)
-        end = self._end = self._connect_to(address)(self._receive, self._on_cut)
-        # Ray may have restarted it elsewhere meanwhile: the next start of the worker group looks it up again.
-        self._timer = asyncio.get_running_loop().call_later(
-            ANSWER_S, self._on_cut, f"did not answer for {ANSWER_S:g} s at {address}"
-        )
-        if not all(end.send(frame) for frame in self._said):
-            self._on_cut("cannot be reached")
-        self._said.clear()
-
-    def _receive(self, frame: bytes) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._on_frame(frame)
-
-    def send(self, frame: bytes) -> bool:
-        if self._end is None:
-            self._said.append(frame)
-        return self._end is None or self._end.send(frame)
-
-    def read(self) -> None:
-        if self._end is not None:
-            self._end.read()
-
-    def close(self) -> None:
-        self._seeking.cancel()
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._end is not None:
-            self._end.close()

@@ -18,12 +18,14 @@ from vsched.aio.hosts.link import (
     Bye,
     ByteRange,
     Connect,
+    ConnectTo,
     Context,
     EngineEnd,
     EngineSocket,
     Exited,
     Fetch,
     Fetched,
+    Find,
     FromRank,
     Kill,
     Launch,
@@ -44,6 +46,7 @@ from vsched.aio.hosts.ray_hosts import InstalledRay, RayHosts
 from vsched.aio.launcher import Host, Launcher, OnExit
 from vsched.config import Config
 from vsched.config.sections import OWN_HOST, RAY_HOST, DeadlinesConfig
+from vsched.errors import VschedError
 from vsched.kernel.decisions import ChunkPlan, EncodeDecision, EncodeTask, GenerateDecision
 from vsched.transport.arena import Arena
 from vsched.transport.zmq_link import OnFrame
@@ -52,6 +55,8 @@ from vsched.wire import LogEntry
 from vsched.worker.spec import RankSpec
 
 logger = logging.getLogger(__name__)
+ANSWER_S = 10.0
+"""Time for a host that was looked up to answer; it may have moved meanwhile."""
 KILL_S = 5.0
 """Time for a host to confirm that it killed a rank; after that it is given up."""
 LOST_CODE = 1
@@ -64,7 +69,7 @@ class RemoteHost:
     def __init__(
         self,
         name: str,
-        connect: Connect,
+        connect: Connect | tuple[Find, ConnectTo],
         *,
         engine: str,
         groups: Sequence[str],
@@ -75,11 +80,13 @@ class RemoteHost:
         on_lost: Callable[[str], None],
         window_bytes: int = WINDOW_BYTES,
     ) -> None:
-        """Ask the host to serve these groups, within `open_s` if not 0; launches are queued until it answers."""
+        """Ask the host to serve these groups, within `open_s` if not 0; launches are queued until it answers.
+
+        A host without a fixed address is looked up first, without a limit of time.
+        """
         self.name = name
         self.layout: ArenaLayout = arena.layout
         self._arena = arena
-        self._open_s = open_s
         self._alive_s = deadlines.heartbeat_s
         self._silence_s = deadlines.rank_timeout_s + deadlines.heartbeat_s
         self._on_open = on_open
@@ -88,27 +95,57 @@ class RemoteHost:
         self._ranks: dict[int, RemoteRank] = {}
         self._fetching: dict[tuple[str, int], Sequence[ByteRange]] = {}
         self._loop = asyncio.get_running_loop()
-        self._end: EngineEnd
+        self._end: EngineEnd | None = None
+        self._unsent: list[bytes] = []
+        self._opening: asyncio.TimerHandle | None = None
+        self._seeking: asyncio.Task[None] | None = None
         self.stream = Stream(
             ToEngine,
             arena,
-            send=lambda frame: self._end.send(frame),
+            send=self._send,
             take=self._take,
             write=self._write,
             on_broken=self._lose,
             window_bytes=window_bytes,
         )
-        self._end = connect(self.stream.receive, self.stream.fail)
-        self._opening = self._loop.call_later(open_s, self._miss) if open_s else None
+        if isinstance(connect, tuple):
+            self._seeking = self._loop.create_task(self._seek(*connect))
+        else:
+            self._connect(connect, open_s, ". Remedy: see that it runs, and has the same key")
         opening = OpenGroups(
             VERSION, engine, [*groups], arena.layout, self._alive_s, self._silence_s
         )
         self.stream.put(opening)
 
-    def _miss(self) -> None:
-        self.stream.fail(
-            f"did not answer for {self._open_s:g} s. Remedy: see that it runs, and has the same key"
-        )
+    async def _seek(self, find: Find, connect_to: ConnectTo) -> None:
+        try:
+            address = await find()
+        except VschedError as error:
+            self.stream.fail(f"was not found: {error}")
+            return
+        logger.info("looking for a host at %s", address)
+        self._connect(connect_to(address), ANSWER_S, f" at {address}")
+        if not all(map(self._send, self._unsent)):
+            self.stream.fail("cannot be reached")
+
+    def _connect(self, connect: Connect, open_s: float, hint: str) -> None:
+        self._end = connect(self.stream.receive, self.stream.fail)
+        if open_s:
+            late = f"did not answer for {open_s:g} s{hint}"
+            self._opening = self._loop.call_later(open_s, self.stream.fail, late)
+
+    def _send(self, frame: bytes) -> bool:
+        if self._end is None:
+            self._unsent.append(frame)
+            return True
+        return self._end.send(frame)
+
+    def _close_link(self) -> None:
+        for waiting in (self._opening, self._seeking):
+            if waiting is not None:
+                waiting.cancel()
+        if self._end is not None:
+            self._end.close()
 
     def open_link(self, group: str, on_frame: OnFrame) -> RemoteLink:
         link = self._links[group] = RemoteLink(self, group, on_frame)
@@ -121,7 +158,8 @@ class RemoteHost:
         return rank
 
     def read(self) -> None:
-        self._end.read()
+        if self._end is not None:
+            self._end.read()
 
     def fetch(self, group: str, step: int, ranges: list[ByteRange]) -> None:
         """Have arena bytes sent here before the result of a step."""
@@ -169,9 +207,7 @@ class RemoteHost:
             self.stream.fail("sent bytes that nobody asked for")
 
     def _lose(self, why: str) -> None:
-        if self._opening is not None:
-            self._opening.cancel()
-        self._end.close()
+        self._close_link()
         logger.warning("host %s %s", self.name, why)
         self._on_lost(why)
         for rank in self._ranks.values():
@@ -179,11 +215,9 @@ class RemoteHost:
 
     def close(self) -> None:
         """Send `Bye` and close the link; the host kills ranks that still run."""
-        if self._opening is not None:
-            self._opening.cancel()
         self.stream.put(Bye())
         self.stream.close()
-        self._end.close()
+        self._close_link()
 
 
 class RemoteRank:
@@ -339,14 +373,15 @@ class PlacedLauncher:
         self,
         config: Config,
         own: Launcher,
-        hosts: Mapping[str, Connect],
+        hosts: Mapping[str, Connect | tuple[Find, ConnectTo]],
         *,
         close: Callable[[], None] = lambda: None,
         window_bytes: int = WINDOW_BYTES,
     ) -> None:
         """Create a launcher with the configured placement and timeouts.
 
-        `hosts` are the links by name; `RAY_HOST` in the configuration stands for the replica's `ray_host`.
+        `hosts` are the links by name, or how to look a host up and connect to its address; `RAY_HOST` in the
+        configuration stands for the replica's `ray_host`.
         """
         cluster = config.cluster
         self.run_dir = own.run_dir
@@ -407,7 +442,7 @@ def ray_host(stage: str, replica: int) -> str:
 def placed(config: Config, own: Launcher, *, ray: InstalledRay | None = None) -> PlacedLauncher:
     """Return a launcher for the hosts of a cluster."""
     cluster = config.cluster
-    hosts: dict[str, Connect] = {}
+    hosts: dict[str, Connect | tuple[Find, ConnectTo]] = {}
     with contextlib.ExitStack() as opened:
         context: Context = zmq.Context()
         opened.callback(context.destroy)
@@ -423,8 +458,11 @@ def placed(config: Config, own: Launcher, *, ray: InstalledRay | None = None) ->
             ray_hosts = RayHosts(ray or InstalledRay(), cluster, replicas, secret)
             opened.callback(ray_hosts.close)
             own_keys = curve_keys(secret, "engine")
-            hosts |= ray_hosts.links(
-                lambda address: partial(EngineSocket, context, address, own_keys)
-            )
+
+            def connect_to(address: str) -> Connect:
+                return partial(EngineSocket, context, address, own_keys)
+
+            for name, find in ray_hosts.finders().items():
+                hosts[name] = find, connect_to
         closing = opened.pop_all()
     return PlacedLauncher(config, own, hosts, close=closing.close)

@@ -16,9 +16,8 @@ import uvloop
 from setproctitle import setproctitle
 from starlette.types import Receive, Scope, Send
 
-from vsched.aio.arrivals import PendingArrivals
+from vsched.aio.arrivals import PendingArrivals, check_stop_tokens, prompts_untold
 from vsched.aio.grammar_checks import GrammarChecks, grammar_processes
-from vsched.aio.serving import check_stop_tokens, prompts_untold
 from vsched.aio.streams import (
     ChoiceInputs,
     PromptReport,

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import msgspec
 from starlette.types import ASGIApp, Message, Scope
 
-from vsched.aio.serving import RunningParts
 from vsched.aio.streams import ChoiceInputs, PromptReport, TokenLogprob, broken
 from vsched.api.app import create_operations, engine_metrics
 from vsched.api.contract import ApiSettings
@@ -23,7 +22,7 @@ from vsched.api.http_server import another
 from vsched.api.metrics import Report, added
 from vsched.api.processes.link import BEAT_S, SILENT_S, Link, Order
 from vsched.config import Config
-from vsched.engine import Engine
+from vsched.engine import Engine, RunningParts
 from vsched.errors import ConfigError, RequestFailed, RequestRefused
 from vsched.kernel.commands import Finish, RequestTimes
 from vsched.media import ImageReference

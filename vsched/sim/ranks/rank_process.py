@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
-from vsched.aio.launcher import at_home, link_address
+from vsched.aio.launcher import OwnLauncher
 from vsched.errors import CheckpointError, DeviceOutOfMemory, VschedError
 from vsched.sim.faults import Hang, OutOfMemory, Slowdown, WorkerCrash
 from vsched.sim.network.links import RankEnd, SimulatedLeaderEnd, wait_readable
@@ -23,16 +23,14 @@ from vsched.sim.ranks.symbolic_workers import RankPlugin
 from vsched.sim.world import World
 from vsched.transport.arena import Arena
 from vsched.transport.zmq_link import OnFrame
-from vsched.types import stage_of
 from vsched.wire import Hello, Pulse, Stop, encode_report
 from vsched.worker.contract import WorkerPlugin
 from vsched.worker.generate_rank import GenerateRank
 from vsched.worker.member import (
     PULSES_PER_TIMEOUT,
-    Following,
     Member,
+    Rank,
     RankHost,
-    RankLoading,
 )
 from vsched.worker.spec import RankSpec
 
@@ -196,16 +194,17 @@ class SimulatedRank:
         host = RankHost(
             now_ns=self._clock.now_ns, memory=dict, collect=int, load_worker=self._load_worker
         )
-        for role in (spec.encode, spec.generate):
-            if role is not None:
-                end = world.network.connect(role.address, spec.rank)
-                self._groups[stage_of(end.party.group)] = end.party.group
-                link = SimulatedLink(end, self._clock, self._outbox)
-                self._members.append(Member(spec, link, host))
+        for stage, role in spec.roles.items():
+            end = world.network.connect(role.address, spec.rank)
+            self._groups[stage] = end.party.group
+            link = SimulatedLink(end, self._clock, self._outbox)
+            self._members.append(Member(spec, link, host))
         pulse = world.loop.create_task(self._pulse(self._members[0].link.end.address))
         try:
-            await self._load(RankLoading(spec, self._arena, self._members, host))
-            await self._follow(Following(self._members, spec.timeout_s, host))
+            rank = Rank(spec, self._arena, self._members, host)
+            rank.load()
+            await self._catch_up()
+            await self._follow(rank)
         except _Crashed:
             raise
         except Exception as error:  # noqa: BLE001 - it is the rank's last word, whatever it is
@@ -231,21 +230,12 @@ class SimulatedRank:
     def _load_worker(self, _name: str) -> WorkerPlugin:
         return RankPlugin(self._world, self, ROOT)
 
-    async def _load(self, loading: RankLoading[SimulatedLink]) -> None:
-        loading.begin()
-        await self._catch_up()
-        while loading.sizing is not None:
-            frame = await loading.sizing.link.end.next_frame()
-            assert frame is not None, "only a rank that has ended closes its link"
-            loading.take(frame)
-            await self._catch_up()
-        self.serving = True
-
-    async def _follow(self, following: Following[SimulatedLink]) -> None:
-        while not following.over:
-            member = following.next
+    async def _follow(self, rank: Rank[SimulatedLink]) -> None:
+        while not rank.over:
+            self.serving = rank.serving
+            member = rank.next
             if member is None:
-                await self._listen(following)
+                await self._listen(rank)
                 continue
             entry = member.entry
             self._current = member.link.end.party.group
@@ -253,23 +243,23 @@ class SimulatedRank:
             is_step = member.log.turn > 0
             if is_step:
                 await self._collective.meet(self._spec.rank)
-            following.advance()
+            rank.advance()
             if is_step:
                 await self._finish_step()
             elif not isinstance(entry, Stop):
                 await self._catch_up()
         await self._catch_up()
 
-    async def _listen(self, following: Following[SimulatedLink]) -> None:
-        awaited = following.awaited()
+    async def _listen(self, rank: Rank[SimulatedLink]) -> None:
+        awaited = rank.awaited()
         ends = [member.link.end for member in awaited]
-        received = await wait_readable(ends, following.left_s()) or await wait_readable(
-            ends, following.grace_s
+        received = await wait_readable(ends, rank.left_s()) or await wait_readable(
+            ends, rank.grace_s
         )
         for member in awaited:
             member.listen(0)
         if not received:
-            following.received_nothing()
+            rank.received_nothing()
 
     def _note_digest(self, member: Member[SimulatedLink]) -> None:
         """Check that all ranks of a group have the same log."""
@@ -387,47 +377,7 @@ class SimulatedRank:
         return fault is None
 
 
-class SimulatedHost:
-    """The simulated host of a launcher, for one start of a worker group."""
-
-    name = ""
-
-    def __init__(
-        self,
-        world: World,
-        run_dir: str,
-        start_rank: Callable[[RankSpec, Callable[[int], None]], SimulatedRank],
-        groups: Sequence[str],
-        arena: Arena,
-        start: int,
-    ) -> None:
-        """Prepare the `start`-th start of these groups."""
-        self._world = world
-        self._run_dir = run_dir
-        self._start_rank = start_rank
-        self._groups = groups
-        self._arena = arena
-        self._start = start
-
-    def open_link(self, group: str, on_frame: OnFrame) -> SimulatedLeaderEnd:
-        """Listen for the ranks of a group."""
-        address = link_address(self._run_dir, group, self._start)
-        return self._world.network.listen(address, on_frame)
-
-    def launch(
-        self, spec: RankSpec, *, threads: int, on_exit: Callable[[int], None]
-    ) -> SimulatedRank:
-        """Start a rank."""
-        del threads
-        fd, start = self._arena.fd, self._start
-        spec = at_home(spec, self._groups, run_dir=self._run_dir, arena_fd=fd, start=start)
-        return self._start_rank(spec, on_exit)
-
-    def close(self) -> None:
-        """No-op."""
-
-
-class SimulatedLauncher:
+class SimulatedLauncher(OwnLauncher):
     """Starts simulated ranks, connected to their leaders over the simulated network.
 
     Attributes:
@@ -438,28 +388,24 @@ class SimulatedLauncher:
         self, world: World, run_dir: str = RUN_DIR, ranks: list[SimulatedRank] | None = None
     ) -> None:
         """Create a launcher with the host's `run_dir`; new ranks are appended to `ranks`."""
-        self.run_dir = run_dir
+        super().__init__(run_dir)
         self.ranks: list[SimulatedRank] = [] if ranks is None else ranks
         self._world = world
-        self._starts: Counter[str] = Counter()
         self._collectives: dict[str, Collective] = {}
 
-    def choose_host(
-        self, groups: Sequence[str], arena: Arena, on_lost: Callable[[str], None]
-    ) -> SimulatedHost:
-        """Return this host, which is never lost by itself."""
-        del on_lost
-        self._starts.update(groups)
-        start = self._starts[groups[0]]
-        return SimulatedHost(self._world, self.run_dir, self.start, groups, arena, start)
+    def listen(self, address: str, on_frame: OnFrame) -> SimulatedLeaderEnd:
+        """Listen for the ranks of a group."""
+        return self._world.network.listen(address, on_frame)
 
-    def start(self, spec: RankSpec, on_exit: Callable[[int], None]) -> SimulatedRank:
-        """Start a rank with a complete specification."""
-        roles = [role for role in (spec.encode, spec.generate) if role is not None]
-        place = roles[0].address
+    def start(
+        self, spec: RankSpec, *, threads: int, on_exit: Callable[[int], None]
+    ) -> SimulatedRank:
+        """Start a rank."""
+        del threads
+        role = next(iter(spec.roles.values()))
+        place = role.address
         if place not in self._collectives:
-            ranks = roles[0].settings.ranks
-            self._collectives[place] = Collective(self._world, ranks)
+            self._collectives[place] = Collective(self._world, role.settings.ranks)
         rank = SimulatedRank(
             self._world, spec, collective=self._collectives[place], on_exit=on_exit
         )

@@ -3,138 +3,166 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 
 from tests.patience import until
-from vsched.aio.hosts import ray_hosts
-from vsched.aio.hosts.link import Connect
-from vsched.aio.hosts.ray_hosts import SoughtEnd
+from tests.unit.rank.fake_plugin import LAYOUT
+from vsched.aio.hosts import remote
+from vsched.aio.hosts.link import Connect, Kill, Opened, OpenGroups, Stream, ToHost
+from vsched.aio.hosts.remote import RemoteHost
+from vsched.config.sections import DeadlinesConfig
 from vsched.errors import ConfigError
+from vsched.transport.arena import Arena
 
 
 class End:
     """A connection to an address that sends nothing by itself."""
 
     def __init__(
-        self, address: str, say: Callable[[bytes], None], cut: Callable[[str], None]
+        self, address: str, say: Callable[[bytes], None], cut: Callable[[str], None], *, takes: bool
     ) -> None:
         self.address, self.say, self.cut = address, say, cut
         self.frames: list[bytes] = []
         self.reads = 0
-        self.closed = False
+        self.takes = takes
 
     def send(self, frame: bytes) -> bool:
         self.frames.append(frame)
-        return not self.closed
+        return self.takes
 
     def read(self) -> None:
         self.reads += 1
 
     def close(self) -> None:
-        self.closed = True
+        """No-op."""
 
 
 class Search:
-    """Resolves addresses, and opens connections to them."""
+    """A host that is looked up; `takes` is whether its links take frames."""
 
     def __init__(self) -> None:
         self.address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.ends: list[End] = []
-        self.received: list[bytes] = []
-        self.cuts: list[str] = []
-        self.end = SoughtEnd(self.find, self.connect_to, self.received.append, self.cuts.append)
+        self.losses: list[str] = []
+        self.opened = 0
+        self.takes = True
+        self.arena = Arena.create(LAYOUT)
+        self.host = RemoteHost(
+            "ray generate-0",
+            (self.find, self.connect_to),
+            engine="engine",
+            groups=["generate-0"],
+            arena=self.arena,
+            deadlines=DeadlinesConfig(),
+            open_s=0.0,
+            on_open=self.open,
+            on_lost=self.losses.append,
+        )
+
+    def open(self) -> None:
+        self.opened += 1
 
     async def find(self) -> str:
         return await asyncio.shield(self.address)
 
     def connect_to(self, address: str) -> Connect:
         def connect(say: Callable[[bytes], None], cut: Callable[[str], None]) -> End:
-            self.ends.append(End(address, say, cut))
+            self.ends.append(End(address, say, cut, takes=self.takes))
             return self.ends[-1]
 
         return connect
 
+    async def found(self) -> End:
+        """Have the host found."""
+        self.address.set_result("there")
+        await until(lambda: self.ends)
+        return self.ends[0]
 
-@contextmanager
-def search() -> Iterator[Search]:
-    found = Search()
-    try:
-        yield found
-    finally:
-        found.end.close()
+    def answer(self, end: End) -> None:
+        """Have the host answer."""
+        stream = Stream(
+            ToHost,
+            None,
+            send=lambda frame: end.say(frame) is None,
+            take=print,
+            write=print,
+            on_broken=print,
+        )
+        stream.put(Opened())
+        stream.close()
 
 
-async def test_sought_host_hears_everything_once_it_is_found() -> None:
+@pytest.fixture
+async def seen() -> AsyncIterator[Search]:
+    seen = Search()
+    yield seen
+    seen.host.close()
+    seen.arena.close()
+
+
+async def test_sought_host_hears_everything_once_it_is_found(seen: Search) -> None:
     """Messages arrive in order, in both directions."""
-    with search() as seen:
-        assert seen.end.send(b"1")
-        seen.end.read()
-        await asyncio.sleep(0)
-        assert not seen.ends
-        seen.address.set_result("there")
-        await until(lambda: seen.ends)
-        assert seen.end.send(b"2")
-        (end,) = seen.ends
-        assert (end.address, end.frames) == ("there", [b"1", b"2"])
-        seen.end.read()
-        assert end.reads == 1
-        end.say(b"hello")
-        assert seen.received == [b"hello"]
+    seen.host.read()
+    await asyncio.sleep(0)
+    assert not seen.ends
+    end = await seen.found()
+    seen.host.stream.put(Kill(0))
+    received: list[object] = []
+    stream = Stream(
+        ToHost,
+        None,
+        send=lambda _: True,
+        take=received.append,
+        write=received.append,
+        on_broken=received.append,
+    )
+    for frame in end.frames:
+        stream.receive(frame)
+    stream.close()
+    assert end.address == "there"
+    assert [type(one) for one in received] == [OpenGroups, Kill]
+    seen.host.read()
+    assert end.reads == 1
+    seen.answer(end)
+    assert seen.opened == 1
 
 
 @pytest.mark.parametrize("answers", [True, False])
 async def test_sought_host_must_answer_once_it_is_found(
-    monkeypatch: pytest.MonkeyPatch, *, answers: bool
+    seen: Search, monkeypatch: pytest.MonkeyPatch, *, answers: bool
 ) -> None:
     """It may have moved meanwhile: the loss has it looked up again."""
-    monkeypatch.setattr(ray_hosts, "ANSWER_S", 60.0 if answers else 0.0)
-    with search() as seen:
-        seen.address.set_result("there")
-        await until(lambda: seen.ends)
-        if answers:
-            seen.ends[0].say(b"hello")
-            assert seen.end._timer is not None
-            assert seen.end._timer.cancelled()
-            seen.ends[0].cut("closed the connection")
-        await until(lambda: seen.cuts)
-        expected = "closed the connection" if answers else "did not answer for 0 s at there"
-        assert seen.cuts == [expected]
+    monkeypatch.setattr(remote, "ANSWER_S", 60.0 if answers else 0.01)
+    end = await seen.found()
+    if answers:
+        seen.answer(end)
+        assert seen.host._opening is not None
+        assert seen.host._opening.cancelled()
+        end.cut("closed the connection")
+    await until(lambda: seen.losses)
+    expected = "closed the connection" if answers else "did not answer for 0.01 s at there"
+    assert seen.losses == [expected]
 
 
-async def test_sought_host_that_will_never_be_is_lost() -> None:
-    with search() as seen:
-        seen.address.set_exception(ConfigError("there is no room"))
-        await until(lambda: seen.cuts)
-        assert seen.cuts == ["was not found: there is no room"]
-        assert not seen.ends
+async def test_sought_host_that_will_never_be_is_lost(seen: Search) -> None:
+    seen.address.set_exception(ConfigError("there is no room"))
+    await until(lambda: seen.losses)
+    assert seen.losses == ["was not found: there is no room"]
+    assert not seen.ends
 
 
-async def test_moved_host_without_the_missed_frames_is_lost() -> None:
-    with search() as seen:
-        connect_to = seen.end._connect_to
-
-        def closed(address: str) -> Connect:
-            def connect(say: Callable[[bytes], None], cut: Callable[[str], None]) -> End:
-                end = connect_to(address)(say, cut)
-                end.close()
-                assert isinstance(end, End)
-                return end
-
-            return connect
-
-        seen.end._connect_to = closed
-        seen.end.send(b"1")
-        seen.address.set_result("there")
-        await until(lambda: seen.cuts)
-        assert seen.cuts[0] == "cannot be reached"
+async def test_moved_host_without_the_missed_frames_is_lost(seen: Search) -> None:
+    seen.takes = False
+    seen.address.set_result("there")
+    await until(lambda: seen.losses)
+    assert seen.losses == ["cannot be reached"]
 
 
-async def test_sought_host_is_looked_for_until_the_end_is_closed() -> None:
-    seen = Search()
+async def test_sought_host_is_looked_for_until_the_start_is_over(seen: Search) -> None:
     await asyncio.sleep(0)
-    seen.end.close()
-    await until(seen.end._seeking.done)
+    seen.host.close()
+    assert seen.host._seeking is not None
+    await until(seen.host._seeking.done)
     assert not seen.ends

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.unit.aio.leader.leader_harness import LIMITS, LeaderHarness
-from vsched.aio.leader import HookTimes
 from vsched.kernel.decisions import GenerateDecision
 from vsched.wire import Beat, GenerateResult, Heartbeat, RunHook, StepCheck, check_of
 
@@ -23,71 +22,43 @@ def result(step: int) -> GenerateResult:
     return GenerateResult(step, b"", b"", [], [], 0)
 
 
-def run(hooks: HookTimes, now_s: float) -> list[str]:
-    """Run all due hooks at once."""
-    due = hooks.take_due(now_s)
-    for name in due:
-        hooks.done(name, now_s)
-    return due
-
-
-def test_hooks_are_due_after_their_intervals() -> None:
-    """Each by its own interval, whatever the number of steps."""
-    hooks = HookTimes({"balance": 10.0, "tidy": 25.0}, 0.0)
-    ran = []
-    for tenth in range(600):
-        hooks.stepped()
-        ran += [(name, tenth // 10) for name in run(hooks, tenth / 10)]
-    assert [at for name, at in ran if name == "balance"] == [10, 20, 30, 40, 50]
-    assert [at for name, at in ran if name == "tidy"] == [25, 50]
-
-
-def test_hooks_of_an_idle_group_rest() -> None:
-    """Without a step since the last run nothing has changed; the next step makes the hook due."""
-    hooks = HookTimes({"balance": 10.0}, 0.0)
-    assert run(hooks, 100.0) == []
-    hooks.stepped()
-    assert run(hooks, 101.0) == ["balance"]
-    assert run(hooks, 1000.0) == []
-
-
-def test_hooks_that_run_are_not_due_again() -> None:
-    """The interval starts at the end of the last run, however long that took."""
-    hooks = HookTimes({"balance": 10.0}, 0.0)
-    hooks.stepped()
-    assert hooks.take_due(10.0) == ["balance"]
-    hooks.stepped()
-    assert hooks.take_due(30.0) == []
-    hooks.done("balance", 31.0)
-    assert hooks.take_due(40.0) == []
-    assert hooks.take_due(41.0) == ["balance"]
-
-
 async def test_leader_puts_due_hooks_before_a_step(led: LeaderHarness) -> None:
-    """Every rank runs the hook between the same two steps; most steps have no hook before them."""
-    led.enter(0, 1, hooks={"balance": 10.0})
-    for step in range(1, 31):
+    """Every rank runs a hook between the same two steps, an interval after the end of its last run."""
+    led.enter(0, 1, hooks={"balance": 10.0, "tidy": 25.0})
+    ran: list[tuple[str, int]] = []
+    for step in range(1, 41):
+        known = len(led.entries())
         led.leader.decide(GenerateDecision(step))
-        for seq, entry in enumerate(led.entries(), 1):
-            if entry == RunHook("balance") and seq >= len(led.entries()) - 1:
-                led.receive(0, Beat(seq, {}))
+        for seq, entry in enumerate(led.entries()[known:], known + 1):
+            if isinstance(entry, RunHook):
+                ran.append((entry.name, step))
+                led.advance(3 if step == 21 else 0)
+                for rank in (0, 1):
+                    led.receive(rank, Beat(seq, {}))
         led.receive(0, result(step))
+        led.receive(1, StepCheck(step, check_of(result(step))))
         led.advance(1)
-    entries = [entry for entry in led.entries() if entry != Heartbeat()]
-    steps_before = [at for at, entry in enumerate(entries) if isinstance(entry, RunHook)]
-    assert steps_before == [10, 21], "the tenth step after each, and nothing since"
+    assert [step for name, step in ran if name == "balance"] == [11, 21, 31]
+    assert [step for name, step in ran if name == "tidy"] == [23]
     assert led.link.sent[0] == led.link.sent[1]
     assert led.lost == []
 
 
-async def test_leader_runs_no_hook_in_an_idle_group(led: LeaderHarness) -> None:
-    """Heartbeats are sent, and nothing else."""
+async def test_leader_runs_no_hook_that_runs_or_in_an_idle_group(led: LeaderHarness) -> None:
+    """After a step a hook is due once; then heartbeats are sent, and nothing else."""
     led.enter(0, 1, hooks={"balance": 1.0})
-    for _ in range(60):
-        led.loop.advance(1)
-        for rank in (0, 1):
-            led.receive(rank, Beat(len(led.link.sent.get(rank, [])), {}))
-    assert set(map(type, led.entries())) == {Heartbeat}
+    for steps in range(3):
+        before = led.entries().count(RunHook("balance"))
+        for seq in range(60):
+            led.loop.advance(1)
+            for rank in (0, 1):
+                led.receive(rank, Beat(len(led.link.sent.get(rank, [])), {}))
+            if seq == 10 and steps:
+                led.leader.decide(GenerateDecision(steps))
+                led.receive(0, result(steps))
+                led.receive(1, StepCheck(steps, check_of(result(steps))))
+        assert led.entries().count(RunHook("balance")) == before + bool(steps)
+    assert {*map(type, led.entries())} == {Heartbeat, RunHook, GenerateDecision}
     assert led.lost == []
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tests.patience import PATIENCE_S
-from vsched.aio.fork_server import rank_environment
+from vsched.fork_server import rank_environment
 from vsched_workers.backends.reference.host_memory import HostMemory, HugePages
 from vsched_workers.backends.reference.packed_weights import (
     BlockedActivation,
