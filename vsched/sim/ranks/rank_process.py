@@ -11,7 +11,6 @@ import asyncio
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from vsched.aio.launcher import at_home, link_address
 from vsched.errors import CheckpointError, DeviceOutOfMemory, VschedError
@@ -19,13 +18,12 @@ from vsched.sim.faults import Hang, OutOfMemory, Slowdown, WorkerCrash
 from vsched.sim.network.links import RankEnd, SimulatedLeaderEnd, wait_readable
 from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.sim.ranks.symbolic_model import ROOT
-from vsched.sim.ranks.symbolic_workers import RankPlugin
+from vsched.sim.ranks.symbolic_workers import Process, RankPlugin
 from vsched.sim.world import World
 from vsched.transport.arena import Arena
 from vsched.transport.zmq_link import OnFrame
 from vsched.types import stage_of
 from vsched.wire import Hello, Pulse, Stop, encode_report
-from vsched.worker.contract import WorkerPlugin
 from vsched.worker.generate_rank import GenerateRank
 from vsched.worker.member import (
     PULSES_PER_TIMEOUT,
@@ -45,44 +43,16 @@ LINGER_S = 0.02
 RUN_DIR = "/simulated"
 
 
-class _Sent(NamedTuple):
-    """A frame to be sent when the loop's clock reaches a time."""
-
-    at_ns: int
-    end: RankEnd
-    frame: bytes
-
-
-class RankClock:
-    """The clock of a rank: loop time plus the computing time since its last wait."""
-
-    def __init__(self, world: World) -> None:
-        self._loop = world.loop
-        self.ahead_ns = 0
-
-    def now_ns(self) -> int:
-        """Return the rank's time."""
-        return self._loop.now_ns() + self.ahead_ns
-
-    def spend(self, duration_ns: float) -> None:
-        """Advance the clock."""
-        self.ahead_ns += int(duration_ns)
-
-
 class SimulatedLink:
     """A rank's end of a link that sends frames at the rank's time."""
 
-    def __init__(self, end: RankEnd, clock: RankClock, outbox: deque[_Sent]) -> None:
+    def __init__(self, end: RankEnd, rank: SimulatedRank) -> None:
         self.end = end
-        self._clock = clock
-        self._outbox = outbox
+        self._rank = rank
 
     def send(self, frame: bytes) -> None:
         """Send a report now, or when the loop has caught up."""
-        if self._clock.ahead_ns or self._outbox:
-            self._outbox.append(_Sent(self._clock.now_ns(), self.end, frame))
-        else:
-            self.end.send(frame)
+        self._rank.send(self.end, frame)
 
     def receive(self, timeout_s: float = 0.0) -> bytes | None:
         """Return an arrived frame, or None."""
@@ -135,7 +105,7 @@ class _Crashed(Exception):
     """The process ends without an error report."""
 
 
-class SimulatedRank:
+class SimulatedRank(Process):
     """One rank process; has the interface of `vsched.aio.launcher.RankProcess`."""
 
     def __init__(
@@ -154,9 +124,9 @@ class SimulatedRank:
         self._spec = spec
         self._collective = collective
         self._on_exit = on_exit
-        self._clock = RankClock(world)
+        self._ahead_ns = 0
         self._noise = world.generator(f"rank {self.pid}")
-        self._outbox: deque[_Sent] = deque()
+        self._outbox: deque[tuple[int, RankEnd, bytes]] = deque()
         self._at_end: list[Callable[[], None]] = []
         self._stopped_until_ns = 0
         self._groups: dict[str, str] = {}
@@ -194,14 +164,16 @@ class SimulatedRank:
         """Run like `vsched.rank.run`; return the exit code."""
         spec, world = self._spec, self._world
         host = RankHost(
-            now_ns=self._clock.now_ns, memory=dict, collect=int, load_worker=self._load_worker
+            now_ns=self.now_ns,
+            memory=dict,
+            collect=int,
+            load_worker=lambda _: RankPlugin(world, self, ROOT),
         )
         for role in (spec.encode, spec.generate):
             if role is not None:
                 end = world.network.connect(role.address, spec.rank)
-                self._groups[stage_of(end.party.group)] = end.party.group
-                link = SimulatedLink(end, self._clock, self._outbox)
-                self._members.append(Member(spec, link, host))
+                self._groups[stage_of(end.group)] = end.group
+                self._members.append(Member(spec, SimulatedLink(end, self), host))
         pulse = world.loop.create_task(self._pulse(self._members[0].link.end.address))
         try:
             await self._load(RankLoading(spec, self._arena, self._members, host))
@@ -228,9 +200,6 @@ class SimulatedRank:
     def _name(self) -> str:
         return f"{' and '.join(self._groups.values())} rank {self._spec.rank}"
 
-    def _load_worker(self, _name: str) -> WorkerPlugin:
-        return RankPlugin(self._world, self, ROOT)
-
     async def _load(self, loading: RankLoading[SimulatedLink]) -> None:
         loading.begin()
         await self._catch_up()
@@ -248,7 +217,7 @@ class SimulatedRank:
                 await self._listen(following)
                 continue
             entry = member.entry
-            self._current = member.link.end.party.group
+            self._current = member.link.end.group
             self._note_digest(member)
             is_step = member.log.turn > 0
             if is_step:
@@ -282,9 +251,20 @@ class SimulatedRank:
 
     # --- time ---
 
+    def now_ns(self) -> int:
+        """Return the rank's time: loop time plus the computing time since its last wait."""
+        return self._world.loop.now_ns() + self._ahead_ns
+
+    def send(self, end: RankEnd, frame: bytes) -> None:
+        """Send a report now, or when the loop has caught up."""
+        if self._ahead_ns or self._outbox:
+            self._outbox.append((self.now_ns(), end, frame))
+        else:
+            end.send(frame)
+
     async def _finish_step(self) -> None:
         """Report a step at its end time, unless the process crashes before or after it."""
-        await self._wait_for_loop(self._clock.now_ns())
+        await self._wait_for_loop(self.now_ns())
         for call in self._at_end:
             call()
         self._at_end.clear()
@@ -304,13 +284,13 @@ class SimulatedRank:
 
     async def _catch_up(self) -> None:
         """Wait until the loop reaches the rank's time, sending queued frames at their times."""
-        until_ns = self._clock.now_ns()
+        until_ns = self.now_ns()
         while self._outbox:
-            sent = self._outbox[0]
-            await self._wait_for_loop(sent.at_ns)
+            at_ns, end, frame = self._outbox[0]
+            await self._wait_for_loop(at_ns)
             self._outbox.popleft()
-            if not sent.end.closed:
-                sent.end.send(sent.frame)
+            if not end.closed:
+                end.send(frame)
         await self._wait_for_loop(until_ns)
 
     async def _wait_for_loop(self, until_ns: int) -> None:
@@ -322,7 +302,7 @@ class SimulatedRank:
                 await waiter
             finally:
                 timer.cancel()
-            self._clock.ahead_ns = max(0, self._clock.ahead_ns - left_ns)
+            self._ahead_ns = max(0, self._ahead_ns - left_ns)
 
     async def _pulse(self, address: str) -> None:
         """Send heartbeats as `PulseThread` does, except while the process hangs."""
@@ -347,7 +327,7 @@ class SimulatedRank:
     def sequences(self, group: str) -> set[int] | None:
         """Return the numbers of the requests it holds for a generate group; None if it does not serve the group."""
         for member in self._members if self.serving else ():
-            if member.link.end.party.group == group and isinstance(member.stage, GenerateRank):
+            if member.link.end.group == group and isinstance(member.stage, GenerateRank):
                 return set(member.stage.sequences)
         return None
 
@@ -355,7 +335,7 @@ class SimulatedRank:
 
     def spend(self, duration_ns: float) -> None:
         """Advance this rank's clock."""
-        self._clock.spend(duration_ns)
+        self._ahead_ns += int(duration_ns)
 
     def spend_step(self, duration_ns: float) -> None:
         """Advance the clock by a step, including slowdowns and hangs."""
@@ -366,8 +346,8 @@ class SimulatedRank:
         hang = injector.take(Hang, group=group, rank=rank)
         if hang is not None:
             self._stopped_until_ns = max(self._stopped_until_ns, hang.end_ns)
-        stopped_ns = max(0, self._stopped_until_ns - self._clock.now_ns())
-        self._clock.spend(duration_ns + stopped_ns)
+        stopped_ns = max(0, self._stopped_until_ns - self.now_ns())
+        self.spend(duration_ns + stopped_ns)
 
     def at_end(self, call: Callable[[], None]) -> None:
         """Schedule a call for the end of the step; it is dropped if the process ends before."""
@@ -393,35 +373,28 @@ class SimulatedHost:
     name = ""
 
     def __init__(
-        self,
-        world: World,
-        run_dir: str,
-        start_rank: Callable[[RankSpec, Callable[[int], None]], SimulatedRank],
-        groups: Sequence[str],
-        arena: Arena,
-        start: int,
+        self, launcher: SimulatedLauncher, groups: Sequence[str], arena: Arena, start: int
     ) -> None:
         """Prepare the `start`-th start of these groups."""
-        self._world = world
-        self._run_dir = run_dir
-        self._start_rank = start_rank
+        self._launcher = launcher
         self._groups = groups
         self._arena = arena
         self._start = start
 
     def open_link(self, group: str, on_frame: OnFrame) -> SimulatedLeaderEnd:
         """Listen for the ranks of a group."""
-        address = link_address(self._run_dir, group, self._start)
-        return self._world.network.listen(address, on_frame)
+        launcher = self._launcher
+        address = link_address(launcher.run_dir, group, self._start)
+        return launcher.world.network.listen(address, on_frame)
 
     def launch(
         self, spec: RankSpec, *, threads: int, on_exit: Callable[[int], None]
     ) -> SimulatedRank:
         """Start a rank."""
         del threads
-        fd, start = self._arena.fd, self._start
-        spec = at_home(spec, self._groups, run_dir=self._run_dir, arena_fd=fd, start=start)
-        return self._start_rank(spec, on_exit)
+        run_dir, fd = self._launcher.run_dir, self._arena.fd
+        spec = at_home(spec, self._groups, run_dir=run_dir, arena_fd=fd, start=self._start)
+        return self._launcher.start(spec, on_exit)
 
     def close(self) -> None:
         """No-op."""
@@ -440,7 +413,7 @@ class SimulatedLauncher:
         """Create a launcher with the host's `run_dir`; new ranks are appended to `ranks`."""
         self.run_dir = run_dir
         self.ranks: list[SimulatedRank] = [] if ranks is None else ranks
-        self._world = world
+        self.world = world
         self._starts: Counter[str] = Counter()
         self._collectives: dict[str, Collective] = {}
 
@@ -451,18 +424,16 @@ class SimulatedLauncher:
         del on_lost
         self._starts.update(groups)
         start = self._starts[groups[0]]
-        return SimulatedHost(self._world, self.run_dir, self.start, groups, arena, start)
+        return SimulatedHost(self, groups, arena, start)
 
     def start(self, spec: RankSpec, on_exit: Callable[[int], None]) -> SimulatedRank:
         """Start a rank with a complete specification."""
         roles = [role for role in (spec.encode, spec.generate) if role is not None]
         place = roles[0].address
         if place not in self._collectives:
-            ranks = roles[0].settings.ranks
-            self._collectives[place] = Collective(self._world, ranks)
-        rank = SimulatedRank(
-            self._world, spec, collective=self._collectives[place], on_exit=on_exit
-        )
+            self._collectives[place] = Collective(self.world, roles[0].settings.ranks)
+        together = self._collectives[place]
+        rank = SimulatedRank(self.world, spec, collective=together, on_exit=on_exit)
         self.ranks.append(rank)
         return rank
 

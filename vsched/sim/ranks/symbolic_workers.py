@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -145,33 +144,32 @@ ACTIVATION_BYTES = 1 << 20
 """Activation memory per token of a step."""
 
 
-class Process(Protocol):
-    """The rank of a worker.
+class Process:
+    """The process of a worker: without time, faults or a limit of memory, unless a subclass adds them.
 
     Attributes:
         serving: Whether the KV cache is accepted; steps before that are profiling runs.
     """
 
-    serving: bool
+    serving = True
 
-    @property
-    def memory(self) -> SimulatedMemory: ...
+    def __init__(self) -> None:
+        self.memory = SimulatedMemory(1 << 40)
 
     def spend(self, duration_ns: float) -> None:
         """Advance this rank's clock."""
-        ...
 
     def spend_step(self, duration_ns: float) -> None:
         """Advance the clock by a step, including slowdowns and hangs."""
-        ...
 
     def at_end(self, call: Callable[[], None]) -> None:
         """Schedule a call for the end of the step; it is dropped if the process ends before."""
-        ...
+        call()
 
     def has_memory(self, stage: str, during: str) -> bool:
         """Return False once for each due `OutOfMemory` fault."""
-        ...
+        del stage, during
+        return True
 
 
 class SymbolicEncoder(StandInEncoder):
@@ -229,7 +227,8 @@ class SymbolicEncoder(StandInEncoder):
         for job in jobs:
             seen = job.key if self._sees(job) else DAMAGED
             if self._writes:
-                self._process.at_end(partial(write_rows, job.pages, seen, job.tokens, embeddings))
+                rows = embedding_rows(seen, job.tokens, embeddings.shape[2])
+                self._process.at_end(partial(write_rows, job.pages, rows, embeddings))
 
     def _sees(self, job: EncodeJob) -> bool:
         """Return True if the pixels belong to the expected image.
@@ -245,11 +244,10 @@ class SymbolicEncoder(StandInEncoder):
 
 
 def write_rows(
-    pages: Sequence[int], key: bytes, tokens: int, embeddings: npt.NDArray[np.uint8]
+    pages: Sequence[int], rows: npt.NDArray[np.uint8], embeddings: npt.NDArray[np.uint8]
 ) -> None:
-    """Write the embedding of an image."""
-    _, page_rows, row_bytes = embeddings.shape
-    rows = embedding_rows(key, tokens, row_bytes)
+    """Write the embedding of an image to its pages."""
+    page_rows = embeddings.shape[1]
     for index, page in enumerate(pages):
         part = rows[index * page_rows : (index + 1) * page_rows]
         embeddings[page, : len(part)] = part
@@ -277,7 +275,12 @@ class SymbolicGenerator(StandInGenerator):
     """The language model of one rank."""
 
     def __init__(
-        self, world: World, process: Process, info: ModelInfo, settings: WorkerSettings, root: int
+        self,
+        world: World,
+        process: Process,
+        info: ModelInfo,
+        settings: WorkerSettings,
+        root: int,
     ) -> None:
         _load(process, world, "generate")
         super().__init__(
@@ -488,7 +491,12 @@ class SymbolicDraft(SymbolicGenerator):
     """Step time as a share of the target model's."""
 
     def __init__(
-        self, world: World, process: Process, info: ModelInfo, settings: WorkerSettings, root: int
+        self,
+        world: World,
+        process: Process,
+        info: ModelInfo,
+        settings: WorkerSettings,
+        root: int,
     ) -> None:
         super().__init__(world, process, info, settings, root)
         self._who += ", drafting"
