@@ -354,10 +354,10 @@ class ClientSession:
         self._uploading = False
 
     async def _read_stream(self, call: HttpCall) -> None:
-        async for event in call.events():
-            if event.data == "[DONE]":
+        async for data in call.events():
+            if data == "[DONE]":
                 continue
-            received = event.json()
+            received = msgspec.json.decode(data)
             if "error" in received:
                 raise RequestFailed(received["error"]["message"], code=received["error"]["code"])
             for choice in received["choices"]:
