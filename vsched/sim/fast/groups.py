@@ -19,13 +19,22 @@ from typing import Protocol
 import msgspec
 
 from vsched.errors import ConfigError
+from vsched.failures import LostTooOften, Simulated
 from vsched.kernel.decisions import (
     Decision,
     EncodeDecision,
     GenerateDecision,
     Join,
 )
-from vsched.kernel.events import Encoded, Event, Finished, Stepped
+from vsched.kernel.events import (
+    Encoded,
+    Event,
+    Finished,
+    GroupLost,
+    GroupReady,
+    GroupRetired,
+    Stepped,
+)
 from vsched.policy_host.step_times import pairs_of
 from vsched.sim.cost.calibration import Span, united
 from vsched.sim.cost.model import CostModel
@@ -372,20 +381,12 @@ class Contention:
         self, slowdowns: Sequence[float], announce: Callable[[SharedWork, int], None]
     ) -> None:
         """Use the slowdowns of `HostCost.contention`; `announce` is called with the end of each piece of work."""
-        assert slowdowns, "without contention there is nothing to count"
         self._slowdowns = slowdowns
         self._announce = announce
         self._left_ns: dict[SharedWork, float] = {}
         self._processes: Counter[object] = Counter()
         self._since_ns = 0
         self._slowdown = 1.0
-
-    @classmethod
-    def of(
-        cls, slowdowns: Sequence[float], announce: Callable[[SharedWork, int], None]
-    ) -> Contention | None:
-        """Return the contention, or None if processes do not slow each other down."""
-        return cls(slowdowns, announce) if slowdowns else None
 
     def enter(self, work: SharedWork, need_ns: int, now_ns: int) -> None:
         """Begin work that takes `need_ns` when alone."""
@@ -437,38 +438,28 @@ class GroupOutage(msgspec.Struct, frozen=True, kw_only=True):
     duration_ns: int | None = None
 
 
-class GroupDown(msgspec.Struct, frozen=True):
-    """A group is lost, temporarily or for good."""
-
-    group: SimulatedGroup
-    for_good: bool
-
-
-class GroupUp(msgspec.Struct, frozen=True):
-    """A group serves."""
-
-    group: SimulatedGroup
-
-
-def changes(
+def outage_events(
     outages: Iterable[GroupOutage], groups: Sequence[SimulatedGroup]
-) -> Iterator[tuple[int, GroupDown | GroupUp]]:
-    """Yield the losses and returns of groups with their times; a group that is down is not lost again.
+) -> Iterator[tuple[int, GroupLost | GroupReady | GroupRetired]]:
+    """Yield the events of outages with their times; a group that is down is not lost again.
 
     Raises:
         ConfigError: When a group is unknown.
     """
-    named = {group.name: group for group in groups}
+    devices = {group.name: group.device for group in groups}
     spans: defaultdict[SharedDevice, list[Span]] = defaultdict(list)
     for one in outages:
-        if one.group not in named:
-            raise ConfigError(f"{one.group}: no such group. Known: {', '.join(named)}")
+        if one.group not in devices:
+            raise ConfigError(f"{one.group}: no such group. Known: {', '.join(devices)}")
         end_ns = math.inf if one.duration_ns is None else one.at_ns + one.duration_ns
-        spans[named[one.group].device].append((one.at_ns, end_ns))
+        spans[devices[one.group]].append((one.at_ns, end_ns))
     for device, lost in spans.items():
+        names = [name for name, its_device in devices.items() if its_device is device]
         for start_ns, end_ns in united(lost):
-            for group in groups:
-                if group.device is device:
-                    yield start_ns, GroupDown(group, for_good=end_ns == math.inf)
-                    if end_ns != math.inf:
-                        yield int(end_ns), GroupUp(group)
+            for name in names:
+                yield start_ns, GroupLost(name, Simulated((name,)))
+            for name in names:
+                if end_ns == math.inf:
+                    yield start_ns, GroupRetired(name, LostTooOften((name,)))
+                else:
+                    yield int(end_ns), GroupReady(name)

@@ -73,13 +73,13 @@ class Sketch:
             seen += count
         return 0.0
 
-    def cdf(self, points: int = CDF_POINTS) -> list[tuple[float, float]]:
+    def cdf(self) -> list[tuple[float, float]]:
         """Return points of the cumulative distribution as (value, share), with shares about evenly spaced."""
         found: list[tuple[float, float]] = []
         last, every = 0.0, self.count
         for index, seen in enumerate(accumulate(self.counts)):
             share = seen / max(every, 1)
-            if self.counts[index] and (share - last >= 1 / points or seen == every):
+            if self.counts[index] and (share - last >= 1 / CDF_POINTS or seen == every):
                 last = share
                 found.append((_bounds(index)[1], share))
         return found
