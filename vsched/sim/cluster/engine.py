@@ -507,7 +507,7 @@ def small_config(**changes: Any) -> Config:
     """Return a configuration small enough that a few small requests exhaust everything, with short fault timeouts.
 
     Args:
-        changes: Sections to replace, by name.
+        changes: As in `changed_config`.
     """
     config = Config(
         model=ModelConfig(path="simulated"),
@@ -528,7 +528,18 @@ def small_config(**changes: Any) -> Config:
             ready_s=5.0, step_s=3.0, heartbeat_s=0.5, rank_timeout_s=2.0, drain_s=2.0
         ),
     )
-    return msgspec.structs.replace(config, **changes)
+    return changed_config(config, **changes)
+
+
+def changed_config(config: Config, **changes: Any) -> Config:
+    """Return a configuration with other top-level values; a dict for a section changes some of its keys."""
+    values = {}
+    for name, value in changes.items():
+        section = getattr(config, name)
+        if isinstance(section, msgspec.Struct) and isinstance(value, dict):
+            value = msgspec.structs.replace(section, **value)
+        values[name] = value
+    return msgspec.structs.replace(config, **values)
 
 
 class SimEngine:
@@ -782,7 +793,7 @@ class SimEngine:
             adapter=index % (1 + len(self.config.adapters.load)),
         )
 
-    async def heal(self, *, within_s: float = HEAL_S) -> None:
+    async def heal(self) -> None:
         """Wait until all faults are over and every request has ended; then check that no resource is held.
 
         Raises:
@@ -793,7 +804,7 @@ class SimEngine:
         await asyncio.gather(*self._operating)
         resuming = self.world.loop.create_task(self._resume_groups())
         try:
-            await self._wait_for_ends(within_s)
+            await self._wait_for_ends(HEAL_S)
             await check_healed(self)
         finally:
             resuming.cancel()
