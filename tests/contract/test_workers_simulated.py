@@ -7,16 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from vsched.sim.cluster.plugin import SimulatedPlugin, SimulatedPreprocessor
 from vsched.sim.faults import FaultPlan
 from vsched.sim.loop import VirtualLoop
-from vsched.sim.ranks.symbolic_model import PIXELS, ROOT, image_plan
-from vsched.sim.ranks.symbolic_workers import (
-    Process,
-    RankPlugin,
-    SymbolicEncoder,
-    SymbolicGenerator,
-)
+from vsched.sim.ranks.plugin import RankPlugin, SimulatedPlugin, SimulatedPreprocessor
+from vsched.sim.ranks.symbolic_model import PIXELS, image_plan
+from vsched.sim.ranks.symbolic_workers import Process, SymbolicEncoder, SymbolicGenerator
 from vsched.sim.workload.images import Appearance
 from vsched.sim.world import World
 from vsched.testing import ContractBroken, check_worker
@@ -79,14 +74,14 @@ class SimPlugin(SimulatedPlugin):
     def load_encoder(
         self, info: ModelInfo, settings: WorkerSettings, progress: Progress
     ) -> SymbolicEncoder:
-        return RankPlugin(self.world, Process(), ROOT).load_encoder(info, settings, progress)
+        return RankPlugin(self.world, Process()).load_encoder(info, settings, progress)
 
     def load_generator(
         self, info: ModelInfo, settings: WorkerSettings, progress: Progress
     ) -> SimGenerator:
         process = Process()
         process.serving = False
-        return self.generator(self.world, process, info, settings, ROOT)
+        return self.generator(self.world, process, info, settings)
 
     def images(self) -> list[SampleImage]:
         made = []

@@ -14,9 +14,9 @@ from vsched.kernel import request, request_moves
 from vsched.probes import observed
 from vsched.sim.cluster import SimEngine, small_config
 from vsched.sim.cluster.client_sessions import ClientBehaviour
-from vsched.sim.cluster.plugin import HYBRID, SEES_IMAGES, SEES_PROMPTS
 from vsched.sim.cluster.scenario import draw_scenario, run_scenario
 from vsched.sim.faults import FaultPlan
+from vsched.sim.ranks.plugin import HYBRID, SEES_IMAGES, SEES_PROMPTS
 from vsched.sim.ranks.symbolic_model import DRAFT
 from vsched.sim.workload.requests import Arrival, Image, Text, Video
 from vsched.worker.drafts import DraftModel

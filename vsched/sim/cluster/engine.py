@@ -35,7 +35,6 @@ from vsched.kernel.events import Aborted, Event, GroupLost, GroupReady, GroupRet
 from vsched.sim.cluster.client_sessions import ClientBehaviour, ClientSession
 from vsched.sim.cluster.machines import SimulatedCluster, Strike
 from vsched.sim.cluster.media import media_of
-from vsched.sim.cluster.plugin import NAME
 from vsched.sim.cost.model import CostModel
 from vsched.sim.faults import (
     DecodeError,
@@ -61,6 +60,7 @@ from vsched.sim.invariants import Oracles, SimulationFailed
 from vsched.sim.loop import VirtualLoop
 from vsched.sim.network.asgi_client import AsgiClient
 from vsched.sim.network.links import HostLinkProfile, LinkProfile
+from vsched.sim.ranks.plugin import NAME
 from vsched.sim.ranks.symbolic_model import FIRST_TOKEN, TOKENS, SymbolicChecker
 from vsched.sim.setup import Setup
 from vsched.sim.workload.requests import Arrival

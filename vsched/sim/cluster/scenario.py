@@ -54,7 +54,6 @@ from vsched.sim.cluster.engine import (
     groups_of,
     small_config,
 )
-from vsched.sim.cluster.plugin import SEEN_TOKENS_MAX, SEES_IMAGES, plugin
 from vsched.sim.cost.calibration import slower
 from vsched.sim.faults import (
     FAULTS_MAX,
@@ -72,6 +71,7 @@ from vsched.sim.faults import (
 from vsched.sim.invariants import SimulationFailed
 from vsched.sim.loop import VirtualLoop
 from vsched.sim.network.links import HostLinkProfile, LinkProfile
+from vsched.sim.ranks.plugin import SEEN_TOKENS_MAX, SEES_IMAGES, plugin
 from vsched.sim.ranks.symbolic_model import DRAFT
 from vsched.sim.workload.requests import Arrival, Image, PromptPart, Reply, Text, Video
 from vsched.sim.world import QUICK

@@ -17,8 +17,8 @@ from vsched.errors import CheckpointError, DeviceOutOfMemory, VschedError
 from vsched.sim.faults import Hang, OutOfMemory, Slowdown, WorkerCrash
 from vsched.sim.network.links import RankEnd, SimulatedLeaderEnd, wait_readable
 from vsched.sim.ranks.device_memory import SimulatedMemory
-from vsched.sim.ranks.symbolic_model import ROOT
-from vsched.sim.ranks.symbolic_workers import Process, RankPlugin
+from vsched.sim.ranks.plugin import RankPlugin
+from vsched.sim.ranks.symbolic_workers import Process
 from vsched.sim.world import World
 from vsched.transport.arena import Arena
 from vsched.transport.zmq_link import OnFrame
@@ -167,7 +167,7 @@ class SimulatedRank(Process):
             now_ns=self.now_ns,
             memory=dict,
             collect=int,
-            load_worker=lambda _: RankPlugin(world, self, ROOT),
+            load_worker=lambda _: RankPlugin(world, self),
         )
         for role in (spec.encode, spec.generate):
             if role is not None:

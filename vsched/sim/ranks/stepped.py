@@ -18,7 +18,6 @@ from vsched.kernel import SchedulerLimits
 from vsched.kernel.decisions import ChunkPlan, EncodeTask, GenerateDecision, Join
 from vsched.kernel.events import Stepped
 from vsched.sim.ranks.symbolic_model import (
-    ROOT,
     answer,
     embedding_rows,
     extend,
@@ -112,7 +111,7 @@ class _SteppedWorker(SymbolicGenerator):
             slots=limits.slots,
             state_snapshots=limits.state_snapshots or 0,
         )
-        super().__init__(self._surroundings, self._surroundings, info, settings, ROOT)  # type: ignore[arg-type] # it has the attributes that are read
+        super().__init__(self._surroundings, self._surroundings, info, settings)  # type: ignore[arg-type] # it has the attributes that are read
         self._adapters = set(range(1, ADAPTERS))
         self.build_kv(blocks=limits.blocks, block_size=limits.block_size)
         if limits.swap_blocks:
