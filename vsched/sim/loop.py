@@ -189,7 +189,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._ties: random.Random | None = None
         self._held: dict[object, list[asyncio.Handle]] = {}
         super().__init__(self._virtual)
-        self._virtual.own = frozenset(self._virtual.get_map())
+        self._virtual.own = frozenset(key.fd for key in self._virtual.get_map().values())
         self.permute_ties(tie_seed)
         self._tasks_made = 0
         self.set_task_factory(self._make_task)

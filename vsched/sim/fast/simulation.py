@@ -116,7 +116,7 @@ class Simulation:
             ConfigError: When an outage is of an unknown group.
         """
         self.setup = setup
-        self.kernel = Scheduler(setup.limits, setup.kernel_policies)
+        self.kernel = Scheduler(setup.limits, setup.policies.for_kernel())
         self.collector = Collector(targets, START_NS)
         self.sampler = Sampler(START_NS)
         self.live_requests: dict[int, LiveRequest] = {}
