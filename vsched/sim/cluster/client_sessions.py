@@ -22,8 +22,8 @@ from vsched.sim.ranks.symbolic_model import (
     VIDEO_TOKEN,
     answer,
     frame_group_key,
-    held_answer,
     image_tokens,
+    root_of,
     video_tokens,
 )
 from vsched.sim.workload import images
@@ -159,7 +159,8 @@ class ClientSession:
         """The correct output."""
         received = SessionAnswer(reason="length")
         count, choices = self.arrival.output_tokens, self.behaviour.choices
-        for token in held_answer(self.prompt, self.items, count, choices, self.behaviour.adapter):
+        root = root_of(self.behaviour.adapter)
+        for token in answer(self.prompt, self.items, count, root=root, choices=choices):
             received.tokens.append(token)
             if token in self.behaviour.stop_token_ids:
                 received.reason = "stop"  # not part of the text

@@ -61,7 +61,7 @@ from vsched.sim.loop import VirtualLoop
 from vsched.sim.network.asgi_client import AsgiClient
 from vsched.sim.network.links import HostLinkProfile, LinkProfile
 from vsched.sim.ranks.plugin import NAME
-from vsched.sim.ranks.symbolic_model import FIRST_TOKEN, TOKENS, SymbolicChecker
+from vsched.sim.ranks.symbolic_model import FIRST_TOKEN, TOKENS, SymbolicGrammars
 from vsched.sim.setup import Setup
 from vsched.sim.workload.requests import Arrival
 from vsched.sim.world import ORIGIN_NS, QUICK, Delays, World
@@ -600,7 +600,7 @@ class SimEngine:
         self._tasks_before = asyncio.all_tasks()
         environment = Environment(
             make_launcher=lambda _: self.launcher,
-            make_grammar_checker=lambda _config, _info: SymbolicChecker(),
+            make_grammar_checker=lambda _config, _info: SymbolicGrammars(),
             make_media=media_of(self.world),
             open_record=self._open_record,
             now_ns=loop.now_ns,

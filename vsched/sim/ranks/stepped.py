@@ -45,7 +45,7 @@ ROW_BYTES = 16
 def correct_outputs(request: Request) -> list[int]:
     """Return the outputs of a request, which do not depend on scheduling."""
     prompt, count = request.prompt_token_ids, request.sampling.max_tokens
-    return answer(prompt, request.items, count, _root(request))
+    return answer(prompt, request.items, count, root=_root(request))
 
 
 def _root(request: Request) -> int:

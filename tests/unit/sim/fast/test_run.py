@@ -206,7 +206,7 @@ def test_run_waits_for_room_for_pixels() -> None:
 
 @pytest.mark.parametrize(
     ("limit", "code", "refused"),
-    [("media.prepare_s=0.05", "prepare_timeout", 4), ("media.preparing_max=3", "queue_full", 3)],
+    [("media.prepare_s=0.05", "prepare_timeout", 4), ("media.preparing_max=3", "queue_full", 2)],
 )
 def test_run_bounds_preparation(limit: str, code: str, refused: int) -> None:
     arrivals = [arrival(n, 0, Image(f"{n}", 500), Text(n, 5), outputs=9) for n in range(6)]
