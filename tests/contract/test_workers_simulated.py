@@ -37,19 +37,16 @@ class SimGenerator(SymbolicGenerator):
         self._process.serving = not touch
 
     def prepare(self, sequence: SequenceState) -> None:
-        self._world.accept(
-            sequence.number,
-            tuple(
-                MediaItem(
-                    key=key_of(place.tokens),
-                    tokens=place.tokens,
-                    offset=place.offset,
-                    metadata=place.metadata,
-                    spans=place.spans,
-                    kept=place.kept,
-                )
-                for place in sequence.items
-            ),
+        self._world.items[sequence.number] = tuple(
+            MediaItem(
+                key=key_of(place.tokens),
+                tokens=place.tokens,
+                offset=place.offset,
+                metadata=place.metadata,
+                spans=place.spans,
+                kept=place.kept,
+            )
+            for place in sequence.items
         )
         super().prepare(sequence)
 

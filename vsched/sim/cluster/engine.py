@@ -162,7 +162,7 @@ class EngineObserver:
             case Submitted(request):
                 for command in commands:
                     if isinstance(command, Accept):
-                        self._world.accept(command.number, request.items)
+                        self._world.items[command.number] = request.items
                         if command.request_id == request.request_id:
                             self.on_accept(command.number, request)
             case GroupLost(group, failure, planned):

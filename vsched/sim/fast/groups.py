@@ -14,7 +14,6 @@ from array import array
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from random import Random
-from typing import Protocol
 
 import msgspec
 
@@ -75,7 +74,18 @@ def make_devices(
     return devices | {name: SharedDevice() for name in generators}
 
 
-class SimulatedGroup:
+class SharedWork:
+    """A step or a job; an end announced with an earlier `incarnation` is void.
+
+    Attributes:
+        process: The process it runs in: work of the same process does not slow it down.
+    """
+
+    process: object
+    incarnation = 0
+
+
+class SimulatedGroup(SharedWork):
     """One group; computes when each step ends or pauses, and the resulting event.
 
     Attributes:
@@ -89,9 +99,8 @@ class SimulatedGroup:
 
     def __init__(self, name: str, cost: CostModel, device: SharedDevice, rng: Random) -> None:
         self.name = name
-        self.device = device
+        self.process = self.device = device
         self.log: deque[tuple[Decision, int]] = deque()
-        self.incarnation = 0
         self.steps = 0
         self.busy_ns = 0
         self._cost = cost
@@ -101,11 +110,6 @@ class SimulatedGroup:
         self._rng = rng
         self._start_ns = self._took_ns = 0
         self._left_ns = 0.0
-
-    @property
-    def process(self) -> object:
-        """The device that executes its steps."""
-        return self.device
 
     def decide(self, decision: Decision, now_ns: int) -> int:
         """Take a decision; return the end of its step, or 0 if it cannot start yet."""
@@ -357,17 +361,6 @@ class TimedGenerateGroup(SimulatedGroup):
 
 _NONE_FINISHED: list[Finished] = []
 """Shared by all steps in which no request finished; never changed."""
-
-
-class SharedWork(Protocol):
-    """A step or a job; an end announced with an earlier `incarnation` is void."""
-
-    incarnation: int
-
-    @property
-    def process(self) -> object:
-        """The process it runs in: work of the same process does not slow it down."""
-        ...
 
 
 class Contention:

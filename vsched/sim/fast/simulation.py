@@ -66,7 +66,6 @@ from vsched.sim.fast.metrics import (
     Sampler,
     SimulationOutcome,
     Targets,
-    cdf_ms,
     figures_of,
     over_replicas,
 )
@@ -467,7 +466,7 @@ class Simulation:
                 kernel=self.kernel.statistics(),
             ),
             series=self.sampler.series(),
-            cdf={**collector.cdf(), "itl": cdf_ms(collector.itl), "e2e": cdf_ms(collector.e2e)},
+            cdf={**collector.cdf(), "itl": collector.itl.cdf_ms(), "e2e": collector.e2e.cdf_ms()},
             slowest=collector.slowest(),
             policy_failure_counts=over_replicas(self.kernel.policy_failure_counts),
             policy_failures={

@@ -76,7 +76,7 @@ class Accepted:
         for command in commands:
             if isinstance(command, Accept):
                 assert isinstance(event, Submitted)
-                self._world.accept(command.number, event.request.items)
+                self._world.items[command.number] = event.request.items
 
     def close(self) -> None:
         """No-op."""

@@ -19,14 +19,9 @@ from vsched.sim.workload.requests import Image, Text, workload_of
 MS = 1_000_000
 
 
-class Doing:
+class Doing(SharedWork):
     def __init__(self, process: str = "") -> None:
-        self.incarnation = 0
-        self._process = process
-
-    @property
-    def process(self) -> object:
-        return self._process or self
+        self.process = process or self
 
 
 class Announced:
