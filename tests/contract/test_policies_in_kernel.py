@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -19,7 +19,8 @@ from tests.unit.kernel.setups import (
     words,
 )
 from vsched.plugins import RegisteredPolicy, list_policies, resolve_policy
-from vsched.policy import Admission, AdmissionView, RequestPolicy
+from vsched.policy import RequestPolicy
+from vsched.policy_host.seats import Ask
 from vsched.testing import ModelCluster, check_policy, default_policies, make_request
 from vsched_policies.admission import Fifo, Priority
 from vsched_policies.encoding import ChunkAware
@@ -105,35 +106,40 @@ def test_admission_refused_request_does_not_hold_its_cached_prefix(
     assert_holds_nothing(cluster)
 
 
-class Counted(Gathering, frozen=True, kw_only=True):
-    """Counts its calls."""
+def admissions(cluster: ModelCluster) -> list[str]:
+    """Return a list to which each call of an admission policy in the generate stage is added."""
+    seats: list[str] = []
 
-    requested: ClassVar[list[int]] = []
+    def watch(seat: str, ask: Ask) -> Ask:
+        def called(view: Any) -> Any:
+            seats.append(seat)
+            return ask(view)
 
-    def admit(self, view: AdmissionView) -> Admission:
-        self.requested.append(view.now_ns)
-        return super().admit(view)
+        return called if seat == "generate.admission" else ask
+
+    cluster.kernel.watch_policies(watch)
+    return seats
 
 
 def test_gathering_is_called_on_arrival_and_at_its_deadline() -> None:
     """In between it waits for an event or its time, whatever the number of other steps."""
-    Counted.requested.clear()
-    policies = default_policies(generate_admission=Counted(deadline_s=0.1))
+    policies = default_policies(generate_admission=Gathering(deadline_s=0.1))
     cluster = ModelCluster(make_limits(), policies)
+    calls = admissions(cluster)
     cluster.submit(make_request("first", words(4), max_tokens=60))
     cluster.wait(200_000_000)
-    assert len(Counted.requested) == 2, "on arrival and at the deadline"
+    assert len(calls) == 2, "on arrival and at the deadline"
     cluster.submit(make_request("second", words(4)))
     for _ in range(20):
         cluster.run_generate()
-    assert len(Counted.requested) == 3, "the steps of the first request do not call it again"
+    assert len(calls) == 3, "the steps of the first request do not call it again"
     cluster.submit(make_request("third", words(4)))
     for _ in range(20):
         cluster.run_generate()
-    assert len(Counted.requested) == 4
+    assert len(calls) == 4
     cluster.wait(200_000_000)
     cluster.run_generate()
-    assert len(Counted.requested) == 5, "one call for both"
+    assert len(calls) == 5, "one call for both"
     assert cluster.notices == []
     cluster.drain()
     assert joined(cluster) == ["first", "second", "third"]
@@ -152,28 +158,18 @@ def test_gathering_encodes_what_comes_within_the_deadline_together() -> None:
     cluster.drain()
 
 
-class CountedFifo(Fifo, frozen=True, kw_only=True):
-    """Counts its calls."""
-
-    requested: ClassVar[list[int]] = []
-
-    def admit(self, view: AdmissionView) -> Admission:
-        self.requested.append(view.now_ns)
-        return super().admit(view)
-
-
 def test_fifo_is_not_called_again_before_something_changes() -> None:
     """A request without blocks is examined again when blocks were freed, not in every step."""
-    CountedFifo.requested.clear()
-    policies = default_policies(generate_admission=CountedFifo())
+    policies = default_policies(generate_admission=Fifo())
     cluster = ModelCluster(make_limits(blocks=25, prefix_cache=False), policies)
+    calls = admissions(cluster)
     cluster.submit(make_request("first", words(4), max_tokens=60))
     cluster.submit(make_request("second", words(96, start=100), max_tokens=2))
     cluster.run_generate()
-    assert len(CountedFifo.requested) == 2
+    assert len(calls) == 2
     for _ in range(40):
         cluster.run_generate()
-    assert len(CountedFifo.requested) == 2
+    assert len(calls) == 2
     assert_served(cluster, "first", "second")
 
 

@@ -17,7 +17,7 @@ def end(ended_ns: int, prompt: int, output: int, tenant: str = "") -> EndTime:
 
 
 def chosen(policy: TenantFair | ShortestFirst, waiting: list[Item], **view: object) -> list[int]:
-    admission = ask(policy, waiting, divisible=True, tokens_free=100_000, **view)  # type: ignore[arg-type]
+    admission = ask(policy, waiting, divisible=True, tokens_free=100_000, **view)
     return list(admission.indices)
 
 

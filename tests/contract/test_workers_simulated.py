@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
-from vsched.sim.cluster.plugin import SimulatedPlugin, SimulatedPreprocessor
 from vsched.sim.faults import FaultPlan
 from vsched.sim.loop import VirtualLoop
-from vsched.sim.ranks.device_memory import SimulatedMemory
-from vsched.sim.ranks.symbolic_model import PIXELS, ROOT, image_plan
-from vsched.sim.ranks.symbolic_workers import RankPlugin, SymbolicEncoder, SymbolicGenerator
+from vsched.sim.ranks.plugin import RankPlugin, SimulatedPlugin, SimulatedPreprocessor
+from vsched.sim.ranks.symbolic_model import PIXELS, image_plan
+from vsched.sim.ranks.symbolic_workers import Process, SymbolicEncoder, SymbolicGenerator
 from vsched.sim.workload.images import Appearance
 from vsched.sim.world import World
 from vsched.testing import ContractBroken, check_worker
@@ -27,25 +26,6 @@ from vsched.worker.contract import (
 )
 
 
-class SimProcess:
-    """A rank that computes in no time."""
-
-    serving = False
-
-    def __init__(self) -> None:
-        self.memory = SimulatedMemory(1 << 36)
-
-    def spend(self, duration_ns: float) -> None: ...
-
-    spend_step = spend
-
-    def at_end(self, call: Callable[[], None]) -> None:
-        call()
-
-    def has_memory(self, stage: str, during: str) -> bool:
-        return True
-
-
 class SimGenerator(SymbolicGenerator):
     """Knows its images by their numbers of tokens, and serves once the KV cache is built for the last time.
 
@@ -54,23 +34,19 @@ class SimGenerator(SymbolicGenerator):
 
     def build_kv(self, *, blocks: int, block_size: int, touch: bool = True) -> None:
         super().build_kv(blocks=blocks, block_size=block_size, touch=touch)
-        assert isinstance(self._process, SimProcess)
         self._process.serving = not touch
 
     def prepare(self, sequence: SequenceState) -> None:
-        self._world.accept(
-            sequence.number,
-            tuple(
-                MediaItem(
-                    key=key_of(place.tokens),
-                    tokens=place.tokens,
-                    offset=place.offset,
-                    metadata=place.metadata,
-                    spans=place.spans,
-                    kept=place.kept,
-                )
-                for place in sequence.items
-            ),
+        self._world.items[sequence.number] = tuple(
+            MediaItem(
+                key=key_of(place.tokens),
+                tokens=place.tokens,
+                offset=place.offset,
+                metadata=place.metadata,
+                spans=place.spans,
+                kept=place.kept,
+            )
+            for place in sequence.items
         )
         super().prepare(sequence)
 
@@ -91,18 +67,18 @@ class SimPlugin(SimulatedPlugin):
 
     def __init__(self) -> None:
         self.world = World(VirtualLoop(), 0, FaultPlan())
-        self.process = SimProcess()
-        self.process.serving = True
 
     def load_encoder(
         self, info: ModelInfo, settings: WorkerSettings, progress: Progress
     ) -> SymbolicEncoder:
-        return RankPlugin(self.world, self.process, ROOT).load_encoder(info, settings, progress)
+        return RankPlugin(self.world, Process()).load_encoder(info, settings, progress)
 
     def load_generator(
         self, info: ModelInfo, settings: WorkerSettings, progress: Progress
     ) -> SimGenerator:
-        return self.generator(self.world, SimProcess(), info, settings, ROOT)
+        process = Process()
+        process.serving = False
+        return self.generator(self.world, process, info, settings)
 
     def images(self) -> list[SampleImage]:
         made = []

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from vsched.policy import Admission, AdmissionView, RequestPolicy, WaitingEntry
-from vsched.policy.measured import Measured, Measurements
+from vsched.policy.measured import Measurements
 
 SECOND_NS = 1_000_000_000
 
@@ -15,55 +17,29 @@ class Item(WaitingEntry, frozen=True):
 
 
 def ask(
-    policy: RequestPolicy,
-    waiting: list[Item],
-    *,
-    entries_free: int = 100,
-    tokens_free: int = 0,
-    blocks_free: int = 0,
-    divisible: bool = False,
-    default_tokens: int = 2048,
-    now_ns: int = 0,
-    measured: Measured | None = None,
-    state: object = None,
+    policy: RequestPolicy, waiting: list[Item], *, divisible: bool = False, **view: Any
 ) -> Admission:
     """Call a policy with these entries, of the generate stage if divisible, else of the encode stage."""
-    view = AdmissionView(
-        stage="generate" if divisible else "encode",
-        now_ns=now_ns,
-        waiting=waiting,
-        tokens_free=tokens_free,
-        entries_free=entries_free,
-        blocks_free=blocks_free,
-        running=0,
-        divisible=divisible,
-        default_tokens=default_tokens,
-        measured=measured or Measurements(),
-        state=state,
+    usual = {
+        "now_ns": 0,
+        "tokens_free": 0,
+        "entries_free": 100,
+        "blocks_free": 0,
+        "running": 0,
+        "default_tokens": 2048,
+        "measured": Measurements(),
+    }
+    stage = "generate" if divisible else "encode"
+    return policy.admit(
+        AdmissionView(stage=stage, waiting=waiting, divisible=divisible, **{**usual, **view})
     )
-    return policy.admit(view)
 
 
 def admit(
-    policy: RequestPolicy,
-    sizes: list[int | None],
-    *,
-    entries_free: int = 100,
-    tokens_free: int = 0,
-    divisible: bool = False,
-    default_tokens: int = 2048,
-    now_ns: int = 0,
+    policy: RequestPolicy, sizes: list[int | None], **view: Any
 ) -> tuple[list[int | None], list[int | None]]:
     """Return the sizes admitted and the sizes that remain, each in order; the entries arrived at 0."""
-    admission = ask(
-        policy,
-        [Item(size) for size in sizes],
-        entries_free=entries_free,
-        tokens_free=tokens_free,
-        divisible=divisible,
-        default_tokens=default_tokens,
-        now_ns=now_ns,
-    )
+    admission = ask(policy, [Item(size) for size in sizes], **view)
     assert admission.hold_until_ns is None, "the policy holds all entries"
     chosen = list(admission.indices)
     rest = [size for index, size in enumerate(sizes) if index not in chosen]

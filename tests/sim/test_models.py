@@ -14,9 +14,9 @@ from vsched.kernel import request, request_moves
 from vsched.probes import observed
 from vsched.sim.cluster import SimEngine, small_config
 from vsched.sim.cluster.client_sessions import ClientBehaviour
-from vsched.sim.cluster.plugin import HYBRID, SEES_IMAGES, SEES_PROMPTS
 from vsched.sim.cluster.scenario import draw_scenario, run_scenario
 from vsched.sim.faults import FaultPlan
+from vsched.sim.ranks.plugin import HYBRID, SEES_IMAGES, SEES_PROMPTS
 from vsched.sim.ranks.symbolic_model import DRAFT
 from vsched.sim.workload.requests import Arrival, Image, Text, Video
 from vsched.worker.drafts import DraftModel
@@ -25,12 +25,7 @@ Engines = Callable[..., SimEngine]
 
 
 def hybrid_config(**generate: Any) -> Config:
-    base = small_config()
-    return msgspec.structs.replace(
-        base,
-        model=msgspec.structs.replace(base.model, path=HYBRID),
-        generate=msgspec.structs.replace(base.generate, **generate),
-    )
+    return small_config(model={"path": HYBRID}, generate=generate)
 
 
 @pytest.mark.sim(seeds=4)
@@ -65,13 +60,8 @@ async def test_bidirectional_spans_are_never_split(
     sim_engine: Engines, workload: tuple[Arrival, ...], faults: FaultPlan, path: str
 ) -> None:
     """Chunks are smaller than images, requests are preempted and lose their ranks; observers check every decision."""
-    base = small_config()
     room = 72 if path == SEES_IMAGES else 260
-    config = msgspec.structs.replace(
-        base,
-        model=msgspec.structs.replace(base.model, path=path),
-        generate=msgspec.structs.replace(base.generate, max_batch_tokens=room),
-    )
+    config = small_config(model={"path": path}, generate={"max_batch_tokens": room})
     async with sim_engine(config, faults=faults) as engine:
         await engine.run(workload)
         await engine.heal()
@@ -131,16 +121,13 @@ def test_drafts_from_what_lies_in_another_block_are_noticed(
 async def test_drafts_prove_right_as_often_as_is_said(
     sim_engine: Engines, workload: tuple[Arrival, ...], acceptance: float, least: float, most: float
 ) -> None:
-    base = small_config()
     drafting = {"use": "draft-model", "gain_min": 0.0, "speedup_min": 0.0, "tokens": 2}
-    generate = msgspec.structs.replace(
-        base.generate, draft_model=f"{DRAFT} {acceptance}", drafting=drafting
-    )
+    generate = {"draft_model": f"{DRAFT} {acceptance}", "drafting": drafting}
     texts = tuple(
         msgspec.structs.replace(one, prompt=(Text(number, 9),), output_tokens=30, conversation="")
         for number, one in enumerate(workload)
     )
-    async with sim_engine(msgspec.structs.replace(base, generate=generate)) as engine:
+    async with sim_engine(small_config(generate=generate)) as engine:
         await engine.run(texts)
         counts = engine.engine.statistics()["generate"]
     assert counts["tokens_drafted"] > 20

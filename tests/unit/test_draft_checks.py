@@ -8,7 +8,7 @@ import pytest
 from vsched.assembly import inspect_draft, verifies_drafts
 from vsched.config import Config, load_config, resolve_policies
 from vsched.errors import ConfigError
-from vsched.sim.cluster.plugin import HYBRID, NAME, plugin
+from vsched.sim.ranks.plugin import HYBRID, NAME, plugin
 
 INFO = plugin.inspect("model", dtype="auto", item_tokens_max=0)
 STATEFUL = plugin.inspect(HYBRID, dtype="auto", item_tokens_max=0)

@@ -1,8 +1,8 @@
 """Fault plans as data: a seed and a list of faults at virtual times, stored as JSON.
 
 A plan describes faults, not their mechanism: each part of a simulation looks up the faults that
-affect it, see `Injector`. Faults are drawn in one place, from random numbers for a swarm and
-from Hypothesis for shrinking; see `vsched.testing.strategies`.
+affect it, see `Injector`. Faults are drawn in one place, from a random generator: that of a swarm,
+or one of Hypothesis for shrinking; see `vsched.testing.strategies`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 import msgspec
 
@@ -20,7 +20,6 @@ from vsched.errors import ConfigError
 from vsched.probes import armed
 from vsched.sim.loop import VirtualLoop
 
-T = TypeVar("T")
 MILLISECOND_NS = 1_000_000
 FAULTS_MAX = 8
 """Maximum number of faults in a drawn plan: more would mask each other."""
@@ -28,6 +27,7 @@ FAULTS_MAX = 8
 TimeNs = Annotated[int, msgspec.Meta(ge=0)]
 Rank = Annotated[int, msgspec.Meta(ge=0)]
 RequestPhase = Literal["upload", "prepare", "wait", "encode", "prefill", "decode"]
+Moment = Literal["before_reply", "after_reply"]
 Direction = Literal["to_rank", "to_leader"]
 Effect = Literal["loss", "delay", "duplication", "reordering", "corruption"]
 
@@ -71,7 +71,7 @@ class WorkerCrash(Fault, frozen=True, kw_only=True):
 
     group: str
     rank: Rank = 0
-    moment: Literal["before_reply", "after_reply"] = "before_reply"
+    moment: Moment = "before_reply"
 
 
 class Hang(Lasting, frozen=True, kw_only=True):
@@ -286,16 +286,6 @@ class FaultPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise ConfigError(f"{path}: {error}") from error
 
 
-class Choices(Protocol):
-    """Source of drawn values: a random generator, or Hypothesis."""
-
-    def integer(self, low: int, high: int) -> int:
-        """Draw an integer from `low` to `high`, inclusive; lower is simpler."""
-
-    def choice(self, options: Sequence[T]) -> T:
-        """Draw one option; earlier is simpler."""
-
-
 class Stage(msgspec.Struct, frozen=True, kw_only=True):
     """Targets of drawn faults: groups, ranks per group, the span of virtual time, and other hosts."""
 
@@ -305,54 +295,40 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
     hosts: tuple[str, ...] = ()
 
 
-def draw_fault(choices: Choices, kind: type[AnyFault], stage: Stage) -> AnyFault:
-    """Draw a fault of a kind; times are whole milliseconds, to keep plans readable."""
+def draw_fault(rng: random.Random, kind: type[AnyFault], stage: Stage) -> AnyFault:
+    """Draw a fault of a kind; lower numbers and earlier options are simpler.
+
+    Times are whole milliseconds, to keep plans readable.
+    """
     hints = get_type_hints(kind)
-    values: dict[str, Any] = {
-        name: _draw_field(choices, name, hints[name], stage) for name in _fields(kind)
-    }
+    fields = sorted(kind.__struct_fields__, key=lambda name: name == "at_ns")  # the time last
+    values: dict[str, Any] = {name: _draw_field(rng, name, hints[name], stage) for name in fields}
     return kind(**values)
 
 
-def _fields(kind: type[AnyFault]) -> list[str]:
-    """Return the fields of a kind in drawing order: the time last."""
-    return sorted(kind.__struct_fields__, key=lambda name: name == "at_ns")
-
-
-def _draw_field(choices: Choices, name: str, hint: object, stage: Stage) -> object:
+def _draw_field(rng: random.Random, name: str, hint: object, stage: Stage) -> object:
     span_ms = max(1, stage.span_ns // MILLISECOND_NS)
     match name:
         case "at_ns":
-            return choices.integer(0, span_ms) * MILLISECOND_NS
+            return rng.randint(0, span_ms) * MILLISECOND_NS
         case "duration_ns":
-            return choices.integer(1, span_ms) * MILLISECOND_NS
+            return rng.randint(1, span_ms) * MILLISECOND_NS
         case "late_ns":
-            return choices.integer(1, max(1, span_ms // 10)) * MILLISECOND_NS
+            return rng.randint(1, max(1, span_ms // 10)) * MILLISECOND_NS
         case "group":
-            return choices.choice(stage.groups)
+            return rng.choice(stage.groups)
         case "host":
-            return choices.choice(stage.hosts)
+            return rng.choice(stage.hosts)
         case "rank":
-            return choices.integer(0, stage.ranks - 1)
+            return rng.randint(0, stage.ranks - 1)
         case "seed":
-            return choices.integer(0, 0xFFFF)
+            return rng.randint(0, 0xFFFF)
         case "factor":
-            return choices.choice((2.0, 10.0, 100.0))
+            return rng.choice((2.0, 10.0, 100.0))
         case "rate":
-            return choices.choice((1.0, 0.5, 0.1, 0.01))
+            return rng.choice((1.0, 0.5, 0.1, 0.01))
         case _:
-            return choices.choice(get_args(hint))
-
-
-class _RandomChoices:
-    def __init__(self, rng: random.Random) -> None:
-        self._rng = rng
-
-    def integer(self, low: int, high: int) -> int:
-        return self._rng.randint(low, high)
-
-    def choice(self, options: Sequence[T]) -> T:
-        return self._rng.choice(options)
+            return rng.choice(get_args(hint))
 
 
 def random_plan(
@@ -371,13 +347,10 @@ def random_plan(
     never runs slowly.
     """
     stage = Stage(groups=tuple(groups), span_ns=span_ns, ranks=ranks, hosts=tuple(hosts))
-    choices = _RandomChoices(rng)
     seed = rng.getrandbits(32)
     kinds = drawn_kinds(hosts, kinds)
     subset = [kind for kind in kinds if rng.random() < 0.5] or [rng.choice(kinds)]
-    faults = [
-        draw_fault(choices, rng.choice(subset), stage) for _ in range(rng.randint(0, faults_max))
-    ]
+    faults = [draw_fault(rng, rng.choice(subset), stage) for _ in range(rng.randint(0, faults_max))]
     return FaultPlan(seed=seed, faults=tuple(sorted(faults, key=lambda fault: fault.at_ns)))
 
 

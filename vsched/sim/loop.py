@@ -38,7 +38,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator
 from contextvars import Context, ContextVar
 from functools import partial
 from typing import Any, TypeVar, TypeVarTuple, Unpack
@@ -98,24 +98,6 @@ class _Task(asyncio.Task[Any]):
         """Set the name; Python 3.13.0 passes None if there is none."""
         if value is not None:
             super().set_name(value)
-
-
-class Numbers:
-    """Task factory that numbers the tasks of one loop."""
-
-    def __init__(self) -> None:
-        self._last = 0
-
-    def make_task(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        coroutine: Any,  # the type in typeshed differs between versions
-        /,
-        **settings: Any,
-    ) -> asyncio.Task[Any]:
-        """Create the next task; an asyncio task factory."""
-        self._last += 1
-        return _Task(self._last, coroutine, loop=loop, **settings)
 
 
 def has_no_place(handle: asyncio.Handle) -> bool:
@@ -207,9 +189,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._ties: random.Random | None = None
         self._held: dict[object, list[asyncio.Handle]] = {}
         super().__init__(self._virtual)
-        self._virtual.own = frozenset(self._virtual.get_map())
+        self._virtual.own = frozenset(key.fd for key in self._virtual.get_map().values())
         self.permute_ties(tie_seed)
-        self.set_task_factory(Numbers().make_task)
+        self._tasks_made = 0
+        self.set_task_factory(self._make_task)
 
     # --- time ---
 
@@ -263,6 +246,17 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def permute_ties(self, seed: int | None) -> None:
         """Draw the order of simultaneous callbacks from this seed from now on; None restores arrival order."""
         self._ties = None if seed is None else random.Random(f"ties {seed}")  # noqa: S311
+
+    def _make_task(
+        self,
+        _: asyncio.AbstractEventLoop,
+        coroutine: Any,  # the type in typeshed differs between versions
+        /,
+        **settings: Any,
+    ) -> asyncio.Task[Any]:
+        """Create the next task, numbered on this loop."""
+        self._tasks_made += 1
+        return _Task(self._tasks_made, coroutine, loop=self, **settings)
 
     # --- stalls ---
 
@@ -408,7 +402,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
                 self._ready[place] = handle
 
 
-class _Selector(selectors.BaseSelector):
+class _Selector(selectors.DefaultSelector):
     """Selector called by asyncio once per round: the only hook that can keep a loop from blocking.
 
     Attributes:
@@ -416,8 +410,8 @@ class _Selector(selectors.BaseSelector):
     """
 
     def __init__(self, loop: VirtualLoop) -> None:
+        super().__init__()
         self._loop = loop
-        self._real = selectors.DefaultSelector()
         self.own: frozenset[int] = frozenset()
 
     def select(self, timeout: float | None = None) -> list[_Event]:
@@ -433,27 +427,12 @@ class _Selector(selectors.BaseSelector):
     @property
     def foreign(self) -> bool:
         """Whether any file descriptor not owned by the loop is registered."""
-        return len(self._real.get_map()) > len(self.own)
+        return len(self.get_map()) > len(self.own)
 
     def poll(self, timeout_s: float) -> list[_Event]:
         """Wait in real time; return events of file descriptors not owned by the loop."""
-        events = self._real.select(timeout_s)
+        events = super().select(timeout_s)
         foreign = [event for event in events if event[0].fd not in self.own]
         if len(foreign) < len(events):
             self._loop.forget_wakes()
         return foreign
-
-    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
-        return self._real.register(fileobj, events, data)
-
-    def unregister(self, fileobj: Any) -> selectors.SelectorKey:
-        return self._real.unregister(fileobj)
-
-    def modify(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
-        return self._real.modify(fileobj, events, data)
-
-    def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
-        return self._real.get_map()
-
-    def close(self) -> None:
-        self._real.close()

@@ -17,7 +17,6 @@ from vsched.errors import ConfigError, PolicyError, limit_message
 from vsched.kernel import SchedulerLimits
 from vsched.plugins import check_contract
 from vsched.policy import KERNEL_TABLES, POLICY_TABLES, SEVERAL, Policy, decisions_of
-from vsched.policy_host import SeatPolicies
 from vsched.sim.cost.model import CostModel
 from vsched.types import ModelInfo
 from vsched.worker.registry import load_worker
@@ -36,11 +35,6 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
         """Maximum number of tokens of one image; larger images are scaled down."""
         most = self.info.item_tokens_max
         return min(most, self.policies.item_tokens_max or most)
-
-    @property
-    def kernel_policies(self) -> SeatPolicies:
-        """The policies that the kernel calls."""
-        return self.policies.for_kernel()
 
 
 def prepare(

@@ -95,10 +95,6 @@ class World:
         """Return a new process id."""
         return next(self._pids)
 
-    def accept(self, number: int, items: tuple[MediaItem, ...]) -> None:
-        """Record the images of an accepted request."""
-        self.items[number] = items
-
     def violate(self, what: str) -> None:
         """Record a broken invariant; the simulation continues and fails at the end."""
         self.violations.append(f"at {self.loop.time():.9f} s: {what}")

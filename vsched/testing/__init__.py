@@ -41,21 +41,18 @@ __all__ = [
     "run_policy",
     "run_random",
 ]
+_NAMES = {
+    "cluster": "ModelCluster default_policies make_request random_limits random_request run_random",
+    "contracts.base": "ContractBroken",
+    "contracts.host": "check_host",
+    "contracts.worker": "check_worker",
+    "policy_check": "check_policy",
+    "policy_run": "PolicyRun RequestAt run_policy",
+    "strategies": "fault_plans",
+}
+"""Names by their modules."""
 _MODULES = {
-    "ContractBroken": "vsched.testing.contracts.base",
-    "ModelCluster": "vsched.testing.cluster",
-    "PolicyRun": "vsched.testing.policy_run",
-    "RequestAt": "vsched.testing.policy_run",
-    "run_policy": "vsched.testing.policy_run",
-    "check_host": "vsched.testing.contracts.host",
-    "check_policy": "vsched.testing.policy_check",
-    "check_worker": "vsched.testing.contracts.worker",
-    "default_policies": "vsched.testing.cluster",
-    "fault_plans": "vsched.testing.strategies",
-    "make_request": "vsched.testing.cluster",
-    "random_request": "vsched.testing.cluster",
-    "random_limits": "vsched.testing.cluster",
-    "run_random": "vsched.testing.cluster",
+    name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names.split()
 }
 
 

@@ -168,8 +168,8 @@ class ModelCluster:
         for group in self.groups:
             self.send(GroupReady(group))
 
-    def make_arena(self) -> Any:
-        """Return an object with the embeddings of all images in `embeddings`, written by `encode(task)`."""
+    def make_arena(self) -> SteppedArena:
+        """Return the embeddings of all images."""
         return SteppedArena(self.limits)
 
     def make_rank(self, group: SteppedGenerator) -> GenerateRank:
@@ -519,15 +519,13 @@ def make_request(
     )
 
 
-def random_request(
-    rng: random.Random, name: str, *, image_tokens_max: int = 30, length_max: int = 60
-) -> Request:
+def random_request(rng: random.Random, name: str) -> Request:
     """Return a request with a random text (often a shared prefix) and some images from a small set.
 
     Some images are given as embeddings; some requests have a priority, a target, a cache salt or an
     adapter.
     """
-    text = [(7 * index) % 50 + 10 for index in range(rng.randint(1, length_max))]
+    text = [(7 * index) % 50 + 10 for index in range(rng.randint(1, 60))]
     if rng.random() < 0.5:
         text = [rng.randint(10, 60) for _ in text]
     salt = rng.choice(["", "", "", "tenant"])
@@ -538,7 +536,7 @@ def random_request(
         image = rng.randrange(IMAGES)
         key = f"image{image}{salt}".encode()
         # Two images of each size: their prompts differ only in the keys.
-        tokens = 1 + (image // 2 * 11) % image_tokens_max
+        tokens = 1 + (image // 2 * 11) % 30
         # Sometimes the length differs for the same key: such a request may fail, but must not
         # affect others.
         items.append((place, tokens + (rng.random() < 0.02), key))
@@ -611,39 +609,22 @@ _GATED = 2
 _LEAVING = 8
 
 
-class Weights(msgspec.Struct, frozen=True, kw_only=True):
-    """Frequencies of actions in one run; they differ between runs, because rare combinations need extreme weights."""
-
-    submit: int
-    encode: int
-    generate: int
-    wait: int
-    abort: int
-    fail: int
-    lose: int
-    restore: int
-    retire: int
-    drain: int
-    resume: int
-    clear: int
-
-    @classmethod
-    def draw(cls, rng: random.Random, *, faults: bool) -> Weights:
-        """Draw the weights of one run."""
-        return cls(
-            submit=rng.choice([2, 10, 30]),
-            encode=rng.choice([3, 20, 20]),
-            generate=rng.choice([3, 40, 40]),
-            wait=rng.choice([0, 2, 20]),
-            abort=rng.choice([0, 2, 10]),
-            fail=rng.choice([0, 1, 5]) if faults else 0,
-            lose=rng.choice([0, 1, 5]) if faults else 0,
-            restore=rng.choice([5, 30]),
-            retire=rng.choice([0, 0, 1]) if faults else 0,
-            drain=rng.choice([0, 0, 2]),
-            resume=rng.choice([2, 10]),
-            clear=rng.choice([0, 0, 1]),
-        )
+def _draw_weights(rng: random.Random, *, faults: bool) -> dict[str, int]:
+    """Draw the frequencies of actions in one run; they differ between runs: rare combinations need extreme weights."""
+    return {
+        "submit": rng.choice([2, 10, 30]),
+        "encode": rng.choice([3, 20, 20]),
+        "generate": rng.choice([3, 40, 40]),
+        "wait": rng.choice([0, 2, 20]),
+        "abort": rng.choice([0, 2, 10]),
+        "fail": rng.choice([0, 1, 5]) if faults else 0,
+        "lose": rng.choice([0, 1, 5]) if faults else 0,
+        "restore": rng.choice([5, 30]),
+        "retire": rng.choice([0, 0, 1]) if faults else 0,
+        "drain": rng.choice([0, 0, 2]),
+        "resume": rng.choice([2, 10]),
+        "clear": rng.choice([0, 0, 1]),
+    }
 
 
 def run_random(
@@ -661,7 +642,7 @@ def run_random(
         AssertionError: When something was lost, wrong, held too long or stuck.
     """
     cluster = make(limits or random_limits(rng), policies)
-    weights = msgspec.structs.asdict(Weights.draw(rng, faults=faults))
+    weights = _draw_weights(rng, faults=faults)
     names = list(weights)
     for index in range(events):
         _act(rng.choices(names, list(weights.values()))[0], index, cluster, rng)

@@ -95,11 +95,8 @@ def check_growth(policies: SeatPolicies, seed: int) -> None:
             sizes.append({seat: len(data) for seat, data in self.kernel.policy_states().items()})
             return commands
 
-    def make(limits: SchedulerLimits, policies: SeatPolicies | None) -> ModelCluster:
-        return GrowthWatch(limits, policies)
-
     rng = random.Random(seed)  # noqa: S311 - repeatable, not secret
-    run_random(rng, policies, events=GROWTH_EVENTS, faults=False, make=make)
+    run_random(rng, policies, events=GROWTH_EVENTS, faults=False, make=GrowthWatch)
     half = len(sizes) // 2
     for name in sizes[-1]:
         early = max(one[name] for one in sizes[:half])
@@ -181,7 +178,7 @@ def check_policy(
             repeated = _check(made, seed, PolicyReport()) if count < REPEATS else first
             assert first == repeated, "the same run gave another result the second time"
             if made.state_type is not None and count < GROWTH_RUNS:
-                check_growth(_policies(made, _fields(made)), seed)
+                check_growth(default_policies(made), seed)
         except Exception as error:
             kind = "" if isinstance(error, PolicyError) else f"{type(error).__name__}: "
             failed = PolicyError(f"{name}: seed {seed}: {kind}{error}")
@@ -194,21 +191,10 @@ def check_policy(
 def _check(policy: Policy, seed: int, report: PolicyReport) -> list[object]:
     """Run all checks of the policy's decisions; return the results."""
     made = decisions_of(type(policy))
-    results = [_ask_alone(policy, kind, seed) for kind in made if kind in ASKED_ALONE]
-    return [*results, _run_in_kernel(policy, seed, report)] if _fields(policy) else results
-
-
-def _fields(policy: Policy) -> tuple[str, ...]:
-    """Names of the seats whose decisions a policy makes."""
-    made = decisions_of(type(policy))
-    return tuple(name for name, table in SEATS.items() if POLICY_TABLES[table] in made)
-
-
-def _policies(policy: Policy, fields: Sequence[str]) -> SeatPolicies:
-    """Return the default policies with this one in some fields; it has one state if it makes several decisions."""
-    found = default_policies(**dict.fromkeys(fields, policy))
-    several = len(fields) > 1 and len(decisions_of(type(policy))) > 1
-    return msgspec.structs.replace(found, several=policy if several else None)
+    alone = [kind for kind in made if kind in ASKED_ALONE]
+    results = [ASKED_ALONE[kind](policy, random.Random(seed)) for kind in alone]  # noqa: S311
+    seats = [name for name, table in SEATS.items() if POLICY_TABLES[table] in made]
+    return [*results, _run_in_kernel(policy, seats, seed, report)] if seats else results
 
 
 def _make(policy: type[Policy] | Policy, name: str) -> Policy:
@@ -232,22 +218,17 @@ class _Recorder(ModelCluster):
         super().carry_out(command)
 
 
-def _run_in_kernel(policy: Policy, seed: int, report: PolicyReport) -> bytes:
-    """Run one schedule with the policy in all its uses, or in one of them; return the digest of the commands."""
+def _run_in_kernel(policy: Policy, seats: Sequence[str], seed: int, report: PolicyReport) -> bytes:
+    """Run one schedule with the policy at all its seats, or at one of them; return the digest of the commands."""
     rng = random.Random(seed)  # noqa: S311 - repeatable, not secret
-    places = _fields(policy)
-    chosen = places if rng.random() < 0.5 else (rng.choice(places),)
-    cluster = cast("_Recorder", run_random(rng, _policies(policy, chosen), make=_Recorder))
+    everywhere = rng.random() < 0.5
+    policies = (
+        default_policies(policy) if everywhere else default_policies(**{rng.choice(seats): policy})
+    )
+    cluster = cast("_Recorder", run_random(rng, policies, make=_Recorder))
     cluster.check_policies()
     report.add(cluster.kernel.statistics(), decisions_of(type(policy)))
     return cluster.digest.digest()
-
-
-def _ask_alone(policy: Policy, kind: str, seed: int) -> object:
-    """Call a policy outside of the kernel."""
-    rng = random.Random(seed)  # noqa: S311 - repeatable, not secret
-    ask = cast("Callable[[Any, random.Random], object]", ASKED_ALONE[kind])
-    return ask(policy, rng)
 
 
 def _ask_routing(policy: RoutingPolicy, rng: random.Random) -> list[int]:
@@ -327,8 +308,9 @@ def _ask_pruning(policy: PruningPolicy, rng: random.Random) -> list[bytes]:
     return found
 
 
-ASKED_ALONE = {
+ASKED_ALONE: dict[str, Callable[[Any, random.Random], object]] = {
     "memory": check_memory_policy,
     "routing": _ask_routing,
     "pruning": _ask_pruning,
 }
+"""Checks outside of the kernel, by decision."""

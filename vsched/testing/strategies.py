@@ -6,29 +6,13 @@ Hypothesis is not a dependency of vsched: install it to use this module.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from hypothesis import strategies
 
 from vsched.sim.faults import FAULTS_MAX, AnyFault, FaultPlan, Stage, draw_fault, drawn_kinds
 
-T = TypeVar("T")
 Draw = Callable[[strategies.SearchStrategy[Any]], Any]
-
-
-class _DrawnChoices:
-    """Values drawn and shrunk by Hypothesis."""
-
-    def __init__(self, draw: Draw) -> None:
-        self._draw = draw
-
-    def integer(self, low: int, high: int) -> int:
-        number: int = self._draw(strategies.integers(low, high))
-        return number
-
-    def choice(self, options: Sequence[T]) -> T:
-        option: T = self._draw(strategies.sampled_from(options))
-        return option
 
 
 def fault_plans(
@@ -38,7 +22,6 @@ def fault_plans(
     ranks: int = 1,
     kinds: Sequence[type[AnyFault]] | None = None,
     hosts: Sequence[str] = (),
-    faults_max: int = FAULTS_MAX,
 ) -> strategies.SearchStrategy[FaultPlan]:
     """Return a strategy for plans of faults; earlier groups and `kinds` are simpler.
 
@@ -48,7 +31,6 @@ def fault_plans(
         ranks: Number of ranks per group.
         kinds: Kinds of faults; by default all, with host faults if there are other hosts.
         hosts: The other hosts, by their names in `cluster.hosts`.
-        faults_max: Maximum number of faults.
 
     Raises:
         ValueError: When a kind needs a host and there is none.
@@ -57,7 +39,7 @@ def fault_plans(
 
     @strategies.composite
     def draw_one(draw: Draw, kind: Any) -> AnyFault:
-        return draw_fault(_DrawnChoices(draw), kind, stage)
+        return draw_fault(draw(strategies.randoms(use_true_random=False)), kind, stage)
 
     fault = strategies.one_of([draw_one(kind) for kind in drawn_kinds(hosts, kinds)])
 
@@ -65,7 +47,7 @@ def fault_plans(
     def plan(draw: Draw) -> FaultPlan:
         # Not `lists`: Hypothesis removes a list element only if it took few choices to draw. After
         # an integer, it removes any element drawn as one piece while it lowers the integer.
-        count = draw(strategies.integers(0, faults_max))
+        count = draw(strategies.integers(0, FAULTS_MAX))
         drawn = tuple(draw(fault) for _ in range(count))
         return FaultPlan(faults=drawn, seed=draw(strategies.integers(0, 0xFFFF)))
 

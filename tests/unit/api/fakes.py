@@ -312,7 +312,7 @@ class Client:
             with contextlib.suppress(Disconnected):
                 await call.response()
         response = call.response_so_far()
-        pieces_so_far = [chunk.body for chunk in response.chunks]
+        pieces_so_far = response.chunks
         return Reply(response.status, response.headers, pieces_so_far)
 
 

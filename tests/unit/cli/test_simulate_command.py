@@ -13,11 +13,10 @@ from typer.testing import CliRunner
 
 from tests.trace_format import check_trace_events
 from tests.unit.sim.fast.test_recorded import load, record
-from tests.unit.sim.shapes import COST
+from tests.unit.sim.shapes import COST, read_json
 from vsched.cli import app, simulate_command
 from vsched.errors import ConfigError
 from vsched.sim.cost.model import save_cost_model
-from vsched.sim.report.comparison import read_json
 
 TRACE = "arrival_s,text_tokens,image_tokens,output_tokens\n" + "".join(
     f"{0.01 * number},20,{50 + number},{number % 7}\n" for number in range(20)

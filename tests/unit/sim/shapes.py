@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from random import Random
 from typing import Any
 
+import msgspec
+
 from vsched.config import LoadedConfig, load_config
 from vsched.sim.cost.model import CostModel, EncodeCost, GenerateCost, HostCost
+from vsched.sim.fast.metrics import SimulationOutcome
 from vsched.sim.workload.requests import Arrival, Image, PromptPart, Text, Workload, workload_of
 from vsched.types import ModelInfo
 
@@ -35,6 +39,11 @@ COST = CostModel(
     shape=TINY,
     kv_tokens=4096,
 )
+
+
+def read_json(path: Path) -> list[SimulationOutcome]:
+    """Read the output of `write_json`."""
+    return msgspec.json.decode(path.read_bytes(), type=list[SimulationOutcome])
 
 
 def config(*sets: str) -> LoadedConfig:

@@ -19,6 +19,7 @@ from vsched.kernel.generate.blocks import BlockPool
 from vsched.kernel.generate.group import GenerateGroup
 from vsched.kernel.generate.requests import RunningSet
 from vsched.policy_host.waiting import OrderedQueue
+from vsched.sim.fast.metrics import SimulationOutcome
 from vsched.sim.fast.simulation import simulate
 from vsched.sim.invariants import Oracles, SimulationFailed
 from vsched.sim.setup import prepare
@@ -184,10 +185,16 @@ def test_oracles_look_at_everything_as_often_as_they_can_afford(
         calls += 1
 
     monkeypatch.setattr(Scheduler, "check_invariants", count)
-    every = simulate(config(*SCARCE), scarce(1), cost=COST, oracles=True, check_every=1)
+    setup = prepare(config(*SCARCE), COST)
+
+    def simulate_checked(check_every: int) -> SimulationOutcome:
+        oracles = Oracles(setup, check_every=check_every)
+        return simulate(config(*SCARCE), scarce(1), cost=COST, observers=[oracles])
+
+    every = simulate_checked(1)
     assert calls == every.events
     calls = 0
-    simulate(config(*SCARCE), scarce(1), cost=COST, oracles=True, check_every=10)
+    simulate_checked(10)
     assert every.events / 10 <= calls < every.events / 8
     assert Oracles(prepare(config(), COST, info=TINY, kv_tokens=64)).check_every > 1
 

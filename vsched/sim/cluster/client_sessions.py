@@ -22,8 +22,8 @@ from vsched.sim.ranks.symbolic_model import (
     VIDEO_TOKEN,
     answer,
     frame_group_key,
-    held_answer,
     image_tokens,
+    root_of,
     video_tokens,
 )
 from vsched.sim.workload import images
@@ -159,7 +159,8 @@ class ClientSession:
         """The correct output."""
         received = SessionAnswer(reason="length")
         count, choices = self.arrival.output_tokens, self.behaviour.choices
-        for token in held_answer(self.prompt, self.items, count, choices, self.behaviour.adapter):
+        root = root_of(self.behaviour.adapter)
+        for token in answer(self.prompt, self.items, count, root=root, choices=choices):
             received.tokens.append(token)
             if token in self.behaviour.stop_token_ids:
                 received.reason = "stop"  # not part of the text
@@ -354,10 +355,10 @@ class ClientSession:
         self._uploading = False
 
     async def _read_stream(self, call: HttpCall) -> None:
-        async for event in call.events():
-            if event.data == "[DONE]":
+        async for data in call.events():
+            if data == "[DONE]":
                 continue
-            received = event.json()
+            received = msgspec.json.decode(data)
             if "error" in received:
                 raise RequestFailed(received["error"]["message"], code=received["error"]["code"])
             for choice in received["choices"]:

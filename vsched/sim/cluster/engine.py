@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from typing import Any, Literal, Self
 
@@ -33,9 +33,8 @@ from vsched.kernel import Scheduler
 from vsched.kernel.commands import Accept, Command, Finish, Refuse
 from vsched.kernel.events import Aborted, Event, GroupLost, GroupReady, GroupRetired, Submitted
 from vsched.sim.cluster.client_sessions import ClientBehaviour, ClientSession
-from vsched.sim.cluster.machines import SimulatedCluster, Strike
+from vsched.sim.cluster.machines import SimulatedCluster
 from vsched.sim.cluster.media import media_of
-from vsched.sim.cluster.plugin import NAME
 from vsched.sim.cost.model import CostModel
 from vsched.sim.faults import (
     DecodeError,
@@ -61,7 +60,8 @@ from vsched.sim.invariants import Oracles, SimulationFailed
 from vsched.sim.loop import VirtualLoop
 from vsched.sim.network.asgi_client import AsgiClient
 from vsched.sim.network.links import HostLinkProfile, LinkProfile
-from vsched.sim.ranks.symbolic_model import FIRST_TOKEN, TOKENS, SymbolicChecker
+from vsched.sim.ranks.plugin import NAME
+from vsched.sim.ranks.symbolic_model import FIRST_TOKEN, TOKENS, SymbolicGrammars
 from vsched.sim.setup import Setup
 from vsched.sim.workload.requests import Arrival
 from vsched.sim.world import ORIGIN_NS, QUICK, Delays, World
@@ -162,7 +162,7 @@ class EngineObserver:
             case Submitted(request):
                 for command in commands:
                     if isinstance(command, Accept):
-                        self._world.accept(command.number, request.items)
+                        self._world.items[command.number] = request.items
                         if command.request_id == request.request_id:
                             self.on_accept(command.number, request)
             case GroupLost(group, failure, planned):
@@ -231,17 +231,12 @@ def limits_s(struck: Struck, deadlines: DeadlinesConfig) -> float | None:
             return None
 
 
-def check_detection(
-    world: World,
-    observer: EngineObserver,
-    deadlines: DeadlinesConfig,
-    hosts: Mapping[str, Collection[str]],
-) -> None:
+def check_detection(run: SimEngine, observer: EngineObserver) -> None:
     """Check that every fault that disables a group is detected in bounded time.
 
-    `hosts` are the hosts on which each group ran: a report that a cut or slow link holds up is
-    late, and then silence is detected.
+    A report that a cut or slow link to its host holds up is late, and then silence is detected.
     """
+    world, deadlines, hosts = run.world, run.config.deadlines, run.launcher.hosts
     now_ns, slow = world.loop.now_ns(), _slow_hosts(world)
     for struck in world.injector.struck:
         limit_s = limits_s(struck, deadlines)
@@ -252,15 +247,17 @@ def check_detection(
             limit_s = max(limit_s, silence_s(deadlines))
         until_ns = struck.now_ns + int((limit_s + AT_ONCE_S) * SECOND_NS)
         if until_ns < now_ns and not _was_lost(observer, group, struck.now_ns, until_ns):
-            world.violate(f"not noticed within {limit_s:g} s: {_reported(struck)}")
+            at_s = struck.now_ns / SECOND_NS
+            world.violate(
+                f"not noticed within {limit_s:g} s: {struck.fault} struck at {at_s:.9f} s"
+            )
 
 
-def check_hosts(
-    world: World, strikes: Sequence[Strike], observer: EngineObserver, deadlines: DeadlinesConfig
-) -> None:
+def check_hosts(run: SimEngine, observer: EngineObserver) -> None:
     """Check that every lasting host fault takes down all groups of the host, in bounded time."""
+    world, deadlines = run.world, run.config.deadlines
     slow = _slow_hosts(world)
-    for strike in strikes:
+    for strike in run.launcher.strikes:
         fault = strike.fault
         reported = (
             isinstance(fault, HostCrash) and fault.mode == "killed" and fault.host not in slow
@@ -290,10 +287,6 @@ def _was_lost(observer: EngineObserver, group: str, since_ns: int, until_ns: int
         and (loss.back_ns is None or loss.back_ns >= since_ns)
         for loss in observer.losses
     )
-
-
-def _reported(struck: Struck) -> str:
-    return f"{struck.fault} struck at {struck.now_ns / SECOND_NS:.9f} s"
 
 
 def check_causes(world: World, observer: EngineObserver) -> None:
@@ -347,8 +340,8 @@ async def check_healed(run: SimEngine) -> None:
                 rests_s = rests_s + POLL_S if _rests(run, observer) else 0.0
     except TimeoutError:
         world.violate(f"not back within {RECOVERY_S:g} s: {served.groups()}")
-    check_detection(world, observer, limits, run.launcher.hosts)
-    check_hosts(world, run.launcher.strikes, observer, limits)
+    check_detection(run, observer)
+    check_hosts(run, observer)
     _check_given_up(run)
     check_causes(world, observer)
     check_ends(run)
@@ -507,7 +500,7 @@ def small_config(**changes: Any) -> Config:
     """Return a configuration small enough that a few small requests exhaust everything, with short fault timeouts.
 
     Args:
-        changes: Sections to replace, by name.
+        changes: As in `changed_config`.
     """
     config = Config(
         model=ModelConfig(path="simulated"),
@@ -528,7 +521,18 @@ def small_config(**changes: Any) -> Config:
             ready_s=5.0, step_s=3.0, heartbeat_s=0.5, rank_timeout_s=2.0, drain_s=2.0
         ),
     )
-    return msgspec.structs.replace(config, **changes)
+    return changed_config(config, **changes)
+
+
+def changed_config(config: Config, **changes: Any) -> Config:
+    """Return a configuration with other top-level values; a dict for a section changes some of its keys."""
+    values = {}
+    for name, value in changes.items():
+        section = getattr(config, name)
+        if isinstance(section, msgspec.Struct) and isinstance(value, dict):
+            value = msgspec.structs.replace(section, **value)
+        values[name] = value
+    return msgspec.structs.replace(config, **values)
 
 
 class SimEngine:
@@ -596,7 +600,7 @@ class SimEngine:
         self._tasks_before = asyncio.all_tasks()
         environment = Environment(
             make_launcher=lambda _: self.launcher,
-            make_grammar_checker=lambda _config, _info: SymbolicChecker(),
+            make_grammar_checker=lambda _config, _info: SymbolicGrammars(),
             make_media=media_of(self.world),
             open_record=self._open_record,
             now_ns=loop.now_ns,
@@ -782,7 +786,7 @@ class SimEngine:
             adapter=index % (1 + len(self.config.adapters.load)),
         )
 
-    async def heal(self, *, within_s: float = HEAL_S) -> None:
+    async def heal(self) -> None:
         """Wait until all faults are over and every request has ended; then check that no resource is held.
 
         Raises:
@@ -793,7 +797,7 @@ class SimEngine:
         await asyncio.gather(*self._operating)
         resuming = self.world.loop.create_task(self._resume_groups())
         try:
-            await self._wait_for_ends(within_s)
+            await self._wait_for_ends(HEAL_S)
             await check_healed(self)
         finally:
             resuming.cancel()

@@ -45,13 +45,13 @@ from vsched.sim.cluster.engine import (
     Action,
     Operation,
     SimEngine,
+    changed_config,
     draw_adapter_changes,
     draw_operations,
     draw_replacements,
     groups_of,
     small_config,
 )
-from vsched.sim.cluster.plugin import SEEN_TOKENS_MAX, SEES_IMAGES, plugin
 from vsched.sim.cost.calibration import slower
 from vsched.sim.faults import (
     FAULTS_MAX,
@@ -69,6 +69,7 @@ from vsched.sim.faults import (
 from vsched.sim.invariants import SimulationFailed
 from vsched.sim.loop import VirtualLoop
 from vsched.sim.network.links import HostLinkProfile, LinkProfile
+from vsched.sim.ranks.plugin import SEEN_TOKENS_MAX, SEES_IMAGES, plugin
 from vsched.sim.ranks.symbolic_model import DRAFT
 from vsched.sim.workload.requests import Arrival, Image, PromptPart, Reply, Text, Video
 from vsched.sim.world import QUICK
@@ -84,26 +85,20 @@ STARTS = 4
 
 def press_config(rng: random.Random, config: Config) -> Config:
     """Return a configuration with minimal resources."""
-    generate = msgspec.structs.replace(
-        config.generate,
-        slots=rng.choice([3, 6, 8]),
-        chunk_tokens=rng.choice([8, 24]),
-        memory={"use": "pinned", "tokens": rng.choice([256, 264, 288])},
+    return changed_config(
+        config,
+        generate={
+            "slots": rng.choice([3, 6, 8]),
+            "chunk_tokens": rng.choice([8, 24]),
+            "memory": {"use": "pinned", "tokens": rng.choice([256, 264, 288])},
+        },
+        encode={
+            "admission": rng.choice(
+                [{"use": "token-budget", "max_items": 8}, {"use": "priority"}, {"use": "fifo"}]
+            )
+        },
+        arena={"pixel_bytes": 65536, "embedding_bytes": 1024 * rng.choice([2, 3, 6])},
     )
-    encode = msgspec.structs.replace(
-        config.encode,
-        admission=rng.choice(
-            [
-                {"use": "token-budget", "max_items": 8},
-                {"use": "priority"},
-                {"use": "fifo"},
-            ]
-        ),
-    )
-    arena = msgspec.structs.replace(
-        config.arena, pixel_bytes=65536, embedding_bytes=1024 * rng.choice([2, 3, 6])
-    )
-    return msgspec.structs.replace(config, generate=generate, encode=encode, arena=arena)
 
 
 def press_arrivals(rng: random.Random, arrivals: Sequence[Arrival]) -> tuple[Arrival, ...]:
@@ -246,20 +241,20 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
             }
         for path, table in {**reset, **tables}.items():
             section, _, name = path.rpartition(".")
-            if section:
-                own = msgspec.structs.replace(getattr(config, section), **{name: table})
-                config = msgspec.structs.replace(config, **{section: own})
-            else:
-                config = msgspec.structs.replace(config, **{name: table})
+            change: dict[str, Any] = {section: {name: table}} if section else {name: table}
+            config = changed_config(config, **change)
         if "generate.drafting" in {*tables, *reset} and not config.generate.draft_model:
-            generate = msgspec.structs.replace(config.generate, draft_model=f"{DRAFT} 0.7")
-            config = msgspec.structs.replace(config, generate=generate)
+            config = changed_config(config, generate={"draft_model": f"{DRAFT} 0.7"})
         return msgspec.structs.replace(self, config=config)
 
     def with_operations(self, more: Iterable[Operation]) -> Scenario:
         """Return the scenario with further operator actions."""
         operations = sorted((*self.operations, *more), key=lambda each: each.at_ns)
         return msgspec.structs.replace(self, operations=tuple(operations))
+
+    def with_config(self, **changes: Any) -> Scenario:
+        """Return the scenario with other values in its configuration; see `changed_config`."""
+        return msgspec.structs.replace(self, config=changed_config(self.config, **changes))
 
     def with_faults(self, plan: FaultPlan) -> Scenario:
         """Return the scenario with another fault plan."""
@@ -286,35 +281,23 @@ class ScenarioReport(msgspec.Struct, frozen=True, kw_only=True):
     virtual_s: float = 0.0
 
 
-def draw_scenario(seed: int, *, requests: int = REQUESTS) -> Scenario:
+def draw_scenario(seed: int) -> Scenario:
     """Draw a scenario."""
     pressed = seed >= FIRST_PRESSED and seed % 2
-    drawn = draw_pressed(seed, requests=2 * requests) if pressed else _draw_plain(seed, requests)
+    drawn = draw_pressed(seed) if pressed else _draw_plain(seed)
     if seed % 10 == 7:
         # Chosen by the seed rather than a draw, so that the scenarios of other models do not
         # change.
-        model = msgspec.structs.replace(drawn.config.model, path=SEES_IMAGES)
         # The minimum that suffices: an image waits whenever another prompt takes part of the step.
         room = SEEN_TOKENS_MAX + drawn.config.generate.slots
-        generate = msgspec.structs.replace(drawn.config.generate, max_batch_tokens=room)
-        config = msgspec.structs.replace(drawn.config, model=model, generate=generate)
-        return msgspec.structs.replace(drawn, config=config)
+        return drawn.with_config(model={"path": SEES_IMAGES}, generate={"max_batch_tokens": room})
     if seed % 10 == 2:
         rng = random.Random(f"policies {seed}")  # noqa: S311
         return drawn.with_operations(draw_replacements(rng, SPAN_NS))
     if seed % 10 == 3:
         return msgspec.structs.replace(drawn, choices_max=3)
-    if seed % 10 == 9:
-        return _with_adapters(drawn)
-    if seed % 10 == 1:
-        return _with_swapping(drawn)
-    if seed % 10 == 5:
-        return _with_drafts(drawn)
-    if seed % 10 in (4, 8):
-        return _with_hosts(drawn)
-    if seed % 10 == 6:
-        return _with_videos(drawn)
-    return drawn
+    change = FEATURES.get(seed % 10)
+    return drawn if change is None else change(drawn)
 
 
 def _with_videos(drawn: Scenario) -> Scenario:
@@ -348,8 +331,7 @@ def _with_hosts(drawn: Scenario) -> Scenario:
     check_cluster(cluster, together=together, adapters=0)
     more = random_plan(rng, (), SPAN_NS, kinds=HOST_KINDS, faults_max=4, hosts=tuple(cluster.hosts))
     return msgspec.structs.replace(
-        drawn,
-        config=msgspec.structs.replace(drawn.config, cluster=cluster),
+        drawn.with_config(cluster=cluster),
         plan=drawn.plan.with_more(more.faults),
         host_links=HostLinkProfile(
             latency_ns=rng.choice([50_000, 1_000_000, 20_000_000]),
@@ -374,13 +356,8 @@ def _with_drafts(drawn: Scenario) -> Scenario:
         "ngram": ngram,
         "running_max": 64,
     }
-    generate = msgspec.structs.replace(
-        drawn.config.generate,
-        draft_model=f"{DRAFT} {rng.choice([0.1, 0.7, 1.0])}",
-        drafting=drafting,
-    )
-    config = msgspec.structs.replace(drawn.config, generate=generate)
-    drafts = msgspec.structs.replace(drawn, config=config)
+    draft_model = f"{DRAFT} {rng.choice([0.1, 0.7, 1.0])}"
+    drafts = drawn.with_config(generate={"draft_model": draft_model, "drafting": drafting})
     return _with_swapping(drafts) if rng.random() < 0.3 else drafts
 
 
@@ -388,14 +365,11 @@ def _with_swapping(drawn: Scenario) -> Scenario:
     """Swap out preempted requests, with space for all, some, or hardly any of them."""
     generate, info = drawn.config.generate, plugin.inspect("", dtype="", item_tokens_max=0)
     places = random.Random(f"swap {drawn.seed}").choice([3, 12, 200])  # noqa: S311
-    generate = msgspec.structs.replace(
-        generate,
-        swap_memory=places * generate.block_size * info.kv_bytes_per_token,
-        preemption={**generate.preemption, "mode": "swap"},
-    )
-    return msgspec.structs.replace(
-        drawn, config=msgspec.structs.replace(drawn.config, generate=generate)
-    )
+    swap = {
+        "swap_memory": places * generate.block_size * info.kv_bytes_per_token,
+        "preemption": {**generate.preemption, "mode": "swap"},
+    }
+    return drawn.with_config(generate=swap)
 
 
 def _with_adapters(drawn: Scenario) -> Scenario:
@@ -407,19 +381,29 @@ def _with_adapters(drawn: Scenario) -> Scenario:
         load_s=10.0,
     )
     rng = random.Random(f"adapters {drawn.seed}")  # noqa: S311
-    config = msgspec.structs.replace(drawn.config, adapters=adapters)
-    changed = drawn.with_operations(draw_adapter_changes(rng, SPAN_NS))
-    return msgspec.structs.replace(changed, config=config)
+    changes = draw_adapter_changes(rng, SPAN_NS)
+    return drawn.with_config(adapters=adapters).with_operations(changes)
 
 
-def _draw_plain(seed: int, requests: int) -> Scenario:
+FEATURES: dict[int, Callable[[Scenario], Scenario]] = {
+    1: _with_swapping,
+    4: _with_hosts,
+    5: _with_drafts,
+    6: _with_videos,
+    8: _with_hosts,
+    9: _with_adapters,
+}
+"""Changes of scenarios, by the last digit of their seeds."""
+
+
+def _draw_plain(seed: int) -> Scenario:
     rng = random.Random(f"scenario {seed}")  # noqa: S311
     config = draw_config(rng)
     kinds, faults_max = rng.choice([(KINDS, FAULTS_MAX)] * 4 + [(DEADLY, 2 * FAULTS_MAX)])
     return Scenario(
         seed=seed,
         config=config,
-        arrivals=draw_arrivals(rng, requests),
+        arrivals=draw_arrivals(rng, REQUESTS),
         operations=draw_operations(rng, groups_of(config), SPAN_NS),
         plan=random_plan(
             rng,
@@ -435,7 +419,7 @@ def _draw_plain(seed: int, requests: int) -> Scenario:
     )
 
 
-def draw_pressed(seed: int, *, requests: int) -> Scenario:
+def draw_pressed(seed: int) -> Scenario:
     """Draw a scenario under pressure; see `vsched.sim.cluster.scenario`."""
     rng = random.Random(f"pressure {seed}")  # noqa: S311
     config = press_config(rng, draw_config(rng))
@@ -443,7 +427,7 @@ def draw_pressed(seed: int, *, requests: int) -> Scenario:
     return Scenario(
         seed=seed,
         config=config,
-        arrivals=press_arrivals(rng, draw_arrivals(rng, requests)),
+        arrivals=press_arrivals(rng, draw_arrivals(rng, 2 * REQUESTS)),
         operations=operations,
         plan=plan,
         links=LinkProfile(jitter_ns=rng.choice([0, 100_000, 2_000_000])),
@@ -451,9 +435,16 @@ def draw_pressed(seed: int, *, requests: int) -> Scenario:
     )
 
 
+LOOK_AHEADS: tuple[dict[str, int], ...] = (
+    {},
+    {},
+    {"look_ahead_chunks": 100},
+    {"look_ahead_chunks": 1},
+)
+
+
 def draw_config(rng: random.Random) -> Config:
     """Draw a small engine: replicas, ranks, policies, and scarce resources."""
-    base = small_config()
     ranks = rng.choice([1, 1, 1, 2])
     encoders, generators = rng.choice([(1, 1), (1, 1), (1, 2), (2, 2), (2, 1)])
     together = encoders == generators and rng.random() < 0.3
@@ -471,33 +462,21 @@ def draw_config(rng: random.Random) -> Config:
     }
     if rng.random() < 0.2:
         generate["memory"] = {"use": "auto-profile"}
-    config = Config(
+    config = small_config(
         placement="together" if together else "separate",
-        model=base.model,
-        arena=msgspec.structs.replace(
-            base.arena,
-            pixel_bytes=rng.choice([8192, 16384]),
-            embedding_bytes=1024 * rng.choice([2, 4, 16]),
-        ),
-        encode=msgspec.structs.replace(
-            base.encode,
-            replicas=encoders,
-            tensor_parallel=ranks,
-            encoding=rng.choice(
-                [
-                    {"use": "chunk-aware"},
-                    {"use": "chunk-aware"},
-                    {"use": "chunk-aware", "look_ahead_chunks": 100},
-                    {"use": "chunk-aware", "look_ahead_chunks": 1},
-                ]
-            ),
-            admission={"use": "token-budget", "max_items": rng.choice([1, 4, 8])},
-        ),
-        generate=msgspec.structs.replace(base.generate, **generate),
+        arena={
+            "pixel_bytes": rng.choice([8192, 16384]),
+            "embedding_bytes": 1024 * rng.choice([2, 4, 16]),
+        },
+        encode={
+            "replicas": encoders,
+            "tensor_parallel": ranks,
+            "encoding": {"use": "chunk-aware", **rng.choice(LOOK_AHEADS)},
+            "admission": {"use": "token-budget", "max_items": rng.choice([1, 4, 8])},
+        },
+        generate=generate,
         routing={"use": rng.choice(["least-loaded", "round-robin", "image-affinity"])},
-        deadlines=msgspec.structs.replace(
-            base.deadlines, waiting_s=rng.choice([0.0, 0.0, 0.0, 2.0])
-        ),
+        deadlines={"waiting_s": rng.choice([0.0, 0.0, 0.0, 2.0])},
     )
     check_combinations(config)
     return config

@@ -454,10 +454,7 @@ def _error(
 ) -> FitError | None:
     """Return the errors of a model over all steps of a stage, including disturbed rounds; None without steps."""
     errors = [abs(predict(model, one) / one.ns - 1) for one in samples if isinstance(one, stage)]
-    if not errors:
-        return None
-    median, p95 = np.percentile(errors, [50, 95])
-    return FitError(samples=len(errors), median=float(median), p95=float(p95))
+    return FitError.of(np.array(errors)) if errors else None
 
 
 # --- the engine, and contention ---

@@ -9,7 +9,6 @@ for steps delayed by other causes.
 from __future__ import annotations
 
 import itertools
-import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Annotated, Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 from msgspec import Meta
 
 from vsched.errors import ConfigError
@@ -91,6 +91,12 @@ class FitError(msgspec.Struct, frozen=True, kw_only=True):
     samples: int
     median: float
     p95: float
+
+    @staticmethod
+    def of(errors: npt.NDArray[np.float64]) -> FitError:
+        """Return the distribution of absolute relative errors."""
+        median, p95 = np.percentile(errors, [50, 95])
+        return FitError(samples=len(errors), median=float(median), p95=float(p95))
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -204,9 +210,8 @@ def fit(
     shape, KV cache.
 
     Raises:
-        ConfigError: When a stage has no samples, or a sample is impossible.
+        ConfigError: When a stage has no samples.
     """
-    _check(samples)
     encode = [one for one in samples if isinstance(one, EncodeSample)]
     generate = [one for one in samples if isinstance(one, GenerateSample)]
     if not generate or not (encode or partial):
@@ -231,16 +236,6 @@ def fit(
     )
 
 
-def _check(samples: Sequence[EncodeSample | GenerateSample]) -> None:
-    for sample in samples:
-        sizes = msgspec.structs.asdict(sample)
-        took_ns = sizes.pop("ns")
-        if not (0 < took_ns < math.inf and all(0 <= size < math.inf for size in sizes.values())):
-            raise ConfigError(
-                f"{sample}: not a step that can be fitted. Remedy: leave out steps whose time was not measured"
-            )
-
-
 def fit_linear(
     rows: Sequence[Sequence[float]], times: Sequence[float]
 ) -> tuple[list[float], FitError]:
@@ -250,10 +245,7 @@ def fit_linear(
     scale = np.linalg.norm(relative, axis=0)
     scale[scale == 0] = 1.0  # unused features have zero cost
     found = robust_fit(relative / scale, np.ones(len(wanted))) / scale
-    errors = np.abs(relative @ found - 1)
-    median, p95 = np.percentile(errors, [50, 95])
-    error = FitError(samples=len(wanted), median=float(median), p95=float(p95))
-    return [float(one) for one in found], error
+    return [float(one) for one in found], FitError.of(np.abs(relative @ found - 1))
 
 
 def robust_fit(matrix: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -293,9 +285,7 @@ def fit_totals(
         found = non_negative(matrix * weights[:, None], limited * weights)
         expected = np.maximum(matrix @ found, wanted.mean() * 1e-3)
         limited = np.minimum(wanted, HELD_UP * expected)
-    median, p95 = np.percentile(np.abs(expected / wanted - 1), [50, 95])
-    error = FitError(samples=len(wanted), median=float(median), p95=float(p95))
-    return [float(one) for one in found / scale], error
+    return [float(one) for one in found / scale], FitError.of(np.abs(expected / wanted - 1))
 
 
 def non_negative(

@@ -14,18 +14,26 @@ from array import array
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from random import Random
-from typing import Protocol
 
 import msgspec
 
 from vsched.errors import ConfigError
+from vsched.failures import LostTooOften, Simulated
 from vsched.kernel.decisions import (
     Decision,
     EncodeDecision,
     GenerateDecision,
     Join,
 )
-from vsched.kernel.events import Encoded, Event, Finished, Stepped
+from vsched.kernel.events import (
+    Encoded,
+    Event,
+    Finished,
+    GroupLost,
+    GroupReady,
+    GroupRetired,
+    Stepped,
+)
 from vsched.policy_host.step_times import pairs_of
 from vsched.sim.cost.calibration import Span, united
 from vsched.sim.cost.model import CostModel
@@ -66,7 +74,18 @@ def make_devices(
     return devices | {name: SharedDevice() for name in generators}
 
 
-class SimulatedGroup:
+class SharedWork:
+    """A step or a job; an end announced with an earlier `incarnation` is void.
+
+    Attributes:
+        process: The process it runs in: work of the same process does not slow it down.
+    """
+
+    process: object
+    incarnation = 0
+
+
+class SimulatedGroup(SharedWork):
     """One group; computes when each step ends or pauses, and the resulting event.
 
     Attributes:
@@ -80,9 +99,8 @@ class SimulatedGroup:
 
     def __init__(self, name: str, cost: CostModel, device: SharedDevice, rng: Random) -> None:
         self.name = name
-        self.device = device
+        self.process = self.device = device
         self.log: deque[tuple[Decision, int]] = deque()
-        self.incarnation = 0
         self.steps = 0
         self.busy_ns = 0
         self._cost = cost
@@ -92,11 +110,6 @@ class SimulatedGroup:
         self._rng = rng
         self._start_ns = self._took_ns = 0
         self._left_ns = 0.0
-
-    @property
-    def process(self) -> object:
-        """The device that executes its steps."""
-        return self.device
 
     def decide(self, decision: Decision, now_ns: int) -> int:
         """Take a decision; return the end of its step, or 0 if it cannot start yet."""
@@ -350,17 +363,6 @@ _NONE_FINISHED: list[Finished] = []
 """Shared by all steps in which no request finished; never changed."""
 
 
-class SharedWork(Protocol):
-    """A step or a job; an end announced with an earlier `incarnation` is void."""
-
-    incarnation: int
-
-    @property
-    def process(self) -> object:
-        """The process it runs in: work of the same process does not slow it down."""
-        ...
-
-
 class Contention:
     """Work in progress, and the end of each piece under the current load of the cores.
 
@@ -372,20 +374,12 @@ class Contention:
         self, slowdowns: Sequence[float], announce: Callable[[SharedWork, int], None]
     ) -> None:
         """Use the slowdowns of `HostCost.contention`; `announce` is called with the end of each piece of work."""
-        assert slowdowns, "without contention there is nothing to count"
         self._slowdowns = slowdowns
         self._announce = announce
         self._left_ns: dict[SharedWork, float] = {}
         self._processes: Counter[object] = Counter()
         self._since_ns = 0
         self._slowdown = 1.0
-
-    @classmethod
-    def of(
-        cls, slowdowns: Sequence[float], announce: Callable[[SharedWork, int], None]
-    ) -> Contention | None:
-        """Return the contention, or None if processes do not slow each other down."""
-        return cls(slowdowns, announce) if slowdowns else None
 
     def enter(self, work: SharedWork, need_ns: int, now_ns: int) -> None:
         """Begin work that takes `need_ns` when alone."""
@@ -437,38 +431,28 @@ class GroupOutage(msgspec.Struct, frozen=True, kw_only=True):
     duration_ns: int | None = None
 
 
-class GroupDown(msgspec.Struct, frozen=True):
-    """A group is lost, temporarily or for good."""
-
-    group: SimulatedGroup
-    for_good: bool
-
-
-class GroupUp(msgspec.Struct, frozen=True):
-    """A group serves."""
-
-    group: SimulatedGroup
-
-
-def changes(
+def outage_events(
     outages: Iterable[GroupOutage], groups: Sequence[SimulatedGroup]
-) -> Iterator[tuple[int, GroupDown | GroupUp]]:
-    """Yield the losses and returns of groups with their times; a group that is down is not lost again.
+) -> Iterator[tuple[int, GroupLost | GroupReady | GroupRetired]]:
+    """Yield the events of outages with their times; a group that is down is not lost again.
 
     Raises:
         ConfigError: When a group is unknown.
     """
-    named = {group.name: group for group in groups}
+    devices = {group.name: group.device for group in groups}
     spans: defaultdict[SharedDevice, list[Span]] = defaultdict(list)
     for one in outages:
-        if one.group not in named:
-            raise ConfigError(f"{one.group}: no such group. Known: {', '.join(named)}")
+        if one.group not in devices:
+            raise ConfigError(f"{one.group}: no such group. Known: {', '.join(devices)}")
         end_ns = math.inf if one.duration_ns is None else one.at_ns + one.duration_ns
-        spans[named[one.group].device].append((one.at_ns, end_ns))
+        spans[devices[one.group]].append((one.at_ns, end_ns))
     for device, lost in spans.items():
+        names = [name for name, its_device in devices.items() if its_device is device]
         for start_ns, end_ns in united(lost):
-            for group in groups:
-                if group.device is device:
-                    yield start_ns, GroupDown(group, for_good=end_ns == math.inf)
-                    if end_ns != math.inf:
-                        yield int(end_ns), GroupUp(group)
+            for name in names:
+                yield start_ns, GroupLost(name, Simulated((name,)))
+            for name in names:
+                if end_ns == math.inf:
+                    yield start_ns, GroupRetired(name, LostTooOften((name,)))
+                else:
+                    yield int(end_ns), GroupReady(name)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from vsched.config import Config
 from vsched.sim.cost.model import CostModel
+from vsched.sim.fast.groups import SharedWork
 from vsched.sim.workload.requests import Arrival, Image, RequestMaker, Video, images_of
 
 
@@ -25,17 +26,15 @@ class IncomingRequest(NamedTuple):
     pixels: Mapping[str, int]
 
 
-class ImageJob:
-    """An image or a video being processed by a thread; an end announced with an earlier `incarnation` is void."""
+class ImageJob(SharedWork):
+    """An image or a video being processed by a thread."""
 
-    __slots__ = ("incarnation", "left", "need_ns", "prepared", "threads")
     process = "engine"
 
     def __init__(
         self, prepared: IncomingRequest, need_ns: int, left: list[int], threads: _Threads
     ) -> None:
         """Create a job of a request; `left` counts the unfinished jobs and is shared by all of them."""
-        self.incarnation = 0
         self.prepared = prepared
         self.need_ns = need_ns
         self.left = left

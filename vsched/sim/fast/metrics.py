@@ -73,15 +73,15 @@ class Sketch:
             seen += count
         return 0.0
 
-    def cdf(self, points: int = CDF_POINTS) -> list[tuple[float, float]]:
-        """Return points of the cumulative distribution as (value, share), with shares about evenly spaced."""
+    def cdf_ms(self) -> list[tuple[float, float]]:
+        """Return points of the cumulative distribution of nanoseconds as (milliseconds, share), about evenly spaced."""
         found: list[tuple[float, float]] = []
         last, every = 0.0, self.count
         for index, seen in enumerate(accumulate(self.counts)):
             share = seen / max(every, 1)
-            if self.counts[index] and (share - last >= 1 / points or seen == every):
+            if self.counts[index] and (share - last >= 1 / CDF_POINTS or seen == every):
                 last = share
-                found.append((_bounds(index)[1], share))
+                found.append((_bounds(index)[1] * MS, share))
         return found
 
 
@@ -110,11 +110,6 @@ def spread_of(sketch: Sketch) -> TimeSpread:
     """Return the figures of a sketch of nanoseconds."""
     p50, p95, p99 = (sketch.quantile(share) * MS for share in (0.5, 0.95, 0.99))
     return TimeSpread(mean=sketch.mean * MS, p50=p50, p95=p95, p99=p99)
-
-
-def cdf_ms(sketch: Sketch) -> list[tuple[float, float]]:
-    """Return points of the distribution of a sketch of nanoseconds, in milliseconds."""
-    return [(value * MS, share) for value, share in sketch.cdf()]
 
 
 class Targets(msgspec.Struct, frozen=True, kw_only=True):
@@ -288,7 +283,7 @@ class TenantCollector:
 
     def cdf(self) -> dict[str, list[tuple[float, float]]]:
         """Return points (milliseconds, cumulative share) of the distributions, by name."""
-        return {"ttft": cdf_ms(self.ttft), "tpot": cdf_ms(self.tpot)}
+        return {"ttft": self.ttft.cdf_ms(), "tpot": self.tpot.cdf_ms()}
 
 
 class Collector(TenantCollector):

@@ -22,7 +22,6 @@ import msgspec
 from vsched.assembly import rank_kv_bytes_per_token
 from vsched.config import Config, LoadedConfig
 from vsched.errors import VschedError
-from vsched.failures import LostTooOften, Simulated
 from vsched.kernel import Scheduler
 from vsched.kernel.commands import (
     Accept,
@@ -51,15 +50,13 @@ from vsched.policy_host.seats import Ask
 from vsched.sim.cost.model import CostModel
 from vsched.sim.fast.groups import (
     Contention,
-    GroupDown,
     GroupOutage,
-    GroupUp,
     SharedWork,
     SimulatedGroup,
     TimedEncodeGroup,
     TimedGenerateGroup,
-    changes,
     make_devices,
+    outage_events,
 )
 from vsched.sim.fast.ingress import ImageJob, IncomingRequest, Ingress
 from vsched.sim.fast.metrics import (
@@ -68,7 +65,6 @@ from vsched.sim.fast.metrics import (
     Sampler,
     SimulationOutcome,
     Targets,
-    cdf_ms,
     figures_of,
     over_replicas,
 )
@@ -80,10 +76,10 @@ from vsched.types import FinishReason, ModelInfo, group_names
 START_NS = 1_000_000
 """Kernel time of the start of a workload: the kernel reads 0 as "never"."""
 PROGRESS_EVERY = 64
-STEP, READY, ARRIVE, TURN, TIMER, CHANGE, JOB, LEAVE, DISCONNECT = range(9)
-"""Kinds of heap entries: a step ends, a request is prepared, sent, sent as a later turn, and so on."""
 LEFT = FinishReason.ABORT.value
 """Code of requests whose clients disconnected."""
+Happen = Callable[[Any, int], Event | None]
+"""Lets something happen to the subject of a heap entry at its time; returns the event for the scheduler, if any."""
 OnRequests = Callable[[int], None]
 """Called with the number of ended requests."""
 
@@ -109,9 +105,16 @@ class Simulation:
         seed: int,
         targets: Targets,
         observers: Sequence[EventObserver] = (),
+        oracles: Oracles | None = None,
+        outages: Iterable[GroupOutage] = (),
     ) -> None:
+        """Prepare a run.
+
+        Raises:
+            ConfigError: When an outage is of an unknown group.
+        """
         self.setup = setup
-        self.kernel = Scheduler(setup.limits, setup.kernel_policies)
+        self.kernel = Scheduler(setup.limits, setup.policies.for_kernel())
         self.collector = Collector(targets, START_NS)
         self.sampler = Sampler(START_NS)
         self.live_requests: dict[int, LiveRequest] = {}
@@ -120,8 +123,8 @@ class Simulation:
         self._seed = seed
         self._cost = cost
         self._targets = targets
-        self._observers = list(observers)
-        self._heap: list[tuple[int, int, int, Any, int]] = []
+        self._observers = [*observers, *([oracles] if oracles is not None else [])]
+        self._heap: list[tuple[int, int, Happen, Any, int | None]] = []
         self._sequence = itertools.count()
         self._digest = blake2b(digest_size=16)
         self._digested = bytearray()
@@ -142,11 +145,14 @@ class Simulation:
             cost,
             self._maker,
             on_job=self._run,
-            on_ready=lambda at_ns, prepared: self._push(at_ns, READY, prepared),
+            on_ready=lambda at_ns, prepared: self._push(at_ns, self._submit, prepared),
             on_refused=self._refused,
         )
-        self._contention = Contention.of(cost.host.contention, self._announce)
+        slowdowns = cost.host.contention
+        self._contention = Contention(slowdowns, self._announce) if slowdowns else None
         self._make_groups(exact_tokens=bool(observers))
+        for at_ns, event in outage_events(outages, [*self._groups.values()]):
+            self._push(START_NS + at_ns, self._change, event)
 
     def _make_groups(self, *, exact_tokens: bool) -> None:
         limits, cost = self.setup.limits, self._cost
@@ -178,20 +184,7 @@ class Simulation:
         groups: list[SimulatedGroup] = [*self.encoders, *self.generators]
         self._groups = {group.name: group for group in groups}
         for group in groups:
-            self._push(START_NS, CHANGE, GroupUp(group))
-
-    def check_with(self, oracles: EventObserver) -> None:
-        """Add oracles that observe every event."""
-        self._observers.append(oracles)
-
-    def schedule(self, outages: Iterable[GroupOutage]) -> None:
-        """Schedule losses of groups.
-
-        Raises:
-            ConfigError: When a group is unknown.
-        """
-        for at_ns, change in changes(outages, [*self._groups.values()]):
-            self._push(START_NS + at_ns, CHANGE, change)
+            self._push(START_NS, self._change, GroupReady(group.name))
 
     # --- the loop ---
 
@@ -222,17 +215,13 @@ class Simulation:
         heap, sampler = self._heap, self.sampler
         handle, groups, observers = self.kernel.handle, self._groups, self._observers
         encode_into, digested = msgspec.msgpack.Encoder().encode_into, self._digested
-        event: Event | None
         while heap:
-            now_ns, _, kind, subject, incarnation = heappop(heap)
+            now_ns, _, happen, subject, incarnation = heappop(heap)
             if now_ns >= sampler.due_ns:
                 self._sample(now_ns)
-            if kind == STEP:
-                if incarnation != subject.incarnation:
-                    continue  # lost or rescheduled meanwhile
-                event = self._end(subject, now_ns)
-            else:
-                event = self._happen(kind, subject, incarnation, now_ns)
+            if incarnation is not None and incarnation != subject.incarnation:
+                continue  # lost or rescheduled meanwhile
+            event = happen(subject, now_ns)
             if event is None:
                 continue
             self.events += 1
@@ -277,59 +266,39 @@ class Simulation:
             if ready:
                 self._run(ready[0], ready[0].begin(now_ns), now_ns)
         elif ready:
-            work = ready[0]
-            end_ns = work.begin(now_ns)
-            heappush(self._heap, (end_ns, next(self._sequence), STEP, work, work.incarnation))
+            self._announce(ready[0], ready[0].begin(now_ns))
 
     def _announce(self, work: SharedWork, end_ns: int) -> None:
-        kind = JOB if type(work) is ImageJob else STEP
-        heappush(self._heap, (end_ns, next(self._sequence), kind, work, work.incarnation))
+        happen: Happen = self._end_job if type(work) is ImageJob else self._end
+        heappush(self._heap, (end_ns, next(self._sequence), happen, work, work.incarnation))
 
-    def _push(self, at_ns: int, kind: int, subject: object) -> None:
-        heappush(self._heap, (at_ns, next(self._sequence), kind, subject, 0))
+    def _push(self, at_ns: int, happen: Happen, subject: object) -> None:
+        heappush(self._heap, (at_ns, next(self._sequence), happen, subject, None))
 
     # --- heap entries ---
 
-    def _happen(self, kind: int, subject: Any, incarnation: int, now_ns: int) -> Event | None:
-        """Process a heap entry; return the event for the scheduler, if any."""
-        if kind in (ARRIVE, TURN):
-            if kind == ARRIVE and self._waits_for_turn(subject, now_ns):
-                return None
-            return self._arrive(subject, now_ns)
-        if kind == LEAVE:
-            return Withdrawn(subject)
-        if kind == JOB:
-            if incarnation == subject.incarnation:  # else its end was rescheduled
-                if self._contention is not None:
-                    self._contention.leave(subject, now_ns)
-                self._ingress.done(subject, now_ns)
-            return None
-        if kind == DISCONNECT:
-            return self._disconnect(subject, now_ns)
-        if kind == READY:
-            return self._submit(subject, now_ns)
-        if kind == TIMER:
-            return TimerFired()
-        return self._change(subject, now_ns)
+    def _end_job(self, job: ImageJob, now_ns: int) -> None:
+        if self._contention is not None:
+            self._contention.leave(job, now_ns)
+        self._ingress.done(job, now_ns)
 
-    def _waits_for_turn(self, arrival: Arrival, now_ns: int) -> bool:
-        """Count a sent request; return True if it waits for the end of an earlier turn."""
+    def _take_sent(self, arrival: Arrival, now_ns: int) -> Arrived | None:
+        """Count a sent request; it waits for the end of an earlier turn."""
         self._next_arrival()
         self.collector.arrived(now_ns, arrival.tenant)
-        if not arrival.conversation:
-            return False
-        waiting = self._talking.get(arrival.conversation)
-        if waiting is None:
+        if arrival.conversation:
+            waiting = self._talking.get(arrival.conversation)
+            if waiting is not None:
+                waiting.append(arrival)
+                return None
             self._talking[arrival.conversation] = deque()
-            return False
-        waiting.append(arrival)
-        return True
+        return self._arrive(arrival, now_ns)
 
     def _arrive(self, arrival: Arrival, now_ns: int) -> Arrived:
         arrival_id = next(self._arrival_ids)
         self._at_gate[arrival_id] = arrival, now_ns
         if arrival.leaves_ns is not None:
-            self._push(now_ns + arrival.leaves_ns, DISCONNECT, (arrival_id, arrival))
+            self._push(now_ns + arrival.leaves_ns, self._disconnect, (arrival_id, arrival))
         return Arrived(
             arrival_id,
             arrival.tenant,
@@ -374,37 +343,27 @@ class Simulation:
         self._ended(arrival, pixels, now_ns)
         return Withdrawn(arrival_id)
 
-    def _change(self, change: GroupUp | GroupDown | GroupRetired, now_ns: int) -> Event:
-        match change:
-            case GroupUp(group):
-                return GroupReady(group.name)
-            case GroupDown(group, for_good):
-                self._lose(group, now_ns)
-                if for_good:
-                    self._push(
-                        now_ns, CHANGE, GroupRetired(group.name, LostTooOften((group.name,)))
-                    )
-                return GroupLost(group.name, Simulated((group.name,)))
-            case GroupRetired():
-                return change
-
-    def _lose(self, group: SimulatedGroup, now_ns: int) -> None:
-        was_running = group.device.running is group
-        group.lose()
-        if was_running:
-            self._leave(group, now_ns)
+    def _change(self, event: GroupLost | GroupReady | GroupRetired, now_ns: int) -> Event:
+        """Let a group be lost, return, or be given up."""
+        if isinstance(event, GroupLost):
+            group = self._groups[event.group]
+            was_running = group.device.running is group
+            group.lose()
+            if was_running:
+                self._leave(group, now_ns)
+        return event
 
     def _next_arrival(self) -> None:
         arrival = next(self._arrivals, None)
         if arrival is not None:
-            self._push(max(START_NS + arrival.at_ns, self.now_ns), ARRIVE, arrival)
+            self._push(max(START_NS + arrival.at_ns, self.now_ns), self._take_sent, arrival)
 
     # --- commands of the scheduler ---
 
     def _obey(self, command: Command, now_ns: int, progress: OnRequests | None) -> None:
         match command:
             case SetTimer(deadline_ns):
-                self._push(deadline_ns, TIMER, None)
+                self._push(deadline_ns, lambda *_: TimerFired(), None)
             case AdmitArrival(arrival_id):
                 arrival, sent_ns = self._at_gate.pop(arrival_id)
                 if arrival.leaves_ns is not None:
@@ -438,7 +397,7 @@ class Simulation:
         """Record a request refused at intake."""
         self._may_leave.discard(prepared.arrival_id)
         self.collector.fail(code, prepared.arrival.tenant)
-        self._push(now_ns, LEAVE, prepared.arrival_id)
+        self._push(now_ns, lambda *_: Withdrawn(prepared.arrival_id), None)
         self._ended(prepared.arrival, {}, now_ns)
 
     def _ended(self, arrival: Arrival, pixels: Mapping[str, int], now_ns: int) -> None:
@@ -448,7 +407,7 @@ class Simulation:
             waiting = self._talking[arrival.conversation]
             if waiting:
                 following = waiting.popleft()
-                self._push(now_ns + following.think_ns, TURN, following)
+                self._push(now_ns + following.think_ns, self._arrive, following)
             else:
                 del self._talking[arrival.conversation]
 
@@ -506,7 +465,7 @@ class Simulation:
                 kernel=self.kernel.statistics(),
             ),
             series=self.sampler.series(),
-            cdf={**collector.cdf(), "itl": cdf_ms(collector.itl), "e2e": cdf_ms(collector.e2e)},
+            cdf={**collector.cdf(), "itl": collector.itl.cdf_ms(), "e2e": collector.e2e.cdf_ms()},
             slowest=collector.slowest(),
             policy_failure_counts=over_replicas(self.kernel.policy_failure_counts),
             policy_failures={
@@ -530,7 +489,6 @@ def simulate(
     info: ModelInfo | None = None,
     kv_tokens: int | None = None,
     observers: Sequence[EventObserver] = (),
-    check_every: int | None = None,
     watch: Callable[[str, Ask], Ask] | None = None,
 ) -> SimulationOutcome:
     """Simulate a workload on a server with a configuration.
@@ -552,8 +510,6 @@ def simulate(
         kv_tokens: Tokens of a replica's KV cache, if not pinned by `generate.memory`.
         observers: Called with every event; with observers, the tokens of a step show which slots
             yielded one.
-        check_every: Events between full-state checks of the kernel, with `oracles`; by default
-            enough to keep them cheap.
         watch: Wraps the call of each policy, for example with a timer; gets the seat's name and the call.
 
     Raises:
@@ -567,12 +523,11 @@ def simulate(
         seed=seed,
         targets=targets or Targets(),
         observers=observers,
+        oracles=Oracles(setup) if oracles else None,
+        outages=outages,
     )
     if watch is not None:
         simulation.kernel.watch_policies(watch)
-    simulation.schedule(outages)
-    if oracles:
-        simulation.check_with(Oracles(setup, check_every=check_every))
     started_s = time.perf_counter()
     with _rare_collections():
         simulation.run(workload, progress)

@@ -1,4 +1,4 @@
-"""An in-process ASGI client on the application's loop, with arrival times of all parts of a response.
+"""An in-process ASGI client on the application's loop.
 
 It follows uvicorn: after a disconnect, `receive` returns `http.disconnect` and sent messages are
 dropped; `receive` returns the same after a complete response. Unlike uvicorn, it asserts the
@@ -8,7 +8,6 @@ protocol rules: one `receive` at a time, one response start, nothing after the e
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from types import TracebackType
@@ -17,27 +16,7 @@ from typing import Any, Self
 import msgspec
 from starlette.types import ASGIApp, Message
 
-from vsched.sim.loop import VirtualLoop
-
 HeaderLines = Iterable[tuple[str, str]]
-
-
-class BodyChunk(msgspec.Struct, frozen=True):
-    """A chunk of a response body and its arrival time: virtual, or monotonic on other loops."""
-
-    at_ns: int
-    body: bytes
-
-
-class ServerEvent(msgspec.Struct, frozen=True):
-    """A server-sent event: its data, and the arrival time of its last chunk."""
-
-    at_ns: int
-    data: str
-
-    def json(self) -> Any:
-        """Decode the data as JSON."""
-        return msgspec.json.decode(self.data)
 
 
 class Response(msgspec.Struct, frozen=True):
@@ -45,12 +24,12 @@ class Response(msgspec.Struct, frozen=True):
 
     status: int
     headers: dict[str, str]
-    chunks: list[BodyChunk]
+    chunks: list[bytes]
 
     @property
     def body(self) -> bytes:
         """The complete body."""
-        return b"".join(chunk.body for chunk in self.chunks)
+        return b"".join(self.chunks)
 
     def json(self) -> Any:
         """Decode the body as JSON."""
@@ -66,12 +45,10 @@ class AsgiClient:
 
     Args:
         app: The application; its lifespan is not run.
-        headers: Sent with every request.
     """
 
-    def __init__(self, app: ASGIApp, *, headers: HeaderLines = ()) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._headers = list(headers)
 
     async def request(
         self,
@@ -108,40 +85,34 @@ class AsgiClient:
             json: Body to be encoded as JSON, instead of `body`.
             body: Raw body.
             pieces: Body in pieces, sent as slowly as this iterator yields them.
-            headers: Sent after the client's headers.
+            headers: Further headers, or one in place of `content-length` or `host`.
         """
-        lines = [*self._headers, *headers]
+        lines = [(name.lower(), value) for name, value in headers]
         if json is not None:
             body = msgspec.json.encode(json)
             lines.append(("content-type", "application/json"))
-        if any(name.lower() == "content-length" for name, _ in lines):
-            pass  # the caller sets its own length
-        elif pieces is None:
-            lines.append(("content-length", str(len(body))))
-        else:
-            lines.append(("transfer-encoding", "chunked"))
-        if not any(name.lower() == "host" for name, _ in lines):
+        given = {name for name, _ in lines}
+        if "content-length" not in given:
+            length = ("content-length", str(len(body)))
+            lines.append(length if pieces is None else ("transfer-encoding", "chunked"))
+        if "host" not in given:
             lines.append(("host", "localhost"))
-        scope = _scope(method, path, lines)
+        path, _, query = path.partition("?")
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": method,
+            "scheme": "http",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": query.encode(),
+            "root_path": "",
+            "headers": [(name.encode(), value.encode()) for name, value in lines],
+            "client": ("127.0.0.1", 1),
+            "server": ("127.0.0.1", 80),
+        }
         return HttpCall(self._app, scope, body=body, pieces=pieces)
-
-
-def _scope(method: str, path: str, headers: list[tuple[str, str]]) -> dict[str, Any]:
-    path, _, query = path.partition("?")
-    return {
-        "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.3"},
-        "http_version": "1.1",
-        "method": method,
-        "scheme": "http",
-        "path": path,
-        "raw_path": path.encode(),
-        "query_string": query.encode(),
-        "root_path": "",
-        "headers": [(name.lower().encode(), value.encode()) for name, value in headers],
-        "client": ("127.0.0.1", 1),
-        "server": ("127.0.0.1", 80),
-    }
 
 
 class HttpCall:
@@ -169,7 +140,7 @@ class HttpCall:
         self._pump: asyncio.Task[None] | None = None
         self._status: int | None = None
         self._headers: dict[str, str] = {}
-        self._chunks: list[BodyChunk] = []
+        self._chunks: list[bytes] = []
         self._read = 0
         self._complete = False
         self._disconnected = False
@@ -178,7 +149,6 @@ class HttpCall:
 
     async def __aenter__(self) -> Self:
         loop = self._loop = asyncio.get_running_loop()
-        self._now_ns = loop.now_ns if isinstance(loop, VirtualLoop) else time.monotonic_ns
         self._work = loop.create_task(self._run())
         if self._pieces is not None:
             self._pump = loop.create_task(self._send_pieces(self._pieces))
@@ -212,7 +182,7 @@ class HttpCall:
         assert self._status is not None
         return self._status
 
-    async def chunks(self) -> AsyncIterator[BodyChunk]:
+    async def chunks(self) -> AsyncIterator[bytes]:
         """Yield the chunks of the body as they arrive.
 
         Raises:
@@ -226,20 +196,20 @@ class HttpCall:
             self._notify()
             yield self._chunks[self._read - 1]
 
-    async def events(self) -> AsyncIterator[ServerEvent]:
-        """Yield the server-sent events as they arrive, including `[DONE]`.
+    async def events(self) -> AsyncIterator[str]:
+        """Yield the data of server-sent events as they arrive, including `[DONE]`.
 
         Raises:
             Disconnected: When the body was incomplete.
         """
         rest = b""
         async for chunk in self.chunks():
-            *complete, rest = (rest + chunk.body).split(b"\n\n")
+            *complete, rest = (rest + chunk).split(b"\n\n")
             for event in complete:
                 lines = event.decode().split("\n")
                 data = [line[5:].removeprefix(" ") for line in lines if line.startswith("data:")]
                 if data:
-                    yield ServerEvent(chunk.at_ns, "\n".join(data))
+                    yield "\n".join(data)
 
     async def response(self) -> Response:
         """Return the complete response.
@@ -314,7 +284,7 @@ class HttpCall:
         else:
             body = message.get("body", b"")
             if body:
-                self._chunks.append(BodyChunk(self._now_ns(), bytes(body)))
+                self._chunks.append(bytes(body))
             self._complete = not message.get("more_body", False)
         self._notify()
 

@@ -16,7 +16,7 @@ import heapq
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, get_args
 
 import msgspec
 
@@ -55,55 +55,35 @@ class LinkProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     queue_max: Annotated[int, msgspec.Meta(ge=1)] = QUEUE_MAX
 
 
-class Party(NamedTuple):
-    """Owner of a link, as named by faults; a rank's heartbeat has a separate link."""
-
-    group: str
-    rank: int
-    pulse: bool
-
-
-class _Fate(NamedTuple):
-    """Fate of a frame: the delay of each effect."""
-
-    late_ns: dict[Effect, int]
-    corrupt_at: float
-
-
 class OneWayLink:
-    """One direction of one link."""
+    """One direction of the link of a rank, or of its heartbeat."""
 
     def __init__(
         self,
-        loop: VirtualLoop,
-        generator: random.Random,
-        faults: Injector,
-        *,
-        profile: LinkProfile,
-        party: Party,
+        network: Network,
+        end: RankEnd,
         direction: Direction,
         deliver: Callable[[bytes], None],
         unread: Callable[[], int],
     ) -> None:
-        self._loop = loop
-        self._generator = generator
-        self._jitter = random.Random(generator.getrandbits(64))  # noqa: S311
-        self._faults = faults
-        self._profile = profile
-        self._party = party
+        place = end.address.rpartition("/")[2]
+        seed = f"{network.seed} {place} {end.identity.decode()} {direction}"
+        self._generator = random.Random(seed)  # noqa: S311
+        self._jitter = random.Random(self._generator.getrandbits(64))  # noqa: S311
+        self._loop, self._faults, self._profile = network.loop, network.faults, network.profile
         self._direction = direction
         self._deliver = deliver
         self._unread = unread
-        group, rank = party.group, party.rank
+        self._target: dict[str, Any] = {"group": end.group, "rank": end.rank}
         self._messages = [
-            fault
-            for fault in faults.of(MessageFault, group=group, rank=rank)
-            if fault.direction == direction
-        ]
-        self._partitions = faults.of(Partition, group=group, rank=rank)
-        self._partitions.sort(key=lambda fault: fault.at_ns)
-        kinds = _SINGLING[direction]
-        self._singled_out = not party.pulse and bool(faults.of(kinds, group=group, rank=rank))
+            fault for fault in self._faults.of(MessageFault, **self._target) if fault.direction == direction
+        ]  # fmt: skip
+        self._partitions = sorted(
+            self._faults.of(Partition, **self._target), key=lambda fault: fault.at_ns
+        )
+        self._singled_out = not end.pulse and bool(
+            self._faults.of(_SINGLING[direction], **self._target)
+        )
         self._under_way: list[tuple[int, int, bytes]] = []
         self._last_arrival_ns = 0
         self._scheduled = 0
@@ -112,14 +92,17 @@ class OneWayLink:
         """Send a frame; return False without sending if the queue is full."""
         if len(self._under_way) + self._unread() >= self._profile.queue_max:
             return False
-        fate = self._draw_fate() if self._messages else _UNHARMED
-        late_ns = dict(fate.late_ns)
-        if self._singled_out:
-            self._single_out(frame, late_ns)
+        late_ns, corrupt_at = self._draw_effects() if self._messages else ({}, 0.0)
+        if self._singled_out and _is_awaited(frame, self._direction):
+            fault = self._faults.take(_SINGLING[self._direction], **self._target)
+            if isinstance(fault, LateHeartbeat):
+                late_ns["reordering"] = fault.late_ns
+            elif fault is not None:
+                late_ns["loss"] = 0
         if "loss" in late_ns:
             return True
         if "corruption" in late_ns and frame:
-            frame = _corrupted(frame, fate.corrupt_at)
+            frame = _corrupted(frame, corrupt_at)
         arrival_ns = self._loop.now_ns() + self._latency_ns()
         arrival_ns += late_ns.get("delay", 0)
         if "reordering" in late_ns:
@@ -131,29 +114,20 @@ class OneWayLink:
             self._dispatch(arrival_ns + late_ns["duplication"], frame)
         return True
 
-    def _draw_fate(self) -> _Fate:
-        """Draw the fate of a frame, with the same number of random draws for every frame."""
-        draws = [self._generator.random() for _ in _EFFECTS]
+    def _draw_effects(self) -> tuple[dict[Effect, int], float]:
+        """Draw the effects on a frame with their delays, and the place of a corrupt bit.
+
+        The number of random draws is the same for every frame.
+        """
+        draws = {effect: self._generator.random() for effect in _EFFECTS}
         corrupt_at = self._generator.random()
         now_ns = self._loop.now_ns()
-        struck: dict[Effect, int] = {}
+        late_ns: dict[Effect, int] = {}
         for fault in self._messages:
-            strikes = draws[_EFFECTS.index(fault.effect)] < fault.rate
-            if strikes and fault.at_ns <= now_ns < fault.end_ns:
-                struck[fault.effect] = fault.late_ns
+            if draws[fault.effect] < fault.rate and fault.at_ns <= now_ns < fault.end_ns:
+                late_ns[fault.effect] = fault.late_ns
                 self._faults.note(fault)
-        return _Fate(struck, corrupt_at)
-
-    def _single_out(self, frame: bytes, late_ns: dict[Effect, int]) -> None:
-        """Apply a fault that waits for a frame with this content."""
-        if not _is_awaited(frame, self._direction):
-            return
-        kinds = _SINGLING[self._direction]
-        fault = self._faults.take(kinds, group=self._party.group, rank=self._party.rank)
-        if isinstance(fault, LateHeartbeat):
-            late_ns["reordering"] = fault.late_ns
-        elif fault is not None:
-            late_ns["loss"] = 0
+        return late_ns, corrupt_at
 
     def _latency_ns(self) -> int:
         profile = self._profile
@@ -181,13 +155,12 @@ class OneWayLink:
         self._deliver(heapq.heappop(self._under_way)[2])
 
 
-_EFFECTS: tuple[Effect, ...] = ("loss", "delay", "duplication", "reordering", "corruption")
+_EFFECTS: tuple[Effect, ...] = get_args(Effect)
 _SINGLING: dict[Direction, tuple[type[Fault], ...]] = {
     "to_rank": (MissedDecision,),
     "to_leader": (LostHeartbeat, LateHeartbeat),
 }
 """Faults that wait for a frame with a certain content."""
-_UNHARMED = _Fate({}, 0.0)
 
 
 def _is_awaited(frame: bytes, direction: Direction) -> bool:
@@ -214,6 +187,10 @@ class Network:
         faults: Injects `MessageFault`, `Partition`, `MissedDecision`, `LostHeartbeat` and
             `LateHeartbeat`.
         profile: Properties of links without faults.
+
+    Attributes:
+        leaders: The open ends of leaders, by address.
+        ranks: The open ends of ranks and of their heartbeats, by address and identity.
     """
 
     def __init__(
@@ -224,66 +201,25 @@ class Network:
         *,
         profile: LinkProfile = LinkProfile(),  # noqa: B008 - it is immutable
     ) -> None:
-        self._loop = loop
-        self._seed = rng.getrandbits(64)
-        self._faults = faults
-        self._profile = profile
-        self._leaders: dict[str, SimulatedLeaderEnd] = {}
-        self._ranks: dict[tuple[str, bytes], RankEnd] = {}
+        self.loop = loop
+        self.seed = rng.getrandbits(64)
+        self.faults = faults
+        self.profile = profile
+        self.leaders: dict[str, SimulatedLeaderEnd] = {}
+        self.ranks: dict[tuple[str, bytes], RankEnd] = {}
 
     def listen(self, address: str, on_frame: OnFrame) -> SimulatedLeaderEnd:
         """Open a leader's end, to which ranks can connect; its group is named in the address."""
-        assert address not in self._leaders, f"{address} has a leader"
-        leader = self._leaders[address] = SimulatedLeaderEnd(self, address, on_frame)
+        assert address not in self.leaders, f"{address} has a leader"
+        leader = self.leaders[address] = SimulatedLeaderEnd(self, address, on_frame)
         return leader
 
     def connect(self, address: str, rank: int, *, pulse: bool = False) -> RankEnd:
         """Open a rank's end, or its heartbeat's end; nothing is delivered while no leader listens."""
-        identity = pulse_identity(rank) if pulse else rank_identity(rank)
-        assert (address, identity) not in self._ranks, f"{identity!r} is connected to {address}"
-        party = Party(group_of(address), rank, pulse=pulse)
-        end = RankEnd(self, address, identity, party)
-        self._ranks[address, identity] = end
+        end = RankEnd(self, address, rank, pulse=pulse)
+        assert (address, end.identity) not in self.ranks, f"{end.identity!r} is connected"
+        self.ranks[address, end.identity] = end
         return end
-
-    def open_channel(
-        self,
-        end: RankEnd,
-        direction: Direction,
-        deliver: Callable[[bytes], None],
-        unread: Callable[[], int],
-    ) -> OneWayLink:
-        """Create one direction of a new link."""
-        place = end.address.rpartition("/")[2]
-        generator = random.Random(  # noqa: S311
-            f"{self._seed} {place} {end.identity.decode()} {direction}"
-        )
-        return OneWayLink(
-            self._loop,
-            generator,
-            self._faults,
-            profile=self._profile,
-            party=end.party,
-            direction=direction,
-            deliver=deliver,
-            unread=unread,
-        )
-
-    def leader_at(self, address: str) -> SimulatedLeaderEnd | None:
-        """Return the leader's end at an address."""
-        return self._leaders.get(address)
-
-    def rank_at(self, address: str, identity: bytes) -> RankEnd | None:
-        """Return the rank's end with this address and identity."""
-        return self._ranks.get((address, identity))
-
-    def forget_leader(self, address: str) -> None:
-        """Remove the leader's end at an address."""
-        self._leaders.pop(address, None)
-
-    def forget_rank(self, address: str, identity: bytes) -> None:
-        """Remove the rank's end with this identity."""
-        self._ranks.pop((address, identity), None)
 
 
 class SimulatedLeaderEnd:
@@ -300,7 +236,7 @@ class SimulatedLeaderEnd:
 
     def send(self, rank: int, frame: bytes) -> bool:
         """Send a frame to a rank; return False if the rank is gone or its queue is full."""
-        end = self._network.rank_at(self.address, rank_identity(rank))
+        end = self._network.ranks.get((self.address, rank_identity(rank)))
         return not self._closed and end is not None and end.to_rank.send(frame)
 
     def read(self) -> None:
@@ -315,26 +251,33 @@ class SimulatedLeaderEnd:
         """Stop listening."""
         if not self._closed:
             self._closed = True
-            self._network.forget_leader(self.address)
+            del self._network.leaders[self.address]
 
 
 class RankEnd:
-    """A rank's end of a link; has the interface of `zmq_link.RankLink`, but nothing blocks."""
+    """A rank's end of a link; has the interface of `zmq_link.RankLink`, but nothing blocks.
 
-    def __init__(self, network: Network, address: str, identity: bytes, party: Party) -> None:
+    Attributes:
+        group: Its group; `generate-1` for `ipc:///run/generate-1-4`, the fourth start.
+        pulse: Whether it is that of the rank's heartbeat, which has a separate link.
+    """
+
+    def __init__(self, network: Network, address: str, rank: int, *, pulse: bool) -> None:
         self.address = address
-        self.identity = identity
-        self.party = party
+        self.identity = pulse_identity(rank) if pulse else rank_identity(rank)
+        self.group = address.rpartition("/")[2].rpartition("-")[0]
+        self.rank = rank
+        self.pulse = pulse
         self.waiting: list[asyncio.Future[None]] = []
+        self.closed = False
         self._network = network
         self._inbox: deque[bytes] = deque()
-        self._closed = False
-        self.to_rank = network.open_channel(self, "to_rank", self._take, lambda: len(self._inbox))
-        self._to_leader = network.open_channel(self, "to_leader", self._report, lambda: 0)
+        self.to_rank = OneWayLink(network, self, "to_rank", self._take, lambda: len(self._inbox))
+        self._to_leader = OneWayLink(network, self, "to_leader", self._report, lambda: 0)
 
     def send(self, frame: bytes) -> bool:
         """Send a report; return False if the queue is full."""
-        assert not self._closed, "a closed link sends nothing"
+        assert not self.closed, "a closed link sends nothing"
         return self._to_leader.send(frame)
 
     def receive(self, timeout_s: float = 0.0) -> bytes | None:
@@ -355,26 +298,21 @@ class RankEnd:
         """Whether an unreceived frame has arrived."""
         return bool(self._inbox)
 
-    @property
-    def closed(self) -> bool:
-        """Whether the rank has closed it."""
-        return self._closed
-
     def close(self) -> None:
         """Close; frames in flight to the leader still arrive, as after a process exit."""
-        if not self._closed:
-            self._closed = True
+        if not self.closed:
+            self.closed = True
             self._inbox.clear()
-            self._network.forget_rank(self.address, self.identity)
+            del self._network.ranks[self.address, self.identity]
             self._wake()
 
     def _take(self, frame: bytes) -> None:
-        if not self._closed:
+        if not self.closed:
             self._inbox.append(frame)
             self._wake()
 
     def _report(self, frame: bytes) -> None:
-        leader = self._network.leader_at(self.address)
+        leader = self._network.leaders.get(self.address)
         if leader is not None:
             leader.take(self.identity, frame)
 
@@ -402,11 +340,6 @@ async def wait_readable(ends: Sequence[RankEnd], timeout_s: float | None) -> boo
             for end in ends:
                 end.waiting.remove(waiter)
     return any(end.readable for end in ends)
-
-
-def group_of(address: str) -> str:
-    """Return the group in an address: `generate-1` for `ipc:///run/generate-1-4`, its fourth start."""
-    return address.rpartition("/")[2].rpartition("-")[0]
 
 
 class HostLinkProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

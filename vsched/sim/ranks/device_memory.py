@@ -56,6 +56,7 @@ class SimulatedMemory:
     ROUNDING = 512
     SMALL_MAX = 1 * _MIB
     """Requests up to this size share segments of 2 MiB."""
+    name = "simulated"
     SHARED_MAX = 10 * _MIB
     """Requests up to this size take a new segment of 20 MiB if none has enough space; larger ones take their own."""
 
@@ -63,11 +64,9 @@ class SimulatedMemory:
         self,
         total_bytes: int,
         *,
-        name: str = "simulated",
         pool: str = "simulated",
         peers_bytes: int = 0,
     ) -> None:
-        self.name = name
         self.pool = pool
         self.allocations = 0
         self._total_bytes = total_bytes
@@ -152,9 +151,18 @@ class SimulatedMemory:
             raise self._out_of_memory(size, "injected; ")
         need = _round_up(size, self.ROUNDING)
         small = need <= self.SMALL_MAX
-        segment = self._with_room(need, small=small) or self._new_segment(size, need, small=small)
-        block = min(_fitting(segment, need), key=lambda block: (block.size, block.offset))
-        index = segment.blocks.index(block)
+        cached = [
+            (block.size, number, index)
+            for number, segment in enumerate(self._segments)
+            if segment.small == small
+            for index, block in enumerate(segment.blocks)
+            if block.handle is None and block.size >= need
+        ]
+        if not cached:
+            self._add_segment(size, need, small=small)
+        _, number, index = min(cached, default=(need, -1, 0))  # the smallest that fits
+        segment = self._segments[number]
+        block = segment.blocks[index]
         if block.size > need:
             segment.blocks.insert(index + 1, _Block(block.offset + need, block.size - need))
             block.size = need
@@ -186,30 +194,17 @@ class SimulatedMemory:
         assert handles == sorted(self._of_handle), "a handle without a block"
         assert self.allocated() <= self.reserved() <= self.peak(), "more in use than held"
 
-    def _with_room(self, need: int, *, small: bool) -> _Segment | None:
-        """Return the segment with the smallest sufficient cached block."""
-        rooms = [
-            (min(block.size for block in fitting), index)
-            for index, segment in enumerate(self._segments)
-            if segment.small == small and (fitting := _fitting(segment, need))
-        ]
-        return self._segments[min(rooms)[1]] if rooms else None
-
-    def _new_segment(self, size: int, need: int, *, small: bool) -> _Segment:
-        taken = self._segment_size(need, small=small)
+    def _add_segment(self, size: int, need: int, *, small: bool) -> None:
+        """Take a segment of one free block from the device, after the cache if that does not suffice."""
+        taken = 20 * _MIB if need <= self.SHARED_MAX else _round_up(need, 2 * _MIB)
+        if small:
+            taken = 2 * _MIB
         if taken > self.available():
             self.release()
         if taken > self.available():
             raise self._out_of_memory(size, "")
-        segment = _Segment(taken, small, [_Block(0, taken)])
-        self._segments.append(segment)
+        self._segments.append(_Segment(taken, small, [_Block(0, taken)]))
         self._peak_bytes = max(self._peak_bytes, self.reserved())
-        return segment
-
-    def _segment_size(self, need: int, *, small: bool) -> int:
-        if small:
-            return 2 * _MIB
-        return 20 * _MIB if need <= self.SHARED_MAX else _round_up(need, 2 * _MIB)
 
     def _out_of_memory(self, size: int, why: str) -> DeviceOutOfMemory:
         cached_bytes = self.reserved() - self.allocated()
@@ -218,10 +213,6 @@ class SimulatedMemory:
             f"limit {self.available()} bytes free of {self._total_bytes}",
             remedy="allocate less, or free memory on the device",
         )
-
-
-def _fitting(segment: _Segment, need: int) -> list[_Block]:
-    return [block for block in segment.blocks if block.handle is None and block.size >= need]
 
 
 def _round_up(size: int, to: int) -> int:

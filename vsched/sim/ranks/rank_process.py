@@ -11,20 +11,18 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
 
 from vsched.aio.launcher import OwnLauncher
 from vsched.errors import CheckpointError, DeviceOutOfMemory, VschedError
 from vsched.sim.faults import Hang, OutOfMemory, Slowdown, WorkerCrash
 from vsched.sim.network.links import RankEnd, SimulatedLeaderEnd, wait_readable
 from vsched.sim.ranks.device_memory import SimulatedMemory
-from vsched.sim.ranks.symbolic_model import ROOT
-from vsched.sim.ranks.symbolic_workers import RankPlugin
+from vsched.sim.ranks.plugin import RankPlugin
+from vsched.sim.ranks.symbolic_workers import Process
 from vsched.sim.world import World
 from vsched.transport.arena import Arena
 from vsched.transport.zmq_link import OnFrame
 from vsched.wire import Hello, Pulse, Stop, encode_report
-from vsched.worker.contract import WorkerPlugin
 from vsched.worker.generate_rank import GenerateRank
 from vsched.worker.member import (
     PULSES_PER_TIMEOUT,
@@ -43,44 +41,16 @@ LINGER_S = 0.02
 RUN_DIR = "/simulated"
 
 
-class _Sent(NamedTuple):
-    """A frame to be sent when the loop's clock reaches a time."""
-
-    at_ns: int
-    end: RankEnd
-    frame: bytes
-
-
-class RankClock:
-    """The clock of a rank: loop time plus the computing time since its last wait."""
-
-    def __init__(self, world: World) -> None:
-        self._loop = world.loop
-        self.ahead_ns = 0
-
-    def now_ns(self) -> int:
-        """Return the rank's time."""
-        return self._loop.now_ns() + self.ahead_ns
-
-    def spend(self, duration_ns: float) -> None:
-        """Advance the clock."""
-        self.ahead_ns += int(duration_ns)
-
-
 class SimulatedLink:
     """A rank's end of a link that sends frames at the rank's time."""
 
-    def __init__(self, end: RankEnd, clock: RankClock, outbox: deque[_Sent]) -> None:
+    def __init__(self, end: RankEnd, rank: SimulatedRank) -> None:
         self.end = end
-        self._clock = clock
-        self._outbox = outbox
+        self._rank = rank
 
     def send(self, frame: bytes) -> None:
         """Send a report now, or when the loop has caught up."""
-        if self._clock.ahead_ns or self._outbox:
-            self._outbox.append(_Sent(self._clock.now_ns(), self.end, frame))
-        else:
-            self.end.send(frame)
+        self._rank.send(self.end, frame)
 
     def receive(self, timeout_s: float = 0.0) -> bytes | None:
         """Return an arrived frame, or None."""
@@ -133,7 +103,7 @@ class _Crashed(Exception):
     """The process ends without an error report."""
 
 
-class SimulatedRank:
+class SimulatedRank(Process):
     """One rank process; has the interface of `vsched.aio.launcher.RankProcess`."""
 
     def __init__(
@@ -152,9 +122,9 @@ class SimulatedRank:
         self._spec = spec
         self._collective = collective
         self._on_exit = on_exit
-        self._clock = RankClock(world)
+        self._ahead_ns = 0
         self._noise = world.generator(f"rank {self.pid}")
-        self._outbox: deque[_Sent] = deque()
+        self._outbox: deque[tuple[int, RankEnd, bytes]] = deque()
         self._at_end: list[Callable[[], None]] = []
         self._stopped_until_ns = 0
         self._groups: dict[str, str] = {}
@@ -192,13 +162,15 @@ class SimulatedRank:
         """Run like `vsched.rank.run`; return the exit code."""
         spec, world = self._spec, self._world
         host = RankHost(
-            now_ns=self._clock.now_ns, memory=dict, collect=int, load_worker=self._load_worker
+            now_ns=self.now_ns,
+            memory=dict,
+            collect=int,
+            load_worker=lambda _: RankPlugin(world, self),
         )
         for stage, role in spec.roles.items():
             end = world.network.connect(role.address, spec.rank)
-            self._groups[stage] = end.party.group
-            link = SimulatedLink(end, self._clock, self._outbox)
-            self._members.append(Member(spec, link, host))
+            self._groups[stage] = end.group
+            self._members.append(Member(spec, SimulatedLink(end, self), host))
         pulse = world.loop.create_task(self._pulse(self._members[0].link.end.address))
         try:
             rank = Rank(spec, self._arena, self._members, host)
@@ -227,9 +199,6 @@ class SimulatedRank:
     def _name(self) -> str:
         return f"{' and '.join(self._groups.values())} rank {self._spec.rank}"
 
-    def _load_worker(self, _name: str) -> WorkerPlugin:
-        return RankPlugin(self._world, self, ROOT)
-
     async def _follow(self, rank: Rank[SimulatedLink]) -> None:
         while not rank.over:
             self.serving = rank.serving
@@ -238,7 +207,7 @@ class SimulatedRank:
                 await self._listen(rank)
                 continue
             entry = member.entry
-            self._current = member.link.end.party.group
+            self._current = member.link.end.group
             self._note_digest(member)
             is_step = member.log.turn > 0
             if is_step:
@@ -272,9 +241,20 @@ class SimulatedRank:
 
     # --- time ---
 
+    def now_ns(self) -> int:
+        """Return the rank's time: loop time plus the computing time since its last wait."""
+        return self._world.loop.now_ns() + self._ahead_ns
+
+    def send(self, end: RankEnd, frame: bytes) -> None:
+        """Send a report now, or when the loop has caught up."""
+        if self._ahead_ns or self._outbox:
+            self._outbox.append((self.now_ns(), end, frame))
+        else:
+            end.send(frame)
+
     async def _finish_step(self) -> None:
         """Report a step at its end time, unless the process crashes before or after it."""
-        await self._wait_for_loop(self._clock.now_ns())
+        await self._wait_for_loop(self.now_ns())
         for call in self._at_end:
             call()
         self._at_end.clear()
@@ -294,13 +274,13 @@ class SimulatedRank:
 
     async def _catch_up(self) -> None:
         """Wait until the loop reaches the rank's time, sending queued frames at their times."""
-        until_ns = self._clock.now_ns()
+        until_ns = self.now_ns()
         while self._outbox:
-            sent = self._outbox[0]
-            await self._wait_for_loop(sent.at_ns)
+            at_ns, end, frame = self._outbox[0]
+            await self._wait_for_loop(at_ns)
             self._outbox.popleft()
-            if not sent.end.closed:
-                sent.end.send(sent.frame)
+            if not end.closed:
+                end.send(frame)
         await self._wait_for_loop(until_ns)
 
     async def _wait_for_loop(self, until_ns: int) -> None:
@@ -312,7 +292,7 @@ class SimulatedRank:
                 await waiter
             finally:
                 timer.cancel()
-            self._clock.ahead_ns = max(0, self._clock.ahead_ns - left_ns)
+            self._ahead_ns = max(0, self._ahead_ns - left_ns)
 
     async def _pulse(self, address: str) -> None:
         """Send heartbeats as `PulseThread` does, except while the process hangs."""
@@ -337,7 +317,7 @@ class SimulatedRank:
     def sequences(self, group: str) -> set[int] | None:
         """Return the numbers of the requests it holds for a generate group; None if it does not serve the group."""
         for member in self._members if self.serving else ():
-            if member.link.end.party.group == group and isinstance(member.stage, GenerateRank):
+            if member.link.end.group == group and isinstance(member.stage, GenerateRank):
                 return set(member.stage.sequences)
         return None
 
@@ -345,7 +325,7 @@ class SimulatedRank:
 
     def spend(self, duration_ns: float) -> None:
         """Advance this rank's clock."""
-        self._clock.spend(duration_ns)
+        self._ahead_ns += int(duration_ns)
 
     def spend_step(self, duration_ns: float) -> None:
         """Advance the clock by a step, including slowdowns and hangs."""
@@ -356,8 +336,8 @@ class SimulatedRank:
         hang = injector.take(Hang, group=group, rank=rank)
         if hang is not None:
             self._stopped_until_ns = max(self._stopped_until_ns, hang.end_ns)
-        stopped_ns = max(0, self._stopped_until_ns - self._clock.now_ns())
-        self._clock.spend(duration_ns + stopped_ns)
+        stopped_ns = max(0, self._stopped_until_ns - self.now_ns())
+        self.spend(duration_ns + stopped_ns)
 
     def at_end(self, call: Callable[[], None]) -> None:
         """Schedule a call for the end of the step; it is dropped if the process ends before."""
@@ -406,9 +386,8 @@ class SimulatedLauncher(OwnLauncher):
         place = role.address
         if place not in self._collectives:
             self._collectives[place] = Collective(self._world, role.settings.ranks)
-        rank = SimulatedRank(
-            self._world, spec, collective=self._collectives[place], on_exit=on_exit
-        )
+        together = self._collectives[place]
+        rank = SimulatedRank(self._world, spec, collective=together, on_exit=on_exit)
         self.ranks.append(rank)
         return rank
 

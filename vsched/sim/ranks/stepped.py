@@ -17,15 +17,20 @@ import numpy.typing as npt
 from vsched.kernel import SchedulerLimits
 from vsched.kernel.decisions import ChunkPlan, EncodeTask, GenerateDecision, Join
 from vsched.kernel.events import Stepped
-from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.sim.ranks.symbolic_model import (
-    ROOT,
     answer,
+    embedding_rows,
     extend,
     next_token,
     root_of,
 )
-from vsched.sim.ranks.symbolic_workers import Known, SymbolicGenerator, stand_in_info, write_rows
+from vsched.sim.ranks.symbolic_workers import (
+    Known,
+    Process,
+    SymbolicGenerator,
+    stand_in_info,
+    write_rows,
+)
 from vsched.sim.world import QUICK, Delays
 from vsched.types import MediaItem, Request
 from vsched.worker.contract import Batch, Sampled, SequenceState, WorkerSettings
@@ -40,7 +45,7 @@ ROW_BYTES = 16
 def correct_outputs(request: Request) -> list[int]:
     """Return the outputs of a request, which do not depend on scheduling."""
     prompt, count = request.prompt_token_ids, request.sampling.max_tokens
-    return answer(prompt, request.items, count, _root(request))
+    return answer(prompt, request.items, count, root=_root(request))
 
 
 def _root(request: Request) -> int:
@@ -53,24 +58,32 @@ def _root(request: Request) -> int:
 class SteppedArena:
     """The embeddings of all images, uint8 [pages, page rows, row bytes]."""
 
-    def __init__(self, limits: SchedulerLimits) -> None:
-        shape = max(limits.pages, 1), max(limits.page_rows, 1), ROW_BYTES
+    def __init__(
+        self, limits: SchedulerLimits, rows: Mapping[bytes, npt.NDArray[np.uint8]] | None = None
+    ) -> None:
+        """Take the rows of each image by its key, uint8 [tokens, row bytes]; by default those of the symbolic model."""
+        self._rows = rows
+        row_bytes = next((one.shape[1] for one in (rows or {}).values()), ROW_BYTES)
+        shape = max(limits.pages, 1), max(limits.page_rows, 1), row_bytes
         self.embeddings = np.zeros(shape, np.uint8)
 
     def encode(self, task: EncodeTask) -> None:
         """Write the embedding of an image."""
-        write_rows(task.pages, task.key, task.tokens, self.embeddings)
+        known = self._rows
+        rows = (
+            embedding_rows(task.key, task.tokens, ROW_BYTES) if known is None else known[task.key]
+        )
+        write_rows(task.pages, rows, self.embeddings)
 
 
-class _Untimed:
-    """Surroundings of a worker without time, memory limits or faults; errors are raised at once."""
+class _Untimed(Process):
+    """The process and the world of a worker without time; errors are raised at once."""
 
-    serving = True
     costs = QUICK
     delays = Delays()
 
     def __init__(self) -> None:
-        self.memory = SimulatedMemory(1 << 60)
+        super().__init__()
         self.items: dict[int, tuple[MediaItem, ...]] = {}
 
     def expect(self, condition: object, what: str) -> None:
@@ -80,15 +93,6 @@ class _Untimed:
         raise AssertionError(what)
 
     hint = violate
-
-    def spend(self, duration_ns: float) -> None:
-        """No-op."""
-
-    spend_step = spend
-
-    def has_memory(self, stage: str, during: str) -> bool:
-        del stage, during
-        return True
 
 
 class _SteppedWorker(SymbolicGenerator):
@@ -107,7 +111,7 @@ class _SteppedWorker(SymbolicGenerator):
             slots=limits.slots,
             state_snapshots=limits.state_snapshots or 0,
         )
-        super().__init__(self._surroundings, self._surroundings, info, settings, ROOT)  # type: ignore[arg-type] # it has the attributes that are read
+        super().__init__(self._surroundings, self._surroundings, info, settings)  # type: ignore[arg-type] # it has the attributes that are read
         self._adapters = set(range(1, ADAPTERS))
         self.build_kv(blocks=limits.blocks, block_size=limits.block_size)
         if limits.swap_blocks:

@@ -37,6 +37,7 @@ TOKENS = 97
 ROOT = 0x9E3779B97F4A7C15
 DRAFT = "simulated-draft"
 """Path prefix of a draft model checkpoint, followed by its acceptance rate, as in `… 0.7`."""
+Choices = Sequence[Sequence[int]]
 _MASK = (1 << 64) - 1
 _ROW = 3
 PIXELS = "pixels"
@@ -144,14 +145,25 @@ def image_metadata(tokens: int) -> bytes:
 
 
 def answer(
-    prompt: Sequence[int], items: Sequence[MediaItem], count: int, root: int = ROOT
+    prompt: Sequence[int],
+    items: Sequence[MediaItem],
+    count: int,
+    *,
+    root: int = ROOT,
+    choices: Choices = (),
 ) -> list[int]:
-    """Return the correct output for a prompt, which does not depend on scheduling."""
+    """Return the correct output for a prompt, limited to some choices if there are any.
+
+    It does not depend on scheduling.
+    """
     content = Content(items)
     *_, seen = fingerprints(prompt, content, root)
     tokens: list[int] = []
     while len(tokens) < count:
-        tokens.append(next_token(seen))
+        allowed = next_tokens(choices, tokens)
+        if choices and not allowed:
+            break
+        tokens.append(chosen_token(seen, allowed) if choices else next_token(seen))
         seen = extend(seen, content.at(len(prompt) + len(tokens) - 1, tokens[-1]))
     return tokens
 
@@ -167,7 +179,6 @@ def embedding_rows(key: bytes, tokens: int, row_bytes: int) -> npt.NDArray[np.ui
     return rows
 
 
-Choices = Sequence[Sequence[int]]
 _WORDS = -(-(FIRST_TOKEN + TOKENS) // 32)
 
 
@@ -183,25 +194,6 @@ def chosen_token(fingerprint: int, allowed: Sequence[int]) -> int:
     return allowed[(fingerprint >> 7) % len(allowed)]
 
 
-def held_answer(
-    prompt: Sequence[int],
-    items: Sequence[MediaItem],
-    count: int,
-    choices: Choices,
-    adapter: int = 0,
-) -> list[int]:
-    """Return the correct output for a prompt, limited to some choices if there are any."""
-    if not choices:
-        return answer(prompt, items, count, root_of(adapter))
-    content = Content(items)
-    *_, seen = fingerprints(prompt, content, root_of(adapter))
-    tokens: list[int] = []
-    while len(tokens) < count and (allowed := next_tokens(choices, tokens)):
-        tokens.append(chosen_token(seen, allowed))
-        seen = extend(seen, content.at(len(prompt) + len(tokens) - 1, tokens[-1]))
-    return tokens
-
-
 def allowed_tokens(mask: npt.NDArray[np.uint32]) -> list[int]:
     """Return the tokens that a mask allows, in order."""
     bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
@@ -209,7 +201,12 @@ def allowed_tokens(mask: npt.NDArray[np.uint32]) -> list[int]:
 
 
 class SymbolicGrammars:
-    """Compiles choices; see `vsched.worker.contract.Grammars`."""
+    """Compiles choices, and checks them in this process.
+
+    See `vsched.worker.contract.Grammars` and `vsched.aio.grammar_checks.GrammarChecker`.
+    """
+
+    pid = 0
 
     def check(self, grammar: str) -> None:
         """Refuse a grammar that is not a choice of token sequences.
@@ -239,33 +236,22 @@ class SymbolicGrammars:
         """Return a matcher for a choice."""
         return ChoiceMatcher(_choices(grammar))
 
-
-class SymbolicChecker:
-    """Checks grammars in this process, without native code; see `vsched.aio.grammar_checks.GrammarChecker`."""
-
-    pid = 0
-
-    def check(self, grammar: str) -> None:
-        """Refuse a grammar that is not a choice of token sequences."""
-        SymbolicGrammars().check(grammar)
-
     def close(self) -> None:
         """No-op."""
 
 
 class ChoiceMatcher:
-    """Matches one output; see `vsched.worker.contract.TokenMatcher`."""
+    """Matches one output; see `vsched.worker.contract.TokenMatcher`.
+
+    Attributes:
+        mask: The possible next tokens.
+    """
 
     def __init__(self, choices: Choices) -> None:
         self._choices = choices
         self._outputs: list[int] = []
-        self._mask = np.zeros(_WORDS, np.uint32)
+        self.mask: npt.NDArray[np.uint32] = np.zeros(_WORDS, np.uint32)
         self._look()
-
-    @property
-    def mask(self) -> npt.NDArray[np.uint32]:
-        """Mask of the possible next tokens."""
-        return self._mask
 
     def follow(self, token_ids: Sequence[int]) -> FinishReason | None:
         """Advance by tokens; return STOP if the output is complete, ERROR if it matches no choice."""
@@ -285,11 +271,11 @@ class ChoiceMatcher:
 
     def _look(self) -> bool:
         tokens = next_tokens(self._choices, self._outputs)
-        self._mask[:] = 0
+        self.mask[:] = 0
         for token in tokens:
-            self._mask[token // 32] |= np.uint32(1 << token % 32)
+            self.mask[token // 32] |= np.uint32(1 << token % 32)
         if not tokens:
-            self._mask[:] = 0xFFFFFFFF
+            self.mask[:] = 0xFFFFFFFF
         return bool(tokens)
 
 

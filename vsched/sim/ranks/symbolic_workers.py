@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,16 +18,16 @@ from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.sim.ranks.symbolic_model import (
     DRAFT,
     PIXELS,
+    ROOT,
     Content,
-    SymbolicGrammars,
     allowed_tokens,
     chosen_token,
     drafted_token,
     embedding_rows,
     extend,
     image_metadata,
-    image_plan,
     next_token,
+    root_of,
 )
 from vsched.sim.world import World
 from vsched.types import MediaItem, ModelInfo
@@ -38,13 +37,9 @@ from vsched.worker.contract import (
     EncodeJob,
     EncodeWorker,
     GenerateWorker,
-    ImagePlan,
-    Preprocessor,
-    Progress,
     Sampled,
     SequenceState,
     Worker,
-    WorkerPlugin,
     WorkerSettings,
 )
 
@@ -145,33 +140,32 @@ ACTIVATION_BYTES = 1 << 20
 """Activation memory per token of a step."""
 
 
-class Process(Protocol):
-    """The rank of a worker.
+class Process:
+    """The process of a worker: without time, faults or a limit of memory, unless a subclass adds them.
 
     Attributes:
         serving: Whether the KV cache is accepted; steps before that are profiling runs.
     """
 
-    serving: bool
+    serving = True
 
-    @property
-    def memory(self) -> SimulatedMemory: ...
+    def __init__(self) -> None:
+        self.memory = SimulatedMemory(1 << 40)
 
     def spend(self, duration_ns: float) -> None:
         """Advance this rank's clock."""
-        ...
 
     def spend_step(self, duration_ns: float) -> None:
         """Advance the clock by a step, including slowdowns and hangs."""
-        ...
 
     def at_end(self, call: Callable[[], None]) -> None:
         """Schedule a call for the end of the step; it is dropped if the process ends before."""
-        ...
+        call()
 
     def has_memory(self, stage: str, during: str) -> bool:
         """Return False once for each due `OutOfMemory` fault."""
-        ...
+        del stage, during
+        return True
 
 
 class SymbolicEncoder(StandInEncoder):
@@ -229,7 +223,8 @@ class SymbolicEncoder(StandInEncoder):
         for job in jobs:
             seen = job.key if self._sees(job) else DAMAGED
             if self._writes:
-                self._process.at_end(partial(write_rows, job.pages, seen, job.tokens, embeddings))
+                rows = embedding_rows(seen, job.tokens, embeddings.shape[2])
+                self._process.at_end(partial(write_rows, job.pages, rows, embeddings))
 
     def _sees(self, job: EncodeJob) -> bool:
         """Return True if the pixels belong to the expected image.
@@ -245,11 +240,10 @@ class SymbolicEncoder(StandInEncoder):
 
 
 def write_rows(
-    pages: Sequence[int], key: bytes, tokens: int, embeddings: npt.NDArray[np.uint8]
+    pages: Sequence[int], rows: npt.NDArray[np.uint8], embeddings: npt.NDArray[np.uint8]
 ) -> None:
-    """Write the embedding of an image."""
-    _, page_rows, row_bytes = embeddings.shape
-    rows = embedding_rows(key, tokens, row_bytes)
+    """Write the embedding of an image to its pages."""
+    page_rows = embeddings.shape[1]
     for index, page in enumerate(pages):
         part = rows[index * page_rows : (index + 1) * page_rows]
         embeddings[page, : len(part)] = part
@@ -277,7 +271,7 @@ class SymbolicGenerator(StandInGenerator):
     """The language model of one rank."""
 
     def __init__(
-        self, world: World, process: Process, info: ModelInfo, settings: WorkerSettings, root: int
+        self, world: World, process: Process, info: ModelInfo, settings: WorkerSettings
     ) -> None:
         _load(process, world, "generate")
         super().__init__(
@@ -292,7 +286,6 @@ class SymbolicGenerator(StandInGenerator):
         self._process = process
         self._threads = settings.threads
         self._who = f"rank {settings.rank}"
-        self._root = root
         self._adapters: set[int] = set()
         self._adapters_max = settings.adapters
         self.adapter_bytes = settings.adapters * ADAPTER_BYTES
@@ -356,8 +349,7 @@ class SymbolicGenerator(StandInGenerator):
                 place.metadata == image_metadata(place.tokens), f"{place} is of another image"
             )
         positions = sequence.prompt_length + sequence.sampling.max_tokens + 1
-        root = extend(self._root, sequence.adapter) if sequence.adapter else self._root
-        sequence.state = Known(items, positions, root)
+        sequence.state = Known(items, positions, root_of(sequence.adapter))
 
     def step(self, batch: Batch) -> Sampled:
         """Run one step."""
@@ -488,72 +480,22 @@ class SymbolicDraft(SymbolicGenerator):
     """Step time as a share of the target model's."""
 
     def __init__(
-        self, world: World, process: Process, info: ModelInfo, settings: WorkerSettings, root: int
+        self, world: World, process: Process, info: ModelInfo, settings: WorkerSettings
     ) -> None:
-        super().__init__(world, process, info, settings, root)
+        super().__init__(world, process, info, settings)
         self._who += ", drafting"
         self._acceptance = float(info.path.removeprefix(DRAFT))
 
     def prepare(self, sequence: SequenceState) -> None:
         """Start to follow a request."""
         positions = sequence.prompt_length + sequence.sampling.max_tokens + 1
-        sequence.state = Known((), positions, self._root)
+        sequence.state = Known((), positions, ROOT)
 
     def _following(self, sequence: SequenceState, seen: int) -> int:
         return drafted_token(seen, self._acceptance)
 
     def _cost_ns(self, batch: Batch) -> float:
         return self.TIME * super()._cost_ns(batch)
-
-
-class RankPlugin(WorkerPlugin):
-    """The worker plug-in of one simulated rank; the engine has `vsched.sim.cluster.plugin`."""
-
-    def __init__(self, world: World, process: Process, root: int) -> None:
-        self._world = world
-        self._process = process
-        self._root = root
-
-    def inspect(self, path: str, *, dtype: str, item_tokens_max: int) -> ModelInfo:
-        """Not called in ranks."""
-        raise NotImplementedError
-
-    def check_parallel(self, info: ModelInfo, *, stage: str, ranks: int) -> None:
-        """Accept any number of ranks."""
-
-    def load_preprocessor(self, info: ModelInfo) -> Preprocessor:
-        """Not called in ranks."""
-        raise NotImplementedError
-
-    def load_encoder(
-        self, info: ModelInfo, settings: WorkerSettings, progress: Progress
-    ) -> SymbolicEncoder:
-        """Load the vision tower."""
-        del info
-        progress("weights", 0.0)
-        return SymbolicEncoder(self._world, self._process, settings)
-
-    def load_generator(
-        self, info: ModelInfo, settings: WorkerSettings, progress: Progress
-    ) -> SymbolicGenerator:
-        """Load the language model."""
-        progress("weights", 0.0)
-        kind = SymbolicDraft if info.path.startswith(DRAFT) else SymbolicGenerator
-        return kind(self._world, self._process, info, settings, self._root)
-
-    def load_grammars(self, info: ModelInfo) -> SymbolicGrammars:
-        """Return the compiler of grammars that are choices of token sequences."""
-        del info
-        return SymbolicGrammars()
-
-    def worst_batches(
-        self, info: ModelInfo, *, items: int, tokens: int, pixels_max: int
-    ) -> list[list[ImagePlan]]:
-        """Return a single batch of the largest images."""
-        del pixels_max
-        each = min(info.item_tokens_max, tokens or info.item_tokens_max)
-        count = min(items, max(1, tokens // each)) if tokens else items
-        return [[image_plan(each)] * count]
 
 
 def _load(process: Process, world: World, stage: str) -> None:

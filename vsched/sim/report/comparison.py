@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from rich.markup import escape
 from rich.table import Table
 
-from vsched.sim.fast.metrics import SimulationFigures, SimulationOutcome, TenantFigures, TimeSpread
+from vsched.sim.fast.metrics import SimulationFigures, SimulationOutcome
 
 QUANTILES = ("p50", "p95", "p99")
 TITLES = {
@@ -38,22 +39,13 @@ class Measure(NamedTuple):
     part: bool = False
 
 
-def _spreads() -> list[Measure]:
-    def measure(name: str, field: str, quantile: str) -> Measure:
-        def value(figures: SimulationFigures) -> float:
-            spread: TimeSpread = getattr(figures, field)
-            return float(getattr(spread, quantile))
-
-        return Measure(f"{name} {quantile}, ms", value, "less", "{:,.1f}")
-
-    names = {"TTFT": "ttft_ms", "ITL": "itl_ms", "TPOT": "tpot_ms", "end to end": "e2e_ms"}
-    return [
-        measure(name, field, quantile)
-        for name, field in {**names, "in queue": "queue_ms"}.items()
-        for quantile in QUANTILES
-    ]
-
-
+LATENCIES = {
+    "TTFT": "ttft_ms",
+    "ITL": "itl_ms",
+    "TPOT": "tpot_ms",
+    "end to end": "e2e_ms",
+    "in queue": "queue_ms",
+}
 FAILED = "refused or failed"
 POLICY_FAILURES = "failures of policies"
 OVERRULED = "answers of policies overruled"
@@ -64,7 +56,11 @@ MEASURES = [
     Measure(POLICY_FAILURES, lambda one: sum(one.policy_faults.values()), "less"),
     Measure(OVERRULED, lambda one: sum(one.policy_overruled.values())),
     Measure("longest passed over, s", lambda one: one.passed_over_s, "less", "{:,.1f}"),
-    *_spreads(),
+    *(
+        Measure(f"{name} {quantile}, ms", attrgetter(f"{field}.{quantile}"), "less", "{:,.1f}")
+        for name, field in LATENCIES.items()
+        for quantile in QUANTILES
+    ),
     Measure("goodput, requests/s", lambda one: one.goodput, "more", "{:,.2f}"),
     Measure("within targets", lambda one: one.good_share, "more", "{:.1%}"),
     Measure("throughput, requests/s", lambda one: one.requests_s, "more", "{:,.2f}"),
@@ -128,14 +124,11 @@ def measures_of_tenant(
     """Return the rows of a tenant."""
     every = [one.figures for one in outcomes]
 
-    def of(value: Callable[[TenantFigures], float]) -> Callable[[SimulationFigures], float]:
+    def of(value: Callable[[Any], float]) -> Callable[[SimulationFigures], float]:
         return lambda one: value(one.tenants[tenant]) if tenant in one.tenants else 0
 
     def codes(one: SimulationFigures) -> Mapping[str, int]:
         return one.tenants[tenant].failed if tenant in one.tenants else {}
-
-    def quantile(field: str, name: str) -> Callable[[SimulationFigures], float]:
-        return of(lambda one: float(getattr(getattr(one, field), name)))
 
     return [
         Measure(f"{prefix}requests", of(lambda one: one.requests)),
@@ -144,9 +137,9 @@ def measures_of_tenant(
         *_counts(prefix, every, codes),
         Measure(f"{prefix}output tokens", of(lambda one: one.output_tokens), "more"),
         *(
-            Measure(f"{prefix}{title} {name}, ms", quantile(field, name), "less", "{:,.1f}")
-            for title, field in (("TTFT", "ttft_ms"), ("TPOT", "tpot_ms"))
-            for name in QUANTILES
+            measure._replace(name=f"{prefix}{measure.name}", value=of(measure.value))
+            for measure in MEASURES
+            if measure.name.startswith(("TTFT ", "TPOT "))
         ),
         Measure(f"{prefix}within targets", of(lambda one: one.good_share), "more", "{:.1%}"),
     ]
@@ -206,8 +199,3 @@ def write_json(outcomes: Sequence[SimulationOutcome], path: str | os.PathLike[st
     Path(path).write_bytes(
         msgspec.json.format(msgspec.json.encode(list(outcomes)), indent=1) + b"\n"
     )
-
-
-def read_json(path: str | os.PathLike[str]) -> list[SimulationOutcome]:
-    """Read the output of `write_json`."""
-    return msgspec.json.decode(Path(path).read_bytes(), type=list[SimulationOutcome])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from itertools import accumulate
@@ -173,29 +173,32 @@ def time_charts(outcomes: Sequence[SimulationOutcome]) -> list[ReportChart]:
     interval_s = _interval_s(outcomes)
     length = len(times_of(outcomes))
 
-    def chart(key: str, title: str, unit: str, values: Iterator[list[float]]) -> ReportChart:
-        padded: list[list[float | None]] = [
-            [*map(_short, one), *[None] * (length - len(one))] for one in values
-        ]
+    def chart(
+        key: str, title: str, unit: str, of: Callable[[SimulationOutcome], Iterable[float]]
+    ) -> ReportChart:
+        columns: list[list[float | None]] = [[*map(_short, of(one))] for one in outcomes]
+        padded = [[*column, *[None] * (length - len(column))] for column in columns]
         return ReportChart(key, title, unit, "time", padded)
 
+    def merged(one: SimulationOutcome, key: str) -> list[float]:
+        return _merged(one.series, interval_s, key)
+
     def gauge(key: str, title: str, unit: str, factor: float = 1.0) -> ReportChart:
-        merged = (_merged(one.series, interval_s, key) for one in outcomes)
-        return chart(key, title, unit, ([value * factor for value in one] for one in merged))
+        return chart(key, title, unit, lambda one: [v * factor for v in merged(one, key)])
 
     def busy(key: str, title: str, stage: int) -> ReportChart:
-        scales = (100 / (interval_s * 1e9) / max(one.groups[stage], 1) for one in outcomes)
-        smooth = (_smooth(_merged(one.series, interval_s, key)) for one in outcomes)
-        both = zip(smooth, scales, strict=True)
-        return chart(key, title, "% of the time", ([v * scale for v in one] for one, scale in both))
+        def shares(one: SimulationOutcome) -> list[float]:
+            scale = 100 / (interval_s * 1e9) / max(one.groups[stage], 1)
+            return [value * scale for value in _smooth(merged(one, key))]
+
+        return chart(key, title, "% of the time", shares)
 
     def per_step(key: str, title: str, steps: str) -> ReportChart:
-        return chart(
-            key,
-            title,
-            "tokens",
-            (_ratio(one.series, interval_s, key, steps) for one in outcomes),
-        )
+        def ratios(one: SimulationOutcome) -> list[float]:
+            totals, counts = (_smooth(merged(one, name)) for name in (key, steps))
+            return [total / n if n else 0.0 for total, n in zip(totals, counts, strict=True)]
+
+        return chart(key, title, "tokens", ratios)
 
     return [
         gauge("waiting", "Waiting requests", "requests"),
@@ -233,13 +236,6 @@ def _smooth(values: Sequence[float]) -> list[float]:
         (sums[index + 1] - sums[max(index + 1 - window, 0)]) / min(index + 1, window)
         for index in range(len(values))
     ]
-
-
-def _ratio(series: Series, interval_s: float, of: str, by: str) -> list[float]:
-    """Return the mean of a counter per step, with steps counted by another counter."""
-    totals = _smooth(_merged(series, interval_s, of))
-    steps = _smooth(_merged(series, interval_s, by))
-    return [total / count if count else 0.0 for total, count in zip(totals, steps, strict=True)]
 
 
 PAGE_FILES = "api/static"

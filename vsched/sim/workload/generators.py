@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from heapq import heappop, heappush
 from random import Random
-from typing import Protocol
 
 from vsched.errors import ConfigError
 from vsched.sim.workload.requests import Arrival, Image, PromptPart, Reply, Text, Video, Workload
@@ -18,6 +18,7 @@ from vsched.sim.workload.requests import Arrival, Image, PromptPart, Reply, Text
 SECOND_NS = 1_000_000_000
 Gaps = Callable[[Random], float]
 """Draws the seconds between two arrivals."""
+LENGTHS_SPREAD = 0.8
 OWN_TEXTS = 1 << 41
 """Texts that occur once are numbered from here."""
 
@@ -39,9 +40,9 @@ def weibull(rate: float, *, shape: float = 0.6) -> Gaps:
     return lambda rng: rng.weibullvariate(scale, shape)
 
 
-def _lengths(rng: Random, mean: float, *, spread: float = 0.8, least: int = 1) -> int:
+def _lengths(rng: Random, mean: float) -> int:
     """Draw a lognormal length: most below the mean and a few far above, like lengths of texts."""
-    return max(round(rng.lognormvariate(math.log(mean) - spread**2 / 2, spread)), least)
+    return max(round(rng.lognormvariate(math.log(mean) - LENGTHS_SPREAD**2 / 2, LENGTHS_SPREAD)), 1)
 
 
 def _times(gaps: Gaps, rng: Random, requests: int) -> Iterator[int]:
@@ -70,14 +71,15 @@ def independent(
         rng = Random(f"{name} {seed}")  # noqa: S311 - a seeded workload
         times = Random(f"{name} times {seed}")  # noqa: S311 - a seeded workload
         for number, at_ns in enumerate(_times(gaps, times, requests)):
-            yield Arrival(
-                at_ns=at_ns,
-                request_id=f"r{number}",
-                prompt=prompt(rng, number),
-                output_tokens=_lengths(rng, output_tokens),
-            )
+            yield _arrival(at_ns, number, prompt(rng, number), _lengths(rng, output_tokens))
 
     return Workload(name, arrivals, requests)
+
+
+def _arrival(
+    at_ns: int, number: int, prompt: tuple[PromptPart, ...], output_tokens: int
+) -> Arrival:
+    return Arrival(at_ns=at_ns, request_id=f"r{number}", prompt=prompt, output_tokens=output_tokens)
 
 
 def _text(number: int, tokens: int) -> Text:
@@ -142,15 +144,13 @@ def videos(*, seed: int, requests: int, rate: float) -> Workload:
     return independent("videos", seed=seed, requests=requests, gaps=poisson(rate), prompt=prompt)
 
 
-def shared_prefixes(
-    *, seed: int, requests: int, rate: float, prefixes: int = 16, images: int = 64
-) -> Workload:
-    """Return requests that begin with a shared system prompt and show a shared image; some are far more frequent."""
+def shared_prefixes(*, seed: int, requests: int, rate: float) -> Workload:
+    """Return requests with one of 16 system prompts and one of 64 images, of which some are far more frequent."""
 
     def prompt(rng: Random, number: int) -> tuple[PromptPart, ...]:
         # A Pareto draw: the first one is in about a third of the requests.
-        prefix = min(int(rng.paretovariate(0.6)), prefixes)
-        image = min(int(rng.paretovariate(0.6)), images)
+        prefix = min(int(rng.paretovariate(0.6)), 16)
+        image = min(int(rng.paretovariate(0.6)), 64)
         return (
             Text(prefix, 200 + 100 * (prefix % 12)),
             Image(f"shared/{image}", 128 + 64 * (image % 16)),
@@ -162,9 +162,7 @@ def shared_prefixes(
     )
 
 
-def bursts(
-    *, seed: int, requests: int, rate: float, size: int = 12, image_tokens: int = 16384
-) -> Workload:
+def bursts(*, seed: int, requests: int, rate: float, size: int = 12) -> Workload:
     """Return texts with short outputs, and sometimes `size` simultaneous requests with the largest possible image.
 
     Half of the requests are in bursts. An image with more tokens than the server allows is scaled
@@ -180,43 +178,25 @@ def bursts(
             at_s += gap(rng)
             while at_s >= next_burst_s:
                 for _ in range(size):
-                    image = Image(f"r{number}/0", image_tokens)
+                    image = Image(f"r{number}/0", 16384)
                     prompt = (image, _text(number, _lengths(rng, 50)))
-                    yield _burst_arrival(next_burst_s, number, prompt, _lengths(rng, 100))
+                    at_ns = int(next_burst_s * SECOND_NS)
+                    yield _arrival(at_ns, number, prompt, _lengths(rng, 100))
                     number += 1
                     if number == requests:
                         return
                 next_burst_s += burst_s
-            prompt_text = (_text(number, _lengths(rng, 200)),)
-            yield _burst_arrival(at_s, number, prompt_text, _lengths(rng, 200))
+            text = _text(number, _lengths(rng, 200))
+            yield _arrival(int(at_s * SECOND_NS), number, (text,), _lengths(rng, 200))
             number += 1
 
     return Workload("bursts", arrivals, requests)
 
 
-def _burst_arrival(
-    at_s: float, number: int, prompt: tuple[PromptPart, ...], outputs: int
-) -> Arrival:
-    return Arrival(
-        at_ns=int(at_s * SECOND_NS),
-        request_id=f"r{number}",
-        prompt=prompt,
-        output_tokens=outputs,
-    )
-
-
-def conversations(
-    *,
-    seed: int,
-    requests: int,
-    rate: float,
-    turns: int = 6,
-    image_tokens: int = 576,
-    think_s: float = 20.0,
-) -> Workload:
+def conversations(*, seed: int, requests: int, rate: float, turns: int = 6) -> Workload:
     """Return conversations with an image in each turn: turn k holds k images and all earlier text.
 
-    `rate` is requests per second. A turn is sent about `think_s` after the response to the previous
+    `rate` is requests per second. A turn is sent about 20 s after the response to the previous
     one.
     """
 
@@ -245,9 +225,9 @@ def conversations(
         said: tuple[PromptPart, ...] = (Text(0, 60),)  # a system prompt, the same for all
         for turn in range(turns):
             text = _text((number << 8) + turn, _lengths(rng, 40))
-            said = (*said, Image(f"c{number}/{turn}", image_tokens), text)
+            said = (*said, Image(f"c{number}/{turn}", 576), text)
             outputs = _lengths(rng, 120)
-            think_ns = int(rng.uniform(0.5, 1.5) * think_s * SECOND_NS) if turn else 0
+            think_ns = int(rng.uniform(0.5, 1.5) * 20 * SECOND_NS) if turn else 0
             at_ns += think_ns
             yield Arrival(
                 at_ns=at_ns,
@@ -262,30 +242,15 @@ def conversations(
     return Workload("conversations", arrivals, requests)
 
 
-class Generator(Protocol):
-    """Creates a workload of `requests` requests at `rate` per second."""
-
-    def __call__(self, *, seed: int, requests: int, rate: float) -> Workload: ...
-
-
-def _mixed(kind: str) -> Generator:
-    def generate(*, seed: int, requests: int, rate: float) -> Workload:
-        return mixed(kind, seed=seed, requests=requests, rate=rate)
-
-    return generate
-
-
-GENERATORS: dict[str, Generator] = {
-    "poisson": _mixed("poisson"),
-    "gamma": _mixed("gamma"),
-    "weibull": _mixed("weibull"),
+GENERATORS: dict[str, Callable[..., Workload]] = {
+    **{kind: partial(mixed, kind) for kind in ("poisson", "gamma", "weibull")},
     "conversations": conversations,
     "bursts": bursts,
     "thin-images": thin_images,
     "shared-prefixes": shared_prefixes,
     "videos": videos,
 }
-"""Generators by their names in `vsched simulate --workload`."""
+"""Generators by their names in `vsched simulate --workload`; each takes a seed, a number of requests, and a rate."""
 
 
 def generate_workload(name: str, *, seed: int, requests: int, rate: float) -> Workload:

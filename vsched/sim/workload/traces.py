@@ -9,10 +9,11 @@ from __future__ import annotations
 import csv
 import gzip
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, NamedTuple, TypeVar
 
 import msgspec
 
@@ -20,6 +21,7 @@ from vsched.errors import VschedError
 from vsched.record.files import is_record
 from vsched.sim.workload.requests import Arrival, Image, PromptPart, Text, Workload
 
+T = TypeVar("T")
 MOONCAKE_BLOCK = 512
 """Tokens per block hash in the Mooncake traces."""
 BAILIAN_BLOCK = 16
@@ -35,7 +37,7 @@ class TraceError(VschedError):
 
 
 class TraceRow(NamedTuple):
-    """A row of a trace: its request number and its fields."""
+    """A row of a table: its request number and its fields."""
 
     number: int
     fields: Mapping[str, str]
@@ -62,14 +64,6 @@ class TraceRow(NamedTuple):
             raise ValueError(f"{name} is {text!r}, not a {what}") from None
 
 
-class _TraceRows(NamedTuple):
-    """A parsed row."""
-
-    at_s: float
-    prompt: tuple[PromptPart, ...]
-    output_tokens: int
-
-
 def load_trace(path: str | os.PathLike[str]) -> Workload:
     """Return the workload of a trace; `.gz` files are decompressed.
 
@@ -81,7 +75,7 @@ def load_trace(path: str | os.PathLike[str]) -> Workload:
     parse = _format_of(path)
     requests = skipped = 0
     first_ns = 0
-    for arrival in parse(path):
+    for arrival in _checked(path, parse):
         if arrival is None:
             skipped += 1
             continue
@@ -91,7 +85,7 @@ def load_trace(path: str | os.PathLike[str]) -> Workload:
         raise TraceError(f"{path}: no requests")
 
     def arrivals() -> Iterator[Arrival]:
-        for arrival in parse(path):
+        for arrival in _checked(path, parse):
             if arrival is not None:
                 yield msgspec.structs.replace(arrival, at_ns=arrival.at_ns - first_ns)
 
@@ -99,7 +93,40 @@ def load_trace(path: str | os.PathLike[str]) -> Workload:
     return Workload(path.name.partition(".")[0], arrivals, requests, notes)
 
 
-Parse = Callable[[Path], Iterator[Arrival | None]]
+class NumberedLines:
+    """The lines of a file; `number` is that of the last one that was read."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self.number = 1
+        self._file = file
+
+    def __iter__(self) -> Iterator[str]:
+        for number, text in enumerate(self._file, 1):
+            self.number = number
+            yield text
+
+
+Parse = Callable[[NumberedLines], Iterator[Arrival | None]]
+"""Yields the requests of a trace, None for one without output tokens."""
+
+
+def _checked(path: Path, parse: Parse) -> Iterator[Arrival | None]:
+    """Yield the requests of a trace, which must be sorted by time."""
+    last_ns = 0
+    with _open(path) as file:
+        lines = NumberedLines(file)
+        try:
+            for arrival in parse(lines):
+                if arrival is not None:
+                    if arrival.at_ns < last_ns:
+                        early_s = (last_ns - arrival.at_ns) / 1e9
+                        raise ValueError(
+                            f"it arrives {early_s:g} s before the row above; sort the file by time"
+                        )
+                    last_ns = arrival.at_ns
+                yield arrival
+        except (ValueError, csv.Error, msgspec.MsgspecError) as error:
+            raise TraceError(f"{path}:{lines.number}: {error}") from error
 
 
 def _open(path: Path) -> IO[str]:
@@ -126,7 +153,7 @@ def _format_of(path: Path) -> Parse:
     columns = {name.strip() for name in first.split(",")}
     for wanted, read in CSV_FORMATS.items():
         if columns >= set(wanted):
-            return lambda path: _parse_csv(path, read)
+            return partial(_parse_csv, read)
     known = "; ".join(",".join(wanted) for wanted in CSV_FORMATS)
     raise TraceError(
         f"{path}:1: this header is of no known format: {first[:120]!r}. Known: {known}; JSON lines of Mooncake "
@@ -138,73 +165,60 @@ def _format_of(path: Path) -> Parse:
 # --- tables ---
 
 
-def _parse_csv(path: Path, read: Callable[[TraceRow], _TraceRows]) -> Iterator[Arrival | None]:
-    last_s = 0.0
-    with _open(path) as file:
-        reader = csv.DictReader(file, skipinitialspace=True)
-        number = 0
-        try:
-            for fields in reader:
-                row = read(TraceRow(number, fields))
-                if row.at_s < last_s:
-                    raise ValueError(
-                        f"it arrives {last_s - row.at_s:g} s before the row above; sort the file by time"
-                    )
-                last_s = row.at_s
-                yield _arrival(number, row)
-                number += 1
-        except (ValueError, csv.Error) as error:
-            raise TraceError(f"{path}:{reader.line_num}: {error}") from error
+def _parse_csv(
+    read: Callable[[TraceRow], Arrival | None], lines: NumberedLines
+) -> Iterator[Arrival | None]:
+    for number, fields in enumerate(csv.DictReader(lines, skipinitialspace=True)):
+        yield read(TraceRow(number, fields))
 
 
-def _arrival(number: int, row: _TraceRows) -> Arrival | None:
-    if not row.output_tokens or not row.prompt:
+def _arrival(
+    row: TraceRow,
+    at_s: float,
+    text_tokens: int,
+    output_tokens: int,
+    image_tokens: Sequence[int] = (),
+) -> Arrival | None:
+    """Return a request whose text and images occur once; images without tokens are left out."""
+    prompt: list[PromptPart] = [
+        Image(f"r{row.number}/{index}", count) for index, count in enumerate(image_tokens) if count
+    ]
+    if text_tokens:
+        prompt.append(Text(SHIFT + row.number, text_tokens))
+    if not output_tokens or not prompt:
         return None
     return Arrival(
-        at_ns=round(row.at_s * 1e9),
-        request_id=f"r{number}",
-        prompt=row.prompt,
-        output_tokens=row.output_tokens,
+        at_ns=round(at_s * 1e9),
+        request_id=f"r{row.number}",
+        prompt=tuple(prompt),
+        output_tokens=output_tokens,
     )
 
 
-def _own_text(number: int, tokens: int) -> tuple[PromptPart, ...]:
-    """Return a text that occurs once."""
-    return (Text(SHIFT + number, tokens),) if tokens else ()
-
-
-def _images(number: int, tokens: list[int]) -> tuple[PromptPart, ...]:
-    """Return images that occur once; images without tokens are left out."""
-    return tuple(Image(f"r{number}/{index}", count) for index, count in enumerate(tokens) if count)
-
-
-def _read_servegen(row: TraceRow) -> _TraceRows:
+def _read_servegen(row: TraceRow) -> Arrival | None:
     text = row.fields.get("image_tokens") or ""
     parts = [part.strip() for part in text.split("|") if part.strip()]
     if not all(part.isdigit() for part in parts):
         raise ValueError(f"image_tokens is {text!r}, not counts with | between them")
-    images = _images(row.number, [int(part) for part in parts])
-    prompt = (*images, *_own_text(row.number, row.count("text_tokens")))
-    return _TraceRows(row.seconds("arrival_s"), prompt, row.count("output_tokens"))
+    texts, outputs = row.count("text_tokens"), row.count("output_tokens")
+    return _arrival(row, row.seconds("arrival_s"), texts, outputs, [int(part) for part in parts])
 
 
-def _read_azure(row: TraceRow) -> _TraceRows:
-    prompt = _own_text(row.number, row.count("ContextTokens"))
-    return _TraceRows(_time_of(row), prompt, row.count("GeneratedTokens"))
+def _read_azure(row: TraceRow) -> Arrival | None:
+    return _arrival(row, _time_of(row), row.count("ContextTokens"), row.count("GeneratedTokens"))
 
 
-def _read_azure_multimodal(row: TraceRow) -> _TraceRows:
+def _read_azure_multimodal(row: TraceRow) -> Arrival | None:
     context, images = row.count("ContextTokens"), row.count("NumImages")
     # The context includes the images; at least one token of it is text.
     each = min(AZURE_IMAGE_TOKENS, max(context - 1, 0) // images) if images else 0
-    parts = _images(row.number, [each] * images)
-    prompt = (*parts, *_own_text(row.number, context - each * images))
-    return _TraceRows(_time_of(row), prompt, row.count("GeneratedTokens"))
+    outputs = row.count("GeneratedTokens")
+    return _arrival(row, _time_of(row), context - each * images, outputs, [each] * images)
 
 
-def _read_burstgpt(row: TraceRow) -> _TraceRows:
-    prompt = _own_text(row.number, row.count("Request tokens"))
-    return _TraceRows(row.seconds("Timestamp"), prompt, row.count("Response tokens"))
+def _read_burstgpt(row: TraceRow) -> Arrival | None:
+    tokens, outputs = row.count("Request tokens"), row.count("Response tokens")
+    return _arrival(row, row.seconds("Timestamp"), tokens, outputs)
 
 
 _EPOCH = datetime(1970, 1, 1)
@@ -219,7 +233,7 @@ def _time_of(row: TraceRow) -> float:
     return (when - _EPOCH) / timedelta(seconds=1)
 
 
-CSV_FORMATS: dict[tuple[str, ...], Callable[[TraceRow], _TraceRows]] = {
+CSV_FORMATS: dict[tuple[str, ...], Callable[[TraceRow], Arrival | None]] = {
     ("arrival_s", "text_tokens", "image_tokens", "output_tokens"): _read_servegen,
     ("TIMESTAMP", "NumImages", "ContextTokens", "GeneratedTokens"): _read_azure_multimodal,
     ("TIMESTAMP", "ContextTokens", "GeneratedTokens"): _read_azure,
@@ -238,87 +252,60 @@ class _Mooncake(msgspec.Struct):
     hash_ids: list[int]
 
 
-_mooncake = msgspec.json.Decoder(_Mooncake)
-_own = msgspec.json.Decoder(Arrival)
-
-
-def _lines(path: Path, decode: Callable[[str, int], Arrival | None]) -> Iterator[Arrival | None]:
-    last_ns = number = 0
-    with _open(path) as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                arrival = decode(line, number)
-                if arrival is not None and arrival.at_ns < last_ns:
-                    early_s = (last_ns - arrival.at_ns) / 1e9
-                    raise ValueError(
-                        f"it arrives {early_s:g} s before the one above; sort the file by time"
-                    )
-            except (ValueError, msgspec.MsgspecError) as error:
-                raise TraceError(f"{path}:{number}: {error}") from error
-            last_ns = arrival.at_ns if arrival is not None else last_ns
-            yield arrival
-
-
-def _parse_own(path: Path) -> Iterator[Arrival | None]:
-    return _lines(path, lambda line, _: _own.decode(line))
-
-
-def _parse_mooncake(path: Path) -> Iterator[Arrival | None]:
-    return _lines(path, _decode_mooncake)
-
-
-def _decode_mooncake(line: str, number: int) -> Arrival | None:
-    row = _mooncake.decode(line)
-    length, blocks = row.input_length, len(row.hash_ids)
-    if not (blocks - 1) * MOONCAKE_BLOCK < length <= blocks * MOONCAKE_BLOCK:
-        raise ValueError(
-            f"{blocks} hash_ids of {MOONCAKE_BLOCK} tokens each do not make {length} tokens"
-        )
-    if not row.output_length:
-        return None
-    last = length - (blocks - 1) * MOONCAKE_BLOCK
-    sizes = [*[MOONCAKE_BLOCK] * (blocks - 1), last]
-    return Arrival(
-        at_ns=round(row.timestamp * 1e6),
-        request_id=f"r{number}",
-        prompt=tuple(map(Text, row.hash_ids, sizes)),
-        output_tokens=row.output_length,
-    )
-
-
 class _Bailian(_Mooncake):
     chat_id: int
     parent_chat_id: int = -1
 
 
-_bailian = msgspec.json.Decoder(_Bailian)
+def _rows(lines: NumberedLines, kind: type[T]) -> Iterator[T]:
+    """Yield the values of all lines that are not empty."""
+    decode = msgspec.json.Decoder(kind).decode
+    return (decode(text) for text in lines if text.strip())
 
 
-def _parse_bailian(path: Path) -> Iterator[Arrival | None]:
+def _parse_own(lines: NumberedLines) -> Iterator[Arrival]:
+    return _rows(lines, Arrival)
+
+
+def _parse_mooncake(lines: NumberedLines) -> Iterator[Arrival | None]:
+    for row in _rows(lines, _Mooncake):
+        length, blocks = row.input_length, len(row.hash_ids)
+        if not (blocks - 1) * MOONCAKE_BLOCK < length <= blocks * MOONCAKE_BLOCK:
+            raise ValueError(
+                f"{blocks} hash_ids of {MOONCAKE_BLOCK} tokens each do not make {length} tokens"
+            )
+        sizes = [*[MOONCAKE_BLOCK] * (blocks - 1), length - (blocks - 1) * MOONCAKE_BLOCK]
+        prompt = map(Text, row.hash_ids, sizes)
+        yield _of_blocks(row, lines.number, row.timestamp * 1e6, prompt)
+
+
+def _parse_bailian(lines: NumberedLines) -> Iterator[Arrival | None]:
     """Parse a Qwen Bailian trace: timestamps in seconds, and each turn names the turn before it."""
     conversations: dict[int, int] = {}
-
-    def decode(line: str, number: int) -> Arrival | None:
-        row = _bailian.decode(line)
+    for row in _rows(lines, _Bailian):
         first = conversations.get(row.parent_chat_id, row.chat_id)
         conversations[row.chat_id] = first
-        if not row.output_length or not row.input_length:
-            return None
         whole, rest = divmod(row.input_length, BAILIAN_BLOCK)
         parts = [Text(block, BAILIAN_BLOCK) for block in row.hash_ids[:whole]]
         rest += (whole - len(parts)) * BAILIAN_BLOCK
-        last = row.hash_ids[whole] if len(row.hash_ids) > whole else SHIFT + number
-        return Arrival(
-            at_ns=round(row.timestamp * 1e9),
-            request_id=f"r{number}",
-            prompt=(*parts, Text(last, rest)) if rest else tuple(parts),
-            output_tokens=row.output_length,
-            conversation=str(first),
-        )
+        if rest:
+            last = row.hash_ids[whole] if len(row.hash_ids) > whole else SHIFT + lines.number
+            parts.append(Text(last, rest))
+        yield _of_blocks(row, lines.number, row.timestamp * 1e9, parts, str(first))
 
-    return _lines(path, decode)
+
+def _of_blocks(
+    row: _Mooncake, number: int, at_ns: float, prompt: Iterable[Text], conversation: str = ""
+) -> Arrival | None:
+    if not row.output_length or not row.input_length:
+        return None
+    return Arrival(
+        at_ns=round(at_ns),
+        request_id=f"r{number}",
+        prompt=tuple(prompt),
+        output_tokens=row.output_length,
+        conversation=conversation,
+    )
 
 
 def save_trace(workload: Workload, path: str | os.PathLike[str]) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ from PIL import Image
 from vsched.kernel import SchedulerLimits
 from vsched.kernel.decisions import EncodeDecision, EncodeTask
 from vsched.plugins import resolve_policy
-from vsched.sim.ranks.stepped import SteppedGenerator
+from vsched.sim.ranks.stepped import SteppedArena, SteppedGenerator
 from vsched.testing.cluster import ModelCluster, default_policies
 from vsched.testing.contracts.base import ContractBroken, demand
 from vsched.types import ArraySpec, Extent, MediaItem, ModelInfo, Request, SamplingParams
@@ -24,7 +23,6 @@ from vsched.wire import Paused, RankReport, SizeKv
 from vsched.worker.contract import (
     Arrays,
     Batch,
-    EncodeJob,
     EncodeWorker,
     GenerateWorker,
     ImagePlan,
@@ -37,7 +35,6 @@ from vsched.worker.contract import (
     view_arrays,
 )
 from vsched.worker.generate_rank import GenerateRank
-from vsched.worker.memory import DeviceMemory
 from vsched.worker.sizing import KvBuilder
 from vsched.worker.spec import StepLimits
 from vsched.worker.stage_rank import EncodeRank
@@ -82,29 +79,6 @@ def _check_tokens(tokens: npt.NDArray[np.int32], rows: int, vocabulary: int) -> 
     demand(not len(wrong), f"`step` returned a token outside the vocabulary: {wrong[:1]}")
 
 
-class _EncodedImages:
-    """The embeddings of images, which "encoding" copies to the pages that the kernel has chosen.
-
-    Attributes:
-        embeddings: uint8 [pages, page rows, row bytes].
-    """
-
-    def __init__(
-        self, limits: SchedulerLimits, rows: Mapping[bytes, npt.NDArray[np.uint8]]
-    ) -> None:
-        """Take the rows of each image by its key."""
-        row_bytes = next((one.shape[1] for one in rows.values()), 1)
-        self.embeddings = np.zeros((limits.pages, limits.page_rows, row_bytes), np.uint8)
-        self._rows = rows
-
-    def encode(self, task: EncodeTask) -> None:
-        """Write the rows of an image."""
-        rows, size = self._rows[task.key], self.embeddings.shape[1]
-        for index, page in enumerate(task.pages):
-            part = rows[index * size : (index + 1) * size]
-            self.embeddings[page, : len(part)] = part
-
-
 class _WorkerCluster(ModelCluster):
     """A scheduler whose generate group runs a worker of a plug-in."""
 
@@ -120,9 +94,9 @@ class _WorkerCluster(ModelCluster):
         preemption = resolve_policy("preemption", {"use": "youngest", "mode": mode})
         super().__init__(limits, default_policies(preemption=preemption))
 
-    def make_arena(self) -> _EncodedImages:
-        """Return the embeddings of the images."""
-        return _EncodedImages(self.limits, self._rows)
+    def make_arena(self) -> SteppedArena:
+        """Return the embeddings of the images, which "encoding" copies to the pages that the kernel has chosen."""
+        return SteppedArena(self.limits, self._rows)
 
     def make_rank(self, _: SteppedGenerator) -> GenerateRank:
         """Return an empty rank with the worker."""
@@ -174,7 +148,6 @@ def check_worker(
     seeds: Iterable[int] = range(10),
     settings: WorkerSettings | None = None,
     images: Sequence[SampleImage] | None = None,
-    block_size: int = BLOCK_SIZE,
 ) -> None:
     """Check that a worker plug-in satisfies its contract, with one rank per stage.
 
@@ -194,7 +167,6 @@ def check_worker(
         settings: Worker settings for loading.
         images: Images to encode and to use in prompts; by default pictures prepared by the
             plug-in's preprocessor. If empty, the encoder is not loaded.
-        block_size: Tokens per KV block.
 
     Raises:
         ContractBroken: Names the requirement and the observed behaviour; the seed alone reproduces
@@ -206,7 +178,7 @@ def check_worker(
         info = model
         if isinstance(info, str):
             info = plugin.inspect(info, dtype="float32", item_tokens_max=0)
-        bench = _WorkerBench(plugin, info, settings or WorkerSettings(), images, block_size)
+        bench = _WorkerBench(plugin, info, settings or WorkerSettings(), images)
         for seed in seeds:
             try:
                 bench.check(seed)
@@ -245,10 +217,8 @@ class _WorkerBench:
         info: ModelInfo,
         settings: WorkerSettings,
         images: Sequence[SampleImage] | None,
-        block_size: int,
     ) -> None:
         self.info = info
-        self.block_size = block_size
         self.images = sample_images(plugin, info) if images is None else list(images)
         self.encoder: EncodeWorker | None = None
         fractions: list[float] = []
@@ -260,16 +230,17 @@ class _WorkerBench:
         if self.images:
             self.encoder = plugin.load_encoder(info, settings, progress)
             _check_loaded(self.encoder, EncodeWorker, "load_encoder")
+            self.encode_errors = _keep_errors(self.encoder)
         self.generator = plugin.load_generator(info, settings, progress)
         _check_loaded(self.generator, GenerateWorker, "load_generator")
         wrong = [one for one in fractions if not 0 <= one <= 1]
         demand(not wrong, f"progress must be from 0 to 1, and was {wrong[:1]}")
         item_tokens = max((one.plan.tokens for one in self.images), default=0)
         self.length_max = PROMPT_MAX + 2 * item_tokens + OUTPUTS_MAX
-        self.blocks = (ASKS_MAX + 1) * (-(-self.length_max // block_size) + 1)
+        self.blocks = (ASKS_MAX + 1) * (-(-self.length_max // BLOCK_SIZE) + 1)
         _check_memory(self.generator, info, self._load(), self.blocks)
         # As in a restarted group: a KV cache that was proved before is built without touching it.
-        self.generator.build_kv(blocks=self.blocks, block_size=block_size, touch=False)
+        self.generator.build_kv(blocks=self.blocks, block_size=BLOCK_SIZE, touch=False)
         watch_steps(self.generator, info.vocab_size)
         self.swap_blocks = 0
         if plugin.swaps_kv(info, device=settings.device):
@@ -285,7 +256,7 @@ class _WorkerBench:
             batch_tokens=2 * PROMPT_MAX,
             chunk_tokens=PROMPT_MAX,
             context_tokens=self.length_max,
-            block_size=self.block_size,
+            block_size=BLOCK_SIZE,
         )
 
     def check(self, seed: int) -> None:
@@ -306,7 +277,7 @@ class _WorkerBench:
 
     def _limits(self, **changes: Any) -> SchedulerLimits:
         limits = SchedulerLimits(
-            block_size=self.block_size,
+            block_size=BLOCK_SIZE,
             blocks=self.blocks,
             slots=SLOTS,
             batch_tokens=self.length_max + SLOTS,
@@ -332,7 +303,7 @@ class _WorkerBench:
         """Return the outputs of requests in one random schedule, in which ranks restart, and its preemptions."""
         lengths = (len(one.prompt_token_ids) + one.sampling.max_tokens for one in requests)
         # Few blocks, so that requests are preempted and freed blocks are soon reused.
-        least = max(-(-length // self.block_size) for length in lengths) + 1
+        least = max(-(-length // BLOCK_SIZE) for length in lengths) + 1
         limits = self._limits(
             blocks=min(least + rng.choice([0, 1, 2, 4, 8, 100]), self.blocks),
             chunk_tokens=rng.choice([1, 2, 3, 5, 7, 16, 1000]),
@@ -420,16 +391,15 @@ class _WorkerBench:
             for index in batch
         ]
         before = arena.copy()
-        worker = _Overheard(encoder)
-        rank = EncodeRank(worker, arena, self._read)
+        rank = EncodeRank(encoder, arena, self._read)
         received: RankReport | None = rank.apply(EncodeDecision(1, tasks, layers=layers))
         pauses = 0
         while isinstance(received, Paused):
             pauses += 1
             demand(pauses < LAYERS_MAX, f"`advance` has not finished after {pauses} layers")
             received = rank.go_on(1, layers)
-        if worker.error is not None:
-            raise ContractBroken(f"`encode` failed: {worker.error!r}") from worker.error
+        for error in self.encode_errors:
+            raise ContractBroken(f"`encode` failed: {error!r}") from error
         others = np.ones(len(arena), np.bool_)
         others[[page for index in batch for page in pages[index]]] = False
         touched = np.flatnonzero((arena != before).any(axis=(1, 2)) & others).tolist()
@@ -501,41 +471,23 @@ def _key(index: int) -> bytes:
     return b"image %d" % index
 
 
-class _Overheard(EncodeWorker):
-    """An encoder that keeps its last exception, since its rank replaces it with a message for clients."""
+def _keep_errors(worker: EncodeWorker) -> list[Exception]:
+    """Return a list of the exceptions that an encoder will raise: its rank replaces them with a message for clients."""
+    errors: list[Exception] = []
 
-    def __init__(self, worker: EncodeWorker) -> None:
-        self.weights_bytes = worker.weights_bytes
-        self.error: Exception | None = None
-        self.pauses = worker.pauses
-        self._worker = worker
+    def watched(call: Callable[..., Any]) -> Callable[..., Any]:
+        def keep_error(*args: Any) -> Any:
+            try:
+                return call(*args)
+            except Exception as error:
+                errors.append(error)
+                raise
 
-    def device_memory(self) -> DeviceMemory:
-        """Return the memory of its device."""
-        return self._worker.device_memory()
+        return keep_error
 
-    def encode(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
-        """Encode a batch."""
-        with self._listening():
-            self._worker.encode(jobs, embeddings)
-
-    def begin(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
-        """Begin a batch that is encoded layer by layer."""
-        with self._listening():
-            self._worker.begin(jobs, embeddings)
-
-    def advance(self, layers: int) -> bool:
-        """Encode some layers of the batch."""
-        with self._listening():
-            return self._worker.advance(layers)
-
-    @contextmanager
-    def _listening(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            self.error = error
-            raise
+    for name in ("encode", "begin", "advance"):
+        setattr(worker, name, watched(getattr(worker, name)))
+    return errors
 
 
 def _demand_kind(subject: object, kind: type, what: str) -> None:

@@ -13,9 +13,9 @@ from vsched.engine import Environment
 from vsched.kernel.commands import Accept, Command
 from vsched.kernel.events import Event, Submitted
 from vsched.sim.cluster.media import media_of
-from vsched.sim.cluster.plugin import NAME
 from vsched.sim.cost.model import CostModel, EncodeCost, GenerateCost
 from vsched.sim.faults import FaultPlan
+from vsched.sim.ranks.plugin import NAME
 from vsched.sim.ranks.rank_process import SimulatedLauncher
 from vsched.sim.workload.images import appearance_of, data_url, key_of
 from vsched.sim.workload.requests import Arrival, Image
@@ -76,7 +76,7 @@ class Accepted:
         for command in commands:
             if isinstance(command, Accept):
                 assert isinstance(event, Submitted)
-                self._world.accept(command.number, event.request.items)
+                self._world.items[command.number] = event.request.items
 
     def close(self) -> None:
         """No-op."""

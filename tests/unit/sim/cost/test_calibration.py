@@ -125,6 +125,16 @@ class Scene:
         )
 
 
+def rounds(*slow: float, noise: float = 0.0, company: float | None = None) -> Scene:
+    """Return a scene with a round for each slowdown."""
+    scene = Scene(noise=noise)
+    for one in slow:
+        scene.round(one)
+        if company is not None:
+            scene.company(company)
+    return scene
+
+
 def found(scene: Scene, *, cores: int = 0) -> CostModel:
     return calibrate(scene.observation(), name="found", source="a scene", cores=cores)
 
@@ -141,9 +151,7 @@ def assert_close(model: CostModel, *, rel: float) -> None:
 
 
 def test_calibrate_finds_exact_costs() -> None:
-    scene = Scene()
-    scene.round()
-    model = found(scene)
+    model = found(rounds(1.0))
     assert_close(model, rel=0.001)
     for name in ("decision_ns", "gap_ns", "request_ns", "token_ns", "image_ns", "pixel_ns"):
         assert getattr(model.host, name) == pytest.approx(getattr(TRUE.host, name), rel=0.01)
@@ -152,10 +160,7 @@ def test_calibrate_finds_exact_costs() -> None:
 
 
 def test_calibrate_finds_costs_in_noise_and_reports_how_far_off_it_is() -> None:
-    scene = Scene(noise=0.1)
-    for _ in range(3):
-        scene.round()
-    model = found(scene)
+    model = found(rounds(1.0, 1.0, 1.0, noise=0.1))
     assert_close(model, rel=0.05)
     assert model.generate_error is not None
     assert 0.02 < model.generate_error.median < model.generate_error.p95 < 0.15
@@ -163,10 +168,7 @@ def test_calibrate_finds_costs_in_noise_and_reports_how_far_off_it_is() -> None:
 
 
 def test_calibrate_leaves_out_rounds_that_were_disturbed() -> None:
-    scene = Scene(noise=0.02)
-    for slow in (1.6, 1.0, 2.5, 1.01):
-        scene.round(slow)
-    model = found(scene)
+    model = found(rounds(1.6, 1.0, 2.5, 1.01, noise=0.02))
     assert_close(model, rel=0.04)
     assert model.host.pixel_ns == pytest.approx(TRUE.host.pixel_ns, rel=0.1)
     assert model.encode_error is not None
@@ -174,21 +176,14 @@ def test_calibrate_leaves_out_rounds_that_were_disturbed() -> None:
 
 
 def test_calibrate_finds_what_company_costs() -> None:
-    scene = Scene(noise=0.02)
-    for _ in range(2):
-        scene.round()
-        scene.company(1.5)
-    model = found(scene)
+    model = found(rounds(1.0, 1.0, noise=0.02, company=1.5))
     assert_close(model, rel=0.05)
     assert model.host.contention == pytest.approx((1.0, 1.5), rel=0.05)
 
 
 def test_calibrate_takes_more_processes_than_cores_to_take_turns() -> None:
     """Shared time on one core is not fitted: known contention distributes it."""
-    scene = Scene(noise=0.02)
-    for _ in range(2):
-        scene.round()
-        scene.company(2.2)
+    scene = rounds(1.0, 1.0, noise=0.02, company=2.2)
     assert found(scene, cores=1).host.contention == (1.0,)
     assert found(scene, cores=2).host.contention == pytest.approx((1.0, 2.2), rel=0.05)
     assert found(scene, cores=8).host.contention == pytest.approx((1.0, 2.2), rel=0.05)
@@ -218,8 +213,7 @@ def test_calibrate_counts_the_threads_of_the_engine_as_one() -> None:
 
 
 def test_calibrate_reports_how_much_slower_a_machine_has_become() -> None:
-    scene = Scene()
-    scene.round(1.3)
+    scene = rounds(1.3)
     assert slowness(TRUE, scene.observation()) == {
         "encode": pytest.approx(1.3, rel=0.01),
         "generate": pytest.approx(1.3, rel=0.01),
@@ -246,8 +240,7 @@ def test_rehearsal_distinguishes_steps_on_cold_ranks() -> None:
 
 @pytest.mark.parametrize("took_ns", [0.0, -5.0, float("nan"), float("inf"), 1e12])
 def test_calibrate_refuses_unmeasured_steps(took_ns: float) -> None:
-    scene = Scene()
-    scene.round()
+    scene = rounds(1.0)
     sample = msgspec.structs.replace(scene.steps[5].sample, ns=took_ns)
     scene.steps[5] = msgspec.structs.replace(scene.steps[5], sample=sample)
     with pytest.raises(ConfigError, match=r"generate: a step of .* Remedy"):
@@ -263,8 +256,7 @@ def test_calibrate_refuses_unmeasured_steps(took_ns: float) -> None:
     ],
 )
 def test_calibrate_needs_to_see_everything(part: str, message: str) -> None:
-    scene = Scene()
-    scene.round()
+    scene = rounds(1.0)
     if part == "requests":
         scene.requests.clear()
     else:

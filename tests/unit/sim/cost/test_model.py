@@ -67,13 +67,6 @@ def test_cost_of_steps_is_the_sum_of_parts() -> None:
     assert host.image_ns(3) == 5 + 2 * 3 * 400
 
 
-def test_fit_of_noisy_samples_is_close_and_reports_how_close() -> None:
-    found = fit(samples(noise=0.1), name="found", source="samples")
-    assert found.encode_error is not None
-    assert 0.01 < found.encode_error.median < found.encode_error.p95 < 0.15
-    assert found.encode_ns([500, 900]) == pytest.approx(TRUE.encode_ns([500, 900]), rel=0.05)
-
-
 def test_fit_has_no_negative_costs() -> None:
     """If longer contexts seem to make steps shorter, their cost is 0."""
     odd = [
@@ -86,15 +79,6 @@ def test_fit_has_no_negative_costs() -> None:
     costs = [getattr(found.generate, field) for field in GenerateCost.__struct_fields__]
     assert min(costs) >= 0
     assert found.generate.context_ns == 0
-
-
-@pytest.mark.parametrize(
-    ("kind", "missing"), [(EncodeSample, "generator"), (GenerateSample, "encoder")]
-)
-def test_fit_needs_both_stages(kind: type, missing: str) -> None:
-    one = [sample for sample in samples() if isinstance(sample, kind)]
-    with pytest.raises(ConfigError, match=f"no measured {missing} steps"):
-        fit(one, name="half", source="samples")
 
 
 def test_cost_model_reads_as_it_was_written(tmp_path: Path) -> None:

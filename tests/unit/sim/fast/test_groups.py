@@ -19,14 +19,9 @@ from vsched.sim.workload.requests import Image, Text, workload_of
 MS = 1_000_000
 
 
-class Doing:
+class Doing(SharedWork):
     def __init__(self, process: str = "") -> None:
-        self.incarnation = 0
-        self._process = process
-
-    @property
-    def process(self) -> object:
-        return self._process or self
+        self.process = process or self
 
 
 class Announced:
@@ -136,9 +131,25 @@ def failed(*outages: GroupOutage, sets: tuple[str, ...] = SCARCE) -> dict[str, i
     return figures.failed
 
 
-def test_outage_ends_no_request() -> None:
-    assert failed(GroupOutage(group="generate", at_ns=30 * MS, duration_ns=70 * MS)) == {}
-    assert failed(GroupOutage(group="encode", at_ns=10 * MS, duration_ns=90 * MS)) == {}
+@pytest.mark.parametrize(
+    ("outage", "sets", "codes"),
+    [
+        (GroupOutage(group="generate", at_ns=30 * MS, duration_ns=70 * MS), (), set()),
+        (GroupOutage(group="encode", at_ns=10 * MS, duration_ns=90 * MS), (), set()),
+        (GroupOutage(group="generate", at_ns=30 * MS), (), {"given_up"}),
+        (GroupOutage(group="generate-1", at_ns=30 * MS), ("generate.replicas=2",), set()),
+        (
+            GroupOutage(group="encode", at_ns=30 * MS, duration_ns=20 * MS),
+            ('placement="together"',),
+            set(),
+        ),
+    ],
+    ids=["generate", "encode", "the only group for good", "one of two for good", "shared process"],
+)
+def test_outage_ends_requests_only_without_another_group(
+    outage: GroupOutage, sets: tuple[str, ...], codes: set[str]
+) -> None:
+    assert set(failed(outage, sets=(*SCARCE, *sets))) == codes
 
 
 def test_outage_takes_time() -> None:
@@ -148,20 +159,6 @@ def test_outage_takes_time() -> None:
     difference_s = longer.figures.span_s - plain.figures.span_s
     assert 0.05 < difference_s < 0.2
     assert longer.figures.itl_ms.p99 >= plain.figures.itl_ms.p99
-
-
-def test_permanent_outage_of_the_only_group_ends_all_requests() -> None:
-    assert set(failed(GroupOutage(group="generate", at_ns=30 * MS))) == {"given_up"}
-
-
-def test_outage_for_good_moves_requests_to_another_group() -> None:
-    sets = (*SCARCE, "generate.replicas=2")
-    assert failed(GroupOutage(group="generate-1", at_ns=30 * MS), sets=sets) == {}
-
-
-def test_outage_takes_a_shared_process_with_it() -> None:
-    sets = (*SCARCE, 'placement="together"')
-    assert failed(GroupOutage(group="encode", at_ns=30 * MS, duration_ns=20 * MS), sets=sets) == {}
 
 
 def test_outages_of_every_moment_are_survived() -> None:

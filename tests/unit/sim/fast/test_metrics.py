@@ -32,7 +32,7 @@ def test_sketch_quantiles_are_close(seed: int) -> None:
 def test_sketch_cdf_rises_to_one() -> None:
     points = filled(
         [int(Random(2).expovariate(1e-6)) for _ in range(1)] * 5 + list(range(1000))
-    ).cdf()
+    ).cdf_ms()
     shares = [share for _, share in points]
     values = [value for value, _ in points]
     assert shares == sorted(shares)

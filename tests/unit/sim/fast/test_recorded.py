@@ -50,12 +50,12 @@ class Observed:
 
 
 def record(
-    folder: Path, workload: Workload, *sets: str
+    folder: Path, workload: Workload, observed: type[Observed] = Observed
 ) -> tuple[SimulationOutcome, RecordedRun, list[Submitted]]:
     """Simulate a workload, record it, and read the record."""
     path = folder / "run.vlog"
-    configured = config(*SMALL, *sets, f"record.path={path}")
-    seen = Observed(configured)
+    configured = config(*SMALL, f"record.path={path}")
+    seen = observed(configured)
     outcome = simulate(configured, workload, cost=COST, observers=[seen])
     assert seen.recorder is not None
     seen.recorder.close()
@@ -189,9 +189,6 @@ def test_turns_repeat_the_reply_and_follow_the_turn_before(tmp_path: Path) -> No
 
 
 def test_requests_of_a_session_at_the_same_time_are_no_turns(tmp_path: Path) -> None:
-    path = tmp_path / "run.vlog"
-    configured = config(*SMALL, f"record.path={path}")
-    seen = Observed(configured)
     apart = workload_of(
         "apart",
         [arrival(number, number, outputs=30, conversation=f"c{number}") for number in (0, 1)],
@@ -204,9 +201,7 @@ def test_requests_of_a_session_at_the_same_time_are_no_turns(tmp_path: Path) -> 
                 event = msgspec.structs.replace(event, request=request)
             super().see(now_ns, event, *more)  # type: ignore[arg-type]
 
-    seen = OneSession(configured)
-    simulate(configured, apart, cost=COST, observers=[seen])
-    first, second = load_record(path).workload
+    first, second = record(tmp_path, apart, OneSession)[1].workload
     assert first.conversation == "c"
     assert second.conversation not in {"", "c"}
 

@@ -41,7 +41,7 @@ class Shadow:
     """A model cluster that gets the events of the simulation."""
 
     def __init__(self, setup: Setup) -> None:
-        self.cluster = ModelCluster(setup.limits, setup.kernel_policies)
+        self.cluster = ModelCluster(setup.limits, setup.policies.for_kernel())
         self.steps = 0
         self.preempted = 0
         self.swapped = 0

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from tests.unit.sim.shapes import COST, SCARCE, arrival, config, scarce
+from tests.unit.sim.shapes import COST, SCARCE, arrival, config, read_json, scarce
 from vsched.errors import ConfigError
 from vsched.sim.fast.metrics import GAUGES, SUMS, Series, SimulationOutcome, TenantFigures
 from vsched.sim.fast.simulation import simulate
@@ -23,7 +23,6 @@ from vsched.sim.report.comparison import (
     best,
     comparison,
     differences,
-    read_json,
     write_json,
 )
 from vsched.sim.report.rendering import chart_data, load_warning, render_html
@@ -136,7 +135,7 @@ def test_differences_are_the_policies_that_differ(outcomes: list[SimulationOutco
 def test_json_reads_as_it_was_written(outcomes: list[SimulationOutcome], tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     write_json(outcomes, str(path))
-    assert read_json(str(path)) == outcomes
+    assert read_json(path) == outcomes
 
 
 class Elements(HTMLParser):

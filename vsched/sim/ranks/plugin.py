@@ -1,7 +1,6 @@
-"""The worker plug-in of a simulated engine: model facts and a preprocessor.
+"""The worker plug-ins of a simulated engine: model facts and a preprocessor, and those of its ranks with workers.
 
-Text consists of decimal token ids separated by blanks. The workers that ranks load are in
-`symbolic_workers`.
+Text consists of decimal token ids separated by blanks.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from PIL import Image as PillowImage
 
 from vsched.errors import RequestRefused
 from vsched.sim.ranks.symbolic_model import (
+    DRAFT,
     END_TOKEN,
     GROUP_FRAMES,
     IMAGE_TOKEN,
@@ -24,7 +24,14 @@ from vsched.sim.ranks.symbolic_model import (
     image_plan,
     pixels,
 )
+from vsched.sim.ranks.symbolic_workers import (
+    Process,
+    SymbolicDraft,
+    SymbolicEncoder,
+    SymbolicGenerator,
+)
 from vsched.sim.workload.images import SETTINGS_DIGEST, SIDE
+from vsched.sim.world import World
 from vsched.types import ModelInfo, Spans
 from vsched.worker.contract import (
     AdapterFacts,
@@ -45,7 +52,7 @@ from vsched.worker.contract import (
 )
 from vsched.worker.expansion import expand_images
 
-NAME = "vsched.sim.cluster.plugin:plugin"
+NAME = "vsched.sim.ranks.plugin:plugin"
 IMAGE_TEXT, VIDEO_TEXT = "<image>", "<video>"
 _PLACEHOLDERS = {"image": IMAGE_TEXT, "video": VIDEO_TEXT}
 ITEM_TOKENS_MAX = 128
@@ -202,6 +209,39 @@ class SimulatedPlugin(WorkerPlugin):
         self, info: ModelInfo, settings: WorkerSettings, progress: Progress
     ) -> GenerateWorker:
         raise NotImplementedError("simulated ranks load theirs from their launcher")
+
+
+class RankPlugin(SimulatedPlugin):
+    """The worker plug-in of one simulated rank."""
+
+    def __init__(self, world: World, process: Process) -> None:
+        self._world = world
+        self._process = process
+
+    def load_encoder(
+        self, info: ModelInfo, settings: WorkerSettings, progress: Progress
+    ) -> SymbolicEncoder:
+        """Load the vision tower."""
+        del info
+        progress("weights", 0.0)
+        return SymbolicEncoder(self._world, self._process, settings)
+
+    def load_generator(
+        self, info: ModelInfo, settings: WorkerSettings, progress: Progress
+    ) -> SymbolicGenerator:
+        """Load the language model."""
+        progress("weights", 0.0)
+        kind = SymbolicDraft if info.path.startswith(DRAFT) else SymbolicGenerator
+        return kind(self._world, self._process, info, settings)
+
+    def worst_batches(
+        self, info: ModelInfo, *, items: int, tokens: int, pixels_max: int
+    ) -> list[list[ImagePlan]]:
+        """Return a single batch of the largest images."""
+        del pixels_max
+        each = min(info.item_tokens_max, tokens or info.item_tokens_max)
+        count = min(items, max(1, tokens // each)) if tokens else items
+        return [[image_plan(each)] * count]
 
 
 plugin = SimulatedPlugin()
