@@ -162,8 +162,8 @@ def _attend(
     first, second = both.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
     queries, keys = (both * cos + turned * sin).to(values.dtype).unbind(0)
-    padded = (part[batch.places].transpose(1, 2) for part in (queries, keys, values))
-    seen = F.scaled_dot_product_attention(*padded, attn_mask=mask)
+    q, k, v = (part[batch.places].transpose(1, 2) for part in (queries, keys, values))
+    seen = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     out: torch.Tensor = attention.proj(seen.transpose(1, 2)[batch.there].flatten(1))
     return out
 

@@ -275,9 +275,12 @@ def read_settings(family: Qwen25Vl, path: str) -> QwenSettings | None:
     if part.get("rms_norm_eps") is None:
         return None
     seen_rope = sees.get("rope_parameters") or {}
+    text_sizes: dict[str, Any] = {
+        name: int(family.text(config, name)) for name in _sizes(QwenTextSettings)
+    }
     return QwenSettings(
         text_config=QwenTextSettings(
-            **{name: int(family.text(config, name)) for name in _sizes(QwenTextSettings)},
+            **text_sizes,
             rms_norm_eps=float(part["rms_norm_eps"]),
             rope_parameters=rope,
         ),

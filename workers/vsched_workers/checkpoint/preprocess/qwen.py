@@ -16,10 +16,12 @@ from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
+from PIL import Image
 
 from vsched.errors import CheckpointError, RequestRefused, limit_message
 from vsched.types import ModelInfo
 from vsched.worker.contract import (
+    Arrays,
     Companion,
     FrameSize,
     ImagePlan,
@@ -292,6 +294,15 @@ class QwenPreprocessor(ImagePreprocessor):
                 ),
                 code="grid_thw_invalid",
             )
+
+    def process_image(self, image: Image.Image) -> Arrays:
+        """Return the pixels of an RGB image, with the grid of `plan_image`, and the table of their values.
+
+        Raises:
+            RequestRefused: As `plan_image`.
+        """
+        self.plan_image(image.width, image.height)
+        return super().process_image(image)
 
 
 def load_qwen(info: ModelInfo, directory: Path, tokenizer: Any) -> QwenPreprocessor:
