@@ -9,8 +9,8 @@ from vsched.errors import CheckpointError
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.families.base import Family
 from vsched_workers.families.decoders import DECODERS, TextFamily, text_family
+from vsched_workers.families.own_qwen import OwnQwen25Vl
 from vsched_workers.families.qwen import (
-    OwnQwen25Vl,
     Qwen3Vl,
     Qwen3VlMoe,
     Qwen25Vl,
