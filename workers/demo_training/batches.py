@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,13 +11,12 @@ import torch
 from PIL import Image
 
 from demo_training.drawing import LOOSE, OBJECT, Mark
-from demo_training.model import MERGE, PATCH, VISION, Groups, VisionBatch
+from demo_training.model import MERGE, PATCH, VISION, VisionBatch
 from demo_training.samples import DrawnConversation
 from vsched_workers.checkpoint.preprocess import QwenPreprocessor
 from vsched_workers.families.qwen_image import PIXELS, grid_of
 from vsched_workers.families.qwen_levels import pixel_values
-
-_UNIT = MERGE * MERGE
+from vsched_workers.families.qwen_positions import frame_lengths, patch_places
 
 
 @dataclass(frozen=True)
@@ -195,60 +192,24 @@ def _rows(lines: Sequence[_Line]) -> TrainingRows:
     )
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """The layout of a grid's patches: window order of its units, positions, lengths of the windows."""
-
-    order: npt.NDArray[np.int64]
-    positions: npt.NDArray[np.int64]
-    windows: tuple[int, ...]
-
-
-@functools.cache
-def _layout(height: int, width: int) -> _Layout:
-    from transformers import vision_utils
-
-    vision: Any = vision_utils
-    grid = torch.tensor([[1, height * MERGE, width * MERGE]])
-    order, ends = vision.get_vision_window_index(grid, MERGE, VISION["window_size"], PATCH)
-    places = vision.get_vision_position_ids(grid, MERGE)
-    by_unit = places.reshape(-1, _UNIT, 2)[order].reshape(-1, 2)
-    lengths = np.diff(ends.numpy())
-    return _Layout(
-        order.numpy().astype(np.int64),
-        by_unit.numpy().astype(np.int64),
-        tuple(int(length) for length in lengths if length),
-    )
-
-
 def _vision_batch(
     pixels: Sequence[npt.NDArray[np.float32]], grids: Sequence[tuple[int, int]]
 ) -> VisionBatch:
-    patches, positions, order = [], [], []
-    windows: list[int] = []
-    begin = 0
-    for image, grid in zip(pixels, grids, strict=True):
-        layout = _layout(*grid)
-        units = len(layout.order)
-        patches.append(image.reshape(units, _UNIT, -1)[layout.order].reshape(units * _UNIT, -1))
-        positions.append(layout.positions)
-        order.append(begin + np.argsort(layout.order))
-        windows += layout.windows
-        begin += units
+    sizes = [(1, height * MERGE, width * MERGE) for height, width in grids]
+    positions = torch.from_numpy(patch_places(sizes, MERGE))
+    lengths = torch.tensor(frame_lengths(sizes))
+    there = torch.arange(int(lengths.max())) < lengths[:, None]
+    places = torch.zeros(there.shape, dtype=torch.long)
+    places[there] = torch.arange(len(positions))
+    down, across = (positions // (VISION["window_size"] // PATCH)).unbind(1)
+    # Padding attends to padding: a row that attends to nothing would be no number.
+    windows = torch.full(there.shape, -1)
+    windows[there] = down * len(positions) + across
     return VisionBatch(
-        patches=torch.from_numpy(np.concatenate(patches)),
-        positions=torch.from_numpy(np.concatenate(positions)),
-        windows=_groups(windows),
-        images=_groups([height * width * _UNIT for height, width in grids]),
-        order=torch.from_numpy(np.concatenate(order)),
-    )
-
-
-def _groups(lengths: Sequence[int]) -> Groups:
-    sizes = np.asarray(lengths)
-    starts = np.cumsum(sizes) - sizes
-    indexes = [starts[sizes == length][:, None] + np.arange(length) for length in np.unique(sizes)]
-    flat = np.concatenate([index.reshape(-1) for index in indexes])
-    return Groups(
-        tuple(torch.from_numpy(index) for index in indexes), torch.from_numpy(np.argsort(flat))
+        patches=torch.from_numpy(np.concatenate(pixels)),
+        positions=positions,
+        places=places,
+        there=there,
+        in_image=there[:, None, :, None] == there[:, None, None, :],
+        in_window=windows[:, None, :, None] == windows[:, None, None, :],
     )

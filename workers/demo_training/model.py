@@ -1,29 +1,36 @@
 """The small model: configuration, tokenizer, processor settings, and a forward pass for training.
 
 The architecture is Qwen2.5-VL's, including window attention; the modules are transformers' own. `encode` runs them over
-images of many sizes at once, with one attention call per length instead of per window.
+images of many sizes at once, with one masked attention call instead of one per window.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from tokenizers import Regex, pre_tokenizers
 
 from demo_training import samples
 from demo_training.drawing import COLOURS, SHAPES
-from vsched_workers.checkpoint.random_init import learnt_tokenizer, processor_settings
-
-if TYPE_CHECKING:
-    import torch
+from vsched_workers.checkpoint.files import without_bars
+from vsched_workers.checkpoint.random_init import (
+    learnt_tokenizer,
+    processor_settings,
+    random_model,
+)
 
 VOCABULARY = 512
 IMAGE_TOKENS = (4, 48)
 PATCH, MERGE = 14, 2
 FACTOR = PATCH * MERGE
 
-TEXT = {
+TEXT: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 128,
     "intermediate_size": 384,
@@ -37,7 +44,7 @@ TEXT = {
     "tie_word_embeddings": True,
     "initializer_range": 0.05,
 }
-VISION = {
+VISION: dict[str, Any] = {
     "depth": 5,
     "hidden_size": 128,
     "intermediate_size": 384,
@@ -50,33 +57,26 @@ VISION = {
 
 
 @dataclass(frozen=True)
-class Groups:
-    """Sequences of patches that attend to each other, grouped by length.
+class VisionBatch:
+    """Preprocessed images: patches, one frame of the two (a still image repeats it), tokens together.
 
     Attributes:
-        indexes: For each length, the row numbers: [runs, length].
-        back: The index of each row in the groups' concatenation.
+        patches: [patches, values]; `positions` are their rows and columns, [patches, 2].
+        places: The patches of each image, padded to the largest one: [images, longest]; `there` is False for padding.
+        in_image: Which patches of an image attend to each other: [images, 1, longest, longest].
+        in_window: Likewise, within windows.
     """
-
-    indexes: tuple[torch.Tensor, ...]
-    back: torch.Tensor
-
-
-@dataclass(frozen=True)
-class VisionBatch:
-    """Preprocessed images: patches in window order, one frame of the two (a still image repeats it)."""
 
     patches: torch.Tensor
     positions: torch.Tensor
-    windows: Groups
-    images: Groups
-    order: torch.Tensor
+    places: torch.Tensor
+    there: torch.Tensor
+    in_image: torch.Tensor
+    in_window: torch.Tensor
 
 
 def make_tokenizer() -> Any:
     """Make a byte-level tokenizer that is trained on the questions; each digit is a token."""
-    from tokenizers import Regex, pre_tokenizers
-
     cut = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(r"\d"), "isolated"),
@@ -105,30 +105,8 @@ def _words() -> list[str]:
 
 def make_model(tokenizer: Any, seed: int) -> Any:
     """Make the model with random weights, in float32."""
-    import torch
-    import transformers
-
-    library: Any = transformers
-
-    def token(text: str) -> int:
-        return int(tokenizer.convert_tokens_to_ids(text))
-
-    ends = {"bos_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
-    config = library.Qwen2_5_VLConfig(
-        text_config=TEXT | {"rope_parameters": dict(TEXT["rope_parameters"])} | ends,  # type: ignore[call-overload]
-        vision_config=dict(VISION),
-        tie_word_embeddings=True,
-        image_token_id=token("<|image_pad|>"),
-        video_token_id=token("<|video_pad|>"),
-        vision_start_token_id=token("<|vision_start|>"),
-        vision_end_token_id=token("<|vision_end|>"),
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = library.Qwen2_5_VLForConditionalGeneration(config)
-    model.generation_config = library.GenerationConfig(
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=False
-    )
+    model = random_model("qwen2_5_vl", TEXT, VISION, tokenizer, seed=seed)
+    model.generation_config.do_sample = False
     return model
 
 
@@ -144,65 +122,49 @@ def write_front_end(directory: Path, tokenizer: Any) -> None:
 
 def write_model(directory: Path, model: Any, weights: dict[str, Any]) -> None:
     """Write configuration and weights, in bfloat16."""
-    import copy
-
-    import torch
-    import transformers
-
     rounded = copy.deepcopy(model)
     rounded.load_state_dict(weights, strict=False)
-    library: Any = transformers
-    library.logging.disable_progress_bar()
-    try:
+    with without_bars():
         rounded.to(torch.bfloat16).save_pretrained(directory)
-    finally:
-        library.logging.enable_progress_bar()
     (directory / "model.safetensors").chmod(0o644)
 
 
 def encode(tower: Any, batch: VisionBatch) -> torch.Tensor:
     """Return the embeddings of all images, [tokens, hidden], concatenated."""
-    import torch.nn.functional as F  # noqa: N812
-
     # Both frames of a still image are the same, so their two kernels are summed.
     kernel = tower.patch_embed.proj.weight.sum(dim=2).flatten(1)
     rows = F.linear(batch.patches, kernel)
     cos, sin = (part[:, None] for part in tower.rotary_pos_emb(rows, batch.positions))
     for number, block in enumerate(tower.blocks):
-        full = number in tower.fullatt_block_indexes
-        groups = batch.images if full else batch.windows
-        rows = rows + _attend(block.attn, _norm(block.norm1, rows), groups, cos, sin)
+        mask = batch.in_image if number in tower.fullatt_block_indexes else batch.in_window
+        rows = rows + _attend(block.attn, _norm(block.norm1, rows), batch, mask, cos, sin)
         rows = rows + block.mlp(_norm(block.norm2, rows))
     merger = tower.merger
-    merged = merger.mlp(_norm(merger.ln_q, rows).view(-1, merger.hidden_size))
-    embeddings: torch.Tensor = merged[batch.order]
+    embeddings: torch.Tensor = merger.mlp(_norm(merger.ln_q, rows).view(-1, merger.hidden_size))
     return embeddings
 
 
 def _norm(norm: Any, rows: torch.Tensor) -> torch.Tensor:
-    import torch.nn.functional as F  # noqa: N812
-
     return F.rms_norm(rows, (rows.shape[-1],), norm.weight, norm.variance_epsilon)
 
 
 def _attend(
-    attention: Any, rows: torch.Tensor, groups: Groups, cos: torch.Tensor, sin: torch.Tensor
+    attention: Any,
+    rows: torch.Tensor,
+    batch: VisionBatch,
+    mask: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
 ) -> torch.Tensor:
-    import torch
-    import torch.nn.functional as F  # noqa: N812
-
-    count = rows.shape[0]
-    queries, keys, values = attention.qkv(rows).view(count, 3, attention.num_heads, -1).unbind(1)
+    qkv = attention.qkv(rows).view(len(rows), 3, attention.num_heads, -1)
+    queries, keys, values = qkv.unbind(1)
     both = torch.stack((queries, keys))
-    half = both.shape[-1] // 2
-    turned = torch.cat((-both[..., half:], both[..., :half]), dim=-1)
+    first, second = both.chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
     queries, keys = (both * cos + turned * sin).to(values.dtype).unbind(0)
-    parts = []
-    for index in groups.indexes:
-        q, k, v = (part[index].transpose(1, 2) for part in (queries, keys, values))
-        seen = F.scaled_dot_product_attention(q, k, v)
-        parts.append(seen.transpose(1, 2).reshape(index.numel(), -1))
-    out: torch.Tensor = attention.proj(torch.cat(parts)[groups.back])
+    q, k, v = (part[batch.places].transpose(1, 2) for part in (queries, keys, values))
+    seen = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    out: torch.Tensor = attention.proj(seen.transpose(1, 2)[batch.there].flatten(1))
     return out
 
 

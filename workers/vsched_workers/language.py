@@ -78,10 +78,9 @@ from vsched_workers.checkpoint.whole_model import (
     left_out,
     load_whole,
 )
-from vsched_workers.families import LanguageFamily, language_family
+from vsched_workers.families import LanguageFamily, OwnQwen25Vl, language_family
 from vsched_workers.families.decoders import AttentionKind, text_family, text_positions
 from vsched_workers.families.generic import read_config
-from vsched_workers.families.own_qwen import OwnQwen25Vl
 from vsched_workers.families.qwen_positions import Items
 from vsched_workers.families.sharing import parallel_plan, shares_heads
 from vsched_workers.memory.out_of_memory import (

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -15,7 +17,6 @@ import pytest
 import torch
 from torch.nn import functional
 from transformers import AttentionInterface
-from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 
 from tests.patience import PATIENCE_S
 from vsched.errors import CheckpointError
@@ -30,7 +31,6 @@ from vsched_workers.families.generic import (
     vision_facts,
 )
 from vsched_workers.families.qwen_image import _GRID, with_time
-from vsched_workers.families.qwen_positions import rope_positions
 
 NAME = "qwen2_5_vl"
 LIBRARY = FAMILIES[NAME]
@@ -117,27 +117,41 @@ def test_language_model_equals_transformers(
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_positions_equal_transformers(own: tuple[OwnQwen25Vl, str], seed: int) -> None:
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("name", ["own", "qwen2_5_vl", "qwen3_vl"])
+def test_positions_equal_transformers(checkpoints: Checkpoints, name: str, seed: int) -> None:
     """Of images and videos; and of videos with pruned tokens, which are those of the others without pruning."""
-    family, path = own
-    config, library_config = family.model_config(path), LIBRARY.model_config(path)
+    path = str(checkpoints("nano3" if name == "qwen3_vl" else "nano25"))
+    family = FAMILIES.get(name) or family_of_rank(NAME, path, WorkerSettings())
     drawn = np.random.default_rng(seed)
-    whole, pruned, kept = [], [], [np.arange(int(drawn.integers(0, 9)))]
+    pruned, kept, kinds = [], [np.arange(int(drawn.integers(0, 9)))], []
+    grids: dict[str, list[tuple[int, int, int]]] = {"image_grid_thw": [], "video_grid_thw": []}
+    intervals = []
     at = here = len(kept[0])
+    kinds.append(np.zeros(at, np.int64))
+
+    def add_text(count: int) -> None:
+        nonlocal at, here
+        kept.append(at + np.arange(count))
+        kinds.append(np.zeros(count, np.int64))
+        at, here = at + count, here + count
+
     for _ in range(seed % 4):
         rows, columns = (int(side) for side in drawn.integers(1, 12, 2))
         tokens = rows * columns
         grid = _GRID.pack(1, 2 * rows, 2 * columns)
         # Without text after the last video, generated tokens follow a temporal position.
         groups = int(drawn.integers(0, 6))
-        seconds = float(drawn.uniform(0.1, 9))
+        intervals += [float(drawn.uniform(0.1, 9))] if groups else []
+        sides = (groups or 1, 2 * rows, 2 * columns)
+        grids["video_grid_thw" if groups else "image_grid_thw"].append(sides)
         for index in range(groups or 1):
-            metadata = with_time(grid, index, seconds) if groups else grid
+            metadata = grid
+            if groups and not family.writes_timestamps:
+                metadata = with_time(grid, index, intervals[-1])
             some = np.flatnonzero(drawn.random(tokens) < drawn.choice([0.0, 0.5, 0.9]))
-            if not index or drawn.random() < 0.3:
+            if not index or drawn.random() < 0.3 or (family.writes_timestamps and not len(some)):
                 some = np.arange(tokens)
-            whole.append(ItemPlace(at, tokens, metadata))
             if len(some) == tokens:
                 pruned.append(ItemPlace(here, tokens, metadata))
             elif len(some):
@@ -145,20 +159,29 @@ def test_positions_equal_transformers(own: tuple[OwnQwen25Vl, str], seed: int) -
                 spans = ((here, here + len(some)),)
                 pruned.append(ItemPlace(here, tokens, metadata, spans, ranges))
             kept.append(at + some)
+            kinds.append(np.full(tokens, 2 if groups else 1))
             here += len(some)
             at += tokens
-        text = int(drawn.integers(1, 30))
-        kept.append(at + np.arange(text))
-        at, here = at + text, here + text
-    unpruned, _ = rope_positions(Qwen2_5_VLModel, library_config, np.zeros(at, np.int32), whole)
-    expected = unpruned[:, np.concatenate(kept)]
-    ids = np.zeros(here, np.int32)
-    for found, delta in (
-        family.positions(config, ids, pruned),
-        rope_positions(Qwen2_5_VLModel, library_config, ids, pruned),
-    ):
-        assert np.array_equal(found, expected)
-        assert delta == expected[:, -1].max() + 1 - here
+            if family.writes_timestamps:
+                add_text(int(drawn.integers(1, 5)))
+        add_text(int(drawn.integers(1, 30)))
+    library = FAMILIES[family.name]
+    model = library._library("modeling", f"{library.library_prefix}Model")
+    stand_in = SimpleNamespace(config=library.model_config(path))
+    stand_in.get_vision_position_ids = functools.partial(model.get_vision_position_ids, stand_in)
+    types = torch.from_numpy(np.concatenate(kinds)[None])
+    given = {key: torch.tensor(value) for key, value in grids.items() if value}
+    unpruned, _ = model.get_rope_index(
+        stand_in,
+        torch.zeros_like(types),
+        types,
+        second_per_grid_ts=torch.tensor(intervals),
+        **given,
+    )
+    expected = unpruned[:, 0].numpy()[:, np.concatenate(kept)]
+    found, delta = family.positions(family.model_config(path), np.zeros(here, np.int32), pruned)
+    assert np.array_equal(found, expected)
+    assert delta == (expected[:, -1].max() + 1 - here if here else 0)
 
 
 def older(config: dict[str, Any]) -> dict[str, Any]:

@@ -15,10 +15,12 @@ import msgspec
 
 from vsched.errors import CheckpointError, limit_message
 from vsched.types import ModelInfo, SamplingDefaults
-from vsched_workers.checkpoint.files import checkpoint_directory, read_json
+from vsched_workers.checkpoint.files import checkpoint_directory, read_if_there, read_json
 from vsched_workers.checkpoint.images import (
+    PROCESSOR_FILES,
     clamped_tokens,
     load_image_processor,
+    stated_image_settings,
     token_range,
 )
 from vsched_workers.checkpoint.tokenizer_files import load_part, tokenizer_files
@@ -86,7 +88,7 @@ def sampling_defaults(directory: Path) -> SamplingDefaults:
     Raises:
         CheckpointError: When a value is out of bounds.
     """
-    table = _generation(directory)
+    table = read_if_there(directory, GENERATION_FILE)
     stated: dict[str, Any] = {}
     for name, (low, high) in _BOUNDS.items():
         value = table.get(name)
@@ -110,13 +112,8 @@ def sampling_defaults(directory: Path) -> SamplingDefaults:
     return SamplingDefaults(**stated)
 
 
-def _generation(directory: Path) -> Mapping[str, Any]:
-    there = (directory / GENERATION_FILE).is_file()
-    return read_json(directory, GENERATION_FILE) if there else {}
-
-
 def _tables(directory: Path, config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    yield _generation(directory)
+    yield read_if_there(directory, GENERATION_FILE)
     yield config
     text = config.get("text_config")
     if isinstance(text, Mapping):
@@ -132,11 +129,10 @@ def _ids(table: Mapping[str, Any]) -> tuple[int, ...]:
 
 def _tokenizer_end(directory: Path) -> tuple[int, ...]:
     """Return the id of the tokenizer's EOS token, if its settings name one."""
-    if not (directory / "tokenizer_config.json").is_file():
+    settings = read_if_there(directory, "tokenizer_config.json")
+    token = _content(settings.get("eos_token"))
+    if token is None:
         return ()
-    settings = read_json(directory, "tokenizer_config.json")
-    named = settings.get("eos_token")
-    token = named.get("content") if isinstance(named, Mapping) else named
     added = settings.get("added_tokens_decoder")
     if isinstance(added, Mapping):
         found = [int(key) for key, one in added.items() if _content(one) == token]
@@ -153,12 +149,11 @@ def _tokenizer_end(directory: Path) -> tuple[int, ...]:
 
 
 def _content(token: object) -> object:
+    """Return the text of a token, which settings state alone or with its options."""
     return token.get("content") if isinstance(token, Mapping) else token
 
 
 DTYPES = ("float32", "bfloat16", "float16")
-PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
-
 RANKS_MAX = 64
 """The largest number of ranks that an error message lists."""
 
@@ -172,19 +167,13 @@ def processor_settings(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: When the checkpoint has none.
     """
-    for name in PROCESSOR_FILES:
-        if not (path / name).is_file():
-            continue
-        content = read_json(path, name)
-        nested = content.get("image_processor")
-        if isinstance(nested, dict):
-            return nested
-        if name == "preprocessor_config.json":
-            return content
-    raise CheckpointError(
-        f"no image processor settings ({' or '.join(PROCESSOR_FILES)}). "
-        "Remedy: give the directory of a complete checkpoint."
-    )
+    stated = stated_image_settings(path)
+    if stated is None:
+        raise CheckpointError(
+            f"no image processor settings ({' or '.join(PROCESSOR_FILES)}). "
+            "Remedy: give the directory of a complete checkpoint."
+        )
+    return stated
 
 
 def stated_video_settings(path: Path) -> Mapping[str, Any]:
@@ -192,13 +181,10 @@ def stated_video_settings(path: Path) -> Mapping[str, Any]:
 
     Without settings of its own, it takes those of the image processor, as transformers does.
     """
-    stated: Mapping[str, Any] | None = None
-    for name in ("processor_config.json", "video_preprocessor_config.json"):
-        if stated is None and (path / name).is_file():
-            content = read_json(path, name)
-            found = content.get("video_processor") if name == PROCESSOR_FILES[0] else content
-            stated = found if isinstance(found, Mapping) else None
-    return processor_settings(path) if stated is None else stated
+    nested = read_if_there(path, PROCESSOR_FILES[0]).get("video_processor")
+    if isinstance(nested, Mapping):
+        return nested
+    return read_if_there(path, "video_preprocessor_config.json") or processor_settings(path)
 
 
 def video_settings(path: Path, processor: VideoProcessor) -> dict[str, Any]:
@@ -219,20 +205,6 @@ def video_processor_of(path: Path, family: str) -> VideoProcessor | str:
         return REFUSED.get(family, "not supported for this architecture")
     name = str(stated_video_settings(path).get("video_processor_type") or usual)
     return VIDEO_PROCESSORS.get(name, f"the video processor {name} is not known")
-
-
-def video_limits(
-    family: Family, config: Mapping[str, Any], settings: Mapping[str, Any], item_tokens_max: int
-) -> ResizeLimits:
-    """Return the area limits of one frame of any video, clamped to the budget."""
-    limits = pixel_limits(settings, PROCESSOR_DEFAULT_LIMITS)
-    factor = image_factor(family, config)
-    if family.video_processor.sizes == "video":
-        # Limits of all frames together, of which there are at least those of one group.
-        frames = int(settings["temporal_patch_size"])
-        most = None if limits.maximum is None else max(limits.maximum // frames, 1)
-        limits = ResizeLimits(min(limits.minimum, factor * factor), most)
-    return clamp_limits(limits, tokens=item_tokens_max, factor=factor)
 
 
 def choose_dtype(config: Mapping[str, Any], dtype: str) -> str:
@@ -266,11 +238,22 @@ def image_factor(family: Family, config: Mapping[str, Any]) -> int:
 
 
 def image_limits(
-    family: Family, config: Mapping[str, Any], settings: Mapping[str, Any], item_tokens_max: int
+    family: Family,
+    config: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    item_tokens_max: int,
+    *,
+    frames: bool = False,
 ) -> ResizeLimits:
-    """Return the area limits of one image, clamped to the budget."""
+    """Return the area limits of one image, clamped to the budget; of one frame of any video with `frames`."""
     limits = pixel_limits(settings, PROCESSOR_DEFAULT_LIMITS)
-    return clamp_limits(limits, tokens=item_tokens_max, factor=image_factor(family, config))
+    factor = image_factor(family, config)
+    if frames and family.video_processor.sizes == "video":
+        # Limits of all frames together, of which there are at least those of one group.
+        group = int(settings["temporal_patch_size"])
+        most = None if limits.maximum is None else max(limits.maximum // group, 1)
+        limits = ResizeLimits(min(limits.minimum, factor * factor), most)
+    return clamp_limits(limits, tokens=item_tokens_max, factor=factor)
 
 
 def inspect_checkpoint(path: str, *, dtype: str, item_tokens_max: int) -> ModelInfo:

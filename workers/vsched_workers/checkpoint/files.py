@@ -37,6 +37,15 @@ def read_json(path: Path, name: str) -> dict[str, Any]:
     return content
 
 
+def read_if_there(path: Path, name: str) -> dict[str, Any]:
+    """Read one JSON object of a checkpoint; empty if there is no such file.
+
+    Raises:
+        CheckpointError: When the file is not a JSON object.
+    """
+    return read_json(path, name) if (path / name).is_file() else {}
+
+
 def checkpoint_directory(path: str) -> Path:
     """Return the directory of a checkpoint.
 

@@ -33,7 +33,7 @@ from PIL import Image
 
 from vsched.errors import CheckpointError, ConfigError, limit_message
 from vsched.worker.contract import FrameSize
-from vsched_workers.checkpoint.files import read_json
+from vsched_workers.checkpoint.files import read_if_there, read_json
 from vsched_workers.checkpoint.tokenizer_files import load_part
 from vsched_workers.families.generic import is_metadata, refusal
 from vsched_workers.families.qwen_image import ResizeLimits
@@ -68,18 +68,20 @@ def has_torchvision() -> bool:
 
 def on_pillow(directory: Path) -> bool:
     """Return whether transformers has an image processor for the checkpoint that does without torchvision."""
-    newer, older = (
-        read_json(directory, name) if (directory / name).is_file() else {}
-        for name in PROCESSOR_FILES
-    )
-    stated = newer.get("image_processor")
-    stated = stated if isinstance(stated, dict) else older
+    stated = stated_image_settings(directory) or {}
     name = str(stated.get("image_processor_type", "")).removesuffix("Fast")
     known = _image_processors()
     kinds = [kind for kind in known.values() if kind and name in kind.values()]
     family = read_json(directory, "config.json").get("model_type", "")
     kinds = kinds or [kind for kind in (known.get(family),) if kind]
     return not kinds or any("pil" in kind for kind in kinds)
+
+
+def stated_image_settings(directory: Path) -> dict[str, Any] | None:
+    """Return the settings of the image processor in a checkpoint; None without any."""
+    newer, older = (read_if_there(directory, name) for name in PROCESSOR_FILES)
+    nested = (each.get("image_processor") for each in (newer, older))
+    return next((each for each in nested if isinstance(each, dict)), older or None)
 
 
 def needs_torchvision(family: str) -> CheckpointError:
@@ -341,7 +343,7 @@ def load_image_processor(
         raise needs_torchvision(family)
     library = "pil" if pillow else "torchvision"
     own = load_part("AutoImageProcessor", directory, "image processor", backend=library)
-    settings = _stated(directory, STATING_FILES[0])
+    settings = read_if_there(directory, STATING_FILES[0])
     parts = {"image_processor": own, "tokenizer": tokenizer}
     try:
         processor = _made(processor_class, parts, settings)
@@ -439,7 +441,7 @@ def _processor_name(directory: Path, family: str) -> str:
 
     known: Mapping[str, str] = processing_auto.PROCESSOR_MAPPING_NAMES  # type: ignore[attr-defined]
     for file in STATING_FILES:
-        stated = _stated(directory, file).get("processor_class")
+        stated = read_if_there(directory, file).get("processor_class")
         if stated in known.values():
             return str(stated)
     name = known.get(family)
@@ -449,10 +451,6 @@ def _processor_name(directory: Path, family: str) -> str:
             f"{', '.join(STATING_FILES)} names one. Remedy: add processor_class to {STATING_FILES[0]}."
         )
     return name
-
-
-def _stated(directory: Path, file: str) -> dict[str, Any]:
-    return read_json(directory, file) if (directory / file).is_file() else {}
 
 
 def _processor_class(name: str, family: str) -> Any:

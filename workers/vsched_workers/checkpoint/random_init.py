@@ -315,30 +315,42 @@ def processor_settings(limits: tuple[int, int], *, is_qwen3: bool) -> dict[str, 
 
 def _write_model(directory: Path, size: Size, tokenizer: Any, dtype: str, seed: int) -> int:
     import torch
+
+    text = size.text | {
+        "vocab_size": size.vocab,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "initializer_range": size.spread,
+    }
+    if size.family != "qwen2_5_vl":
+        text["rope_parameters"] = text["rope_parameters"] | {"mrope_interleaved": True}
+    vision = size.vision | {"initializer_range": size.spread}
+    model = random_model(size.family, text, vision, tokenizer, seed=seed)
+    with without_bars():
+        model.to(getattr(torch, dtype)).save_pretrained(directory)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def random_model(
+    family: str, text: dict[str, Any], vision: dict[str, Any], tokenizer: Any, *, seed: int
+) -> Any:
+    """Return transformers' model of a family with random weights in float32.
+
+    `text` and `vision` are entries of the parts of its configuration, besides the tokens.
+    """
+    import torch
     import transformers
 
     def token(text: str) -> int:
         return int(tokenizer.convert_tokens_to_ids(text))
 
-    is_qwen3 = size.family != "qwen2_5_vl"
-    text = dict(size.text)
-    text["rope_parameters"] = dict(text["rope_parameters"])
-    if is_qwen3:
-        text["rope_parameters"]["mrope_interleaved"] = True
-    text |= {
-        "vocab_size": size.vocab,
-        "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-6,
-        "bos_token_id": tokenizer.pad_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "tie_word_embeddings": True,
-        "initializer_range": size.spread,
-    }
     library: Any = transformers
-    name = FAMILIES[size.family].library_prefix
+    name = FAMILIES[family].library_prefix
+    ends = {"bos_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
     config = getattr(library, f"{name}Config")(
-        text_config=text,
-        vision_config=size.vision | {"initializer_range": size.spread},
+        text_config=text | ends | {"rope_parameters": dict(text["rope_parameters"])},
+        vision_config=dict(vision),
         tie_word_embeddings=True,
         image_token_id=token("<|image_pad|>"),
         video_token_id=token("<|video_pad|>"),
@@ -347,12 +359,8 @@ def _write_model(directory: Path, size: Size, tokenizer: Any, dtype: str, seed: 
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = getattr(library, f"{name}ForConditionalGeneration")(config).to(
-            getattr(torch, dtype)
-        )
+        model = getattr(library, f"{name}ForConditionalGeneration")(config)
     model.generation_config = library.GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
-    with without_bars():
-        model.save_pretrained(directory)
-    return sum(parameter.numel() for parameter in model.parameters())
+    return model

@@ -9,8 +9,13 @@ from vsched.errors import CheckpointError
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.families.base import Family
 from vsched_workers.families.decoders import DECODERS, TextFamily, text_family
-from vsched_workers.families.own_qwen import OwnQwen25Vl, own_family
-from vsched_workers.families.qwen import Qwen3Vl, Qwen3VlMoe, Qwen25Vl
+from vsched_workers.families.own_qwen import OwnQwen25Vl
+from vsched_workers.families.qwen import (
+    Qwen3Vl,
+    Qwen3VlMoe,
+    Qwen25Vl,
+    read_settings,
+)
 
 LanguageFamily = Family | TextFamily
 
@@ -75,7 +80,8 @@ def family_of_rank(name: str, path: str, settings: WorkerSettings) -> Family:
     """
     family = FAMILIES[name]
     if isinstance(family, Qwen25Vl) and settings.device == "cpu" and settings.attention != "exact":
-        return own_family(family, path) or family
+        own = read_settings(family, path)
+        return family if own is None else OwnQwen25Vl(own)
     return family
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vsched.errors import CheckpointError
-from vsched_workers.families.qwen_positions import Items, rope_positions
+from vsched_workers.families.qwen_positions import Items, mrope_positions
 from vsched_workers.families.sharing import Sharing
 from vsched_workers.families.video_processors import VIDEO_PROCESSORS, VideoProcessor
 
@@ -123,10 +123,14 @@ class Family(ABC):
     ) -> tuple[npt.NDArray[np.int64], int]:
         """Return the mrope positions of a prompt, int64 [3, tokens], and the delta of the positions after it.
 
-        `config` is the module's own configuration object, of the whole model.
+        `config` is the configuration object of the whole model.
         """
-        model = self._library("modeling", f"{self.library_prefix}Model")
-        return rope_positions(model, config, token_ids, items)
+        vision = config.vision_config
+        # Only positions with a temporal axis, of families without timestamps, depend on the rate.
+        rate = getattr(vision, "tokens_per_second", 1)
+        return mrope_positions(
+            len(token_ids), items, merge=vision.spatial_merge_size, per_second=rate
+        )
 
     def _built(self, name: str, config: Any, attention: str) -> nn.Module:
         config._attn_implementation = attention  # noqa: SLF001  # as transformers sets it

@@ -304,12 +304,12 @@ class QwenVisionTower(nn.Module):
         self.blocks = nn.ModuleList(QwenBlock(config) for _ in range(config.depth))
         self.merger = QwenMerger(config)
 
-    def forward(self, patches: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
-        """Return [tokens, out hidden] for the patches of several images and their grids [images, 3]."""
+    def forward(self, patches: torch.Tensor, grid_thw: torch.Tensor) -> SimpleNamespace:
+        """Run the patches of several images with grids [images, 3]; `pooler_output` is [tokens, out hidden]."""
         config = self.config
         merge = config.spatial_merge_size
         sizes: list[tuple[int, int, int]] = [
-            (frames, rows, columns) for frames, rows, columns in grids.tolist()
+            (frames, rows, columns) for frames, rows, columns in grid_thw.tolist()
         ]
         by_windows, counts = window_order(
             sizes, merge, config.window_size // merge // config.patch_size
@@ -333,4 +333,4 @@ class QwenVisionTower(nn.Module):
             ends = whole if index in config.fullatt_block_indexes else windows
             hidden = block(hidden, cu_seqlens=ends, position_embeddings=angles)
         merged: torch.Tensor = self.merger(hidden)
-        return merged[order.argsort()]
+        return SimpleNamespace(pooler_output=merged[order.argsort()])

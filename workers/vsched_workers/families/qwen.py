@@ -6,8 +6,8 @@ checkpoint's `config.json` have the names of transformers' configuration objects
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -234,14 +234,8 @@ class QwenSettings:
         return self.text_config
 
 
-def read_settings(
-    path: str,
-    text: Callable[[Mapping[str, Any], str], Any],
-    vision: Callable[[Mapping[str, Any], str], Any],
-) -> QwenSettings | None:
-    """Return a checkpoint's settings; None if they are incomplete, or the modules here do not support them.
-
-    `text` and `vision` read an entry of a part, as the family does.
+def read_settings(family: Qwen25Vl, path: str) -> QwenSettings | None:
+    """Return a checkpoint's settings; None if they are incomplete, or vsched's own modules do not support them.
 
     Raises:
         CheckpointError: When a required entry is missing.
@@ -260,8 +254,9 @@ def read_settings(
     if part.get("rms_norm_eps") is None:
         return None
     seen_rope = sees.get("rope_parameters") or {}
-    text_sizes: dict[str, Any] = {name: int(text(config, name)) for name in _TEXT_SIZES}
-    vision_sizes: dict[str, Any] = {name: int(vision(config, name)) for name in _VISION_SIZES}
+    text_sizes: dict[str, Any] = {
+        name: int(family.text(config, name)) for name in _sizes(QwenTextSettings)
+    }
     return QwenSettings(
         text_config=QwenTextSettings(
             **text_sizes,
@@ -269,7 +264,7 @@ def read_settings(
             rope_parameters=rope,
         ),
         vision_config=QwenVisionSettings(
-            **vision_sizes,
+            **{name: int(family.vision(config, name)) for name in _sizes(QwenVisionSettings)},
             fullatt_block_indexes=tuple(sees["fullatt_block_indexes"]),
             rope_theta=float(seen_rope.get("rope_theta", 10_000.0)),
             tokens_per_second=float(sees.get("tokens_per_second", 4)),
@@ -278,27 +273,11 @@ def read_settings(
     )
 
 
-_TEXT_SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "max_position_embeddings",
-)
-_VISION_SIZES = (
-    "depth",
-    "hidden_size",
-    "intermediate_size",
-    "num_heads",
-    "in_channels",
-    "patch_size",
-    "temporal_patch_size",
-    "spatial_merge_size",
-    "window_size",
-    "out_hidden_size",
-)
+def _sizes(part: type[QwenTextSettings | QwenVisionSettings]) -> list[str]:
+    """Return the names of the integers among the fields."""
+    return [field.name for field in fields(part) if field.type == "int"]
+
+
 _VISION_STATED = {"depth", "window_size", "out_hidden_size", "fullatt_block_indexes"}
 
 

@@ -14,15 +14,14 @@ through it; `Preprocessor.plan_image` refuses the thin images that still exceed 
 
 Sides are rounded by up to half a factor, up or down, and thin images profit the most: within 3,686,400 pixels and with
 a factor of 28, a square has 4,761 tokens and a strip of 154 x 23937 pixels has 5,130. No formula for one shape finds
-the largest images. So every possible short side is tried, with the long sides just before a rounding step. The results
-are grids of actual images, never a number of patches that no legal image has.
+the largest images. So `largest_units` has a bound for every number of tokens along the short side.
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -324,105 +323,44 @@ def image_processing(settings: bytes) -> QwenImages:
     return msgspec.json.decode(settings, type=QwenImages)
 
 
-SHORT_SIDES_MAX = 1 << 15
-"""Maximum number of short sides to try: an image of 2**30 pixels has no more."""
-
-Sides = npt.NDArray[np.int64]
-
-
 def largest_units(
     limits: ResizeLimits, *, factor: int, tokens_max: int, pixels_max: int
 ) -> dict[int, int]:
     """Return the most tokens along the long side for each number of tokens along the short side.
 
-    `limits` bound the resized image, `tokens_max` its tokens (0: no bound), `pixels_max` the original image.
+    A close upper bound, for each of the three ways to round: no image has more, and for one of the largest the bound is
+    its own grid. `limits` bound the resized image, `tokens_max` its tokens (0: no bound), `pixels_max` the original
+    image.
     """
-    short = np.arange(1, min(math.isqrt(pixels_max), SHORT_SIDES_MAX) + 1)
-    longest = np.minimum(ASPECT_RATIO_MAX * short, pixels_max // short)
-    most = np.zeros(1, np.int64)
-    for some, long in _peaks(short, longest, limits, factor, tokens_max, pixels_max):
-        # Also the neighbors: halves are rounded to even, and the processor computes thresholds in another order.
-        for near in (long - 1, long, long + 1):
-            legal = (short[some] <= near) & (near <= longest[some])
-            sides = np.stack(resized_all(short[some][legal], near[legal], factor, limits))
-            few, many = np.sort(sides // factor, axis=0)
-            if tokens_max:
-                accepted = few * many <= tokens_max
-                few, many = few[accepted], many[accepted]
-            if len(few):
-                most = np.pad(most, (0, max(int(few.max()) + 1 - len(most), 0)))
-                np.maximum.at(most, few, many)
-    return {int(few): int(most[few]) for few in np.flatnonzero(most)}
+    # All areas and sides below are in tokens.
+    accepted, least, most = (
+        math.inf if pixels is None else pixels / factor**2
+        for pixels in (pixels_max, limits.minimum, limits.maximum)
+    )
+    ratio = min(ASPECT_RATIO_MAX, pixels_max)
+    shorts = range(1, math.isqrt(pixels_max) // factor + 2)
+    rounded = {}
+    for few in shorts:
+        # Of the short sides that are rounded to it, the one that allows the longest long side.
+        short = min(max(math.sqrt(accepted / ratio), few - 0.5), few + 0.5)
+        rounded[few] = _floor(min(ratio * short, accepted / short) + 0.5)
+    found = {few: _floor(min(many, most / few)) for few, many in rounded.items()}
+    shrinking = [few for few, many in rounded.items() if few * many > most]
+    if shrinking:
+        # They shrink to the maximum area, and both sides are floored, but to no less than one token.
+        longest = math.sqrt(most * min(ratio, accepted / (shrinking[0] - 0.5) ** 2))
+        for few in range(1, math.isqrt(_floor(most)) + 1):
+            found[few] = max(found.get(few, 0), _floor(min(most / few, longest)))
+        found[1] = max(found[1], _floor(longest))
+    # Tiny images grow to the minimum area, and both sides are raised to the ceiling.
+    for few in range(1, math.ceil(math.sqrt(least)) + 1):
+        many = least / (few - 1) if few > 1 else math.inf
+        many = math.ceil(min(many, math.sqrt(least * ratio)))
+        found[few] = max(found.get(few, 0), many)
+    if tokens_max:
+        found = {few: min(many, tokens_max // few) for few, many in found.items()}
+    return {few: many for few, many in sorted(found.items()) if many >= few}
 
 
-def resized_all(
-    height: Sides, width: Sides, factor: int, limits: ResizeLimits
-) -> tuple[Sides, Sides]:
-    """Return the sides after resizing, for many images: as `qwen_image.resized`, to the last rounding."""
-    rows, columns = _rounded(height, factor) * factor, _rounded(width, factor) * factor
-    area, resized_area = (height * width).astype(np.float64), rows * columns
-    if limits.maximum is not None:
-        shrinks = resized_area > limits.maximum
-        shrink = np.sqrt(area / limits.maximum)
-        for sides, native in ((rows, height), (columns, width)):
-            smaller = np.floor(native / shrink / factor).astype(np.int64) * factor
-            np.copyto(sides, np.maximum(factor, smaller), where=shrinks)
-    grows = (
-        resized_area < limits.minimum
-    )  # never one that shrinks: the minimum is below the maximum
-    if limits.maximum is not None:
-        grows &= ~shrinks
-    grow = np.sqrt(limits.minimum / area)
-    for sides, native in ((rows, height), (columns, width)):
-        larger = np.ceil(native * grow / factor).astype(np.int64) * factor
-        np.copyto(sides, larger, where=grows)
-    return rows, columns
-
-
-def _rounded(sides: Sides, factor: int) -> Sides:
-    return np.rint(sides / factor).astype(np.int64)
-
-
-def _peaks(
-    short: Sides,
-    longest: Sides,
-    limits: ResizeLimits,
-    factor: int,
-    tokens_max: int,
-    pixels_max: int,
-) -> Iterator[tuple[npt.NDArray[np.bool_], Sides]]:
-    """Yield long sides at which the number of tokens may have a peak, with a mask of their short sides."""
-    area = factor * factor
-    few, many = _rounded(short, factor), _rounded(longest, factor)
-    least = np.maximum(few, 1)
-    every = np.ones(len(short), dtype=bool)
-    yield every, longest
-    bounds = [tokens_max] if tokens_max else []
-    if limits.maximum is not None:
-        bounds.append(limits.maximum // area)
-    for bound in bounds:
-        # The last long side before the image has to shrink, or is refused.
-        yield every, _floor((bound // least + 0.5) * factor)
-    if limits.maximum is not None:
-        # It shrinks: sides follow from their ratio. Yield the last ratio at which the short side keeps its tokens; if
-        # images of the maximum area are accepted, such an image is as large.
-        shrinks = few * many * area > limits.maximum
-        scale = limits.maximum / area
-        kept_max = int(few.max(initial=0)) if pixels_max < limits.maximum else 0
-        for kept in range(1, kept_max + 1):
-            some = shrinks & (few >= kept)
-            yield some, _floor(scale * short[some] / kept**2)
-        # A strip that is one token wide is not bounded by the maximum, only by the token limit.
-        yield shrinks, np.ceil((tokens_max + 1) ** 2 * short[shrinks] / scale).astype(np.int64)
-    # It grows: yield the last long side at which it does, the last ratio before the short side loses a token, and the
-    # last one before it is refused.
-    grows = few * few * area < limits.minimum
-    scale = limits.minimum / area
-    yield grows, _floor((scale / least[grows] + 0.5) * factor)
-    for kept in range(1, math.ceil(math.sqrt(scale)) + 1):
-        yield grows, _floor(scale * short[grows] / kept**2)
-        yield grows, _floor((tokens_max // kept) ** 2 * short[grows] / scale)
-
-
-def _floor(values: npt.NDArray[np.float64]) -> Sides:
-    return np.floor(values).astype(np.int64)
+def _floor(value: float) -> int:
+    return math.floor(value + 1e-9)

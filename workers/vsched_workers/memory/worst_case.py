@@ -22,7 +22,6 @@ from vsched_workers.checkpoint.facts import (
     image_factor,
     image_limits,
     processor_settings,
-    video_limits,
     video_settings,
 )
 from vsched_workers.checkpoint.files import checkpoint_directory, read_json
@@ -54,7 +53,7 @@ def worst_batches(
         # A frame group is an image with more bytes, and other limits.
         frames = int(family.vision(config, "temporal_patch_size"))
         settings = video_settings(directory, family.video_processor)
-        videos = video_limits(family, config, settings, info.item_tokens_max)
+        videos = image_limits(family, config, settings, info.item_tokens_max, frames=True)
         least = min(least, -(-videos.minimum // (factor * factor)))
         groups = largest_units(
             videos, factor=factor, tokens_max=info.item_tokens_max, pixels_max=pixels_max

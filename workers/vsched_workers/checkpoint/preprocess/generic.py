@@ -33,10 +33,8 @@ from vsched.worker.contract import (
     PixelBounds,
     VideoFacts,
     VideoPlan,
-    VideoSampling,
     no_pixel_bounds,
 )
-from vsched.worker.expansion import expand_images
 from vsched_workers.checkpoint.facts import video_processor_of, video_settings
 from vsched_workers.checkpoint.files import checkpoint_directory
 from vsched_workers.checkpoint.images import (
@@ -45,17 +43,16 @@ from vsched_workers.checkpoint.images import (
     forgo_torch,
     load_image_processor,
 )
-from vsched_workers.checkpoint.preprocess.text import (
-    PLACEHOLDERS_TOUCH,
-    TextPreprocessor,
+from vsched_workers.checkpoint.preprocess.base import (
+    ImagePreprocessor,
+    bare_images,
     check_sides,
-    digest_of,
-    is_video,
     too_many_tokens,
-    touching,
 )
+from vsched_workers.checkpoint.preprocess.text import digest_of, is_video
 from vsched_workers.checkpoint.preprocess.video_rules import (
     TIMESTAMPS,
+    VideoLayout,
     VideoRules,
     embedded_frames_refused,
     video_rules,
@@ -263,7 +260,7 @@ PROCESS_RATIO, RESIZE_BYTES = 5, 12
 """Maximum memory of transformers' processors: bytes per byte of output, and per pixel of input."""
 
 
-class AnyPreprocessor(TextPreprocessor):
+class AnyPreprocessor(ImagePreprocessor):
     """Tokenizer, chat template and image processor of any architecture that takes images."""
 
     companion = EMBEDDED_SIZE
@@ -293,6 +290,7 @@ class AnyPreprocessor(TextPreprocessor):
         """Use this image processing."""
         self._images = images
         self.processor = images.processor
+        self._videos = images.videos
         videos = images.videos.settings if images.videos is not None else None
         settings = json.dumps([self.processor.settings, videos], sort_keys=True, default=str)
         self.video_times = TIMESTAMPS if videos is not None else ""
@@ -380,12 +378,7 @@ class AnyPreprocessor(TextPreprocessor):
             return {**message, "content": content if self._takes_text else parts}
         if not isinstance(content, list):
             return dict(message)
-        parts = [
-            {"type": "image"}
-            if isinstance(part, Mapping) and part.get("type") in {"image", "image_url"}
-            else part
-            for part in content
-        ]
+        parts = bare_images(content)
         if self._takes_parts:
             return {**message, "content": parts}
         marks = {"image": IMAGE_MARK, "video": VIDEO_MARK}
@@ -427,29 +420,7 @@ class AnyPreprocessor(TextPreprocessor):
             work_bytes=PROCESS_RATIO * made + RESIZE_BYTES * width * height,
         )
 
-    def image_recipe(self) -> ImageRecipe:
-        """Return the recipe for building the image processor in another process, without torch."""
-        return self._images.recipe()
-
-    def process_image(self, image: Image.Image) -> Arrays:
-        """Return the arrays of an RGB image, without its metadata.
-
-        Raises:
-            RequestRefused: As `plan_image`.
-        """
-        return self._images.process_image(image)
-
-    def plan_video(
-        self, facts: VideoFacts, sampling: VideoSampling, *, frames_max: int, sample: bool = True
-    ) -> VideoPlan:
-        """Return the plan of a video, with the text that the processor writes around and between its frame groups."""
-        videos = self._images.videos
-        if videos is None:
-            return super().plan_video(facts, sampling, frames_max=frames_max, sample=sample)
-        check_sides(facts.width, facts.height)
-        layout = videos.layout(
-            facts, sampling, frames_max=frames_max, sample=sample, tokens=self.info.item_tokens_max
-        )
+    def _plan_layout(self, videos: VideoRules, facts: VideoFacts, layout: VideoLayout) -> VideoPlan:
         size = layout.size
         groups, row_token = self._groups(videos, size, layout.seconds, layout.duration)
         made = sum(spec.nbytes for spec in groups[0].arrays)
@@ -480,7 +451,7 @@ class AnyPreprocessor(TextPreprocessor):
         Raises:
             RequestRefused: When there is no such video.
         """
-        videos = self._images.videos
+        videos = self._videos
         if videos is None:
             return super().plan_embedded_video(companion, seconds, frames_max=frames_max)
         count = len(seconds)
@@ -522,40 +493,21 @@ class AnyPreprocessor(TextPreprocessor):
         groups[-1] = dataclasses.replace(groups[-1], tokens=tokens + more)
         return tuple(groups), row_token
 
-    def process_frames(self, frames: Sequence[Image.Image], size: FrameSize) -> Arrays:
-        """Return the pixels of a frame group, and the table of their values."""
-        return self._images.process_frames(frames, size)
-
     def expand(
         self, token_ids: Sequence[int], plans: Sequence[ItemPlan]
     ) -> tuple[list[int], list[Spans]]:
-        """Replace the i-th image marker according to `plans[i]`; return the ids, and each image's placeholders.
-
-        Raises:
-            RequestRefused: When the numbers of markers and images differ, or two images touch whose positions follow
-                from their boundaries.
-        """
-        video = self.info.video_token_id
-        has_video = any(isinstance(plan, VideoPlan) for plan in plans)
-        if has_video:
+        """See `ImagePreprocessor.expand`."""
+        if any(isinstance(plan, VideoPlan) for plan in plans):
             token_ids, plans = self._with_video_edges(token_ids, plans)
-        expanded = expand_images(
-            token_ids,
-            plans,
-            placeholder=self.info.placeholder,
-            marker=self._marker,
-            video=video if has_video else None,
-        )
-        grids = any(
+        return super().expand(token_ids, plans)
+
+    def _keeps_apart(self, plans: Sequence[ItemPlan]) -> bool:
+        return any(
             name.endswith("_thw")
             for plan in plans
             if isinstance(plan, ImagePlan)
             for name in unpack_metadata(plan.metadata)
         )
-        touch = grids and touching(token_ids, self._marker)
-        if touch or (has_video and video is not None and touching(token_ids, video)):
-            raise RequestRefused(PLACEHOLDERS_TOUCH, code="image_placeholders_touch")
-        return expanded
 
     def _with_video_edges(
         self, token_ids: Sequence[int], plans: Sequence[ItemPlan]

@@ -19,32 +19,28 @@ import numpy.typing as npt
 from PIL import Image
 
 from vsched.errors import CheckpointError, RequestRefused, limit_message
-from vsched.types import ModelInfo, Spans
+from vsched.types import ModelInfo
 from vsched.worker.contract import (
     Arrays,
     Companion,
     FrameSize,
     ImagePlan,
-    ImageRecipe,
-    ItemPlan,
     PixelBounds,
     VideoFacts,
     VideoPlan,
-    VideoSampling,
 )
-from vsched.worker.expansion import expand_images
 from vsched_workers.checkpoint.facts import image_limits, processor_settings, video_settings
 from vsched_workers.checkpoint.files import read_json
-from vsched_workers.checkpoint.preprocess.text import (
-    PLACEHOLDERS_TOUCH,
-    TextPreprocessor,
+from vsched_workers.checkpoint.preprocess.base import (
+    ImagePreprocessor,
+    bare_images,
     check_sides,
-    digest_of,
     too_many_tokens,
-    touching,
 )
+from vsched_workers.checkpoint.preprocess.text import digest_of
 from vsched_workers.checkpoint.preprocess.video_rules import (
     TIMESTAMPS,
+    VideoLayout,
     VideoRules,
     embedded_frames_refused,
     video_rules,
@@ -83,7 +79,7 @@ _TIMES = {
 }
 
 
-class QwenPreprocessor(TextPreprocessor):
+class QwenPreprocessor(ImagePreprocessor):
     """Tokenizer, chat template and image processor of one checkpoint."""
 
     companion = Companion("grid_thw", ("time", "height", "width in patches"))
@@ -102,6 +98,7 @@ class QwenPreprocessor(TextPreprocessor):
         """Take the parts; `around_groups` are the tokens around a frame group if timestamps stand between groups."""
         super().__init__(info, tokenizer)
         backend = tokenizer.backend_tokenizer
+        self._marker = info.placeholder
         marks = (info.placeholder, info.video_token_id)
         self._placeholders = [backend.id_to_token(each) for each in marks if each is not None]
         self._videos = videos
@@ -142,22 +139,9 @@ class QwenPreprocessor(TextPreprocessor):
         made.settings_digest = _digest(self.info, self._settings, limits)
         return made
 
-    def image_recipe(self) -> ImageRecipe:
-        """Return the recipe for building the image processor in another process, without tokenizer and torch."""
-        return self._images.recipe()
-
-    def plan_video(
-        self, facts: VideoFacts, sampling: VideoSampling, *, frames_max: int, sample: bool = True
-    ) -> VideoPlan:
-        """Return the plan of a video, with its timestamps, or with times in the metadata of its groups."""
-        if self._videos is None:
-            return super().plan_video(facts, sampling, frames_max=frames_max, sample=sample)
-        check_sides(facts.width, facts.height)
-        layout = self._videos.layout(
-            facts, sampling, frames_max=frames_max, sample=sample, tokens=self.info.item_tokens_max
-        )
+    def _plan_layout(self, videos: VideoRules, facts: VideoFacts, layout: VideoLayout) -> VideoPlan:
         width, height = layout.size.width, layout.size.height
-        group = self._group(height // self._patch, width // self._patch, self._videos.temporal)
+        group = self._group(height // self._patch, width // self._patch, videos.temporal)
         if group.tokens > self.info.item_tokens_max:
             raise too_many_tokens(
                 facts.width, facts.height, group.tokens, self.info.item_tokens_max
@@ -235,26 +219,12 @@ class QwenPreprocessor(TextPreprocessor):
                 groups.append(replace(group, metadata=metadata))
         return tuple(groups)
 
-    def process_frames(self, frames: Sequence[Image.Image], size: FrameSize) -> Arrays:
-        """Return the pixels of a frame group, and the table of their values."""
-        return self._images.process_frames(frames, size)
-
-    def token_changes(self, before: Arrays, group: Arrays) -> npt.NDArray[np.float32]:
-        """Return the mean difference of each token's bytes from those of the frame group before, 0 to 1."""
-        return self._images.token_changes(before, group)
-
     def _for_template(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Replace each image by a bare marker, so that no image data passes through the template engine."""
+        """Replace each image by a bare marker."""
         content = message.get("content")
         if not isinstance(content, list):
             return dict(message)
-        parts = [
-            {"type": "image"}
-            if isinstance(part, Mapping) and part.get("type") in {"image", "image_url"}
-            else part
-            for part in content
-        ]
-        return {**message, "content": parts}
+        return {**message, "content": bare_images(content)}
 
     def _videos_in(self, rendered: str) -> int:
         """Return the number of videos in a rendered template."""
@@ -332,26 +302,7 @@ class QwenPreprocessor(TextPreprocessor):
             RequestRefused: As `plan_image`.
         """
         self.plan_image(image.width, image.height)
-        return self._images.process_image(image)
-
-    def expand(
-        self, token_ids: Sequence[int], plans: Sequence[ItemPlan]
-    ) -> tuple[list[int], list[Spans]]:
-        """Replace the i-th placeholder according to `plans[i]`; return the ids, and each item's placeholders.
-
-        Raises:
-            RequestRefused: When the numbers of placeholders and images differ, or two of them touch.
-        """
-        placeholder, video = self.info.placeholder, self.info.video_token_id
-        has_video = any(isinstance(plan, VideoPlan) for plan in plans)
-        expanded = expand_images(
-            token_ids, plans, placeholder=placeholder, video=video if has_video else None
-        )
-        if touching(token_ids, placeholder) or (
-            video is not None and has_video and touching(token_ids, video)
-        ):
-            raise RequestRefused(PLACEHOLDERS_TOUCH, code="image_placeholders_touch")
-        return expanded
+        return super().process_image(image)
 
 
 def load_qwen(info: ModelInfo, directory: Path, tokenizer: Any) -> QwenPreprocessor:

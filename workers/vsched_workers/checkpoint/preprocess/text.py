@@ -7,7 +7,6 @@ only, so calls are not streamed. Text that it cannot parse becomes content: noth
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import logging
 import struct
@@ -16,10 +15,9 @@ from typing import Any, Literal
 
 from jinja2 import TemplateError
 
-from vsched.errors import RequestRefused, limit_message
+from vsched.errors import RequestRefused
 from vsched.types import ModelInfo
 from vsched.worker.contract import AnswerPart, Preprocessor
-from vsched.worker.expansion import places_of
 from vsched_workers.checkpoint.chat_templates import render_template
 from vsched_workers.checkpoint.tokenize import (
     ByteDetokenizer,
@@ -120,11 +118,6 @@ def _call_of(value: Any) -> AnswerPart | None:
         return None
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return AnswerPart("call", text, name)
-
-
-PLACEHOLDERS_TOUCH = (
-    "two image placeholders stand side by side. Remedy: separate them as the chat template does."
-)
 
 
 class TextPreprocessor(Preprocessor):
@@ -272,39 +265,6 @@ class TextPreprocessor(Preprocessor):
         if not isinstance(content, list):
             return dict(message)
         return {**message, "content": "\n".join(part.get("text", "") for part in content)}
-
-
-def check_sides(width: int, height: int) -> None:
-    """Check that an image has pixels."""
-    if width < 1 or height < 1:
-        raise RequestRefused(
-            limit_message(
-                "an image side is empty",
-                value=min(width, height),
-                limit=1,
-                remedy="send an image with pixels",
-            ),
-            code="image_empty",
-        )
-
-
-def too_many_tokens(width: int, height: int, tokens: int, limit: int) -> RequestRefused:
-    """Return the error that an image has too many tokens."""
-    return RequestRefused(
-        limit_message(
-            f"an image of {width} x {height} pixels has too many tokens",
-            value=tokens,
-            limit=limit,
-            remedy="send an image with a lower aspect ratio, or raise the token budget of one image",
-        ),
-        code="image_tokens_exceeded",
-    )
-
-
-def touching(token_ids: Sequence[int], marker: int) -> bool:
-    """Return whether two markers are adjacent."""
-    places = places_of(token_ids, marker)
-    return any(next_one == one + 1 for one, next_one in itertools.pairwise(places))
 
 
 def is_video(part: object) -> bool:
