@@ -23,12 +23,8 @@ def filled_cache(
     contexts: Sequence[int],
     block_size: int,
     device: str = "cpu",
-    unused: int = 0,
 ) -> tuple[KvCache, PagedStep]:
-    """Return a cache with random contents and a step over sequences with scattered blocks.
-
-    Entries of block tables behind the last block are `unused`.
-    """
+    """Return a cache with random contents and a step over sequences with scattered blocks."""
     width = -(-max(contexts) // block_size)
     blocks = width * len(contexts)
     cache = KvCache(
@@ -43,7 +39,7 @@ def filled_cache(
         drawn = torch.randn(*tensor.shape[:2], head_dim, generator=generator)
         tensor.copy_(to_int8(drawn) if dtype == torch.int8 else drawn)
     shuffled = np.random.default_rng(0).permutation(blocks).astype(np.int32)
-    tables = np.full((len(contexts), width), unused, dtype=np.int32)
+    tables = np.zeros((len(contexts), width), dtype=np.int32)
     for row, context in enumerate(contexts):
         count = -(-context // block_size)
         tables[row, :count] = shuffled[row * width : row * width + count]

@@ -18,7 +18,7 @@ from tests.workers.backends.cpu.kernels.operands import (
     use_operand,
     with_operand,
 )
-from tests.workers.backends.paged import filled_cache, written_out
+from tests.workers.backends.paged import written_out
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.choice import choose_backend
 from vsched_workers.backends.cpu import attention
@@ -55,9 +55,33 @@ def choose_prefill(settings: WorkerSettings, dtype: torch.dtype) -> PrefillKerne
 
 
 def filled(dtype: torch.dtype, kv_heads: int, head_dim: int) -> tuple[KvCache, PagedStep]:
-    return filled_cache(
-        dtype, kv_heads, head_dim, contexts=CONTEXTS, block_size=BLOCK_SIZE, unused=-1
+    """Return a cache with random contents and a step over sequences with scattered blocks."""
+    cache = KvCache(
+        [KvShape(kv_heads, head_dim, head_dim)] * 2,
+        blocks=60,
+        block_size=BLOCK_SIZE,
+        dtype=dtype,
+        allocate=torch.zeros,
     )
+    generator = torch.Generator().manual_seed(0)
+    for tensor in (*cache.keys, *cache.values):
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    blocks = np.random.default_rng(0).permutation(60).astype(np.int32)
+    tables = np.full((len(CONTEXTS), 12), -1, dtype=np.int32)
+    for row, context in enumerate(CONTEXTS):
+        count = -(-context // BLOCK_SIZE)
+        tables[row, :count] = blocks[row * 12 : row * 12 + count]
+    step = PagedStep(
+        cache=cache,
+        decode=decode_by_gather,
+        prefill=prefill_by_gather,
+        slots=torch.zeros(0, dtype=torch.int64),
+        decode_rows=len(CONTEXTS),
+        tables=tables,
+        contexts=np.array(CONTEXTS, dtype=np.int32),
+        segments=[],
+    )
+    return cache, step
 
 
 @pytest.mark.parametrize("kernel", ["exact", "auto"])
