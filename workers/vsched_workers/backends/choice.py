@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 
 import torch
@@ -69,23 +70,27 @@ def choose_backend(settings: WorkerSettings, dtype: torch.dtype, kv_dtype: str =
     Raises:
         ConfigError: When there is no such attention kernel, or it cannot run with this device and type.
     """
-    on_cuda = settings.device.startswith("cuda")
     if settings.quantizes:
         check_quantized(
             settings, dtype, what=f"generate.weights, encode.weights: {settings.weights}"
         )
     if settings.activations == "int8":
-        _check_int8_rows(settings, dtype)
+        what = "generate.activations, encode.activations: int8 is"
+        _check_kernels(what, "auto", settings, dtype, (torch.bfloat16, torch.float32))
     if settings.attention not in KERNELS:
         raise ConfigError(
             f"generate.attention: unknown value {settings.attention!r}. Known: {', '.join(KERNELS)}."
         )
     kept = torch.int8 if kv_dtype == "int8" else dtype
-    if kept != dtype:
-        _check_int8_kv(settings)
+    if kept != dtype and settings.device != "cpu":
+        raise ConfigError(
+            f"generate.kv_dtype: 'int8' runs on cpu only, not on {settings.device}. "
+            "Remedy: set it to auto, or generate.device to cpu."
+        )
     if settings.deterministic:
-        return _deterministic_backend(settings, dtype, kept)
-    if on_cuda:
+        _check_kernels("model.deterministic:", "false", settings, dtype, (torch.bfloat16,))
+        _check_processor()
+    if settings.device.startswith("cuda"):
         from vsched_workers.backends.cuda.backend import CudaBackend
 
         return CudaBackend(settings, dtype)
@@ -98,72 +103,29 @@ def choose_backend(settings: WorkerSettings, dtype: torch.dtype, kv_dtype: str =
     return CpuBackend(settings, dtype, kept)
 
 
-def _check_int8_rows(settings: WorkerSettings, dtype: torch.dtype) -> None:
-    """Check that int8 activations are supported.
+def _check_kernels(
+    what: str, off: str, settings: WorkerSettings, dtype: torch.dtype, types: Sequence[torch.dtype]
+) -> None:
+    """Check that the kernels of the CPU backend run, with these types; the error begins with `what`.
 
     Raises:
-        ConfigError: With the supported combination.
+        ConfigError: With the supported combination, and `off`, the value that avoids it.
     """
-    types = {torch.float32, torch.bfloat16}
     if settings.device != "cpu" or settings.attention == "exact" or dtype not in types:
-        name = str(dtype).removeprefix("torch.")
         raise ConfigError(
-            f"generate.activations, encode.activations: int8 is not possible on {settings.device} with {name} and "
-            f"attention {settings.attention!r}, only on cpu with bfloat16 or float32 and `auto`. "
-            "Remedy: use these, or set it to auto."
+            f"{what} not possible on {settings.device} with {_name(dtype)} and attention "
+            f"{settings.attention!r}, only on cpu with {' or '.join(map(_name, types))} and `auto`. "
+            f"Remedy: use these, or set it to {off}."
         )
 
 
-def _check_int8_kv(settings: WorkerSettings) -> None:
-    """Check that an int8 KV cache is supported.
+def _check_processor() -> None:
+    """Check that the processor has batch-invariant kernels.
 
     Raises:
-        ConfigError: With the supported devices and modes.
+        ConfigError: When it does not, or numba is not installed.
     """
-    if settings.device != "cpu":
-        raise ConfigError(
-            f"generate.kv_dtype: 'int8' runs on cpu only, not on {settings.device}. "
-            "Remedy: set it to auto, or generate.device to cpu."
-        )
-
-
-def check_quantized(settings: WorkerSettings, dtype: torch.dtype, *, what: str) -> None:
-    """Check that quantized weights are supported; the error begins with `what`.
-
-    Raises:
-        ConfigError: With the supported combination.
-    """
-    name = str(dtype).removeprefix("torch.")
-    on_cuda = settings.device.startswith("cuda")
-    library = "triton" if on_cuda else "numba"
-    has_types = on_cuda or dtype in {torch.float32, torch.bfloat16}
-    has_library = find_spec(library) is not None
-    exact = settings.attention == "exact" and not on_cuda
-    if not has_types or exact or not has_library:
-        raise ConfigError(
-            f"{what} is not possible on {settings.device} with {name}, "
-            f"attention {settings.attention!r} and {'' if has_library else 'without '}{library}, only on cuda with "
-            "Triton, and on cpu with bfloat16 or float32, `auto` and numba. "
-            "Remedy: use these, or weights that are not quantized."
-        )
-
-
-def _deterministic_backend(
-    settings: WorkerSettings, dtype: torch.dtype, kept: torch.dtype
-) -> Backend:
-    """Return the batch-invariant backend: the results of a row do not depend on the other rows.
-
-    Raises:
-        ConfigError: When the device, the type, the attention or the processor has no such kernels.
-    """
-    name = str(dtype).removeprefix("torch.")
-    if settings.device != "cpu" or dtype != torch.bfloat16 or settings.attention == "exact":
-        raise ConfigError(
-            f"model.deterministic: not possible on {settings.device} with {name} and attention "
-            f"{settings.attention!r}, only on cpu with bfloat16 and `auto`. Remedy: use these, or set it to false."
-        )
     try:
-        from vsched_workers.backends.cpu.backend import CpuBackend
         from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
     except ImportError as error:
         raise ConfigError(
@@ -175,4 +137,27 @@ def _deterministic_backend(
             "model.deterministic: its kernels need a processor with avx512_bf16, which this one lacks. "
             "Remedy: use another host, or set it to false."
         )
-    return CpuBackend(settings, dtype, kept)
+
+
+def check_quantized(settings: WorkerSettings, dtype: torch.dtype, *, what: str) -> None:
+    """Check that quantized weights are supported; the error begins with `what`.
+
+    Raises:
+        ConfigError: With the supported combination.
+    """
+    on_cuda = settings.device.startswith("cuda")
+    library = "triton" if on_cuda else "numba"
+    has_types = on_cuda or dtype in {torch.float32, torch.bfloat16}
+    has_library = find_spec(library) is not None
+    exact = settings.attention == "exact" and not on_cuda
+    if not has_types or exact or not has_library:
+        raise ConfigError(
+            f"{what} is not possible on {settings.device} with {_name(dtype)}, "
+            f"attention {settings.attention!r} and {'' if has_library else 'without '}{library}, only on cuda with "
+            "Triton, and on cpu with bfloat16 or float32, `auto` and numba. "
+            "Remedy: use these, or weights that are not quantized."
+        )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

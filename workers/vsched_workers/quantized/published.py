@@ -19,8 +19,7 @@ are not quantized, even if a checkpoint asks for it: that only reduces rounding.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,13 +53,6 @@ def read_quantized(
     Raises:
         CheckpointError: When a tensor does not match the scheme; the message names it.
     """
-    readers: Mapping[str, Callable[[Scheme, Reads, tuple[int, int]], dict[str, Any]]] = {
-        "compressed-tensors": _compressed,
-        "fp8": _fp8,
-        "gptq": _gptq,
-        "awq": _awq,
-        "gguf": functools.partial(_gguf, read),
-    }
 
     def reads(end: str) -> torch.Tensor:
         found = read(end)
@@ -70,7 +62,11 @@ def read_quantized(
 
     inputs = shape[1]
     order = _order_of(scheme, read, inputs)
-    given = readers[scheme.method](scheme, reads, shape)
+    if scheme.method == "gguf":
+        given = _gguf(reads, read("weight_offset"), shape)
+    else:
+        reader = _fp8 if scheme.kind == "fp8" else _READERS[scheme.method]
+        given = reader(scheme, reads, shape)
     scales, offsets = exact_scales(given["scales"], given.get("offsets"))
     values = given["values"] if order is None else given["values"][:, order]
     groups = scales.shape[1]
@@ -107,11 +103,8 @@ def _order_of(scheme: Scheme, read: Read, inputs: int) -> torch.Tensor | None:
 
 
 def _compressed(scheme: Scheme, read: Reads, shape: tuple[int, int]) -> dict[str, Any]:
-    if scheme.kind == "fp8" or not scheme.packed:
-        values = _of_shape(read("weight"), "weight", shape)
-        scales = read("weight_scale").float()
-        if scheme.kind == "fp8":
-            return _of_fp8(values, _spread_blocks(scales, shape, scheme.block))
+    if not scheme.packed:
+        values, scales = _of_shape(read("weight"), "weight", shape), read("weight_scale").float()
         return {"kind": "int8", "values": values, "scales": scales.reshape(shape[0], -1)}
     count = 32 // scheme.bits
     packed = _of_shape(read("weight_packed"), "weight_packed", (shape[0], -(-shape[1] // count)))
@@ -129,7 +122,15 @@ def _compressed(scheme: Scheme, read: Reads, shape: tuple[int, int]) -> dict[str
 
 def _fp8(scheme: Scheme, read: Reads, shape: tuple[int, int]) -> dict[str, Any]:
     values = _of_shape(read("weight"), "weight", shape)
-    return _of_fp8(values, _spread_blocks(read("weight_scale_inv").float(), shape, scheme.block))
+    scales = read("weight_scale_inv" if scheme.method == "fp8" else "weight_scale").float()
+    if values.dtype not in _FP8_TYPES:
+        raise _wrong("weight", str(values.dtype), "float8_e4m3fn")
+    # Scales of blocks, of rows, or of the whole weight, as [out, groups].
+    if scheme.block is None:
+        scales = scales.reshape(-1, 1).expand(shape[0], 1)
+    else:
+        scales = scales.repeat_interleave(scheme.block[0], 0)[: shape[0]]
+    return {"kind": "fp8", "values": values.view(torch.uint8), "scales": scales.contiguous()}
 
 
 def _gptq(scheme: Scheme, read: Reads, shape: tuple[int, int]) -> dict[str, Any]:
@@ -148,7 +149,10 @@ def _awq(scheme: Scheme, read: Reads, shape: tuple[int, int]) -> dict[str, Any]:
     return _centred(4, values, read("scales").float().T, zeros)
 
 
-def _gguf(maybe: Read, _scheme: Scheme, read: Reads, shape: tuple[int, int]) -> dict[str, Any]:
+_READERS = {"compressed-tensors": _compressed, "gptq": _gptq, "awq": _awq}
+
+
+def _gguf(read: Reads, offsets: torch.Tensor | None, shape: tuple[int, int]) -> dict[str, Any]:
     levels, scales = read("weight_levels"), read("weight_scale")
     kind = "int8" if levels.dtype == torch.int8 else "int4"
     if kind == "int4":
@@ -157,7 +161,7 @@ def _gguf(maybe: Read, _scheme: Scheme, read: Reads, shape: tuple[int, int]) -> 
         "kind": kind,
         "values": _of_shape(levels, "weight_levels", shape),
         "scales": scales,
-        "offsets": maybe("weight_offset"),
+        "offsets": offsets,
         "group": shape[1] // scales.shape[1],
     }
 
@@ -193,21 +197,6 @@ def _centred(
         "scales": scales.contiguous(),
         "offsets": None if offsets is None else offsets.contiguous(),
     }
-
-
-def _of_fp8(values: torch.Tensor, scales: torch.Tensor) -> dict[str, Any]:
-    if values.dtype not in _FP8_TYPES:
-        raise _wrong("weight", str(values.dtype), "float8_e4m3fn")
-    return {"kind": "fp8", "values": values.view(torch.uint8), "scales": scales.contiguous()}
-
-
-def _spread_blocks(
-    scales: torch.Tensor, shape: tuple[int, int], block: tuple[int, int] | None
-) -> torch.Tensor:
-    """Return scales of blocks, of rows, or of a whole weight, as [out, groups]."""
-    if block is None:
-        return scales.reshape(-1, 1).expand(shape[0], 1)
-    return scales.repeat_interleave(block[0], 0)[: shape[0]]
 
 
 def _of_shape(tensor: torch.Tensor, name: str, shape: tuple[int, int]) -> torch.Tensor:

@@ -38,7 +38,6 @@ class Scheme:
     Attributes:
         method: `compressed-tensors`, `fp8`, `gptq`, `awq`, or `gguf`, for which the rest is found in each layer.
         kind: `int8`, `int4` or `fp8`.
-        bits: Bits per value.
         group: Group size; 0 for one scale per row or weight.
         symmetric: Whether there are no zero points.
         packed: Whether values are packed in int32.
@@ -48,12 +47,16 @@ class Scheme:
 
     method: str
     kind: str
-    bits: int
     group: int
     symmetric: bool = True
     packed: bool = True
     plain_zeros: bool = False
     block: tuple[int, int] | None = None
+
+    @property
+    def bits(self) -> int:
+        """Bits per value."""
+        return 4 if self.kind == "int4" else 8
 
     @property
     def known_by(self) -> Sequence[str]:
@@ -85,9 +88,9 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme | None:
         block = given.get("weight_block_size")
         if not isinstance(block, list) or len(block) != 2:
             raise _refused("fp8 without weight_block_size")
-        return Scheme("fp8", "fp8", 8, _group(block[1]), block=(int(block[0]), int(block[1])))
+        return Scheme("fp8", "fp8", _group(block[1]), block=(int(block[0]), int(block[1])))
     if method == "gguf":
-        return Scheme("gguf", "int8", 8, 0)
+        return Scheme("gguf", "int8", 0)
     if method in {"gptq", "awq"}:
         return _gptq_or_awq(method, given)
     raise _refused(f"quant_method {method!r}")
@@ -106,8 +109,7 @@ def _gptq_or_awq(method: str, given: Mapping[str, Any]) -> Scheme:
     group = given.get("group_size", given.get("q_group_size", 128))
     return Scheme(
         method,
-        f"int{bits}",
-        int(bits),
+        f"int{int(bits)}",
         0 if group == -1 else _group(group),
         symmetric=False,
         plain_zeros=version == "gptq_v2",
@@ -133,14 +135,14 @@ def _compressed(given: Mapping[str, Any]) -> Scheme:
         block = said.get("block_structure")
         if strategy == "block" and isinstance(block, list) and len(block) == 2:
             sizes = int(block[0]), int(block[1])
-            return Scheme("compressed-tensors", "fp8", 8, _group(block[1]), block=sizes)
+            return Scheme("compressed-tensors", "fp8", _group(block[1]), block=sizes)
         if strategy in {"channel", "tensor"}:
-            return Scheme("compressed-tensors", "fp8", 8, 0)
+            return Scheme("compressed-tensors", "fp8", 0)
     if kind == "int" and form == "pack-quantized" and bits in {4, 8} and strategy != "tensor":
-        return Scheme("compressed-tensors", f"int{bits}", bits, group, symmetric=symmetric)
+        return Scheme("compressed-tensors", f"int{int(bits)}", group, symmetric=symmetric)
     plain = form == "int-quantized" and strategy in {"channel", "group"}
     if kind == "int" and plain and bits == 8 and symmetric:
-        return Scheme("compressed-tensors", "int8", 8, group, packed=False)
+        return Scheme("compressed-tensors", "int8", group, packed=False)
     raise _refused(
         f"compressed-tensors of format {form!r}, {bits} bits of type {kind!r}, strategy {strategy!r}"
         f"{'' if symmetric else ', not symmetric'}"

@@ -12,7 +12,7 @@ the least squared error. Scales are float16 if that is exact, and values are rou
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -96,7 +96,7 @@ class QuantizedWeight:
             CheckpointError: When it would begin or end within a group, or have inputs of all groups.
         """
         if cut.dimension == 0:
-            return self._replaced(*(cut.read(each) for each in self._tensors()))
+            return self._with_each(cut.read)
         if self.order is not None:
             raise CheckpointError(
                 f"a rank's share of the {self.inputs} inputs of a weight would have some of each group: its "
@@ -116,12 +116,10 @@ class QuantizedWeight:
                 -(-cut.whole // group),
                 tuple((start // group, -(-stop // group)) for start, stop in cut.spans),
             )
-            scales, offsets = (
-                None if each is None else groups.read(each) for each in self._grids()
-            )
+            scales = groups.read(self.scales)
+            offsets = None if self.offsets is None else groups.read(self.offsets)
         else:
             scales, offsets, group = self.scales, self.offsets, max(cut.size, 1)
-        assert scales is not None
         packed = packed_int4(values) if self.kind == "int4" else values.contiguous()
         return dataclasses.replace(
             self, values=packed, scales=scales, offsets=offsets, inputs=cut.size, group=group
@@ -129,18 +127,17 @@ class QuantizedWeight:
 
     def owned(self) -> QuantizedWeight:
         """Return a copy in separate memory: values may lie in a mapped file."""
-        return self._replaced(*(each.clone() for each in self._tensors()))
+        return self._with_each(torch.clone)
 
     def to(self, device: str) -> QuantizedWeight:
         """Return it on a device."""
         order = None if self.order is None else self.order.to(device)
-        moved = self._replaced(*(each.to(device) for each in self._tensors()))
+        moved = self._with_each(lambda each: each.to(device))
         return dataclasses.replace(moved, order=order)
 
     def rows_of(self, indices: torch.Tensor) -> torch.Tensor:
         """Return dequantized rows, as for an embedding; indices int64 [n], returns [n, in]."""
-        chosen = self._replaced(*(each[indices] for each in self._tensors()))
-        return chosen.dequantized().to(self.dtype)
+        return self._with_each(lambda each: each[indices]).dequantized().to(self.dtype)
 
     def chunks(self, count: int) -> list[QuantizedWeight]:
         """Split it into equal parts by outputs, which are views."""
@@ -148,10 +145,12 @@ class QuantizedWeight:
         return [self._replaced(*part) for part in zip(*parts, strict=True)]
 
     def _tensors(self) -> list[torch.Tensor]:
-        return [each for each in (self.values, *self._grids()) if each is not None]
+        given = self.values, self.scales, self.offsets
+        return [each for each in given if each is not None]
 
-    def _grids(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return self.scales, self.offsets
+    def _with_each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> QuantizedWeight:
+        """Return it with changed values, scales and offsets."""
+        return self._replaced(*map(change, self._tensors()))
 
     def _replaced(
         self, values: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | None = None

@@ -24,11 +24,12 @@ from vsched.types import SamplingParams
 from vsched.worker.contract import Batch, Chunk, SequenceState, WorkerSettings
 from vsched_workers.adapters.places import NOBODY, PassRows
 from vsched_workers.backends.cpu import language_layers, products
-from vsched_workers.backends.cpu.compiled_step.kernel import FLOATS, INT8_ACTIVATIONS, PANELS
-from vsched_workers.backends.cpu.compiled_step.step import fits
-from vsched_workers.backends.cpu.kernels.compilation import KernelCall, compiled
+from vsched_workers.backends.cpu.compiled_step.step import _products, fits
+from vsched_workers.backends.cpu.kernels.compilation import compiled, kernel
 from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
 from vsched_workers.backends.cpu.products import QuantizedProduct, make_product
+from vsched_workers.backends.cpu.quantized.integers import multiply_int8
+from vsched_workers.backends.cpu.quantized.kernel import multiply
 from vsched_workers.batching.kv_cache import to_int8
 from vsched_workers.batching.packed_step import PromptPositions
 from vsched_workers.checkpoint import random_init
@@ -56,19 +57,18 @@ MAKES: Mapping[str, Mapping[str, Any]] = {
 They cover positions on three axes, norms of heads and of all heads at once, biases, norms after attention and MLP,
 soft-capping, sliding windows, rope frequencies by layer kind, and factors.
 """
-FORMATS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
-    "int8": (INT8_ACTIVATIONS, {"weights": "int8", "activations": "int8"}),
-    "int8 32": (INT8_ACTIVATIONS, {"weights": "int8", "weights_group": 32, "activations": "int8"}),
-    "int4": (INT8_ACTIVATIONS, {"weights": "int4", "activations": "int8"}),
-    "int4 128": (
-        INT8_ACTIVATIONS,
-        {"weights": "int4", "weights_group": 128, "activations": "int8"},
-    ),
-    "int4 16": (FLOATS, {"weights": "int4", "weights_group": 16, "activations": "int8"}),
-    "int8, float rows": (FLOATS, {"weights": "int8", "activations": "float"}),
-    "int4, float rows": (FLOATS, {"weights": "int4", "activations": "float"}),
+_INT8, _INT4, _FLOAT = {"weights": "int8"}, {"weights": "int4"}, {"activations": "float"}
+_INT8_ROWS = {"activations": "int8"}
+FORMATS: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
+    "int8": (multiply_int8, _INT8 | _INT8_ROWS),
+    "int8 32": (multiply_int8, {**_INT8, "weights_group": 32, **_INT8_ROWS}),
+    "int4": (multiply_int8, _INT4 | _INT8_ROWS),
+    "int4 128": (multiply_int8, {**_INT4, "weights_group": 128, **_INT8_ROWS}),
+    "int4 16": (multiply, {**_INT4, "weights_group": 16, **_INT8_ROWS}),
+    "int8, float rows": (multiply, _INT8 | _FLOAT),
+    "int4, float rows": (multiply, _INT4 | _FLOAT),
 }
-"""Kinds of products by quantization; groups of 16 are not a multiple of the blocks of int8 activations."""
+"""Kernels of products by quantization; groups of 16 are not a multiple of the blocks of int8 activations."""
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +185,7 @@ def step(worker: Any, batch: Batch) -> tuple[list[int], torch.Tensor, list[torch
 def check(worker: Any, monkeypatch: pytest.MonkeyPatch, *, delta: int = 0) -> None:
     """Check that steps with various numbers of rows are one call, with the bits of the separate calls."""
     whole = worker._layers._compiled_step
-    spy = mock.Mock(wraps=whole, rows_max=whole.rows_max, inner=whole.inner)
+    spy = mock.Mock(wraps=whole, rows_max=whole.rows_max)
     few = {min(each, whole.rows_max) for each in (1, 2, 7, 17, ROWS_MAX)}
     batches = [batch_of(rows, delta=delta) for rows in sorted(few)]
     if worker._layers._compiles_chunks:
@@ -204,9 +204,9 @@ def check(worker: Any, monkeypatch: pytest.MonkeyPatch, *, delta: int = 0) -> No
         assert all(torch.equal(*pair) for pair in zip(cache, other[2], strict=True))
 
 
-def kinds_of(worker: Any) -> set[int]:
-    """Return the kinds of products in the layers of a model."""
-    return {*worker._layers._compiled_step._tables.products["kind"].flatten().tolist()}
+def kernels_of(worker: Any) -> set[Any]:
+    """Return the kernels of products in the layers of a model."""
+    return {each.kernel for layer in worker._layers._layers for each in _products(layer)}
 
 
 @pytest.mark.parametrize(
@@ -240,9 +240,9 @@ def test_one_call_has_the_bits_of_many_with_quantized_weights(
     checkpoint: Callable[[str], str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    kind, given = FORMATS[made]
+    used, given = FORMATS[made]
     worker = load(checkpoint("tiny25"), threads=threads, kv_dtype=kv_dtype, **given)
-    assert kinds_of(worker) == {kind}
+    assert kernels_of(worker) == {used}
     check(worker, monkeypatch)
 
 
@@ -255,7 +255,7 @@ def test_one_call_has_the_bits_of_many_if_bfloat16_is_widened(
     monkeypatch.setattr(products, "has_bf16_dot", lambda: False)
     monkeypatch.setattr(products, "has_tiles", lambda: False)
     worker = load(checkpoint("llama"), threads=threads)
-    assert kinds_of(worker) == {FLOATS}
+    assert kernels_of(worker) == {multiply}
     check(worker, monkeypatch)
 
 
@@ -277,7 +277,8 @@ def test_one_call_has_the_bits_of_many_if_formats_mix(
 
     monkeypatch.setattr(Quantizer, "linear", linear)
     worker = load(checkpoint("tiny25"), threads=threads, weights="int4", activations="int8")
-    assert kinds_of(worker) == {INT8_ACTIVATIONS, FLOATS, *[PANELS] * has_bf16_dot()}
+    assert kernels_of(worker) >= {multiply_int8, multiply}
+    assert len(kernels_of(worker)) == 2 + has_bf16_dot()
     check(worker, monkeypatch)
 
 
@@ -312,7 +313,7 @@ def test_other_steps_go_layer_by_layer(
     """Steps with adapters, too many rows, or a subset of layers."""
     worker = load(checkpoint("tiny25"))
     whole = worker._layers._compiled_step
-    spy = mock.Mock(wraps=whole, rows_max=whole.rows_max, inner=whole.inner)
+    spy = mock.Mock(wraps=whole, rows_max=whole.rows_max)
     monkeypatch.setattr(worker._layers, "_compiled_step", spy)
     with worker.first_layers(1):
         worker.step(batch_of(2))
@@ -327,41 +328,26 @@ def test_other_steps_go_layer_by_layer(
     assert spy.called
 
 
-def test_kernel_has_one_signature() -> None:
+def test_kernel_by_address_takes_converted_arguments_and_raises_its_exceptions() -> None:
     """The caller converts its arguments to the types that the kernel was compiled for."""
-    call = KernelCall(numba.float64, None)
-    called: Any = call.call
 
-    @compiled()
-    def kernel(value: float, out: Any) -> None:
+    @kernel(numba.float64, None)
+    def halve(value: float, out: Any) -> None:
+        if value > 5:
+            raise ValueError("too large")
         out[0] = value / 2
+
+    call = halve.call
 
     @compiled()
     def caller(address: int, value: Any, out: Any) -> None:
-        called(address, value, out)
+        call(address, value, out)
 
     out = np.zeros(1, dtype=np.float32)
-    address = call.address_of(kernel, out)
+    address = halve.address_of(out)
     caller(address, 3, out)  # an integer that is converted to a float
     assert out[0] == 1.5
     with pytest.raises(numba.TypingError):
         caller(address, "three", out)
-
-
-def test_exception_of_a_called_kernel_is_raised() -> None:
-    call = KernelCall(numba.int64)
-    called: Any = call.call
-
-    @compiled()
-    def kernel(value: int) -> None:
-        if value > 2:
-            raise ValueError("too large")
-
-    @compiled()
-    def caller(address: int, value: int) -> None:
-        called(address, value)
-
-    address = call.address_of(kernel)
-    caller(address, 2)
     with pytest.raises(ValueError, match="too large"):
-        caller(address, 3)
+        caller(address, 6, out)

@@ -43,6 +43,7 @@ from vsched_workers.quantized.layers import HEAD_FORMAT
 pytest.importorskip("numba")
 
 GREEDY, NORM = ("greedy sampler",), ("norm",)
+FUSED = Decoder()
 LEFT = """
 import sys
 from numba.core import event
@@ -147,20 +148,29 @@ def test_nothing_is_compiled_ahead_where_it_cannot_be_kept(
     assert processes.requested == []
 
 
-def test_needs_follow_settings() -> None:
-    def of(dtype: torch.dtype, **given: Any) -> set[str]:
-        settings = WorkerSettings(**given)
-        config = SimpleNamespace(head_dim=64)
-        return {each[0] for each in language_needs(settings, dtype, dtype, config, None, ())}
+def needs(
+    dtype: torch.dtype = torch.bfloat16,
+    kinds: Sequence[str] = (),
+    *,
+    decoder: Decoder | None = FUSED,
+    head_dim: int = 64,
+    **settings: Any,
+) -> set[Need]:
+    """Return the kernels of a language model."""
+    config = SimpleNamespace(head_dim=head_dim, hidden_act="silu")
+    return {*language_needs(WorkerSettings(**settings), dtype, dtype, config, decoder, kinds)}
 
-    assert of(torch.float32) == {"sampler", "decode attention of modules"}
-    assert "product" in of(torch.float32, weights="int4")
+
+def test_needs_follow_settings() -> None:
+    def names(dtype: torch.dtype, **given: Any) -> set[str]:
+        return {each[0] for each in needs(dtype, decoder=None, **given)}
+
+    assert names(torch.float32) == {"sampler", "decode attention of modules"}
+    assert "product" in names(torch.float32, weights="int4")
     for activations in ("float", "int8"):
-        settings = WorkerSettings(weights="int4", activations=activations)
-        config, dtype = SimpleNamespace(head_dim=64), torch.float32
-        words = {each[1:] for each in language_needs(settings, dtype, dtype, config, None, ())}
-        assert ("float32", "int4", activations) in words
-    assert "low rank" in of(torch.bfloat16, adapters=1)
+        found = needs(torch.float32, decoder=None, weights="int4", activations=activations)
+        assert ("product", "float32", "int4", activations) in found
+    assert "low rank" in names(torch.bfloat16, adapters=1)
     assert [*tower_needs(WorkerSettings(), torch.float32, None)] == []
 
 
@@ -169,14 +179,11 @@ def test_tiles_are_needed_if_weights_are_widened_for_them(
 ) -> None:
     """For each kind of weights, on any processor."""
     monkeypatch.setattr(products, "has_tiles", lambda: True)
-    config = SimpleNamespace(head_dim=64, hidden_act="silu")
 
     def of(dtype: torch.dtype = torch.bfloat16, **given: Any) -> set[Need]:
-        settings = WorkerSettings(weights="int4", threads=2, **given)
-        wanted = [
-            *language_needs(settings, dtype, dtype, config, Decoder(), ["fp8"]),
-            *tower_needs(settings, dtype, None),
-        ]
+        given |= {"weights": "int4", "threads": 2}
+        wanted = needs(dtype, ["fp8"], **given)
+        wanted |= {*tower_needs(WorkerSettings(**given), dtype, None)}
         return {each for each in wanted if each[0] == "product in tiles"}
 
     both = {("product in tiles", kind) for kind in ("int4", "fp8", HEAD_FORMAT)}
@@ -186,37 +193,25 @@ def test_tiles_are_needed_if_weights_are_widened_for_them(
 
 def test_attention_of_many_rows_is_needed_as_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """In tiles if available and allowed; other head dimensions are left to torch."""
-
-    def of(size: int = 64, *, deterministic: bool = False) -> set[str]:
-        config = SimpleNamespace(head_dim=size, hidden_act="silu")
-        settings, dtype = WorkerSettings(deterministic=deterministic), torch.bfloat16
-        found = {each[0] for each in language_needs(settings, dtype, dtype, config, Decoder(), ())}
-        return found & {"attention in tiles", "prefill attention"}
-
+    kernels = {("attention in tiles",), ("prefill attention",)}
     for has_tiles, kernel in ((True, "attention in tiles"), (False, "prefill attention")):
         monkeypatch.setattr(compiling_module, "has_tiles", lambda has=has_tiles: has)
-        assert of() == {kernel}
-        assert of(20) == of(deterministic=True) == set()
+        assert needs() & kernels == {(kernel,)}
+        assert not (needs(head_dim=20) | needs(deterministic=True)) & kernels
 
 
 def test_products_and_the_step_in_one_call_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    config, dtype = SimpleNamespace(head_dim=64, hidden_act="silu"), torch.bfloat16
-
-    def of(kinds: Sequence[str] = (), **given: Any) -> set[Need]:
-        settings = WorkerSettings(**given)
-        return {*language_needs(settings, dtype, dtype, config, Decoder(), kinds)}
-
     whole = ("product", "bfloat16", "int4", "int8")
-    assert whole in of(weights="int4", activations="int8")
-    assert whole in of(["int4"], activations="int8")
-    assert whole not in of(weights="int4", activations="float")
+    assert whole in needs(weights="int4", activations="int8")
+    assert whole in needs(kinds=["int4"], activations="int8")
+    assert whole not in needs(weights="int4", activations="float")
     for has_dot in (True, False):
         monkeypatch.setattr(compiling_module, "has_bf16_dot", lambda has_dot=has_dot: has_dot)
-        assert (("product of panels",) in of()) == has_dot
-        assert (("product", "bfloat16", "bfloat16") in of()) != has_dot
+        assert (("product of panels",) in needs()) == has_dot
+        assert (("product", "bfloat16", "bfloat16") in needs()) != has_dot
     step = ("decode step", "bfloat16")
-    assert step in of() & of(weights="int8") & of(deterministic=True)
-    assert step not in of(ranks=2)
+    assert step in needs() & needs(weights="int8") & needs(deterministic=True)
+    assert step not in needs(ranks=2)
 
 
 @pytest.mark.slow

@@ -16,16 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.parity.architectures import make_checkpoint
 from tests.parity.compare import prompts
 from tests.workers import driver
+from tests.workers.backends.cpu.kernels.operands import needs_bf16_dot
 from tests.workers.driver import Driver, Question, Running, Stage, drawn_image
 from vsched.errors import ConfigError
 from vsched.worker.contract import EncodeJob, WorkerSettings
 from vsched_workers.backends.choice import choose_backend
 from vsched_workers.backends.cpu import attention, products
 from vsched_workers.backends.cpu.kernels import simd
-from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
 from vsched_workers.plugin import TRAINED
-
-needs_bf16_dot = pytest.mark.skipif(not has_bf16_dot(), reason="needs avx512_bf16")
 
 Load = Callable[..., Stage]
 

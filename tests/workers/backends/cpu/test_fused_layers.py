@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from tests.workers.backends.cpu.kernels.operands import use_operand
+from tests.workers.backends.cpu.kernels.operands import bits, draw, use_operand
 from tests.workers.backends.cpu.twins import WITHIN, Twins, run_twins
 from tests.workers.driver import Driver, Stage, drawn_image
 from tests.workers.parallel.ranks import Ranks
@@ -33,10 +33,6 @@ Stages = Callable[..., Stage]
 EPS = 1e-6
 ROWS = [(1, 5), pytest.param(2, 3000, marks=pytest.mark.slow)]
 """Numbers of threads, with enough rows for each."""
-
-
-def draw(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
 def normed(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -116,8 +112,8 @@ def test_rope_equals_the_modules(threads: int, rows: int, has_norms: bool) -> No
         room[:, 2:].data_ptr(),
         rows + 3,
         heads_of(heads, norms[0], norms[1], EPS, 1.0),
-        RopeRows(cos.view(torch.uint16).numpy(), sin.view(torch.uint16).numpy(), slots),
-        *(each.view(torch.uint16).numpy() for each in (keys, values)),
+        RopeRows(bits(cos), bits(sin), slots),
+        *map(bits, (keys, values)),
     )
     split = qkv.view(rows, -1, dim).split([heads, kv_heads, kv_heads], dim=1)
     if has_norms:

@@ -14,6 +14,7 @@ import torch
 pytest.importorskip("numba")
 
 from tests.parity.architectures import make_checkpoint
+from tests.workers.backends.cpu.kernels.operands import bits
 from tests.workers.backends.cpu.twins import Twins
 from tests.workers.backends.paged import dequantized, filled_cache, written_out
 from tests.workers.driver import Driver, Question, Stage
@@ -81,10 +82,6 @@ def test_prefill_over_int8_equals_that_over_the_dequantised_cache(
         return found
 
     assert torch.equal(attended(step), attended(plain))
-
-
-def bits(tensor: torch.Tensor) -> Any:
-    return tensor.view(torch.uint16).numpy()
 
 
 @pytest.mark.parametrize("dim", [16, 64, 80])

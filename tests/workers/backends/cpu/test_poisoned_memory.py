@@ -12,16 +12,13 @@ import pytest
 import torch
 
 from tests.workers import driver
+from tests.workers.backends.cpu.kernels.operands import needs_bf16_dot
 from tests.workers.driver import Driver, Question, Running, Stage, drawn_image
 from vsched.types import SamplingParams
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.cpu import language_layers
-from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not has_bf16_dot(), reason="needs avx512_bf16"),
-]
+pytestmark = [pytest.mark.slow, needs_bf16_dot]
 
 QUESTIONS = [
     Question(

@@ -43,7 +43,7 @@ pytest.importorskip("numba")
 pytestmark = pytest.mark.slow  # kernels are compiled
 
 
-def _wanted(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def product_of(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     product = rows.double() @ weight.double().T
     return product if bias is None else product + bias.double()
 
@@ -66,7 +66,7 @@ def test_panel_product_is_the_product_for_any_number_of_rows(
         found = product(rows)
         assert found.shape == (count, outputs)
         # A sum is rounded once, at the end.
-        wanted = _wanted(rows, weight, bias)
+        wanted = product_of(rows, weight, bias)
         assert torch.allclose(found.double(), wanted, atol=1e-3, rtol=2**-8)
 
 
@@ -88,7 +88,7 @@ def test_panel_product_takes_rows_that_do_not_lie_together() -> None:
     rows = torch.randn(3, 5, 64).bfloat16()[..., ::2]
     found = PanelProduct(weight, None, 1)(rows)
     assert found.shape == (3, 5, 64)
-    assert torch.allclose(found.double(), _wanted(rows, weight, None), atol=1e-3, rtol=2**-8)
+    assert torch.allclose(found.double(), product_of(rows, weight, None), atol=1e-3, rtol=2**-8)
 
 
 @needs_bf16_dot
@@ -105,7 +105,7 @@ def test_other_weights_and_processors_have_widened_products(
     widened = make_product(weight, None, threads=1)
     assert isinstance(widened, QuantizedProduct)
     rows = torch.randn(300, 32).bfloat16()
-    wanted = _wanted(rows, weight, None)
+    wanted = product_of(rows, weight, None)
     assert torch.allclose(widened(rows).double(), wanted, atol=1e-3, rtol=2**-8)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.workers import driver
+from tests.workers.backends.cpu.kernels.operands import needs_bf16_dot
 from tests.workers.backends.cpu.test_poisoned_memory import QUESTIONS, answers
 from tests.workers.driver import Driver, Stage
 from vsched.worker.contract import WorkerSettings
@@ -41,7 +42,7 @@ class ChangingDriver(Driver):
         super().step(active)
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("deterministic", [False, pytest.param(True, marks=needs_bf16_dot)])
 def test_answers_have_the_same_bits_with_any_number_of_threads(
     checkpoints: Callable[[str], Path], deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ import gc
 import random
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -51,6 +52,21 @@ def test_host_memory_holds_for_real() -> None:
     assert memory.allocated() - before < 8 << 20
     with memory.hold(0):
         pass
+
+
+def run(program: str, *arguments: str, **options: Any) -> list[str]:
+    """Run a program in a process of its own, and return the words that it prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+        **options,
+    )
+    assert not done.returncode, done.stderr
+    printed: list[str] = done.stdout.split()
+    return printed
 
 
 UNDER_A_LIMIT = """
@@ -100,15 +116,7 @@ for allocate in (
 @pytest.mark.slow
 def test_host_memory_counts_what_the_limit_counts() -> None:
     """Total, available, reserved and peak are consistent under a real limit; failures raise the common exception."""
-    done = subprocess.run(
-        [sys.executable, "-c", UNDER_A_LIMIT],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-    assert not done.returncode, done.stderr
-    assert done.stdout.split() == ["refused", "typed", "typed", "typed"]
+    assert run(UNDER_A_LIMIT) == ["refused", "typed", "typed", "typed"]
 
 
 PROMISES = """
@@ -152,15 +160,8 @@ print(resident - memory.status_bytes("RssAnon") >= 200 * MIB)
 )
 def test_host_memory_promises_if_that_can_be_relied_on(case: str, touched: bool) -> None:
     """Reserved memory counts at once; its pages are allocated on use, and the heap's are freed when sizes are known."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROMISES, case],
-        env=rank_environment(1),
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=PATIENCE_S,
-        check=True,
-    )
-    cache, headroom, reserved, given_back = (each == "True" for each in done.stdout.split())
+    printed = run(PROMISES, case, env=rank_environment(1))
+    cache, headroom, reserved, given_back = (each == "True" for each in printed)
     assert (cache, headroom, given_back) == (touched, touched, not touched)
     assert reserved
 
@@ -191,15 +192,7 @@ print(held_after_pieces() >> 20)
 @pytest.mark.slow
 def test_host_memory_maps_pieces_that_are_not_to_leave_holes() -> None:
     """Mappings are freed in spite of small objects that stay; afterwards the heap keeps memory between them again."""
-    done = subprocess.run(
-        [sys.executable, "-c", LITTER_AND_PIECES],
-        env=rank_environment(1),
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=PATIENCE_S,
-        check=True,
-    )
-    mapped, usual = map(int, done.stdout.split())
+    mapped, usual = map(int, run(LITTER_AND_PIECES, env=rank_environment(1)))
     assert mapped <= 1
     assert usual >= 12
 

@@ -41,10 +41,10 @@ def shares_of(rows: int, kv_heads: int, threads: int) -> int:
     return kv_heads if threads > 1 and rows < TASKS_MIN * threads else 1
 
 
-def sample_cache(kv_dtype: torch.dtype, *, slots: int) -> npt.NDArray[Any]:
+def sample_cache(kv_dtype: torch.dtype) -> npt.NDArray[Any]:
     """Return zero keys of a cache with a head dimension of two, for compilation."""
     cache = KvCache(
-        [KvShape(1, 2, 2)], blocks=slots, block_size=1, dtype=kv_dtype, allocate=torch.zeros
+        [KvShape(1, 2, 2)], blocks=1, block_size=1, dtype=kv_dtype, allocate=torch.zeros
     )
     return cache.arrays[0][0]
 
@@ -60,20 +60,8 @@ class NumbaDecode:
 
     def warm_up(self) -> None:
         """Compile ahead of the first request."""
-        cached = sample_cache(self._kv_dtype, slots=2)
-        query = np.zeros((1, 1, 2), dtype=np.float32)
-        decode_queries(
-            self._pool,
-            query,
-            cached,
-            cached,
-            np.zeros((1, 1), dtype=np.int32),
-            np.ones(1, dtype=np.int32),
-            2,
-            np.float32(1.0),
-            1,
-            np.empty_like(query),
-        )
+        cached = sample_cache(self._kv_dtype)
+        decode_queries.address_of(cached, cached)
 
     def __call__(
         self, query: torch.Tensor, layer: int, step: PagedStep, scaling: float
@@ -122,10 +110,8 @@ def fits(head_dim: int) -> bool:
 
 def warm_up(*, tiles: bool = True) -> None:
     """Compile the attention kernel of this processor ahead of requests; without `tiles`, the one without AMX."""
-    if tiles and has_tiles():
-        attention.warm_up()
-    else:
-        kernel.warm_up(operand())
+    attend, tag = attention_kernel(tiles=tiles)
+    attend.address_of(kernel.any_arguments(tag))
 
 
 def prefill(

@@ -20,7 +20,8 @@ from vsched_workers.backends.base import RunnableLanguage
 from vsched_workers.backends.cpu import attention
 from vsched_workers.backends.cpu.attention import NumbaDecode
 from vsched_workers.backends.cpu.compiling import compile_ahead, language_needs, tower_needs
-from vsched_workers.backends.cpu.kernels import compilation, low_rank, sampling
+from vsched_workers.backends.cpu.kernels import compilation, sampling
+from vsched_workers.backends.cpu.kernels.low_rank import add_low_rank
 from vsched_workers.backends.cpu.kernels.sampling import (
     ROW,
     Buffers,
@@ -238,7 +239,7 @@ class CpuBackend(Backend):
     def prepare_adapters(self) -> MakeSums:
         if self.dtype != torch.bfloat16:
             return TorchSums
-        low_rank.warm_up()
+        add_low_rank.address_of()
         kernel = functools.partial(KernelSums, self._threads)
 
         def make(dtype: torch.dtype, device: torch.device) -> TorchSums:

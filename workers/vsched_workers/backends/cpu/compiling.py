@@ -39,15 +39,14 @@ from vsched_workers.backends.cpu.attention import (
 )
 from vsched_workers.backends.cpu.compiled_step import step as compiled_step
 from vsched_workers.backends.cpu.kernel_store import kernel_folder, processor
-from vsched_workers.backends.cpu.kernels import (
-    activation,
-    decode_attention,
-    low_rank,
-    norm,
-    prefill_attention,
-    rope,
-    sampling,
-)
+from vsched_workers.backends.cpu.kernels import prefill_attention, sampling
+from vsched_workers.backends.cpu.kernels.activation import swiglu
+from vsched_workers.backends.cpu.kernels.bf16 import BF16
+from vsched_workers.backends.cpu.kernels.decode_attention import decode
+from vsched_workers.backends.cpu.kernels.low_rank import add_low_rank
+from vsched_workers.backends.cpu.kernels.norm import add_norm, add_normed, norm_parts
+from vsched_workers.backends.cpu.kernels.prefill_attention import any_arguments
+from vsched_workers.backends.cpu.kernels.rope import rope_patches, rope_prefill
 from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
 from vsched_workers.backends.cpu.language_layers import GATED
 from vsched_workers.backends.cpu.products import (
@@ -56,7 +55,7 @@ from vsched_workers.backends.cpu.products import (
     quantizes_activations,
     widens_in_tiles,
 )
-from vsched_workers.backends.cpu.tiles import attention
+from vsched_workers.backends.cpu.tiles.attention import attend_in_tiles
 from vsched_workers.backends.cpu.tiles.kernel import has_tiles
 from vsched_workers.backends.cpu.vision_layers import can_fuse
 from vsched_workers.families.decoders import Decoder, head_dim
@@ -115,7 +114,7 @@ def tower_needs(settings: WorkerSettings, dtype: torch.dtype, tower: Any) -> Ite
     if tower is not None and can_fuse(tower):
         yield _many_rows_need(deterministic=settings.deterministic)
         yield ("norm",)
-        yield ("activation", _name(activation.swiglu))
+        yield ("activation", _name(swiglu))
         yield ("rope of patches",)
     if settings.adapters:
         yield ("low rank",)
@@ -154,7 +153,7 @@ def _name(kernel: Any) -> str:
 
 
 def _cached(kept: str) -> npt.NDArray[Any]:
-    return sample_cache(getattr(torch, kept), slots=1)
+    return sample_cache(getattr(torch, kept))
 
 
 def _load_product(rows: str, kind: str, activations: str = "float") -> None:
@@ -192,24 +191,24 @@ def _load_panels() -> None:
     made(torch.zeros(1, _INPUTS).bfloat16())
 
 
-KERNELS: Mapping[str, Callable[..., None]] = {
-    "decode attention": lambda kept: decode_attention.warm_up(_cached(kept)),
+KERNELS: Mapping[str, Callable[..., object]] = {
+    "decode attention": lambda kept: decode.address_of(_cached(kept), _cached(kept)),
     "sampler": sampling.warm_up,
     "decode attention of modules": lambda kept: NumbaDecode(
         torch.float32, getattr(torch, kept), 1
     ).warm_up(),
-    "prefill attention": lambda: prefill_attention.warm_up(operand()),
-    "attention in tiles": attention.warm_up,
+    "prefill attention": lambda: prefill_attention.attend.address_of(any_arguments(operand())),
+    "attention in tiles": lambda: attend_in_tiles.address_of(any_arguments(BF16)),
     "product": _load_product,
     "product of panels": _load_panels,
-    "rope": lambda kept: rope.warm_up(_cached(kept)),
-    "norms of all kinds": norm.warm_up_normed,
+    "rope": lambda kept: rope_prefill.address_of(_cached(kept), _cached(kept)),
+    "norms of all kinds": lambda: (add_normed.address_of(), norm_parts.address_of()),
     "decode step": lambda kept: compiled_step.compile_for(_cached(kept)),
-    "low rank": low_rank.warm_up,
+    "low rank": add_low_rank.address_of,
     "product in tiles": _load_tiles,
-    "rope of patches": rope.warm_up_patches,
-    "norm": norm.warm_up,
-    "activation": lambda name: activation.warm_up(_ACTIVATIONS[name]),
+    "rope of patches": rope_patches.address_of,
+    "norm": add_norm.address_of,
+    "activation": lambda name: _ACTIVATIONS[name].address_of(),
     "greedy sampler": sampling.warm_up_greedy,
 }
 """Functions that read a kernel from disk or compile it; those that take longest, up to 15 s of a 3 GHz core, first."""

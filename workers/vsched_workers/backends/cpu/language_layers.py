@@ -13,7 +13,6 @@ architectures keep transformers' modules.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,19 +26,8 @@ from vsched_workers.adapters.places import AdapterPass, LayerPlace
 from vsched_workers.backends.base import Product
 from vsched_workers.backends.cpu.attention import fits as fits_vectors
 from vsched_workers.backends.cpu.attention import prefill_by_rule, sample_cache, shares_of
-from vsched_workers.backends.cpu.compiled_step.step import (
-    CompiledStep,
-    StepAngles,
-    Traits,
-    fits,
-)
-from vsched_workers.backends.cpu.kernels import (
-    activation,
-    decode_attention,
-    norm,
-    rope,
-    sampling,
-)
+from vsched_workers.backends.cpu.compiled_step.step import CompiledStep, StepAngles, fits
+from vsched_workers.backends.cpu.kernels import sampling
 from vsched_workers.backends.cpu.kernels.activation import gelu, gelu_tanh, swiglu
 from vsched_workers.backends.cpu.kernels.decode_attention import decode
 from vsched_workers.backends.cpu.kernels.norm import add_norm, add_normed, norm_parts
@@ -121,17 +109,15 @@ class _StepAttention:
         parts: Decode rows and prefill rows of each block.
         rule: Rule for the scores of chunks: sliding window, if shorter than a context, and soft-capping.
         heads_buffer: Buffer for the heads of prefill rows, [heads + 2 * kv heads, rows, head_dim].
-        decode: Decode kernel, bound to one thread or all.
-        decode_threads: Threads of the decode kernel.
-        rope: Kernel for the heads of prefill rows, bound to one thread or all.
+        pool: Address of the state of the threads of decode rows; 0 for the calling thread.
+        threads: Their number.
     """
 
     parts: list[tuple[_Part | None, _Part | None]]
     rule: ScoreRule
     heads_buffer: torch.Tensor
-    decode: Any
-    decode_threads: int
-    rope: Any
+    pool: int
+    threads: int
 
 
 class FusedLanguage:
@@ -188,18 +174,29 @@ class FusedLanguage:
         self._added_factor = np.float32(decoder.added_factor(model.config))
         self._rows_factor = decoder.rows_factor(model.config)
         self._gated = GATED[decoder.activation(model.config)]
-        self._compiled_step: CompiledStep | None = None
         self._pool = pool_of(threads)
-        cached = sample_cache(kv_dtype, slots=1)
+        cached = sample_cache(kv_dtype)
         self._kept = cached.dtype
-        norm.warm_up()
-        rope.warm_up(cached)
+        kernels = [add_norm, self._gated]
         if not self._adds_plainly or self._norms_all_heads:
-            norm.warm_up_normed()
-        activation.warm_up(self._gated)
+            kernels += [add_normed, norm_parts]
+        for each in kernels:
+            each.address_of()
+        for each in (rope_prefill, decode):
+            each.address_of(cached, cached)
         sampling.warm_up_greedy()
-        decode_attention.warm_up(cached)
-        self._compiled_step = self._make_compiled_step(cached)
+        self._compiled_step: CompiledStep | None = None
+        if fits(self._layers):
+            self._compiled_step = CompiledStep(
+                self._layers,
+                self._last,
+                decoder=decoder,
+                factor=self._added_factor,
+                activation=self._gated,
+                threads=threads,
+                kept=cached,
+                tiles=not deterministic,
+            )
         self._compiles_chunks = kv_dtype == torch.bfloat16 and fits_vectors(
             self._layers[0].attention.head_dim
         )
@@ -293,21 +290,6 @@ class FusedLanguage:
             hidden *= self._rows_factor
         return hidden, places, levels
 
-    def _make_compiled_step(self, cached: Any) -> CompiledStep | None:
-        """Return the compiled step, or None if the layers do not support it."""
-        if not fits(self._layers):
-            return None
-        traits = Traits(
-            self._gated,
-            self._adds_plainly,
-            self._norms_all_heads,
-            self._added_factor,
-            self._threads,
-            cached,
-            not self._deterministic,
-        )
-        return CompiledStep(self._layers, self._last, traits, self._angles)
-
     def _is_compiled(self, step: PagedStep, count: int) -> bool:
         """Return True if layers can run in one call: not too many rows, no adapters, all layers.
 
@@ -335,7 +317,6 @@ class FusedLanguage:
         attention = self._layers[0].attention
         written = attention.heads + 2 * attention.kv_heads
         many = self._attends_together(step)
-        pool = self._pool if many else 0
         prefilled = len(rows.hidden) - step.decode_rows
         found = []
         for index, kind in enumerate(self._kinds):
@@ -347,9 +328,8 @@ class FusedLanguage:
                     parts=_parts(rows, turned, step, self._threads),
                     rule=ScoreRule(attention.scaling, window, self._score_bound),
                     heads_buffer=room_for(rows.hidden, written, prefilled, attention.head_dim),
-                    decode=functools.partial(decode, pool),
-                    decode_threads=self._threads if many else 1,
-                    rope=functools.partial(rope_prefill, self._pool),
+                    pool=self._pool if many else 0,
+                    threads=self._threads if many else 1,
                 )
             )
         return found
@@ -376,7 +356,8 @@ class FusedLanguage:
                 self._norm_heads(layer, qkv)
             if decoding is not None:
                 count = len(decoding.rows.slots)
-                given.decode(
+                decode(
+                    given.pool,
                     qkv_at,
                     block.attended.data_ptr(),
                     layer.heads,
@@ -386,12 +367,13 @@ class FusedLanguage:
                     decoding.tables,
                     decoding.contexts,
                     step.cache.block_size,
-                    shares_of(count, attention.kv_heads, given.decode_threads),
+                    shares_of(count, attention.kv_heads, given.threads),
                 )
             if prefilling is not None:
                 skipped = (prefilling.start - block.start) * qkv.shape[1] * qkv.itemsize
                 place = (prefilling.start - step.decode_rows) * attention.head_dim * qkv.itemsize
-                given.rope(
+                rope_prefill(
+                    self._pool,
                     qkv_at + skipped,
                     given.heads_buffer.data_ptr() + place,
                     given.heads_buffer.shape[1],
@@ -453,26 +435,17 @@ class FusedLanguage:
         self, block: RowBlock, delta: torch.Tensor | None, added: Norm, norm: Norm
     ) -> None:
         """Add `delta`, normed by `added`, to a block's hidden states, and write their norms."""
-        if not self._adds_plainly:
-            add_normed(
-                self._pool,
-                block.hidden_at,
-                0 if delta is None else delta.data_ptr(),
-                added.record,
-                self._added_factor,
-                norm.record,
-                norm.width,
-                block.normed_at,
-                block.rows,
-            )
+        if self._adds_plainly:
+            norm.add(self._pool, block.hidden_at, delta, block.rows, block.normed_at)
             return
-        add_norm(
+        add_normed(
             self._pool,
             block.hidden_at,
             0 if delta is None else delta.data_ptr(),
-            norm.weight_at,
+            added.record,
+            self._added_factor,
+            norm.record,
             norm.width,
-            norm.eps,
             block.normed_at,
             block.rows,
         )

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from vsched_workers.adapters.places import PassRows
-from vsched_workers.backends.cpu.kernels.norm import norm_of
+from vsched_workers.backends.cpu.kernels.norm import add_norm, norm_of
 from vsched_workers.backends.reference.packed_weights import block_starts
 from vsched_workers.families.decoders import NormWeights
 from vsched_workers.memory.sparse_runs import pieces, room_for
@@ -50,6 +50,13 @@ class Norm:
         eps: float = module.eps if hasattr(module, "eps") else module.variance_epsilon
         record = norm_of(weights.data_ptr(), eps, once=kind is not NormWeights.AFTER_ROUNDING)
         return cls(address, len(weights), np.float32(eps), record, weights)
+
+    def add(
+        self, pool: int, hidden_at: int, delta: torch.Tensor | None, rows: int, out_at: int
+    ) -> None:
+        """Add `delta` to hidden states in place, and write the norms of the sums; this norm rounds twice."""
+        delta_at = 0 if delta is None else delta.data_ptr()
+        add_norm(pool, hidden_at, delta_at, self.weight_at, self.width, self.eps, out_at, rows)
 
     @property
     def once(self) -> bool:

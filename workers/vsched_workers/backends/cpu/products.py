@@ -6,9 +6,6 @@ oneDNN's bfloat16 product with AVX-512, and a tenth of torch's with AVX2.
 
 from __future__ import annotations
 
-import functools
-import sys
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +15,7 @@ from torch.nn import functional
 
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.cpu.kernels.gemm import PANEL as PAIR_PANEL
+from vsched_workers.backends.cpu.kernels.gemm import WEIGHT
 from vsched_workers.backends.cpu.kernels.gemm import multiply as multiply_pairs
 from vsched_workers.backends.cpu.kernels.simd import LINE, has_bf16_dot
 from vsched_workers.backends.cpu.quantized.block_sums import (
@@ -30,14 +28,11 @@ from vsched_workers.backends.cpu.quantized.integers import multiply_int8
 from vsched_workers.backends.cpu.quantized.kernel import (
     BF16_ROWS,
     BLOCK,
-    FEW_ROWS_MAX,
     FLOAT16_SCALES,
     FLOAT32_ROWS,
     FLOAT32_SCALES,
-    FLOAT_PRODUCT,
     FP8_FACTOR,
     INPUTS,
-    INT8_PRODUCT,
     KINDS,
     PANEL,
     multiply,
@@ -53,24 +48,46 @@ from vsched_workers.quantized.weights import INT4_CENTRE, QuantizedWeight
 _PACKED_BYTES = 1 << 24
 """Bytes that are packed at once: limits the memory in use besides the weight and its panels."""
 
-Kernel = Callable[[Any, int, int, int, int], None]
-"""Call of a product: dtype tag of rows, their address and number, outputs wanted, address of the result."""
 
-
-class QuantizedProduct(PackedProduct):
-    """Product with a packed weight; the result of a row does not depend on the other rows, to the bit.
-
-    One exception: with tiles, many rows use another kernel than few.
+class KernelProduct(PackedProduct):
+    """Product by a kernel of this package, with the arguments of `gemm.multiply`.
 
     Attributes:
-        step_rows_max: Maximum rows that one call of a compiled step may multiply.
         size_bytes: Bytes of the padded weight, including its scales.
-        kernel: Kernel for few rows: `multiply_int8`, or `multiply` of `kernel.py`.
-        many_rows_kernel: Kernel for at least `many_rows_min` rows of bfloat16: `multiply_widened`, or None.
-        many_rows_min: Minimum rows of that kernel.
-        tags: Dtype tags that select the compiled variant for bfloat16 rows.
-        record: Values of `INT8_PRODUCT` or `FLOAT_PRODUCT` that describe the weight.
+        kernel: Kernel for few rows.
+        many_rows_kernel: Kernel for at least `many_rows_min` rows of bfloat16.
+        many_rows_min: Minimum rows of that kernel; unlimited if it is the same.
+        tags: Dtype tags that select the compiled variants, after that of the rows.
+        weight: The packed weight, `WEIGHT` [1].
         has_order: Whether inputs are permuted first.
+    """
+
+    has_order = False
+    kernel: Any
+    many_rows_kernel: Any
+    tags: tuple[npt.NDArray[Any], ...]
+
+    def __init__(self, threads: int, panel: int, **weight: float) -> None:
+        """Take the threads, the outputs of a panel, and fields of `WEIGHT`."""
+        self._pool, self._enough = pool_of(threads), threads * panel
+        self.weight = np.zeros(1, dtype=WEIGHT)
+        for name, value in weight.items():
+            self.weight[name] = value
+
+    def multiply_rows(self, dtype: torch.dtype, rows_at: int, count: int, result_at: int) -> None:
+        singles = dtype == torch.float32
+        kernel = self.kernel
+        if count >= self.many_rows_min and not singles:
+            kernel = self.many_rows_kernel
+        tags = (FLOAT32_ROWS if singles else BF16_ROWS, *self.tags)
+        wanted = at_most(self.shape[0], self._enough)
+        kernel(self._pool, tags, self.weight, rows_at, count, wanted, result_at)
+
+
+class QuantizedProduct(KernelProduct):
+    """Product with a weight that is widened or dequantized; the other rows do not change a row's result, to the bit.
+
+    One exception: with tiles, many rows use another kernel than few.
     """
 
     def __init__(
@@ -92,110 +109,48 @@ class QuantizedProduct(PackedProduct):
         self._order = weight.order
         self.has_order = weight.order is not None
         self._kind, self._dtype = weight.kind, weight.dtype
-        outputs, self._given = weight.shape
-        whole = weight.group >= self._given
+        outputs, given = weight.shape
+        whole = weight.group >= given
         fits = weight.kind in FORMATS and (whole or weight.group % ROW_BLOCK == 0)
         multiple = ROW_BLOCK if fits else INPUTS
-        self._inputs = -(-self._given // multiple) * multiple
-        group = self._inputs if whole else weight.group
+        inputs = -(-given // multiple) * multiple
+        group = inputs if whole else weight.group
         assert not group % INPUTS, "groups must be multiples of INPUTS"
-        self._panels = _pack_values(weight, self._inputs)
-        factor = FP8_FACTOR if weight.kind == "fp8" else 1.0
         unscaled = weight.kind in {"bfloat16", "float32"}
+        factor = FP8_FACTOR if weight.kind == "fp8" else 1.0
+        self._panels = _pack_values(weight, inputs)
         self._scales = torch.ones(1, 1, PANEL) if unscaled else _pack_scales(weight.scales, factor)
         self._offsets = None if weight.offsets is None else _pack_scales(weight.offsets)
-        self.size_bytes = self._panels.nbytes + self._scales.nbytes
-        for more in (self._offsets, self._order):
-            self.size_bytes += 0 if more is None else more.nbytes
-        self._group = group
-        padded = torch.zeros(len(self._panels) * PANEL)
+        self._bias = torch.zeros(len(self._panels) * PANEL)
         if bias is not None:
-            padded[:outputs] = bias
-        self._bias, self._enough = padded.numpy(), threads * PANEL
-        self._zero_point = np.float32(INT4_CENTRE if weight.kind == "int4" else 0)
-        pool = pool_of(threads)
-        half = self._scales.dtype == torch.float16
-        tags = KINDS[weight.kind], FLOAT16_SCALES if half else FLOAT32_SCALES
-        self.kernel: Any
-        self.tags: tuple[npt.NDArray[Any], ...]
-        self.record: tuple[Any, ...]
-        self._multiply = (
-            self._int8_kernel(pool, tags)
-            if fits and int8_activations
-            else self._float_kernel(pool, tags, scaled=not unscaled)
+            self._bias[:outputs] = bias
+        kept = self._panels, self._scales, self._offsets, self._order
+        self.size_bytes = sum(each.nbytes for each in kept if each is not None)
+        super().__init__(
+            threads,
+            PANEL,
+            given=given,
+            inputs=inputs,
+            input_bytes=self._panels[0].nbytes // inputs,
+            weight_at=self._panels.data_ptr(),
+            block=_block_of(group),
+            group=group,
+            vectors=VECTORS,
+            scale_row_bytes=0 if unscaled else self._scales[0, 0].nbytes,
+            scales_at=self._scales.data_ptr(),
+            offsets_at=0 if self._offsets is None else self._offsets.data_ptr(),
+            outputs=outputs,
+            bias_at=self._bias.data_ptr(),
+            zero_point=INT4_CENTRE if weight.kind == "int4" else 0,
         )
-        self._widened: Kernel | None = None
-        self.many_rows_kernel: Any = None
-        self.many_rows_min = self.step_rows_max = sys.maxsize
+        scale_tag = FLOAT16_SCALES if self._scales.dtype == torch.float16 else FLOAT32_SCALES
+        self.tags = KINDS[weight.kind], scale_tag, instructions()
+        self.kernel = self.many_rows_kernel = (
+            multiply_int8 if fits and int8_activations else multiply
+        )
         if tiles and not unscaled:
-            self._widened = self._tiles_kernel(pool, tags)
+            assert has_tiles(), "the process must have permission for tiles"
             self.many_rows_kernel, self.many_rows_min = multiply_widened, ROWS_MIN
-            if self.kernel is multiply:
-                self.step_rows_max = ROWS_MIN - 1
-
-    def _int8_kernel(self, pool: int, tags: Sequence[Any]) -> Kernel:
-        """Return the kernel with int8 activations."""
-        self.kernel = multiply_int8
-        self.tags = (BF16_ROWS, *tags, instructions())
-        self.record = self._int8_record(ROW_BLOCK)
-        return self._by_blocks(multiply_int8, pool, tags, self.record)
-
-    def _float_kernel(self, pool: int, tags: Sequence[Any], *, scaled: bool) -> Kernel:
-        """Return the kernel that widens weights."""
-        self.kernel = multiply
-        sizes = (_block_of(self._group), self._group, self._scales.itemsize if scaled else 0)
-        nibbles = 1 if self._kind == "int4" else 2 * self._panels.itemsize
-        addresses = self._addresses()
-        self.tags = (BF16_ROWS, *tags)
-        self.record = (
-            *(self._given, self._inputs, addresses[0], nibbles, *sizes, *addresses[1:]),
-            *(*self._results(), self._zero_point),
-        )
-        weight = np.array([self.record], dtype=FLOAT_PRODUCT)
-
-        def call(row_tag: Any, rows_at: int, count: int, outputs: int, result_at: int) -> None:
-            many = int(count > FEW_ROWS_MAX)
-            multiply(pool, row_tag, *tags, many, weight, rows_at, count, outputs, result_at)
-
-        return call
-
-    def _tiles_kernel(self, pool: int, tags: Sequence[Any]) -> Kernel:
-        """Return the kernel that dequantizes weights to bfloat16 and multiplies many rows in tiles."""
-        assert has_tiles(), "the process must have permission for tiles"
-        unit = ROW_BLOCK if self._group % ROW_BLOCK == self._inputs % ROW_BLOCK == 0 else INPUTS
-        return self._by_blocks(multiply_widened, pool, tags, self._int8_record(unit))
-
-    def _by_blocks(
-        self, kernel: Any, pool: int, tags: Sequence[Any], record: tuple[Any, ...]
-    ) -> Kernel:
-        """Bind the weight to a kernel that works on blocks of inputs."""
-        tag, weight = instructions(), np.array([record], dtype=INT8_PRODUCT)
-
-        def call(row_tag: Any, rows_at: int, count: int, outputs: int, result_at: int) -> None:
-            # Positional arguments: numba takes microseconds to sort keyword arguments.
-            kernel(pool, row_tag, *tags, tag, weight, rows_at, count, outputs, result_at)
-
-        return call
-
-    def _int8_record(self, block: int) -> tuple[int, ...]:
-        """Return the record of the weight (`INT8_PRODUCT`) with blocks of this number of inputs."""
-        addresses = self._addresses()
-        sizes = (
-            self._panels[0].nbytes,
-            self._inputs // block,
-            self._group // block,
-            self._scales[0, 0].nbytes,
-            VECTORS,
-        )
-        return (self._given, addresses[0], *sizes, *addresses[1:], *self._results())
-
-    def _addresses(self) -> tuple[int, int, int]:
-        offsets_at = 0 if self._offsets is None else self._offsets.data_ptr()
-        return self._panels.data_ptr(), self._scales.data_ptr(), offsets_at
-
-    def _results(self) -> tuple[int, int]:
-        """Number of outputs, and address of the bias."""
-        return self.shape[0], self._bias.ctypes.data
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply rows [..., in] of bfloat16 or float32; returns [..., out] of the same type."""
@@ -203,29 +158,23 @@ class QuantizedProduct(PackedProduct):
             rows = rows.index_select(-1, self._order)
         return super().__call__(rows)
 
-    def multiply_rows(self, dtype: torch.dtype, rows_at: int, count: int, result_at: int) -> None:
-        singles = dtype == torch.float32
-        widened = None if singles or count < self.many_rows_min else self._widened
-        multiply = widened or self._multiply
-        wanted = at_most(self.shape[0], self._enough)
-        multiply(FLOAT32_ROWS if singles else BF16_ROWS, rows_at, count, wanted, result_at)
-
     def rows_of(self, indices: torch.Tensor) -> torch.Tensor:
         """Dequantize rows of the weight, as for an embedding; indices int64 [n], returns [n, in]."""
         assert self._kind in FORMATS or self._kind == "fp8", "unquantized weights have no scales"
         assert self._order is None, "embeddings must not be permuted"
         panel, place = indices // PANEL, indices % PANEL
-        groups = torch.arange(self._given) // self._group
+        given, zero_point = self.shape[1], float(self.weight["zero_point"][0])
+        groups = torch.arange(given) // int(self.weight["group"][0])
         together = 4 if self._kind in FORMATS else 1
         values = self._panels.view(len(self._panels), -1, PANEL, together)[panel, :, place]
         scales = self._scales[panel, :, place].float()[:, groups]
         offsets = None if self._offsets is None else self._offsets[panel, :, place].float()
         if self._kind == "int4":
             values = torch.stack((values & 15, values >> 4), -2)
-        values = values.flatten(1)[:, : self._given]
+        values = values.flatten(1)[:, :given]
         if self._kind == "fp8":
             values, scales = values.view(torch.float8_e4m3fn), scales / FP8_FACTOR
-        rows = (values.float() - float(self._zero_point)) * scales
+        rows = (values.float() - zero_point) * scales
         return (rows if offsets is None else rows + offsets[:, groups]).to(self._dtype)
 
 
@@ -320,21 +269,10 @@ def _pack_scales(scales: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
     return room_for_weights(panels.shape, panels.dtype).copy_(panels)
 
 
-class PanelProduct(PackedProduct):
-    """GEMM with a packed weight [out, in] of bfloat16.
+class PanelProduct(KernelProduct):
+    """GEMM with a packed weight [out, in] of bfloat16: in pairs (`gemm.py`), or in tiles."""
 
-    Attributes:
-        step_rows_max: Maximum rows that one call of a compiled step may multiply: unlimited.
-        size_bytes: Bytes of the padded weight: whole panels, or half-panels with tiles.
-        kernel: Compiled kernel: `gemm.multiply`, or `multiply_in_tiles`.
-        many_rows_kernel: None: one kernel for all numbers of rows.
-        tags: None: the kernel has one variant.
-        record: Arguments that describe the weight: half its inputs, its address, its outputs, the address of the
-            bias.
-    """
-
-    many_rows_kernel: Any = None
-    step_rows_max = sys.maxsize
+    tags = BF16_ROWS, BF16_ROWS, BF16_ROWS
 
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None, threads: int, *, tiles: bool = False
@@ -343,25 +281,19 @@ class PanelProduct(PackedProduct):
 
         With `tiles` the weight is packed into half-panels and multiplied in tiles.
         """
+        outputs, inputs = self.shape = (weight.shape[0], weight.shape[1])
         self._panels = _pack(weight, HALF if tiles else PAIR_PANEL)
-        self._out, inputs = self.shape = (weight.shape[0], weight.shape[1])
-        self._enough = threads * PAIR_PANEL
         self.size_bytes = self._panels.nbytes
-        self._bias = torch.zeros(-(-self._out // PAIR_PANEL) * PAIR_PANEL, dtype=torch.bfloat16)
+        self._bias = torch.zeros(-(-outputs // PAIR_PANEL) * PAIR_PANEL, dtype=torch.bfloat16)
         if bias is not None:
-            self._bias[: self._out] = bias
-        self._bias_at = self._bias.data_ptr()
-        self.kernel: Any = multiply_in_tiles if tiles else multiply_pairs
-        self.tags: tuple[npt.NDArray[Any], ...] = ()
-        self.record = (inputs // 2, self._panels.data_ptr(), self._out, self._bias_at)
-        # Positional arguments: numba takes microseconds to sort keyword arguments.
-        self._multiply = functools.partial(self.kernel, pool_of(threads))
+            self._bias[:outputs] = bias
+        places = {"weight_at": self._panels.data_ptr(), "bias_at": self._bias.data_ptr()}
+        super().__init__(threads, PAIR_PANEL, given=inputs, outputs=outputs, **places)
+        self.kernel = self.many_rows_kernel = multiply_in_tiles if tiles else multiply_pairs
 
     def multiply_rows(self, dtype: torch.dtype, rows_at: int, count: int, result_at: int) -> None:
         assert dtype == torch.bfloat16, "rows and weight must be bfloat16"
-        pairs, weight_at, outputs, bias_at = self.record
-        wanted = at_most(outputs, self._enough)
-        self._multiply(rows_at, count, pairs, weight_at, wanted, bias_at, result_at)
+        super().multiply_rows(dtype, rows_at, count, result_at)
 
 
 def make_product(

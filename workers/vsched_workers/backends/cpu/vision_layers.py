@@ -17,7 +17,6 @@ from torch import nn
 
 from vsched_workers.adapters.places import LayerPlace, held_places
 from vsched_workers.backends.cpu.attention import fits, patch_kernel
-from vsched_workers.backends.cpu.kernels import activation, norm, rope
 from vsched_workers.backends.cpu.kernels.activation import swiglu
 from vsched_workers.backends.cpu.kernels.norm import add_norm
 from vsched_workers.backends.cpu.kernels.rope import rope_patches
@@ -36,9 +35,8 @@ def fuse_blocks(tower: Any, threads: int, *, deterministic: bool = False) -> boo
     """
     if not can_fuse(tower):
         return False
-    norm.warm_up()
-    activation.warm_up(swiglu)
-    rope.warm_up_patches()
+    for kernel in (add_norm, swiglu, rope_patches):
+        kernel.address_of()
     attend = patch_kernel(deterministic=deterministic)
     for index, block in enumerate(tower.blocks):
         tower.blocks[index] = FusedBlock(block, threads, attend)
@@ -108,7 +106,8 @@ class FusedBlock(nn.Module):
         for part in block_slices(len(hidden)):
             rows = hidden[part]
             normed = torch.empty_like(rows)
-            self._add_norm(rows, self._proj(attended[part]), self._norms[1], normed)
+            added, hidden_at = self._proj(attended[part]), rows.data_ptr()
+            self._norms[1].add(self._pool, hidden_at, added, len(rows), normed.data_ptr())
             gate, up = self._gate(normed), self._up(normed)
             swiglu(self._pool, gate.data_ptr(), up.data_ptr(), *gate.shape)
             rows += self._down(gate)
@@ -146,7 +145,8 @@ class FusedBlock(nn.Module):
         for part in block_slices(len(hidden)):
             rows = hidden[part]
             normed = torch.empty_like(rows)
-            self._add_norm(rows, None, self._norms[0], normed)
+            hidden_at, normed_at = rows.data_ptr(), normed.data_ptr()
+            self._norms[0].add(self._pool, hidden_at, None, len(rows), normed_at)
             qkv = self._qkv(normed)
             start_at = qkv.data_ptr() - part.start * qkv.shape[1] * qkv.itemsize
             stop = part.start + len(rows)
@@ -168,17 +168,3 @@ class FusedBlock(nn.Module):
             self._attend_within(queries, keys, values, scale, to)
             start = part.stop
         return attended.flatten(1)
-
-    def _add_norm(
-        self, rows: torch.Tensor, delta: torch.Tensor | None, norm: Norm, out: torch.Tensor
-    ) -> None:
-        add_norm(
-            self._pool,
-            rows.data_ptr(),
-            0 if delta is None else delta.data_ptr(),
-            norm.weight_at,
-            norm.width,
-            norm.eps,
-            out.data_ptr(),
-            len(rows),
-        )

@@ -1,12 +1,14 @@
-"""Operands of attention with many rows: all that the processor supports, whichever are faster."""
+"""Operands of attention with many rows, all that the processor supports, and arguments of kernels."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 
 from vsched_workers.backends.cpu import attention
 from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32
@@ -41,3 +43,14 @@ def with_operand(operand: Operand, kernel: Callable[..., Any]) -> Callable[..., 
             return kernel(*arguments)
 
     return call
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Return random bfloat16."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def bits(tensor: torch.Tensor) -> npt.NDArray[np.uint16]:
+    """View a bfloat16 tensor as kernels do."""
+    array: npt.NDArray[np.uint16] = tensor.view(torch.uint16).numpy()
+    return array

@@ -11,6 +11,7 @@ pytest.importorskip("numba")
 
 import numpy as np
 
+from tests.workers.backends.cpu.kernels.operands import bits
 from vsched_workers.backends.cpu.kernels import simd
 from vsched_workers.backends.cpu.kernels.compilation import compiled
 from vsched_workers.backends.cpu.kernels.decode_attention import (
@@ -24,10 +25,6 @@ from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
 from vsched_workers.backends.cpu.threads import pool_of
 
 pytestmark = pytest.mark.slow
-
-
-def _bf16(tensor: torch.Tensor) -> Any:
-    return tensor.view(torch.uint16).numpy()
 
 
 @compiled()
@@ -64,8 +61,8 @@ def test_row_attends_to_the_tokens_of_its_blocks(
     query = torch.randn(heads, head_dim).bfloat16()
     summed = np.zeros((heads, head_dim), dtype=np.float32)
     context = RowContext(
-        _bf16(keys),
-        _bf16(values),
+        bits(keys),
+        bits(values),
         table.numpy(),
         0,
         length,
@@ -108,7 +105,7 @@ class Rows(NamedTuple):
         blocks = tables[np.arange(count), last // BLOCK_SIZE].astype(np.int64)
         qkv = torch.randn(count, HEADS + 2 * KV_HEADS, HEAD_DIM).bfloat16()
         angles = torch.rand(count, HEAD_DIM // 2) * 7
-        cos, sin = (_bf16(each.bfloat16()) for each in (angles.cos(), angles.sin()))
+        cos, sin = (bits(each.bfloat16()) for each in (angles.cos(), angles.sin()))
         return cls(qkv, cos, sin, blocks * BLOCK_SIZE + last % BLOCK_SIZE, tables, contexts)
 
     def part(self, some: slice) -> Rows:
@@ -130,8 +127,8 @@ class Rows(NamedTuple):
             out.data_ptr(),
             heads_of(HEADS, 0, 0, 0.0, 0.125),
             RopeRows(self.cos, self.sin, self.slots),
-            _bf16(keys),
-            _bf16(values),
+            bits(keys),
+            bits(values),
             self.tables,
             self.contexts,
             BLOCK_SIZE,
@@ -166,10 +163,7 @@ def test_decode_writes_keys_and_attends_on_all_threads_as_on_one(contexts: list[
     wanted = _decode(0, contexts, 1)
     assert all(each.isfinite().all() for each in wanted)
     for shares in (1, 2):
-        found = _decode(pool_of(2), contexts, shares)
-        assert torch.equal(found[1], wanted[1])
-        assert torch.equal(found[2], wanted[2])
-        assert torch.equal(found[0], wanted[0])
+        assert all(map(torch.equal, _decode(pool_of(2), contexts, shares), wanted))
 
 
 def test_rows_of_one_sequence_see_each_other_on_all_threads() -> None:
@@ -192,10 +186,7 @@ def test_rows_of_one_sequence_see_each_other_on_all_threads() -> None:
     assert all(each.isfinite().all() for each in wanted)
     for _ in range(20):  # a race may go well by chance
         for shares in (1, 2):
-            found = attend(pool_of(2), [slice(count)], shares)
-            assert torch.equal(found[1], wanted[1])
-            assert torch.equal(found[2], wanted[2])
-            assert torch.equal(found[0], wanted[0])
+            assert all(map(torch.equal, attend(pool_of(2), [slice(count)], shares), wanted))
 
 
 def test_processor_is_asked_once_for_its_features(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,14 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from torch.nn import functional
 
 pytest.importorskip("numba")
 
-from tests.workers.backends.cpu.kernels.operands import OPERANDS, Operand, use_operand
+from tests.workers.backends.cpu.kernels.operands import OPERANDS, Operand, bits, draw, use_operand
 from vsched_workers.backends.cpu import attention
 from vsched_workers.backends.cpu.kernels import activation
 from vsched_workers.backends.cpu.kernels.activation import gelu, gelu_tanh
@@ -33,15 +32,6 @@ from vsched_workers.families.decoders import NormWeights
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, SCALING = 6, 2, 64, 16, 0.125
 RULES = [(1, None), (16, None), (37, None), (1000, None), (None, 3.0), (37, 3.0)]
-
-
-def draw(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
-
-
-def bf16(tensor: torch.Tensor) -> npt.NDArray[np.uint16]:
-    array: npt.NDArray[np.uint16] = tensor.view(torch.uint16).numpy()
-    return array
 
 
 def weights_of(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
@@ -79,9 +69,9 @@ def test_decode_reads_the_blocks_of_its_window_alone(
         qkv.data_ptr(),
         out.data_ptr(),
         heads_of(HEADS, 0, 0, 0.0, SCALING, softcap=softcap, window=window),
-        RopeRows(bf16(cos), bf16(sin), np.array([each[-1] for each in slots])),
-        bf16(keys),
-        bf16(values),
+        RopeRows(bits(cos), bits(sin), np.array([each[-1] for each in slots])),
+        bits(keys),
+        bits(values),
         tables,
         np.array(contexts, dtype=np.int32),
         BLOCK_SIZE,
@@ -197,7 +187,7 @@ def test_norm_parts_equals_the_modules_and_leaves_the_rest(kind: NormWeights) ->
 
 def test_loops_of_activations_have_names_of_their_own() -> None:
     """Stored code is linked by name: of two loops with one name, a process would call the first in both kernels."""
-    loops = activation._silu_rows, activation._gelu_rows, activation._gelu_tanh_rows
+    loops = activation._silu_row, activation._gelu_row, activation._gelu_tanh_row
     assert len({loop.py_func.__qualname__ for loop in loops}) == 3
     assert all("<locals>" not in loop.py_func.__qualname__ for loop in loops)
 

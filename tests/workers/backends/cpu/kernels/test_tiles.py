@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("numba")
 
-from tests.workers.backends.cpu.test_products import drawn, weight_of
+from tests.workers.backends.cpu.test_products import KINDS, drawn, product_of, weight_of
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.cpu.backend import CpuBackend
 from vsched_workers.backends.cpu.kernels.simd import LINE
@@ -60,12 +60,6 @@ COUNTS = (
     2 * TILE_ROWS + 1,
     100,
 )
-KINDS = ["int8", "int8 32", "int4 32", "int4 48", "int4 16+", "int8 16+", "fp8"]
-
-
-def wanted(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    product = rows.double() @ weight.double().T
-    return product if bias is None else product + bias.double()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -82,7 +76,7 @@ def test_any_number_of_rows_is_multiplied_and_each_has_the_same_bits(
         assert product.kernel is multiply_in_tiles
         whole = product(rows)
         # A sum is rounded once, at the end.
-        sums = wanted(rows, weight, bias)
+        sums = product_of(rows, weight, bias)
         assert torch.allclose(whole.double(), sums, atol=2e-3 * inputs**0.5 / 10, rtol=2**-8)
         for count in COUNTS:
             assert torch.equal(product(rows[:count]), whole[:count])
@@ -114,7 +108,7 @@ def test_rows_are_multiplied_part_by_part_of_many_inputs(
     assert product is not None
     found = product(rows)
     within = 2e-3 * inputs**0.5
-    assert torch.allclose(found.double(), wanted(rows, weight, None), atol=within, rtol=2**-7)
+    assert torch.allclose(found.double(), product_of(rows, weight, None), atol=within, rtol=2**-7)
     assert torch.equal(found[:few], product(rows[:few])), "these are multiplied as a whole"
 
 
@@ -125,7 +119,7 @@ def test_a_last_part_may_have_no_whole_step() -> None:
     weight, taken = drawn(64, inputs, seed=1).bfloat16(), drawn(rows, inputs).bfloat16()
     product = make_product(weight, None, threads=1)
     assert product is not None
-    sums = wanted(taken, weight, None)
+    sums = product_of(taken, weight, None)
     assert torch.allclose(product(taken).double(), sums, atol=2e-3 * inputs**0.5, rtol=2**-7)
 
 
@@ -189,7 +183,7 @@ def test_many_rows_are_multiplied_by_what_a_weight_stands_for(
     rows = drawn(ROWS_MIN + 50, shape[1]).bfloat16()
     found = product(rows)
     plain = weight.dequantized().bfloat16()
-    sums = wanted(rows, plain, bias)
+    sums = product_of(rows, plain, bias)
     assert torch.allclose(found.double(), sums, atol=2e-3 * shape[1] ** 0.5, rtol=2**-7)
     for count in (ROWS_MIN, ROWS_MIN + 9):
         assert torch.equal(product(rows[:count]), found[:count])

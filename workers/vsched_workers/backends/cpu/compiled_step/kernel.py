@@ -1,14 +1,13 @@
 """A step's rows through layers of a language model, in one call from Python.
 
 A small model's step is some hundred kernel calls of a few microseconds each, and a call from Python takes as long
-again. Here compiled code makes the calls. The kernels of `kernels/` are called by address (`compilation.KernelCall`),
+again. Here compiled code makes the calls. The kernels of `kernels/` are called by address (`compilation.kernel`),
 so their results have the same bits as when Python calls them, with one thread or many, and this function compiles
 within a second or two.
 
-Arguments that are the same in every step are tables of records: the layers' products, norms and heads. There are
-three kinds of products (`Tables`), and a model may have all of them. Each kind has its own kernels, compiled for the
-formats of its weights. Formats do not appear in a call: dtype tags select them, arrays whose dtype matters only at
-compile time; at run time all tags are passed in the same way.
+Arguments that are the same in every step are tables of records: the layers' products, norms and heads. Products may
+have different kernels, compiled for the formats of their weights. Formats do not appear in a call: dtype tags select
+them, arrays whose dtype matters only at compile time; at run time all tags are passed in the same way.
 
   for each layer:
 
@@ -27,24 +26,22 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
-from vsched_workers.backends.cpu.kernels.bf16 import LOG2_E
-from vsched_workers.backends.cpu.kernels.compilation import KernelCall, compiled
+from vsched_workers.backends.cpu.kernels import gemm
+from vsched_workers.backends.cpu.kernels.activation import swiglu
+from vsched_workers.backends.cpu.kernels.bf16 import LOG2_E, array_like
+from vsched_workers.backends.cpu.kernels.compilation import compiled
+from vsched_workers.backends.cpu.kernels.decode_attention import decode
 from vsched_workers.backends.cpu.kernels.gemm import PANEL, PASS_ROWS
-from vsched_workers.backends.cpu.kernels.norm import NORM
+from vsched_workers.backends.cpu.kernels.norm import add_norm, add_normed, norm_parts
 from vsched_workers.backends.cpu.kernels.prefill_attention import (
     PARALLEL_SCORES_MIN,
     PrefillArguments,
+    attend,
 )
-from vsched_workers.backends.cpu.kernels.rope import HEADS, RopeRows, no_rows
-from vsched_workers.backends.cpu.quantized.kernel import (
-    FEW_ROWS_MAX,
-    FLOAT_PRODUCT,
-    INT8_PRODUCT,
-)
+from vsched_workers.backends.cpu.kernels.rope import RopeRows, rope_prefill
 
 MODEL = np.dtype(
     [
@@ -65,88 +62,25 @@ of all key heads. `adds_plainly`, `norms_all_heads` and `factor` (of the residua
 the address of the thread pool's state.
 """
 
-PANELS, INT8_ACTIVATIONS, FLOATS = 0, 1, 2
-"""Kinds of products, by their kernels.
-
-`PANELS`: `gemm.multiply` or `tiles.kernel.multiply_in_tiles`. `INT8_ACTIVATIONS`: `integers.multiply_int8`, optionally
-with `quantized.widened.multiply_widened` for many rows. `FLOATS`: `quantized.kernel.multiply`.
-"""
-
-PRODUCT = np.dtype(
-    [("kind", np.int64), ("place", np.int64), ("kernel", np.int64), ("weights", np.int64)]
-)
-"""A product: its kind, its index in the table of its kind, the index of its kernels' addresses, its number of
-weights.
-"""
-
-PANEL_PRODUCT = np.dtype(
-    [
-        ("pairs", np.int64),
-        ("weight_at", np.int64),
-        ("outputs", np.int64),
-        ("bias_at", np.int64),
-    ]
-)
-"""Arguments of `gemm.multiply` and `tiles.kernel.multiply_in_tiles`."""
-
 PRODUCTS = QKV, O_PROJ, GATE, UP, DOWN = 0, 1, 2, 3, 4
 """Products of a layer, by their column in the table."""
 
-NORMS = INPUT_LAYERNORM, ATTENTION_OUTPUT_NORM, POST_ATTENTION_LAYERNORM, MLP_OUTPUT_NORM = (
-    0,
-    1,
-    2,
-    3,
-)
+NORMS = (0, 1, 2, 3)
+INPUT_LAYERNORM, ATTENTION_OUTPUT_NORM, POST_ATTENTION_LAYERNORM, MLP_OUTPUT_NORM = NORMS
 """Norms of a layer, by their index among its norms. The norm of the model follows those of the last layer."""
 
 KERNELS = ADD_NORM, NORM_PARTS, ACTIVATION, DECODE, ROPE, ATTEND = 0, 1, 2, 3, 4, 5
 """Kernels other than products, by their index in the table of addresses."""
 
 FEW, MANY, MANY_MIN = 0, 1, 2
-"""Columns of `Tables.multiply`: kernels for few and for many rows, and the minimum of many."""
+"""Columns of `Tables.multiply`."""
 
 ALONE_MAX = 1 << 18
 """Products of fewer weights, times passes, run on one thread: waking another takes as long as 2^17 weights."""
 
-_LONG, _SINGLE = numba.int64, numba.float32
-_NORMS = numba.typeof(np.empty(1, dtype=NORM))
-_INT8_WEIGHT = numba.typeof(np.empty(1, dtype=INT8_PRODUCT))
-_FLOAT_WEIGHT = numba.typeof(np.empty(1, dtype=FLOAT_PRODUCT))
-
-CALL_ADD_NORM = KernelCall(_LONG, _LONG, _LONG, _LONG, _LONG, _SINGLE, _LONG, _LONG)
-CALL_ADD_NORMED = KernelCall(_LONG, _LONG, _LONG, _NORMS, _SINGLE, _NORMS, _LONG, _LONG, _LONG)
-CALL_NORM_PARTS = KernelCall(_LONG, _LONG, _LONG, _LONG, _NORMS, _LONG)
-CALL_PANELS = KernelCall(*[_LONG] * 8)
-CALL_INT8 = KernelCall(_LONG, None, None, None, None, _INT8_WEIGHT, *[_LONG] * 4)
-CALL_FLOATS = KernelCall(_LONG, None, None, None, _LONG, _FLOAT_WEIGHT, *[_LONG] * 4)
-CALL_ACTIVATION = KernelCall(*[_LONG] * 5)
-CALL_DECODE = KernelCall(
-    _LONG,
-    _LONG,
-    _LONG,
-    numba.typeof(np.empty(1, dtype=HEADS)),
-    numba.typeof(no_rows()),
-    None,
-    None,
-    numba.typeof(np.empty((1, 1), dtype=np.int32)),
-    numba.typeof(np.empty(1, dtype=np.int32)),
-    _LONG,
-    _LONG,
-)
-CALL_ROPE = KernelCall(
-    *[_LONG] * 4,
-    numba.typeof(np.empty(1, dtype=HEADS)),
-    numba.typeof(no_rows()),
-    None,
-    None,
-)
-CALL_ATTEND = KernelCall(_LONG, None)
-_add_norm, _add_normed = CALL_ADD_NORM.call, CALL_ADD_NORMED.call
-_norm_parts, _multiply_panels = CALL_NORM_PARTS.call, CALL_PANELS.call
-_multiply_int8, _multiply_floats = CALL_INT8.call, CALL_FLOATS.call
-_activate, _decode = CALL_ACTIVATION.call, CALL_DECODE.call
-_rope, _attend = CALL_ROPE.call, CALL_ATTEND.call
+_add_norm, _add_normed, _norm_parts = add_norm.call, add_normed.call, norm_parts.call
+_multiply, _activate = gemm.multiply.call, swiglu.call
+_decode, _rope, _attend = decode.call, rope_prefill.call, attend.call
 
 
 class Tables(NamedTuple):
@@ -154,11 +88,8 @@ class Tables(NamedTuple):
 
     Attributes:
         model: `MODEL`, [1].
-        products: `PRODUCT`, [layers, 5], in the order of `PRODUCTS`.
-        multiply: Addresses of kernels for few and for many rows, and the minimum of many, int64 [formats, 3].
-        panel_products: `PANEL_PRODUCT`: bfloat16 weights, on processors that multiply bfloat16.
-        int8_products: `INT8_PRODUCT`: int8 and int4 weights with int8 activations.
-        float_products: `FLOAT_PRODUCT`: weights that are dequantized or widened.
+        weights: `WEIGHT`, [5 * layers], in the order of `PRODUCTS`.
+        multiply: Addresses of their kernels for few and for many rows, and the minimum of many, int64 [5 * layers, 3].
         norms: `NORM`, [4 * layers + 1], in the order of `NORMS`.
         head_norms: `NORM`, [2 * layers]: norms over all query heads, and over all key heads.
         heads: `HEADS`, [layers].
@@ -166,11 +97,8 @@ class Tables(NamedTuple):
     """
 
     model: npt.NDArray[Any]
-    products: npt.NDArray[Any]
+    weights: npt.NDArray[Any]
     multiply: npt.NDArray[np.int64]
-    panel_products: npt.NDArray[Any]
-    int8_products: npt.NDArray[Any]
-    float_products: npt.NDArray[Any]
     norms: npt.NDArray[Any]
     head_norms: npt.NDArray[Any]
     heads: npt.NDArray[Any]
@@ -240,49 +168,14 @@ class Places(NamedTuple):
     other: int
 
 
-def _pointing(_context: Any, _address: Any, like: Any) -> Any:
-    """Emit the conversion of an address to a pointer to values of the dtype of `like`."""
-    pointer = numba.types.CPointer(like.dtype)
-
-    def point(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        return builder.inttoptr(values[0], context.get_value_type(pointer))
-
-    return pointer(numba.intp, like), point
-
-
-_pointer_to: Any = numba.extending.intrinsic(_pointing)
-
-
 @compiled()
-def _array_at(address: int, like: Any) -> Any:
-    """View memory at an address as an array with the shape and dtype of another."""
-    return numba.carray(_pointer_to(address, like), like.shape)  # type: ignore[attr-defined]  # it has no stub
-
-
-@compiled()
-def _product(tag: Any, tables: Tables, place: Any, rows_at: int, rows: int, out_at: int) -> None:
-    """Multiply rows by one of a layer's products."""
-    product = tables.products[place[0], place[1]]
-    passes = (rows + PASS_ROWS - 1) // PASS_ROWS
-    many = rows >= tables.multiply[product.kernel, MANY_MIN]
-    kernel = tables.multiply[product.kernel, MANY if many else FEW]
-    pool = 0 if product.weights * passes < ALONE_MAX else tables.model[0].pool
-    if product.kind == PANELS:
-        panels = tables.panel_products[product.place]
-        _multiply_panels(
-            kernel, pool, rows_at, rows, panels.pairs, panels.weight_at,
-            panels.outputs, panels.bias_at, out_at,
-        )  # fmt: skip
-    elif product.kind == INT8_ACTIVATIONS:
-        int8 = tables.int8_products[product.place : product.place + 1]
-        outputs = int8[0].outputs
-        _multiply_int8(kernel, pool, tag, tag, tag, tag, int8, rows_at, rows, outputs, out_at)
-    else:
-        floats = tables.float_products[product.place : product.place + 1]
-        outputs, widens = floats[0].outputs, 1 if rows > FEW_ROWS_MAX else 0
-        _multiply_floats(
-            kernel, pool, tag, tag, tag, widens, floats, rows_at, rows, outputs, out_at
-        )
+def _product(tags: Any, tables: Tables, index: int, rows_at: int, rows: int, out_at: int) -> None:
+    """Multiply rows by one of the products."""
+    weight, kernels = tables.weights[index : index + 1], tables.multiply[index]
+    kernel = kernels[MANY if rows >= kernels[MANY_MIN] else FEW]
+    outputs, passes = weight[0].outputs, (rows + PASS_ROWS - 1) // PASS_ROWS
+    pool = 0 if outputs * weight[0].given * passes < ALONE_MAX else tables.model[0].pool
+    _multiply(kernel, pool, tags, weight, rows_at, rows, outputs, out_at)
 
 
 @compiled()
@@ -400,7 +293,7 @@ def _attend_chunks(
 @compiled()
 def run_layers(
     kernels: Any,
-    tag: Any,
+    tags: Any,
     tables: Tables,
     rows: PackedRows,
     at: Places,
@@ -414,7 +307,7 @@ def run_layers(
 
     Args:
         kernels: Addresses of the kernels, int64, in the order of `KERNELS`.
-        tag: Dtype tag of rows, `BF16`, which stands for all tags of products.
+        tags: Dtype tags, of bfloat16, which stand for those of all products.
         tables: Arguments that are the same in every step.
         rows: Rows of the step.
         at: Addresses of the buffers.
@@ -429,11 +322,12 @@ def run_layers(
     if first == 0:
         _add_residual(kernels, tables, at, count, 0, 0, 0)
     for layer in range(first, stop):
-        _product(tag, tables, (layer, QKV), at.normed, count, at.wide)
+        product, norm = len(PRODUCTS) * layer, len(NORMS) * layer
+        _product(tags, tables, product + QKV, at.normed, count, at.wide)
         if model.norms_all_heads:
             _norm_heads(kernels, tables, layer, at.wide, count)
         kind, place = tables.places[layer, 0], tables.places[layer, 1]
-        keys, values = _array_at(kept_at[place, 0], kept), _array_at(kept_at[place, 1], kept)
+        keys, values = array_like(kept_at[place, 0], kept), array_like(kept_at[place, 1], kept)
         if decoding:
             _decode(
                 kernels[DECODE],
@@ -453,8 +347,7 @@ def run_layers(
             )
         if decoding < count:
             _attend_chunks(kernels, tables, layer, rows, at, keys, values)
-        norm = len(NORMS) * layer
-        _product(tag, tables, (layer, O_PROJ), at.attended, count, at.other)
+        _product(tags, tables, product + O_PROJ, at.attended, count, at.other)
         _add_residual(
             kernels,
             tables,
@@ -464,10 +357,10 @@ def run_layers(
             norm + ATTENTION_OUTPUT_NORM,
             norm + POST_ATTENTION_LAYERNORM,
         )
-        _product(tag, tables, (layer, GATE), at.normed, count, at.wide)
-        _product(tag, tables, (layer, UP), at.normed, count, at.other)
+        _product(tags, tables, product + GATE, at.normed, count, at.wide)
+        _product(tags, tables, product + UP, at.normed, count, at.other)
         _activate(kernels[ACTIVATION], model.pool, at.wide, at.other, count, model.inner)
-        _product(tag, tables, (layer, DOWN), at.wide, count, at.other)
+        _product(tags, tables, product + DOWN, at.wide, count, at.other)
         _add_residual(
             kernels, tables, at, count, at.other, norm + MLP_OUTPUT_NORM, norm + len(NORMS)
         )

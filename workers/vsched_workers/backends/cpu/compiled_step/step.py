@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numba
 import numpy as np
@@ -16,46 +16,28 @@ from vsched_workers.backends.cpu.attention import (
     shares_of,
 )
 from vsched_workers.backends.cpu.compiled_step.kernel import (
-    CALL_ACTIVATION,
-    CALL_ADD_NORM,
-    CALL_ADD_NORMED,
-    CALL_ATTEND,
-    CALL_DECODE,
-    CALL_FLOATS,
-    CALL_INT8,
-    CALL_NORM_PARTS,
-    CALL_PANELS,
-    CALL_ROPE,
-    FLOATS,
     MODEL,
-    PANEL_PRODUCT,
-    PRODUCT,
-    PRODUCTS,
     Chunks,
     PackedRows,
     Places,
     Tables,
     run_layers,
 )
-from vsched_workers.backends.cpu.kernels import gemm
 from vsched_workers.backends.cpu.kernels.bf16 import BF16
-from vsched_workers.backends.cpu.kernels.compilation import KernelCall
 from vsched_workers.backends.cpu.kernels.decode_attention import decode
+from vsched_workers.backends.cpu.kernels.gemm import WEIGHT
 from vsched_workers.backends.cpu.kernels.norm import NORM, add_norm, add_normed, norm_parts
-from vsched_workers.backends.cpu.kernels.prefill_attention import no_arguments
+from vsched_workers.backends.cpu.kernels.prefill_attention import any_arguments
 from vsched_workers.backends.cpu.kernels.rope import HEADS, Bf16Array, rope_prefill
-from vsched_workers.backends.cpu.products import PanelProduct, QuantizedProduct
-from vsched_workers.backends.cpu.quantized import kernel as floats
-from vsched_workers.backends.cpu.quantized.integers import multiply_int8
+from vsched_workers.backends.cpu.products import KernelProduct
 from vsched_workers.backends.cpu.threads import pool_of, process_pool
-from vsched_workers.backends.cpu.tiles.kernel import multiply_in_tiles
 from vsched_workers.backends.reference.layers import Angles
 from vsched_workers.backends.reference.packed_weights import BLOCK_ROWS
 
 if TYPE_CHECKING:
     from vsched_workers.backends.cpu.layer_parts import Norm
     from vsched_workers.batching.paged_attention import PagedStep
-    from vsched_workers.families.decoders import AttentionKind
+    from vsched_workers.families.decoders import AttentionKind, Decoder
 
 
 _ONE = np.uint16(0x3F80)
@@ -83,50 +65,9 @@ class StepAngles:
         return np.stack([cos for cos, _ in still]), np.stack([sin for _, sin in still])
 
 
-_ROWS_MAX = BLOCK_ROWS
-"""Maximum rows of a step: those that layers one by one would multiply at once."""
+_TAGS = BF16, BF16, BF16, BF16
 _LINE_VALUES = 32
 """bfloat16 values of a cache line, to which buffers are aligned."""
-
-
-class Traits(NamedTuple):
-    """Attributes of a model that select the kernels of its steps.
-
-    Attributes:
-        activation: Kernel of the MLP's activation.
-        adds_plainly: See `Decoder`; `norms_all_heads` likewise.
-        factor: Multiplier of the residual.
-        threads: Threads of the kernels.
-        kept: An array with the dtype and layout of the cache.
-        tiles: Whether chunks attend in AMX tiles if the processor has them.
-    """
-
-    activation: Any
-    adds_plainly: bool
-    norms_all_heads: bool
-    factor: np.float32
-    threads: int
-    kept: npt.NDArray[Any]
-    tiles: bool
-
-
-class _Kind(NamedTuple):
-    """A kind of products: its kernels, their call, and the dtype of its records."""
-
-    kernels: tuple[Any, ...]
-    call: KernelCall
-    record: np.dtype[Any]
-
-
-_KINDS = (
-    _Kind((gemm.multiply, multiply_in_tiles), CALL_PANELS, PANEL_PRODUCT),
-    _Kind((multiply_int8,), CALL_INT8, floats.INT8_PRODUCT),
-    _Kind((floats.multiply,), CALL_FLOATS, floats.FLOAT_PRODUCT),
-)
-"""In the order of `kernel.PANELS`, `INT8_ACTIVATIONS` and `FLOATS`."""
-
-_Product = PanelProduct | QuantizedProduct
-_Table = npt.NDArray[Any]
 
 
 _NO_CHUNKS = np.empty((0, 4), dtype=np.int64), np.empty(0, dtype=np.int64)
@@ -136,26 +77,46 @@ class CompiledStep:
     """Runs a step's rows through layers whose products all use this package's kernels.
 
     Attributes:
-        rows_max: Maximum rows of a step.
-        inner: Outputs of the gate.
+        rows_max: Maximum rows of a step: those that layers one by one would multiply at once.
     """
 
+    rows_max = BLOCK_ROWS
+
     def __init__(
-        self, layers: Sequence[Any], last: Norm, traits: Traits, angles: StepAngles
+        self,
+        layers: Sequence[Any],
+        last: Norm,
+        *,
+        decoder: Decoder,
+        factor: np.float32,
+        activation: Any,
+        threads: int,
+        kept: npt.NDArray[Any],
+        tiles: bool,
     ) -> None:
-        """Take layers (`language_layers`) that pass `fits` and must outlive this object, and the final norm."""
-        first, self._traits, self._angles = layers[0], traits, angles
-        self._pool = pool_of(traits.threads)
+        """Take layers that pass `fits` and must outlive this object.
+
+        Args:
+            layers: The layers, as in `language_layers`.
+            last: The final norm.
+            decoder: Description of the architecture.
+            factor: Multiplier of the residual.
+            activation: Kernel of the MLP's activation.
+            threads: Threads of the kernels.
+            kept: An array with the dtype and layout of the cache.
+            tiles: Whether chunks attend in AMX tiles if the processor has them.
+        """
+        first, self._threads, self._tiles = layers[0], threads, tiles
+        self._pool = pool_of(threads)
         attention = first.attention
-        products = [own for layer in layers for each in _products(layer) if (own := _own(each))]
-        self.rows_max = min(_ROWS_MAX, *(each.step_rows_max for each in products))
+        products: list[KernelProduct] = [each for layer in layers for each in _products(layer)]
         self._kv_heads, self._head_dim = attention.kv_heads, attention.head_dim
         self._queries = attention.heads * attention.head_dim
         keys = attention.kv_heads * attention.head_dim
-        inner = self.inner = first.gate.shape[0]
+        inner = first.gate.shape[0]
         model = (
             *(last.width, inner, self._queries, keys),
-            *(traits.adds_plainly, traits.norms_all_heads, traits.factor, self._pool),
+            *(decoder.adds_plainly, decoder.norms_all_heads, factor, self._pool),
         )
         norms = [
             norm
@@ -169,7 +130,8 @@ class CompiledStep:
         ]
         self._tables = Tables(
             np.array([model], dtype=MODEL),
-            *_tables_of(products, len(layers)),
+            np.concatenate([each.weight for each in products]),
+            np.array([_kernels_of(each) for each in products], dtype=np.int64),
             np.concatenate([each.record for each in (*norms, last)]),
             np.concatenate([norm.record for each in layers for norm in each.head_norms]),
             np.concatenate([each.heads for each in layers]),
@@ -177,10 +139,19 @@ class CompiledStep:
         )
         self._wide = max(self._queries + 2 * keys, inner)
         self._other = max(last.width, inner)
-        self._addresses = _addresses(traits)
-        self._tag = attention_kernel(tiles=traits.tiles)[1]
+        attend, self._tag = attention_kernel(tiles=tiles)
+        self._addresses = np.array(  # in the order of `kernel.KERNELS`
+            [
+                (add_norm if decoder.adds_plainly else add_normed).address_of(),
+                norm_parts.address_of() if decoder.norms_all_heads else 0,
+                activation.address_of(),
+                decode.address_of(kept, kept),
+                rope_prefill.address_of(kept, kept),
+                attend.address_of(any_arguments(self._tag)),
+            ]
+        )
         self._no_chunks = Chunks(*_NO_CHUNKS, 0, 0, 0, self._tag)
-        compile_for(traits.kept)
+        compile_for(kept)
 
     def __call__(
         self,
@@ -213,11 +184,11 @@ class CompiledStep:
         buffer = hidden.new_empty(sum(widths))
         buffer_at = buffer.data_ptr()
         wide_at = buffer_at + 2 * widths[0]
-        threads = self._traits.threads if attends_together else 1
+        threads = self._threads if attends_together else 1
         chunks = self._no_chunks
         if heads_buffer is not None:
             longest = max((each.context for each in step.segments), default=0)
-            keys, head_dim = padded_context(longest, self._head_dim, tiles=self._traits.tiles)
+            keys, head_dim = padded_context(longest, self._head_dim, tiles=self._tiles)
             packed = hidden.new_empty(self._kv_heads * keys * 2 * head_dim)
             pool, tag = process_pool().state_at, self._tag
             chunks = Chunks(
@@ -237,7 +208,7 @@ class CompiledStep:
         )
         run_layers(
             self._addresses,
-            BF16,
+            _TAGS,
             self._tables,
             rows,
             at,
@@ -266,7 +237,8 @@ def fits(layers: Sequence[Any]) -> bool:
     """Return True if a compiled step can run the layers: this package's products, unpermuted inputs, equal shapes."""
     if not layers:
         return False
-    if not all(_own(each) for layer in layers for each in _products(layer)):
+    products = [each for layer in layers for each in _products(layer)]
+    if not all(isinstance(each, KernelProduct) and not each.has_order for each in products):
         return False
     return len({tuple(each.shape for each in _products(layer)) for layer in layers}) == 1
 
@@ -277,10 +249,11 @@ def compile_for(kept: npt.NDArray[Any]) -> None:
     norms, halves = np.empty(0, dtype=NORM), np.empty((0, 0, 0), dtype=np.uint16)
     given = (
         none,
-        BF16,
+        _TAGS,
         Tables(
             np.empty(0, dtype=MODEL),
-            *_tables_of([], 0),
+            np.empty(0, dtype=WEIGHT),
+            np.empty((0, 0), dtype=np.int64),
             norms,
             norms,
             np.empty(0, dtype=HEADS),
@@ -299,71 +272,15 @@ def compile_for(kept: npt.NDArray[Any]) -> None:
     run_layers.compile(tuple(numba.typeof(each) for each in given))
 
 
-def _tables_of(
-    products: Sequence[_Product], layers: int
-) -> tuple[_Table, _Table, _Table, _Table, _Table]:
-    """Build the tables of products for `kernel.Tables`: products, their kernels, and the records of each kind."""
-    rows: list[tuple[int, ...]] = []
-    records: list[list[tuple[Any, ...]]] = [[] for _ in _KINDS]
-    formats: dict[tuple[Any, ...], int] = {}
-    addresses: list[tuple[int, ...]] = []
-    for product in products:
-        kind = next(at for at, each in enumerate(_KINDS) if product.kernel in each.kernels)
-        called = (kind, product.kernel, product.many_rows_min, *(tag.dtype for tag in product.tags))
-        if called not in formats:
-            formats[called] = len(addresses)
-            addresses.append(_addresses_of(kind, product))
-        weights = product.shape[0] * product.shape[1]
-        rows.append((kind, len(records[kind]), formats[called], weights))
-        records[kind].append(product.record)
-    panel_products, int8_products, float_products = (
-        np.array(found, dtype=kind.record) for kind, found in zip(_KINDS, records, strict=True)
-    )
-    return (
-        np.array(rows, dtype=PRODUCT).reshape(layers, len(PRODUCTS)),
-        np.array(addresses, dtype=np.int64).reshape(-1, 3),
-        panel_products,
-        int8_products,
-        float_products,
-    )
-
-
-def _addresses_of(kind: int, product: _Product) -> tuple[int, int, int]:
+def _kernels_of(product: KernelProduct) -> tuple[int, int, int]:
     """A product's row of `Tables.multiply`."""
-    call = _KINDS[kind].call
-    few = call.address_of(product.kernel, *product.tags)
-    if product.many_rows_kernel is None or kind == FLOATS:
-        return few, few, product.many_rows_min
-    many = call.address_of(product.many_rows_kernel, *product.tags)
+    kernels = product.kernel, product.many_rows_kernel
+    few, many = (each.address_of((BF16, *product.tags)) for each in kernels)
     return few, many, product.many_rows_min
-
-
-def _addresses(traits: Traits) -> npt.NDArray[np.int64]:
-    """Addresses of `kernel.KERNELS`."""
-    kept, (attend, tag) = traits.kept, attention_kernel(tiles=traits.tiles)
-    return np.array(
-        [
-            CALL_ADD_NORM.address_of(add_norm)
-            if traits.adds_plainly
-            else CALL_ADD_NORMED.address_of(add_normed),
-            CALL_NORM_PARTS.address_of(norm_parts) if traits.norms_all_heads else 0,
-            CALL_ACTIVATION.address_of(traits.activation),
-            CALL_DECODE.address_of(decode, kept, kept),
-            CALL_ROPE.address_of(rope_prefill, kept, kept),
-            CALL_ATTEND.address_of(attend, no_arguments(tag)),
-        ]
-    )
 
 
 def _products(layer: Any) -> tuple[Any, ...]:
     return layer.qkv, layer.o_proj, layer.gate, layer.up, layer.down
-
-
-def _own(product: Any) -> _Product | None:
-    """Return the product if it uses this package's kernels with unpermuted inputs."""
-    if isinstance(product, QuantizedProduct):
-        return None if product.has_order else product
-    return product if isinstance(product, PanelProduct) else None
 
 
 def _whole_lines(values: int) -> int:

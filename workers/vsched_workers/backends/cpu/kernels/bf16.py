@@ -83,18 +83,23 @@ def through_bf16(value: Any) -> Any:
     return widen(narrow(value))
 
 
-_POINTER = numba.types.CPointer(numba.uint16)
-
-
-def _pointing(_context: Any, _address: Any) -> Any:
+def _pointing(_context: Any, _address: Any, like: Any) -> Any:
+    """Emit the conversion of an address to a pointer to values of the dtype of `like`."""
+    pointer = numba.types.CPointer(like.dtype)
 
     def point(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        return builder.inttoptr(values[0], context.get_value_type(_POINTER))
+        return builder.inttoptr(values[0], context.get_value_type(pointer))
 
-    return _POINTER(numba.intp), point
+    return pointer(numba.intp, like), point
 
 
 _pointer: Any = numba.extending.intrinsic(_pointing)
+
+
+@compiled()
+def array_like(address: int, like: Any) -> Any:
+    """View memory at an address as an array with the shape and dtype of another."""
+    return numba.carray(_pointer(address, like), like.shape)  # type: ignore[attr-defined]  # it has no stub
 
 
 @compiled()
@@ -104,27 +109,13 @@ def bf16_array(address: int, count: int) -> Any:
     Kernels view each row as an array of its own: with an arbitrary start index numba checks each index for negative
     values, which prevents vectorization.
     """
-    return numba.carray(_pointer(address), count)  # type: ignore[attr-defined]  # it has no stub
-
-
-_SINGLES = numba.types.CPointer(numba.float32)
-
-
-def _pointing_to_singles(_context: Any, _address: Any) -> Any:
-
-    def point(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        return builder.inttoptr(values[0], context.get_value_type(_SINGLES))
-
-    return _SINGLES(numba.intp), point
-
-
-_single_pointer: Any = numba.extending.intrinsic(_pointing_to_singles)
+    return numba.carray(_pointer(address, BF16), count)  # type: ignore[attr-defined]  # it has no stub
 
 
 @compiled()
 def float32_array(address: int, count: int) -> Any:
     """View `count` float32 values at an address as an array."""
-    return numba.carray(_single_pointer(address), count)  # type: ignore[attr-defined]  # it has no stub
+    return numba.carray(_pointer(address, FLOAT32), count)  # type: ignore[attr-defined]  # it has no stub
 
 
 @compiled()
@@ -187,3 +178,12 @@ def exp(value: Any) -> Any:
     rest = (power - whole) * _LN_2
     series = np.float32(1 / 5040) * rest + np.float32(1 / 720)
     return _taylor(series, rest) * power_of_two(whole)
+
+
+@compiled()
+def bend(scores: Any, count: int, factor: Any, softcap: Any) -> None:
+    """Soft-cap: replace scores s by c tanh(factor s / c)."""
+    doubled = np.float32(2.0) * factor / softcap
+    for index in range(count):
+        share = np.float32(2.0) / (np.float32(1.0) + exp(doubled * widen(scores[index])))
+        scores[index] = as_type_of(scores[0], softcap - softcap * share)

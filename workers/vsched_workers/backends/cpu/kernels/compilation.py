@@ -8,10 +8,11 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numba
+import numpy as np
 from numba.core import cgutils
 
 from vsched_workers.backends.cpu.kernel_store import keep_on_disk
@@ -76,63 +77,63 @@ def emits(returns: Any, *parameters: Any) -> Callable[[Callable[..., Any]], Any]
     return decorate
 
 
-class KernelCall:
-    """Call of a kernel by an address that is known only at run time.
+def kernel(*parameters: Any) -> Callable[[Any], Any]:
+    """Compile a function as `compiled`, and let compiled code call it by an address that is known only at run time.
 
     A kernel called by name is compiled into its caller once more, and may round differently there. A kernel called by
-    address is compiled once for all callers.
+    address is compiled once for all callers. `parameters` are the numba types of its parameters; None accepts any type.
+    The kernel gets two attributes:
 
-    Attributes:
-        call: Function for compiled code: takes the address and the kernel's arguments.
+    - `address_of(*given)`: its address, compiled first if necessary; `given` are arguments for the parameters of any
+      type, in their order.
+    - `call`: for compiled code, takes the address of this or of another kernel with these parameters, and arguments.
     """
 
-    def __init__(self, *parameters: Any) -> None:
-        """Take the numba types of the kernel's parameters; None accepts any type."""
-        self._parameters = parameters
-        self.call: Any = self._call()
+    def compile_kernel(function: Any) -> Any:
+        dispatcher = compiled()(function)
 
-    def address_of(self, kernel: Any, *given: Any) -> int:
-        """Address of a kernel, compiled first if necessary.
+        def address_of(*given: Any) -> int:
+            others = iter(given)
+            kinds = tuple(each or numba.typeof(next(others)) for each in parameters)
+            dispatcher.compile(kinds)
+            made = dispatcher.overloads[kinds]
+            address: int = made.library.get_pointer_to_function(made.fndesc.llvm_func_name)
+            return address
 
-        Args:
-            kernel: A variant of a kernel, made by `compiled`.
-            given: An argument for each parameter of any type, in their order.
-        """
-        others = iter(given)
-        kinds = tuple(each or numba.typeof(next(others)) for each in self._parameters)
-        kernel.compile(kinds)
-        made = kernel.overloads[kinds]
-        address: int = made.library.get_pointer_to_function(made.fndesc.llvm_func_name)
-        return address
+        dispatcher.address_of, dispatcher.call = address_of, _call_by_address(parameters)
+        return dispatcher
 
-    def _call(self) -> Any:
-        def definition(_context: Any, _address: Any, *given: Any) -> Any:
-            kinds = [
-                parameter or kind for parameter, kind in zip(self._parameters, given, strict=True)
-            ]
+    return compile_kernel
 
-            def generate(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-                convention = context.call_conv
-                kind = convention.get_function_type(numba.types.none, kinds)
-                kernel = builder.inttoptr(values[0], kind.as_pointer())
-                status, _ = convention.call_function(
-                    builder, kernel, numba.types.none, kinds, values[1:]
-                )
-                with cgutils.if_unlikely(builder, status.is_error):
-                    convention.return_status_propagate(builder, status)
-                return context.get_dummy_value()
 
-            return numba.types.none(numba.intp, *kinds), generate
+def _call_by_address(parameters: Sequence[Any]) -> Any:
+    def definition(_context: Any, _address: Any, *given: Any) -> Any:
+        kinds = [parameter or kind for parameter, kind in zip(parameters, given, strict=True)]
 
-        # numba reads the parameter names of the function from its signature.
-        names = [
-            "context",
-            "address",
-            *(f"given_{place}" for place, _ in enumerate(self._parameters)),
-        ]
-        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        described: Any = definition
-        described.__signature__ = inspect.Signature(
-            [inspect.Parameter(name, kind) for name in names]
-        )
-        return numba.extending.intrinsic(definition)
+        def generate(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+            convention = context.call_conv
+            kind = convention.get_function_type(numba.types.none, kinds)
+            kernel = builder.inttoptr(values[0], kind.as_pointer())
+            status, _ = convention.call_function(
+                builder, kernel, numba.types.none, kinds, values[1:]
+            )
+            with cgutils.if_unlikely(builder, status.is_error):
+                convention.return_status_propagate(builder, status)
+            return context.get_dummy_value()
+
+        return numba.types.none(numba.intp, *kinds), generate
+
+    # numba reads the parameter names of the function from its signature.
+    names = ["context", "address", *(f"given_{place}" for place, _ in enumerate(parameters))]
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    described: Any = definition
+    described.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])
+    return numba.extending.intrinsic(definition)
+
+
+LONG, SINGLE = numba.int64, numba.float32
+
+
+def array_of(dtype: Any, dimensions: int = 1) -> Any:
+    """Type of a contiguous array."""
+    return numba.typeof(np.empty((1,) * dimensions, dtype=dtype))

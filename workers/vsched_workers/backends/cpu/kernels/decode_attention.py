@@ -34,18 +34,18 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from vsched.types import KV_SCALE_BYTES
 from vsched_workers.backends.cpu.kernels.bf16 import (
     LOG2_E,
+    bend,
     bf16_array,
-    exp,
     exp2,
     larger,
     narrow,
     widen,
 )
-from vsched_workers.backends.cpu.kernels.compilation import compiled, emits
+from vsched_workers.backends.cpu.kernels.compilation import array_of, compiled, emits, kernel
 from vsched_workers.backends.cpu.kernels.rope import (
+    HEADS_TYPE,
+    ROWS_TYPE,
     RopeRows,
-    heads_of,
-    no_rows,
     rope_head,
     write_head,
 )
@@ -92,15 +92,6 @@ class RowContext(NamedTuple):
     kv_first: int
     kv_stop: int
     softcap: np.float32
-
-
-@compiled()
-def bend(scores: Any, head: int, length: int, scaling: Any, softcap: Any) -> None:
-    """Soft-cap: replace a head's scores s, times `scaling`, by c tanh(s / c)."""
-    factor = np.float32(2.0) * scaling / softcap
-    for index in range(length):
-        share = np.float32(2.0) / (np.float32(1.0) + exp(factor * scores[head, index]))
-        scores[head, index] = softcap - softcap * share
 
 
 @compiled()
@@ -310,7 +301,7 @@ def attend_float(query: Any, context: RowContext, summed: Any) -> None:
     _score(query, context, scores)
     for head in range(heads):
         if context.softcap > np.float32(0.0):
-            bend(scores, head, context.length, np.float32(1.0), context.softcap)
+            bend(scores[head], context.length, np.float32(1.0), context.softcap)
         softmax(scores, head, context.first, context.length, LOG2_E)
     _combine(scores, context, summed)
 
@@ -518,7 +509,7 @@ def _attend_pairs(query_at: int, context: RowContext, scaling: Any, summed: Any)
     factor = scaling * LOG2_E
     for head in range(heads):
         if context.softcap > np.float32(0.0):
-            bend(scores, head, context.length, scaling, context.softcap)
+            bend(scores[head], context.length, scaling, context.softcap)
             factor = LOG2_E
         softmax(scores, head, context.first, context.length, factor)
         for index in range(0, width, LANES):
@@ -564,7 +555,7 @@ class _Decode(NamedTuple):
 
 
 @compiled()
-def _write_row(given: _Decode, row: int, kv_first: int, kv_stop: int) -> None:
+def _write_row(row: int, given: _Decode, kv_first: int, kv_stop: int) -> None:
     """Write a row's keys and values of some KV heads into the cache."""
     heads, rows, keys, values = given.heads[0], given.rows, given.keys, given.values
     kv_heads, head_dim = keys.shape[1], 2 * rows.cos.shape[1]
@@ -597,20 +588,38 @@ def _sees_another(rows: RopeRows, tables: Any, contexts: Any, block_size: int) -
 
 
 @compiled()
-def _decode_task(given: _Decode, row: int, context: RowContext) -> None:
-    """Attend for the queries of a row that share some of the KV heads."""
-    heads, rows = given.heads[0], given.rows
-    kv_heads, head_dim = context.keys.shape[1], 2 * rows.cos.shape[1]
+def _decode_share(task: int, given: _Decode) -> None:
+    """Attend for the queries of a row that share some of the KV heads; see `decode`."""
+    heads, rows, contexts, block_size = given.heads[0], given.rows, given.contexts, given.block_size
+    kv_heads, head_dim = given.keys.shape[1], 2 * rows.cos.shape[1]
+    share = kv_heads // given.shares
+    row, kv_first = task // given.shares, task % given.shares * share
+    if contexts[row] == 0:
+        return
+    unseen = contexts[row] - heads.window if 0 < heads.window < contexts[row] else 0
+    skipped = unseen // block_size
+    context = RowContext(
+        given.keys,
+        given.values,
+        given.tables[row][skipped:],
+        unseen - skipped * block_size,
+        contexts[row] - skipped * block_size,
+        block_size,
+        kv_first,
+        kv_first + share,
+        heads.softcap,
+    )
+    if not given.is_written:
+        _write_row(row, given, kv_first, kv_first + share)
     size, group = 2 * head_dim, heads.queries // kv_heads
-    row_at = given.qkv_at + row * (heads.queries + 2 * kv_heads) * size
-    first, count = context.kv_first * group, (context.kv_stop - context.kv_first) * group
+    first, count = kv_first * group, share * group
     summed = np.zeros((count, head_dim), dtype=np.float32)
     # Rotated queries use the space of the output.
-    row_at += first * size
+    source_at = given.qkv_at + (row * (heads.queries + 2 * kv_heads) + first) * size
     to = given.out_at + (row * heads.queries + first) * size
     for head in range(count):
-        source_at = row_at + head * size
-        rope_head(source_at, to + head * size, rows, row, heads.query_norm_at, heads)
+        at = source_at + head * size
+        rope_head(at, to + head * size, rows, row, heads.query_norm_at, heads)
     attend_rows(to, context, heads.scaling, summed)
     for head in range(count):
         out = bf16_array(to + head * size, head_dim)
@@ -618,41 +627,16 @@ def _decode_task(given: _Decode, row: int, context: RowContext) -> None:
             out[index] = narrow(summed[head, index])
 
 
-@compiled()
-def _write_rows(begin: int, stop: int, given: _Decode) -> None:
-    for row in range(begin, stop):
-        _write_row(given, row, 0, given.keys.shape[1])
-
-
-@compiled()
-def _decode_tasks(begin: int, stop: int, given: _Decode) -> None:
-    """Attend for shares of rows; see `decode`."""
-    contexts, block_size, shares = given.contexts, given.block_size, given.shares
-    size = given.keys.shape[1] // shares
-    window, softcap = given.heads[0].window, given.heads[0].softcap
-    for task in range(begin, stop):
-        row, kv_first = task // shares, task % shares * size
-        if contexts[row] == 0:
-            continue
-        unseen = contexts[row] - window if 0 < window < contexts[row] else 0
-        skipped = unseen // block_size
-        context = RowContext(
-            given.keys,
-            given.values,
-            given.tables[row][skipped:],
-            unseen - skipped * block_size,
-            contexts[row] - skipped * block_size,
-            block_size,
-            kv_first,
-            kv_first + size,
-            softcap,
-        )
-        if not given.is_written:
-            _write_row(given, row, kv_first, kv_first + size)
-        _decode_task(given, row, context)
-
-
-@compiled()
+@kernel(
+    *[numba.int64] * 3,
+    HEADS_TYPE,
+    ROWS_TYPE,
+    None,
+    None,
+    array_of(np.int32, 2),
+    array_of(np.int32),
+    *[numba.int64] * 2,
+)
 def decode(
     pool: int,
     qkv_at: int,
@@ -688,74 +672,65 @@ def decode(
     count = len(rows.slots)
     is_written = 1 if _sees_another(rows, tables, contexts, block_size) else 0
     given = _Decode(
-        qkv_at,
-        out_at,
-        heads,
-        rows,
-        keys,
-        values,
-        tables,
-        contexts,
-        block_size,
-        shares,
-        is_written,
+        qkv_at, out_at, heads, rows, keys, values, tables, contexts, block_size, shares, is_written
     )
     if is_written:
-        spread(pool, count, 4, _write_rows, (given,))
-    spread(pool, count * shares, 1, _decode_tasks, (given,))
-
-
-class _Queries(NamedTuple):
-    """Arguments of `decode_queries`."""
-
-    query: npt.NDArray[np.float32]
-    keys: npt.NDArray[Any]
-    values: npt.NDArray[Any]
-    tables: npt.NDArray[np.int32]
-    contexts: npt.NDArray[np.int32]
-    block_size: int
-    scaling: np.float32
-    shares: int
-    out: npt.NDArray[np.float32]
+        spread(pool, count, 4, _write_row, (given, 0, keys.shape[1]))
+    spread(pool, count * shares, 1, _decode_share, (given,))
 
 
 @compiled()
-def _attend_task(query: Any, row: int, context: RowContext, scaling: Any, out: Any) -> None:
-    group, head_dim = query.shape[1] // context.keys.shape[1], query.shape[2]
-    first, heads = context.kv_first * group, (context.kv_stop - context.kv_first) * group
-    scaled = np.empty((heads, head_dim), dtype=np.float32)
-    summed = np.zeros((heads, head_dim), dtype=np.float32)
-    for head in range(heads):
+def _attend_share(
+    task: int,
+    query: Any,
+    keys: Any,
+    values: Any,
+    tables: Any,
+    contexts: Any,
+    block_size: int,
+    scaling: Any,
+    shares: int,
+    out: Any,
+) -> None:
+    """Attend for the queries of a row that share some of the KV heads; see `decode_queries`."""
+    (_, heads, head_dim), kv_heads = query.shape, keys.shape[1]
+    share, group = kv_heads // shares, heads // kv_heads
+    row, kv_first = task // shares, task % shares * share
+    first, count = kv_first * group, share * group
+    context = RowContext(
+        keys,
+        values,
+        tables[row],
+        0,
+        contexts[row],
+        block_size,
+        kv_first,
+        kv_first + share,
+        np.float32(0.0),
+    )
+    scaled = np.empty((count, head_dim), dtype=np.float32)
+    summed = np.zeros((count, head_dim), dtype=np.float32)
+    for head in range(count):
         for value in range(head_dim):
             scaled[head, value] = query[row, first + head, value] * scaling
     attend_float(scaled, context, summed)
-    for head in range(heads):
+    for head in range(count):
         for value in range(head_dim):
             out[row, first + head, value] = summed[head, value]
 
 
-@compiled()
-def _attend_tasks(begin: int, stop: int, given: _Queries) -> None:
-    """Attend for shares of rows; see `decode_queries`."""
-    shares = given.shares
-    size = given.keys.shape[1] // shares
-    for task in range(begin, stop):
-        row, first = task // shares, task % shares * size
-        context = RowContext(
-            given.keys,
-            given.values,
-            given.tables[row],
-            0,
-            given.contexts[row],
-            given.block_size,
-            first,
-            first + size,
-            np.float32(0.0),
-        )
-        _attend_task(given.query, row, context, given.scaling, given.out)
-
-
-@compiled()
+@kernel(
+    numba.int64,
+    array_of(np.float32, 3),
+    None,
+    None,
+    array_of(np.int32, 2),
+    array_of(np.int32),
+    numba.int64,
+    numba.float32,
+    numba.int64,
+    array_of(np.float32, 3),
+)
 def decode_queries(
     pool: int,
     query: Any,
@@ -773,12 +748,5 @@ def decode_queries(
     Shape: query, out float32 [rows, heads, head_dim]; keys, values float32, bfloat16 or int8 [slots, kv heads, width
     of a head]; tables int32 [rows, blocks]; contexts int32 [rows]. `shares` as in `decode`.
     """
-    given = _Queries(query, keys, values, tables, contexts, block_size, scaling, shares, out)
-    spread(pool, query.shape[0] * shares, 1, _attend_tasks, (given,))
-
-
-def warm_up(cached: npt.NDArray[Any]) -> None:
-    """Compile `decode` for a cache type, ahead of the first request."""
-    heads = heads_of(1, 0, 0, 0.0, 1.0)
-    tables, contexts = np.empty((0, 1), dtype=np.int32), np.empty(0, dtype=np.int32)
-    decode(0, 0, 0, heads, no_rows(), cached, cached, tables, contexts, 1, 1)
+    given = query, keys, values, tables, contexts, block_size, scaling, shares, out
+    spread(pool, len(query) * shares, 1, _attend_share, given)

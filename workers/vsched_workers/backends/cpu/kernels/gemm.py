@@ -18,6 +18,10 @@ of K, with 4 vectors of weights and one broadcast input:
 share of the next panel, so that memory is read during all of them: 7 to 12 rows take 0.83 to 0.93 of the time
 without it, 32 rows 0.93 to 0.95.
 
+**Weights.** All kernels of products (`multiply` here, in `tiles/kernel.py` and in `quantized/`) take the same
+arguments: the thread pool, dtype tags that select the compiled variant, a record that describes the packed weight
+(`WEIGHT`), the rows, and the result.
+
 Source: Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication" (ACM TOMS 2008), for panels and
 register blocking.
 """
@@ -34,21 +38,21 @@ import numba
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 
-from vsched_workers.backends.cpu.kernels.bf16 import bf16_array
-from vsched_workers.backends.cpu.kernels.compilation import compiled, emits
+from vsched_workers.backends.cpu.kernels.bf16 import copy
+from vsched_workers.backends.cpu.kernels.compilation import array_of, compiled, emits, kernel
 from vsched_workers.backends.cpu.kernels.simd import (
     BF16_PAIRS,
     BF16S,
     FLOATS,
     LANES,
     LINE,
-    LONG,
     WORD,
     WORDS,
     ZEROS,
     InstructionWriter,
     Loop,
     cases,
+    splat,
 )
 from vsched_workers.backends.cpu.kernels.thread_pool import spread
 
@@ -62,6 +66,33 @@ _PAIR_BYTES = PANEL * 2 * 2
 """Bytes of one pair of inputs in a panel."""
 _AHEAD_LINES = 2
 """Cache lines that a pass prefetches for each pair of inputs: half of a pair of the next panel."""
+
+WEIGHT = np.dtype(
+    [
+        ("given", np.int64),
+        ("inputs", np.int64),
+        ("input_bytes", np.int64),
+        ("weight_at", np.int64),
+        ("block", np.int64),
+        ("group", np.int64),
+        ("vectors", np.int64),
+        ("scale_row_bytes", np.int64),
+        ("scales_at", np.int64),
+        ("offsets_at", np.int64),
+        ("outputs", np.int64),
+        ("bias_at", np.int64),
+        ("zero_point", np.float32),
+    ]
+)
+"""A packed weight, an array of one record.
+
+`given` inputs (K) are padded to `inputs`, and an input takes `input_bytes` of a panel, of `vectors` vectors. The bias
+of the `outputs` (N) is padded to whole panels. The rest is for quantized weights: inputs of a block and of a group,
+bytes of a panel's scales of one group (0 if all inputs share the scale 1), addresses of scales and of offsets, 0 if
+there are none, and the zero point.
+"""
+PRODUCT = numba.int64, None, array_of(WEIGHT), *[numba.int64] * 4
+"""Types of the parameters of all kernels of products."""
 
 
 class Pass:
@@ -104,7 +135,7 @@ class Pass:
         if ahead is not None:
             at = self._builder.add(ahead[0], self._builder.mul(loop.index, ahead[1]))
             for line in range(_AHEAD_LINES):
-                line_at = self._builder.add(at, ir.Constant(LONG, line * LINE))
+                line_at = self._writer.offset(at, line * LINE)
                 self._writer.prefetch(line_at, locality=2)
         inputs_at = advance(rows_at, loop.index, 8 if self._float32 else 4)
         places = self._places(panel_at, loop.index)
@@ -115,13 +146,8 @@ class Pass:
 
     def _places(self, panel_at: Any, pair: Any) -> Sequence[Any]:
         """Addresses of the weight vectors of a pair of inputs."""
-        return self._vectors_at(panel_at, pair, self._vectors, self._panel_vectors)
-
-    def _vectors_at(self, start: Any, pair: Any, count: int, apart: int) -> list[Any]:
-        """Addresses of `count` vectors of a pair; consecutive pairs are `apart` vectors apart."""
-        at = self._writer.advance(start, pair, apart * LINE)
-        one = ir.Constant(LONG, 1)
-        return [self._writer.advance(at, one, vector * LINE) for vector in range(count)]
+        at = self._writer.advance(panel_at, pair, self._panel_vectors * LINE)
+        return [self._writer.offset(at, vector * LINE) for vector in range(self._vectors)]
 
     def _add_bf16(
         self, sums: Sequence[Any], inputs_at: Any, row_bytes: Any, places: Sequence[Any]
@@ -143,18 +169,16 @@ class Pass:
         """Emit the same in float32: the first inputs of all pairs, then the second ones."""
         builder, writer = self._builder, self._writer
         words = [writer.load(at, WORDS, LINE) for at in places]
-        upper = ir.Constant(WORDS, [0xFFFF0000] * LANES)
-        sixteen = ir.Constant(WORDS, [16] * LANES)
         halves = (
-            [builder.shl(each, sixteen) for each in words],
-            [builder.and_(each, upper) for each in words],
+            [builder.shl(each, splat(WORDS, 16)) for each in words],
+            [builder.and_(each, splat(WORDS, 0xFFFF0000)) for each in words],
         )
         for place, half in enumerate(halves):
             weights = [builder.bitcast(each, FLOATS) for each in half]
             added = []
             for row in range(self._rows):
                 at = writer.advance(inputs_at, row_bytes, row)
-                at = builder.add(at, ir.Constant(LONG, 4 * place))
+                at = writer.offset(at, 4 * place)
                 value = writer.broadcast(writer.load(at, ir.FloatType(), 4))
                 of_row = zip(self._of(sums, row), weights, strict=True)
                 added += [writer.multiply_add(total, value, weight) for total, weight in of_row]
@@ -179,13 +203,13 @@ class Pass:
         for vector in range(self._vectors):
             bias = None
             if bias_at is not None:
-                at = builder.add(bias_at, ir.Constant(LONG, vector * LANES * 2))
+                at = writer.offset(bias_at, vector * LANES * 2)
                 bias = builder.fpext(writer.load(at, BF16S), FLOATS)
             for row in range(self._rows):
                 total = self._of(sums, row)[vector]
                 total = total if bias is None else builder.fadd(total, bias)
                 at = writer.advance(out_at, out_bytes, row)
-                at = builder.add(at, ir.Constant(LONG, vector * LANES * size))
+                at = writer.offset(at, vector * LANES * size)
                 writer.store(total if float32 else builder.fptrunc(total, BF16S), at)
 
 
@@ -247,52 +271,31 @@ def panels_together(rows: int, inputs: int) -> int:
 
 
 @compiled()
-def _multiply_panels(
-    first: int,
-    stop: int,
-    rows_at: int,
-    rows: int,
-    pairs: int,
-    weight_at: int,
-    outputs: int,
-    bias_at: int,
-    out_at: int,
+def _multiply_piece(
+    panel: int, rows_at: int, rows: int, weight: Any, outputs: int, out_at: int
 ) -> None:
-    """Multiply all rows by the panels `first` to `stop`, without the padding of the last panel."""
-    out_bytes = 2 * outputs
-    for panel in range(first, stop):
-        panel_at = weight_at + panel * pairs * _PAIR_BYTES
-        column = panel * PANEL
-        column_bias_at, at = bias_at + 2 * column, out_at + 2 * column
-        if column + PANEL <= outputs:
-            _multiply_panel(rows_at, rows, pairs, panel_at, column_bias_at, at, out_bytes)
-            continue
-        part = np.empty((rows, PANEL), dtype=np.uint16)
-        part_at = part.ctypes.data
-        _multiply_panel(rows_at, rows, pairs, panel_at, column_bias_at, part_at, 2 * PANEL)
-        for row in range(rows):
-            target, source = bf16_array(at + row * out_bytes, outputs - column), part[row]
-            for index in range(len(target)):
-                target[index] = source[index]
+    """Multiply all rows by a panel, without the padding of the last one."""
+    pairs, column, out_bytes = weight[0].given // 2, panel * PANEL, 2 * outputs
+    panel_at = weight[0].weight_at + panel * pairs * _PAIR_BYTES
+    bias_at, at = weight[0].bias_at + 2 * column, out_at + 2 * column
+    if column + PANEL <= outputs:
+        _multiply_panel(rows_at, rows, pairs, panel_at, bias_at, at, out_bytes)
+        return
+    part = np.empty((rows, PANEL), dtype=np.uint16)
+    _multiply_panel(rows_at, rows, pairs, panel_at, bias_at, part.ctypes.data, 2 * PANEL)
+    for row in range(rows):
+        copy(part[row].ctypes.data, at + row * out_bytes, outputs - column)
 
 
-# Plain numbers as arguments: a product of a small model takes a few microseconds, and a record 2 to
-# 5 % of that.
-@compiled()
+@kernel(*PRODUCT)
 def multiply(
-    pool: int,
-    rows_at: int,
-    rows: int,
-    pairs: int,
-    weight_at: int,
-    outputs: int,
-    bias_at: int,
-    out_at: int,
+    pool: int, _tags: Any, weight: Any, rows_at: int, rows: int, outputs: int, out_at: int
 ) -> None:
-    """Multiply rows by a weight in panels, on the threads of a pool (`thread_pool.spread`).
+    """Multiply bfloat16 rows by a weight in panels, on the threads of a pool (`thread_pool.spread`).
 
-    Shape: rows [rows, 2 * pairs]; weight and bias packed as described at the head of this file; out [rows, outputs].
+    Shape: rows [rows, inputs]; weight `WEIGHT` [1], with a bfloat16 bias; out [rows, outputs]. `outputs` are those of
+    the weight, or in a sparse run fewer.
     """
     panels = (outputs + PANEL - 1) // PANEL
-    given = rows_at, rows, pairs, weight_at, outputs, bias_at, out_at
-    spread(pool, panels, panels_together(rows, 2 * pairs), _multiply_panels, given)
+    given = rows_at, rows, weight, outputs, out_at
+    spread(pool, panels, panels_together(rows, weight[0].given), _multiply_piece, given)

@@ -14,10 +14,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from vsched_workers.backends.cpu.kernels.bf16 import bf16_array, float32_array, narrow, widen
-from vsched_workers.backends.cpu.kernels.compilation import compiled
+from vsched_workers.backends.cpu.kernels.compilation import LONG, array_of, compiled, kernel
 from vsched_workers.backends.cpu.kernels.thread_pool import spread
 
 RANKS = 4
@@ -79,8 +78,18 @@ def _up(sums: Any, up_at: int, rank: int, total: Any) -> None:
 
 
 @compiled()
-def _add_row(row_at: int, inputs: int, made_at: int, parts: Any) -> None:
-    source = bf16_array(row_at, inputs)
+def _add_row(
+    place: int,
+    rows_at: int,
+    inputs: int,
+    made_at: int,
+    width: int,
+    order: Any,
+    owners: Any,
+    all_parts: Any,
+) -> None:
+    parts, at = all_parts[owners[place]], made_at + 2 * order[place] * width
+    source = bf16_array(rows_at + 2 * order[place] * inputs, inputs)
     row = np.empty(inputs, dtype=np.float32)
     for index in range(inputs):
         row[index] = widen(source[index])
@@ -89,7 +98,7 @@ def _add_row(row_at: int, inputs: int, made_at: int, parts: Any) -> None:
         if rank:
             sums = np.empty(rank, dtype=np.float32)
             _down(row, parts[number].down_at, rank, sums)
-            target = bf16_array(made_at + 2 * parts[number].first, outputs)
+            target = bf16_array(at + 2 * parts[number].first, outputs)
             total = np.empty(outputs, dtype=np.float32)
             for index in range(outputs):
                 total[index] = widen(target[index])
@@ -98,26 +107,7 @@ def _add_row(row_at: int, inputs: int, made_at: int, parts: Any) -> None:
                 target[index] = narrow(total[index])
 
 
-@compiled()
-def _add_low_rank_rows(
-    first: int,
-    stop: int,
-    rows_at: int,
-    inputs: int,
-    made_at: int,
-    width: int,
-    order: Any,
-    owners: Any,
-    parts: Any,
-) -> None:
-    for place in range(first, stop):
-        row = order[place]
-        _add_row(
-            rows_at + 2 * row * inputs, inputs, made_at + 2 * row * width, parts[owners[place]]
-        )
-
-
-@compiled()
+@kernel(*[LONG] * 5, array_of(np.int64), array_of(np.int64), array_of(PART, 2))
 def add_low_rank(
     pool: int,
     rows_at: int,
@@ -134,10 +124,4 @@ def add_low_rank(
     adapter; parts `PART` [adapters, parts of the product].
     """
     given = rows_at, inputs, made_at, width, order, owners, parts
-    spread(pool, len(order), 1, _add_low_rank_rows, given)
-
-
-def warm_up() -> None:
-    """Compile the kernel ahead of the first step with an adapter."""
-    none: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
-    add_low_rank(0, 0, 0, 0, 0, none, none, np.zeros((1, 1), dtype=PART))
+    spread(pool, len(order), 1, _add_row, given)

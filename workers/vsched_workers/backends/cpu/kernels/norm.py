@@ -24,7 +24,7 @@ from vsched_workers.backends.cpu.kernels.bf16 import (
     through_bf16,
     widen,
 )
-from vsched_workers.backends.cpu.kernels.compilation import compiled
+from vsched_workers.backends.cpu.kernels.compilation import LONG, SINGLE, array_of, compiled, kernel
 from vsched_workers.backends.cpu.kernels.thread_pool import rows_together, spread
 
 
@@ -39,12 +39,13 @@ def _norm_row(hidden: Any, weight: Any, squares: Any, eps: Any, out: Any) -> Non
 
 @compiled()
 def _add_norm_row(
-    hidden_at: int, delta_at: int, weight_at: int, width: int, eps: Any, out_at: int
+    row: int, hidden_at: int, delta_at: int, weight_at: int, width: int, eps: Any, out_at: int
 ) -> None:
-    hidden = bf16_array(hidden_at, width)
+    skip = 2 * row * width
+    hidden, out = bf16_array(hidden_at + skip, width), bf16_array(out_at + skip, width)
     squares = np.float32(0.0)
     if delta_at:
-        delta = bf16_array(delta_at, width)
+        delta = bf16_array(delta_at + skip, width)
         for index in range(width):
             total = narrow(widen(hidden[index]) + widen(delta[index]))
             hidden[index] = total
@@ -52,27 +53,10 @@ def _add_norm_row(
     else:
         for index in range(width):
             squares += widen(hidden[index]) * widen(hidden[index])
-    _norm_row(hidden, bf16_array(weight_at, width), squares, eps, bf16_array(out_at, width))
+    _norm_row(hidden, bf16_array(weight_at, width), squares, eps, out)
 
 
-@compiled()
-def _add_norm_rows(
-    first: int,
-    stop: int,
-    hidden_at: int,
-    delta_at: int,
-    weight_at: int,
-    width: int,
-    eps: Any,
-    out_at: int,
-) -> None:
-    for row in range(first, stop):
-        skip = 2 * row * width
-        delta_row_at = delta_at + skip if delta_at else 0
-        _add_norm_row(hidden_at + skip, delta_row_at, weight_at, width, eps, out_at + skip)
-
-
-@compiled()
+@kernel(*[LONG] * 5, SINGLE, LONG, LONG)
 def add_norm(
     pool: int,
     hidden_at: int,
@@ -88,7 +72,7 @@ def add_norm(
     Shape: hidden, delta, out [rows, width]; weight [width]. A `delta_at` of 0 adds nothing.
     """
     given = hidden_at, delta_at, weight_at, width, eps, out_at
-    spread(pool, rows, rows_together(width), _add_norm_rows, given)
+    spread(pool, rows, rows_together(width), _add_norm_row, given)
 
 
 NORM = np.dtype([("weight_at", np.int64), ("eps", np.float32), ("once", np.int64)])
@@ -96,6 +80,7 @@ NORM = np.dtype([("weight_at", np.int64), ("eps", np.float32), ("once", np.int64
 
 The weights are bfloat16; or, if `once` is 1, float32, and only the result is rounded.
 """
+_NORMS = array_of(NORM)
 
 
 @compiled()
@@ -125,9 +110,8 @@ def _add_row(hidden: Any, delta: Any, factor: Any) -> None:
 
 
 @compiled()
-def _add_normed_rows(
-    first: int,
-    stop: int,
+def _add_normed_row(
+    row: int,
     hidden_at: int,
     delta_at: int,
     added_norm: Any,
@@ -136,22 +120,20 @@ def _add_normed_rows(
     width: int,
     out_at: int,
 ) -> None:
-    norms_added, norms_sums = added_norm[0].weight_at, norm[0].weight_at
-    for row in range(first, stop):
-        skip = 2 * row * width
-        hidden = bf16_array(hidden_at + skip, width)
-        if delta_at:
-            delta = bf16_array(delta_at + skip, width)
-            if norms_added:
-                _any_norm_row(delta, added_norm[0], delta)
-            _add_row(hidden, delta, factor)
-        if norms_sums:
-            _any_norm_row(hidden, norm[0], bf16_array(out_at + skip, width))
-        else:
-            copy(hidden_at + skip, out_at + skip, width)
+    skip = 2 * row * width
+    hidden = bf16_array(hidden_at + skip, width)
+    if delta_at:
+        delta = bf16_array(delta_at + skip, width)
+        if added_norm[0].weight_at:
+            _any_norm_row(delta, added_norm[0], delta)
+        _add_row(hidden, delta, factor)
+    if norm[0].weight_at:
+        _any_norm_row(hidden, norm[0], bf16_array(out_at + skip, width))
+    else:
+        copy(hidden_at + skip, out_at + skip, width)
 
 
-@compiled()
+@kernel(LONG, LONG, LONG, _NORMS, SINGLE, _NORMS, LONG, LONG, LONG)
 def add_normed(
     pool: int,
     hidden_at: int,
@@ -169,37 +151,22 @@ def add_normed(
     nothing. Without a norm, rows are used unchanged.
     """
     given = hidden_at, delta_at, added_norm, factor, norm, width, out_at
-    spread(pool, rows, rows_together(width), _add_normed_rows, given)
+    spread(pool, rows, rows_together(width), _add_normed_row, given)
 
 
 @compiled()
-def _norm_parts_rows(
-    first: int, stop: int, rows_at: int, row_bytes: int, width: int, norm: Any
-) -> None:
-    for row in range(first, stop):
-        part = bf16_array(rows_at + row * row_bytes, width)
-        _any_norm_row(part, norm[0], part)
+def _norm_part(row: int, rows_at: int, row_bytes: int, width: int, norm: Any) -> None:
+    part = bf16_array(rows_at + row * row_bytes, width)
+    _any_norm_row(part, norm[0], part)
 
 
-@compiled()
+@kernel(*[LONG] * 4, _NORMS, LONG)
 def norm_parts(pool: int, rows_at: int, row_bytes: int, width: int, norm: Any, rows: int) -> None:
     """Replace the first `width` values of each row by their norm; rows are `row_bytes` apart."""
     given = rows_at, row_bytes, width, norm
-    spread(pool, rows, rows_together(width), _norm_parts_rows, given)
-
-
-def warm_up() -> None:
-    """Compile the norms of a language model, ahead of the first request."""
-    add_norm(0, 0, 0, 0, 1, np.float32(1.0), 0, 0)
+    spread(pool, rows, rows_together(width), _norm_part, given)
 
 
 def norm_of(weight_at: int, eps: float, *, once: bool) -> npt.NDArray[Any]:
     """Return the record of a norm; its weights must outlive it."""
     return np.array([(weight_at, eps, int(once))], dtype=NORM)
-
-
-def warm_up_normed() -> None:
-    """Compile the norms of a language model with further norms (see `layer_parts.py`)."""
-    none = norm_of(0, 0.0, once=False)
-    add_normed(0, 0, 0, none, np.float32(1.0), none, 1, 0, 0)
-    norm_parts(0, 0, 0, 1, none, 0)

@@ -36,16 +36,15 @@ import numpy.typing as npt
 from llvmlite import ir  # type: ignore[import-untyped]
 
 from vsched_workers.backends.cpu.kernels.bf16 import (
-    BF16,
     as_type_of,
+    bend,
     bf16_array,
-    exp,
     exp2,
     larger,
     narrow,
     widen,
 )
-from vsched_workers.backends.cpu.kernels.compilation import compiled, emits
+from vsched_workers.backends.cpu.kernels.compilation import compiled, emits, kernel
 from vsched_workers.backends.cpu.kernels.gemm import PANEL, PASS_ROWS, Pass
 from vsched_workers.backends.cpu.kernels.simd import (
     LANES,
@@ -55,6 +54,7 @@ from vsched_workers.backends.cpu.kernels.simd import (
     InstructionWriter,
     cases,
     has_avx512,
+    splat,
 )
 from vsched_workers.backends.cpu.kernels.thread_pool import spread
 
@@ -155,7 +155,7 @@ def interleave(builder: Any, first_at: Any, second_at: Any, to_at: Any) -> None:
     first, second = (
         builder.zext(writer.load(at, narrow_type), wide_type) for at in (first_at, second_at)
     )
-    upper = builder.shl(second, ir.Constant(wide_type, [16] * LANES))
+    upper = builder.shl(second, splat(wide_type, 16))
     writer.store(builder.or_(first, upper), to_at, 4)
 
 
@@ -218,7 +218,7 @@ def two_keys(given: PrefillArguments, start: int, index: int, padding_at: int) -
 
 
 @compiled()
-def _pack_panel(given: PrefillArguments, task: int) -> None:
+def _pack_panel(task: int, given: PrefillArguments) -> None:
     """Pack the keys of one panel and their values, with zeros for padded keys."""
     panels, size = given.padded_keys // PANEL, 2 * given.head_dim
     which, panel = task // panels, task % panels
@@ -239,15 +239,6 @@ def _pack_panel(given: PrefillArguments, task: int) -> None:
 
 
 # --- attending ---
-
-
-@compiled()
-def bend(scores: Any, count: int, factor: Any, softcap: Any) -> None:
-    """Soft-cap: replace scores s by c tanh(factor s / c)."""
-    doubled = np.float32(2.0) * factor / softcap
-    for index in range(count):
-        share = np.float32(2.0) / (np.float32(1.0) + exp(doubled * widen(scores[index])))
-        scores[index] = as_type_of(scores[0], softcap - softcap * share)
 
 
 @compiled()
@@ -365,7 +356,7 @@ def write_attended(out_at: int, summed: Any, total: Any) -> None:
 
 
 @compiled()
-def _attend_block(given: PrefillArguments, task: int) -> None:
+def _attend_block(task: int, given: PrefillArguments) -> None:
     """Attend for one block of query rows, of one head and sequence."""
     head_dim, size = given.head_dim, 2 * given.head_dim
     head, start, rows, seen, skipped, width, packed = block_of(given, task, BLOCK, PANEL)
@@ -394,53 +385,17 @@ def _attend_block(given: PrefillArguments, task: int) -> None:
         write_attended(out_at, summed[row], totals[row])
 
 
-@compiled()
-def _pack_panels(first: int, stop: int, given: PrefillArguments) -> None:
-    for task in range(first, stop):
-        _pack_panel(given, task)
-
-
-@compiled()
-def _attend_blocks(first: int, stop: int, given: PrefillArguments) -> None:
-    for task in range(first, stop):
-        _attend_block(given, task)
-
-
-@compiled()
+@kernel(numba.int64, None)
 def attend(pool: int, given: PrefillArguments) -> None:
     """Attend for all rows and heads of `given`, on the threads of a pool."""
     pieces = given.kv_heads * given.sequences * (given.padded_keys // PANEL)
-    spread(pool, pieces, 4, _pack_panels, (given,))
+    spread(pool, pieces, 4, _pack_panel, (given,))
     blocks = given.heads * given.sequences * ((given.rows + BLOCK - 1) // BLOCK)
-    spread(pool, blocks, 1, _attend_blocks, (given,))
+    spread(pool, blocks, 1, _attend_block, (given,))
 
 
-def no_arguments(tag: npt.NDArray[Any] = BF16) -> PrefillArguments:
-    """Return arguments without work, for compilation."""
-    return PrefillArguments(
-        query_at=0,
-        query_head_bytes=0,
-        heads=1,
-        sequences=0,
-        rows=1,
-        head_dim=LANES,
-        keys_at=0,
-        values_at=0,
-        slot_bytes=0,
-        head_bytes=0,
-        kv_heads=1,
-        slots=np.empty(0, dtype=np.int64),
-        packed_at=0,
-        padded_keys=0,
-        causal=0,
-        window=0,
-        factor=np.float32(1.0),
-        softcap=np.float32(0.0),
-        out_at=0,
-        tag=tag,
-    )
-
-
-def warm_up(tag: npt.NDArray[Any]) -> None:
-    """Compile for a dtype tag, ahead of the first request."""
-    attend(0, no_arguments(tag))
+def any_arguments(tag: npt.NDArray[Any]) -> PrefillArguments:
+    """Return arguments of the types for a dtype tag, for compilation."""
+    zero = np.float32(0.0)
+    given = [*[0] * 11, np.empty(0, dtype=np.int64), *[0] * 4, zero, zero, 0, tag]
+    return PrefillArguments._make(given)

@@ -33,7 +33,7 @@ from vsched_workers.backends.cpu.kernels.bf16 import (
     through_bf16,
     widen,
 )
-from vsched_workers.backends.cpu.kernels.compilation import compiled
+from vsched_workers.backends.cpu.kernels.compilation import LONG, array_of, compiled, kernel
 from vsched_workers.backends.cpu.kernels.thread_pool import rows_together, spread
 from vsched_workers.batching.kv_cache import LEVELS, SCALE_MIN
 
@@ -96,6 +96,11 @@ class RopeRows(NamedTuple):
     cos: Bf16Array
     sin: Bf16Array
     slots: npt.NDArray[np.int64]
+
+
+_ANGLES_TYPE = array_of(np.uint16, 2)
+HEADS_TYPE = array_of(HEADS)
+ROWS_TYPE = numba.types.NamedTuple([_ANGLES_TYPE, _ANGLES_TYPE, array_of(np.int64)], RopeRows)
 
 
 @compiled()
@@ -188,15 +193,16 @@ def _write_int8(head_at: int, cached: Any, slot: int, kv_head: int) -> None:
 
 @compiled()
 def _rope_row(
+    row: int,
     qkv_at: int,
     out_at: int,
     out_rows: int,
-    heads: Any,
+    layer_heads: Any,
     rows: RopeRows,
-    row: int,
     keys: Any,
     values: Any,
 ) -> None:
+    heads = layer_heads[0]
     kv_heads, head_dim = keys.shape[1], 2 * rows.cos.shape[1]
     query_heads, size = heads.queries, 2 * head_dim
     head_bytes = out_rows * size
@@ -216,23 +222,7 @@ def _rope_row(
         write_head(to, values, rows.slots[row], head)
 
 
-@compiled()
-def _rope_rows(
-    first: int,
-    stop: int,
-    qkv_at: int,
-    out_at: int,
-    out_rows: int,
-    heads: Any,
-    rows: RopeRows,
-    keys: Any,
-    values: Any,
-) -> None:
-    for row in range(first, stop):
-        _rope_row(qkv_at, out_at, out_rows, heads[0], rows, row, keys, values)
-
-
-@compiled()
+@kernel(*[LONG] * 4, HEADS_TYPE, ROWS_TYPE, None, None)
 def rope_prefill(
     pool: int,
     qkv_at: int,
@@ -250,12 +240,14 @@ def rope_prefill(
     """
     width = (heads[0].queries + 2 * keys.shape[1]) * 2 * rows.cos.shape[1]
     given = qkv_at, out_at, out_rows, heads, rows, keys, values
-    spread(pool, len(rows.slots), rows_together(width), _rope_rows, given)
+    spread(pool, len(rows.slots), rows_together(width), _rope_row, given)
 
 
 @compiled()
-def _rope_patch(qkv_at: int, row: int, heads: int, cos: Any, sin: Any, out_at: int) -> None:
-    rows, half = cos.shape
+def _rope_patch(
+    piece: int, qkv_at: int, first: int, heads: int, cos: Any, sin: Any, out_at: int
+) -> None:
+    row, (rows, half) = first + piece, cos.shape
     size = 4 * half
     for head in range(2 * heads):
         source_at = qkv_at + (row * 3 * heads + head) * size
@@ -271,15 +263,7 @@ def _rope_patch(qkv_at: int, row: int, heads: int, cos: Any, sin: Any, out_at: i
         copy(source_at, out_at + (head * rows + row) * size, 2 * half)
 
 
-@compiled()
-def _rope_patches_rows(
-    first: int, stop: int, qkv_at: int, begin: int, heads: int, cos: Any, sin: Any, out_at: int
-) -> None:
-    for row in range(first, stop):
-        _rope_patch(qkv_at, begin + row, heads, cos, sin, out_at)
-
-
-@compiled()
+@kernel(*[LONG] * 5, array_of(np.float32, 2), array_of(np.float32, 2), LONG)
 def rope_patches(
     pool: int, qkv_at: int, first: int, stop: int, heads: int, cos: Any, sin: Any, out_at: int
 ) -> None:
@@ -289,21 +273,4 @@ def rope_patches(
     head_dim / 2]; out [3 * heads, rows, head_dim].
     """
     given = qkv_at, first, heads, cos, sin, out_at
-    spread(pool, stop - first, rows_together(6 * heads * cos.shape[1]), _rope_patches_rows, given)
-
-
-def no_rows() -> RopeRows:
-    """Return empty rows, for compilation."""
-    angles = np.empty((0, 1), dtype=np.uint16)
-    return RopeRows(angles, angles, np.empty(0, dtype=np.int64))
-
-
-def warm_up(cached: npt.NDArray[Any]) -> None:
-    """Compile for a language model and a cache type, ahead of the first request."""
-    rope_prefill(0, 0, 0, 0, heads_of(1, 0, 0, 0.0, 1.0), no_rows(), cached, cached)
-
-
-def warm_up_patches() -> None:
-    """Compile for a vision tower."""
-    angles = np.empty((0, 1), dtype=np.float32)
-    rope_patches(0, 0, 0, 0, 1, angles, angles, 0)
+    spread(pool, stop - first, rows_together(6 * heads * cos.shape[1]), _rope_patch, given)

@@ -77,6 +77,11 @@ def call_llvm(builder: Any, name: str, kind: Any, *given: Any, fastmath: Sequenc
     return builder.call(function, given, fastmath=fastmath)
 
 
+def splat(kind: Any, value: float) -> Any:
+    """Vector of a type with a constant in every lane."""
+    return ir.Constant(kind, [value] * kind.count)
+
+
 class InstructionWriter:
     """Emits instructions at the position of its builder. Addresses are integers."""
 
@@ -87,6 +92,10 @@ class InstructionWriter:
         """Address `at + count * size + offset`."""
         further = self.builder.mul(count, ir.Constant(LONG, size))
         return self.builder.add(self.builder.add(at, further), ir.Constant(LONG, offset))
+
+    def offset(self, at: Any, count: int) -> Any:
+        """Address `at + count`."""
+        return self.builder.add(at, ir.Constant(LONG, count))
 
     def load(self, at: Any, kind: Any, align: int = 2) -> Any:
         """Emit the load of a value of a type."""
@@ -112,12 +121,13 @@ class InstructionWriter:
         product = self.builder.fmul(first, second, flags=("contract",))
         return self.builder.fadd(total, product, flags=("contract",))
 
-    def broadcast(self, value: Any) -> Any:
+    def broadcast(self, value: Any, lanes: int = LANES) -> Any:
         """Emit a vector with the value in every lane."""
-        kind = ir.VectorType(value.type, LANES)
-        nothing = ir.Constant(kind, ir.Undefined)
+        nothing = ir.Constant(ir.VectorType(value.type, lanes), ir.Undefined)
         first = self.builder.insert_element(nothing, value, ir.Constant(WORD, 0))
-        return self.builder.shuffle_vector(first, nothing, ir.Constant(WORDS, None))
+        return self.builder.shuffle_vector(
+            first, nothing, ir.Constant(ir.VectorType(WORD, lanes), None)
+        )
 
     def prefetch(self, at: Any, locality: int) -> None:
         """Emit the prefetch of a cache line into L1 (locality 3) or L2 (2)."""

@@ -176,7 +176,9 @@ def _closing(context: Any, function: Any, given: Any) -> Any:
     and calls it through a pointer. The emitted function unpacks the tuple of arguments, which lives on the stack of
     the caller of `spread`, and calls the compiled overload.
     """
-    of_function = function.get_call_type(context, (numba.intp, numba.intp, *given.types), {})
+    by_range = function.dispatcher.py_func.__code__.co_argcount == len(given.types) + 2
+    places = [numba.intp] * (1 + by_range)
+    of_function = function.get_call_type(context, (*places, *given.types), {})
 
     def close(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         overload = function.dispatcher.overloads[of_function.args]
@@ -193,9 +195,18 @@ def _closing(context: Any, function: Any, given: Any) -> Any:
             _borrowed(context, inner, kind, inner.extract_value(all_given, place))
             for place, kind in enumerate(given.types)
         ]
-        context.call_internal_no_propagate(
-            inner, overload.fndesc, of_function, [call.args[1], call.args[2], *each]
-        )
+        _, first, stop = call.args
+
+        def compute(*pieces: Any) -> None:
+            values = [*pieces, *each]
+            context.call_internal_no_propagate(inner, overload.fndesc, of_function, values)
+
+        if by_range:
+            compute(first, stop)
+        else:
+            one = ir.Constant(_LONG, 1)
+            with cgutils.for_range_slice(inner, first, stop, one) as (piece, _):
+                compute(piece)
         inner.ret_void()
         found = [builder.ptrtoint(each, _LONG) for each in (call, kept)]
         return context.make_tuple(builder, numba.types.UniTuple(numba.intp, 2), found)
@@ -342,9 +353,8 @@ def use(state: int, threads: int) -> None:
     wake(state + EPOCH_AT, _ALL)
 
 
-@numba.njit(
-    nogil=True, error_model="numpy"
-)  # compiled into each kernel, and stored on disk with it
+# Compiled into each kernel, and stored on disk with it.
+@numba.njit(nogil=True, error_model="numpy")
 def spread(state: int, pieces: int, grain: int, function: Any, given: Any) -> None:
     """Compute all pieces on the threads of a pool, or on the calling thread if `state` is 0.
 
@@ -352,7 +362,8 @@ def spread(state: int, pieces: int, grain: int, function: Any, given: Any) -> No
         state: Address of the pool's state.
         pieces: Number of pieces.
         grain: Pieces that are claimed at once: about 10 microseconds or more.
-        function: Called with the index of the first piece, that after the last piece, and `given`.
+        function: Called with the index of each piece, and `given`; if it has one parameter more, once for all pieces
+            that are claimed at once, with the index of the first one, that after the last one, and `given`.
         given: Tuple of further arguments.
     """
     call, at = _close(function, given)

@@ -32,10 +32,10 @@ from llvmlite import binding, ir  # type: ignore[import-untyped]
 from vsched_workers.backends.cpu.kernels.simd import (
     BYTE,
     LINE,
-    LONG,
     WORD,
     InstructionWriter,
     call_llvm,
+    splat,
 )
 from vsched_workers.backends.cpu.quantized.kernel import PANEL
 
@@ -69,18 +69,6 @@ def instructions() -> npt.NDArray[Any]:
     if features.get("avx512vnni" if wide else "avxvnni"):
         return VNNI
     return PAIRS if features.get("avx512bw" if wide else "avx2") else PLAIN
-
-
-def constant_vector(kind: Any, value: int) -> Any:
-    """Vector of this type with a constant in every lane."""
-    return ir.Constant(kind, [value] * kind.count)
-
-
-def in_every_lane(builder: Any, value: Any, count: int) -> Any:
-    """Emit a vector with a value in every lane."""
-    nothing = ir.Constant(ir.VectorType(value.type, count), ir.Undefined)
-    first = builder.insert_element(nothing, value, ir.Constant(WORD, 0))
-    return builder.shuffle_vector(first, nothing, ir.Constant(ir.VectorType(WORD, count), None))
 
 
 class BlockSums:
@@ -122,7 +110,7 @@ class BlockSums:
             places = [4 * (step * PANEL + OUTPUTS * each) for each in vectors]
             for place in places if ahead_at is not None else ():
                 if place % LINE == 0:
-                    at = self._builder.add(ahead_at, ir.Constant(LONG, place))
+                    at = self._writer.offset(ahead_at, place)
                     self._writer.prefetch(at, locality=2)
             weights = [self._operands(self._load(weight_at, place, _BYTES)) for place in places]
             for row, at in enumerate(rows_at):
@@ -144,7 +132,7 @@ class BlockSums:
         """
         builder = self._builder
         if self._is_int4:
-            four, mask = constant_vector(_SHORTS, 4), constant_vector(_BYTES, 15)
+            four, mask = splat(_SHORTS, 4), splat(_BYTES, 15)
             shifted = builder.lshr(builder.bitcast(loaded, _SHORTS), four)
             upper = builder.and_(builder.bitcast(shifted, _BYTES), mask)
             return (builder.and_(loaded, mask), None), (upper, None)
@@ -152,12 +140,12 @@ class BlockSums:
             whole = ir.Constant(ir.IntType(1), 0)
             name = f"llvm.abs.v{_BYTES.count}i8"
             return ((call_llvm(builder, name, _BYTES, loaded, whole), loaded),)
-        return ((builder.xor(loaded, constant_vector(_BYTES, 0x80)), None),)
+        return ((builder.xor(loaded, splat(_BYTES, 0x80)), None),)
 
     def _row(self, at: Any, place: int) -> Any:
         """Emit four inputs of a row in every lane."""
         word = self._load(at, place, WORD)
-        return self._builder.bitcast(in_every_lane(self._builder, word, OUTPUTS), _BYTES)
+        return self._builder.bitcast(self._writer.broadcast(word, OUTPUTS), _BYTES)
 
     def _add(self, total: Any, operand: tuple[Any, Any], inputs: Any) -> Any:
         """Emit the addition of products to a total; a total of None is zero."""
@@ -168,23 +156,21 @@ class BlockSums:
             added = call_llvm(builder, f"llvm.x86.{name}", _SHORTS, weights, inputs)
             added = added if signs is None else self._of_shorts(added)
             return added if total is None else builder.add(total, added)
-        total = constant_vector(SUMS, 0) if total is None else total
+        total = splat(SUMS, 0) if total is None else total
         if self._native:
             name = f"llvm.x86.avx512.vpdpbusd.{_BITS}"
             return call_llvm(builder, name, SUMS, total, weights, inputs)
         for place in range(4):
             weight, given = (builder.bitcast(each, SUMS) for each in (weights, inputs))
-            weight = builder.and_(
-                builder.lshr(weight, constant_vector(SUMS, 8 * place)), constant_vector(SUMS, 255)
-            )
-            given = builder.shl(given, constant_vector(SUMS, 24 - 8 * place))
-            given = builder.ashr(given, constant_vector(SUMS, 24))
+            weight = builder.and_(builder.lshr(weight, splat(SUMS, 8 * place)), splat(SUMS, 255))
+            given = builder.shl(given, splat(SUMS, 24 - 8 * place))
+            given = builder.ashr(given, splat(SUMS, 24))
             total = builder.add(total, builder.mul(weight, given))
         return total
 
     def _signed(self, inputs: Any, signs: Any) -> Any:
         """Negate the inputs that belong to negative weights."""
-        builder, none = self._builder, constant_vector(_BYTES, 0)
+        builder, none = self._builder, splat(_BYTES, 0)
         if _BITS == 256:
             return call_llvm(builder, "llvm.x86.avx2.psign.b", _BYTES, inputs, signs)
         negative = builder.icmp_signed("<", signs, none)
@@ -193,9 +179,7 @@ class BlockSums:
     def _of_shorts(self, given: Any) -> Any:
         """Add pairs of 16-bit sums to 32-bit sums."""
         name = "avx2.pmadd.wd" if _BITS == 256 else "avx512.pmaddw.d.512"
-        return call_llvm(
-            self._builder, f"llvm.x86.{name}", SUMS, given, constant_vector(_SHORTS, 1)
-        )
+        return call_llvm(self._builder, f"llvm.x86.{name}", SUMS, given, splat(_SHORTS, 1))
 
     def _load(self, at: Any, place: int, kind: Any) -> Any:
-        return self._writer.load(self._builder.add(at, ir.Constant(LONG, place)), kind, 1)
+        return self._writer.load(self._writer.offset(at, place), kind, 1)

@@ -36,8 +36,8 @@ import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 
 from vsched_workers.backends.cpu.kernels.bf16 import bf16_array, float32_array
-from vsched_workers.backends.cpu.kernels.compilation import compiled, emits
-from vsched_workers.backends.cpu.kernels.gemm import panels_together
+from vsched_workers.backends.cpu.kernels.compilation import compiled, emits, kernel
+from vsched_workers.backends.cpu.kernels.gemm import PRODUCT, panels_together
 from vsched_workers.backends.cpu.kernels.simd import (
     BYTE,
     LANES,
@@ -48,6 +48,7 @@ from vsched_workers.backends.cpu.kernels.simd import (
     Loop,
     call_llvm,
     cases,
+    splat,
 )
 from vsched_workers.backends.cpu.kernels.thread_pool import spread
 from vsched_workers.backends.cpu.quantized.block_sums import (
@@ -56,10 +57,8 @@ from vsched_workers.backends.cpu.quantized.block_sums import (
     ROW_BLOCK,
     VECTORS,
     BlockSums,
-    constant_vector,
-    in_every_lane,
 )
-from vsched_workers.backends.cpu.quantized.kernel import PANEL, write_rows
+from vsched_workers.backends.cpu.quantized.kernel import PANEL, scale_vector, write_rows
 
 _WIDE = OUTPUTS == LANES
 """True with 32 registers of 512 bits, False with 16 of 256."""
@@ -83,7 +82,6 @@ _LEAST_BITS = int(np.float32(1e-30).view(np.int32))
 """Bits of the float32 below which the maximum of a block counts as zero."""
 
 _SINGLE = ir.FloatType()
-_FLOAT16S = ir.VectorType(ir.HalfType(), OUTPUTS)
 
 
 @emits(numba.void, None, None, None, *[numba.intp] * 14)
@@ -147,7 +145,7 @@ class _Pass:
         kind, scale_kind, tag = kinds
         self._builder, self._writer = builder, InstructionWriter(builder)
         self._dots = BlockSums(builder, kind, tag)
-        self._scale_bytes = 2 if scale_kind is numba.types.uint16 else 4
+        self._scale_kind = scale_kind
         self._count, self._has_offsets = count, has_offsets
         self._together = _TOGETHER[count]
         self._sum_scale = 8.0 if kind is numba.types.uint8 else 128.0
@@ -164,7 +162,8 @@ class _Pass:
         """Emit the loops. Tuples hold the sizes of a loop, and addresses with the strides of rows."""
         builder, writer = self._builder, self._writer
         blocks, together, vectors = sizes
-        width, size = self._together * OUTPUTS, self._scale_bytes
+        width = self._together * OUTPUTS
+        size = 2 if self._scale_kind is numba.types.uint16 else 4
         part = Loop(builder, [])
         here = writer.advance(totals_at, part.index, 4 * width)
         begin = writer.advance(weight[0], part.index, 4 * width)
@@ -202,9 +201,7 @@ class _Pass:
         """Emit a pass's share of prefetches of the next weights: some lines per block."""
         builder, (at, lines) = self._builder, ahead
         parts = VECTORS // self._together
-        lines = builder.sdiv(
-            builder.add(lines, ir.Constant(LONG, parts - 1)), ir.Constant(LONG, parts)
-        )
+        lines = builder.sdiv(self._writer.offset(lines, parts - 1), ir.Constant(LONG, parts))
         at = self._writer.advance(at, builder.mul(index, lines), LINE)
         loop = Loop(builder, [])
         self._writer.prefetch(self._writer.advance(at, loop.index, LINE), locality=2)
@@ -213,7 +210,7 @@ class _Pass:
     def _fetch_scales(self, scales_at: Sequence[Any], count: int) -> None:
         for at in scales_at if self._has_offsets else scales_at[:1]:
             for place in range(0, count, LINE):
-                ahead_at = self._builder.add(at, ir.Constant(LONG, _SCALES_AHEAD + place))
+                ahead_at = self._writer.offset(at, _SCALES_AHEAD + place)
                 self._writer.prefetch(ahead_at, locality=2)
 
     def _block(
@@ -229,23 +226,21 @@ class _Pass:
         `weight_at` is the address of the weights, optionally followed by the address to prefetch.
         """
         builder, writer, vectors = self._builder, self._writer, range(self._together)
-        taken = [
-            writer.load(builder.add(at, ir.Constant(LONG, 4)), WORD, 4) for at in row_scales_at
-        ]
-        first = [in_every_lane(builder, each, OUTPUTS) for each in taken]
+        taken = [writer.load(writer.offset(at, 4), WORD, 4) for at in row_scales_at]
+        first = [writer.broadcast(each, OUTPUTS) for each in taken]
         first = first if self._dots.has_correction else [None] * self._count
         sums, totals = (
             self._dots.sums(weight_at[0], vectors, rows_at, first, *weight_at[1:]),
             list(given),
         )
         for row, row_scale_at in enumerate(row_scales_at):
-            factor = in_every_lane(builder, writer.load(row_scale_at, _SINGLE, 4), OUTPUTS)
+            factor = writer.broadcast(writer.load(row_scale_at, _SINGLE, 4), OUTPUTS)
             for at, vector in enumerate(vectors, row * self._together):
                 scale = builder.fmul(self._load_scale(scales_at[0], vector), factor)
                 totals[at] = self._fused(builder.sitofp(sums[at], FLOATS), scale, totals[at])
                 if self._has_offsets:
                     offset = builder.fmul(self._load_scale(scales_at[1], vector), factor)
-                    of_row = in_every_lane(builder, self._sum(taken[row]), OUTPUTS)
+                    of_row = writer.broadcast(self._sum(taken[row]), OUTPUTS)
                     totals[at] = self._fused(of_row, offset, totals[at])
         return totals
 
@@ -261,7 +256,7 @@ class _Pass:
             for row in range(self._count)
             for vector in range(self._together)
         ]
-        return [self._builder.add(totals_at, ir.Constant(LONG, place)) for place in places]
+        return [self._writer.offset(totals_at, place) for place in places]
 
     def _totals(self, totals_at: Any) -> list[Any]:
         return [self._writer.load(at, FLOATS, 4) for at in self._places(totals_at)]
@@ -280,11 +275,7 @@ class _Pass:
         return call_llvm(self._builder, f"llvm.fma.v{OUTPUTS}f32", FLOATS, one, other, total)
 
     def _load_scale(self, at: Any, vector: int) -> Any:
-        builder, size = self._builder, self._scale_bytes
-        at = builder.add(at, ir.Constant(LONG, vector * OUTPUTS * size))
-        if size == 2:
-            return builder.fpext(self._writer.load(at, _FLOAT16S, 2), FLOATS)
-        return self._writer.load(at, FLOATS, 4)
+        return scale_vector(self._builder, self._scale_kind, at, vector, OUTPUTS)
 
 
 _VALUES = ir.VectorType(_SINGLE, ROW_BLOCK)
@@ -310,8 +301,8 @@ def _quantize_blocks(
     else:
         at = writer.advance(row_at, loop.index, 2 * ROW_BLOCK)
         halves = writer.load(at, ir.VectorType(ir.IntType(16), ROW_BLOCK), 2)
-        bits = builder.shl(builder.zext(halves, _WORDS), constant_vector(_WORDS, 16))
-    sizes = builder.and_(bits, constant_vector(_WORDS, 0x7FFFFFFF))
+        bits = builder.shl(builder.zext(halves, _WORDS), splat(_WORDS, 16))
+    sizes = builder.and_(bits, splat(_WORDS, 0x7FFFFFFF))
     # Non-negative floats are ordered as the integers of their bits; a NaN is the maximum and
     # remains a NaN.
     found = call_llvm(builder, f"llvm.vector.reduce.smax.v{ROW_BLOCK}i32", WORD, sizes)
@@ -322,9 +313,7 @@ def _quantize_blocks(
     inverse = builder.fdiv(ir.Constant(_SINGLE, 127.0), largest)
     inverse = builder.select(nothing, zero, inverse)
     scale = builder.select(nothing, zero, builder.fdiv(largest, ir.Constant(_SINGLE, 127.0)))
-    values = builder.fmul(
-        builder.bitcast(bits, _VALUES), in_every_lane(builder, inverse, ROW_BLOCK)
-    )
+    values = builder.fmul(builder.bitcast(bits, _VALUES), writer.broadcast(inverse, ROW_BLOCK))
     values = call_llvm(builder, f"llvm.rint.v{ROW_BLOCK}f32", _VALUES, values)
     numbers = builder.fptosi(values, _WORDS)
     total = call_llvm(builder, f"llvm.vector.reduce.add.v{ROW_BLOCK}i32", WORD, numbers)
@@ -333,15 +322,17 @@ def _quantize_blocks(
     zero_point = ir.Constant(WORD, -8 if kind is numba.types.uint8 else -128)
     row_scales = writer.advance(row_scales_at, loop.index, 8)
     writer.store(scale, row_scales, 4)
-    writer.store(builder.mul(total, zero_point), builder.add(row_scales, ir.Constant(LONG, 4)), 4)
+    writer.store(builder.mul(total, zero_point), writer.offset(row_scales, 4), 4)
     loop.end([], blocks)
 
 
 @compiled()
 def _quantize_row(
-    row_tag: Any, kind: Any, row_at: int, given: int, out_at: int, row_scales_at: int
+    row: int, row_tag: Any, kind: Any, rows_at: int, given: int, taken: Any, row_scales: Any
 ) -> None:
     """Quantize a row of `given` inputs to int8; the last block is padded with zeros."""
+    row_at = rows_at + row * given * row_tag.itemsize
+    out_at, row_scales_at = taken[row].ctypes.data, row_scales[row].ctypes.data
     whole = given // ROW_BLOCK
     if whole:
         _quantize_blocks(row_tag[0], kind[0], row_at, whole, out_at, row_scales_at)
@@ -376,10 +367,11 @@ def _multiply_panels(
 ) -> None:
     """Multiply all rows by the panels `first` to `stop`."""
     (row_tag, kind, scale_kind, tag), product = tags, weight[0]
-    panel_bytes, blocks, together = product.panel_bytes, product.blocks, product.group_blocks
+    blocks, together = product.inputs // ROW_BLOCK, product.group // ROW_BLOCK
     weight_at, offsets_at, vectors = product.weight_at, product.offsets_at, product.vectors
     groups = (blocks + together - 1) // together
-    block_bytes = panel_bytes // blocks
+    block_bytes = product.input_bytes * ROW_BLOCK
+    panel_bytes = block_bytes * blocks
     chunk = max(_CHUNK_BYTES // block_bytes, 1)
     # A chunk is a whole number of groups, or part of one group.
     chunk = chunk // together * together if together <= chunk else chunk
@@ -421,50 +413,21 @@ def _multiply_panels(
         )  # fmt: skip
 
 
-@compiled()
-def _quantize_rows(
-    first: int,
-    stop: int,
-    row_tag: Any,
-    kind: Any,
-    rows_at: int,
-    given: int,
-    taken: Any,
-    row_scales: Any,
-) -> None:
-    for row in range(first, stop):
-        _quantize_row(
-            row_tag, kind, rows_at + row * given * row_tag.itemsize, given,
-            taken[row].ctypes.data, row_scales[row].ctypes.data,
-        )  # fmt: skip
-
-
-@compiled()
+@kernel(*PRODUCT)
 def multiply_int8(
-    pool: int,
-    row_tag: Any,
-    kind: Any,
-    scale_kind: Any,
-    tag: Any,
-    weight: Any,
-    rows_at: int,
-    rows: int,
-    outputs: int,
-    out_at: int,
+    pool: int, tags: Any, weight: Any, rows_at: int, rows: int, outputs: int, out_at: int
 ) -> None:
-    """Multiply rows by a weight in panels, on the threads of a pool (`thread_pool.spread`).
+    """Multiply rows by a weight in panels, with int8 activations; same arguments as `kernel.multiply`.
 
-    Shape: rows [rows, given inputs] and out [rows, outputs], of the type of `row_tag`; weight `INT8_PRODUCT` [1].
-    `outputs` are all of the weight's, or in a sparse run fewer.
+    The last tag selects the instructions (`block_sums.py`).
     """
-    given, blocks = weight[0].given, weight[0].blocks
-    row_bytes = blocks * ROW_BLOCK
+    given, row_bytes = weight[0].given, weight[0].inputs
     taken = np.empty((rows, row_bytes), dtype=np.int8)
-    row_scales = np.empty((rows, 2 * blocks), dtype=np.float32)
-    quantized = row_tag, kind, rows_at, given, taken, row_scales
-    spread(pool, rows, OWN_ROWS_MAX, _quantize_rows, quantized)
+    row_scales = np.empty((rows, 2 * (row_bytes // ROW_BLOCK)), dtype=np.float32)
+    quantized = tags[0], tags[1], rows_at, given, taken, row_scales
+    spread(pool, rows, OWN_ROWS_MAX, _quantize_row, quantized)
     panels = (outputs + PANEL - 1) // PANEL
-    tags = row_tag, kind, scale_kind, tag
     work = tags, taken.ctypes.data, row_bytes, row_scales, weight, outputs, out_at
-    spread(pool, panels, panels_together(rows, given) * _INT8_PANELS, _multiply_panels, work)
+    grain = panels_together(rows, given) * _INT8_PANELS
+    spread(pool, panels, grain, _multiply_panels, work)
     taken[0, 0] = np.int8(0)  # keeps the buffer alive: only its address is used above

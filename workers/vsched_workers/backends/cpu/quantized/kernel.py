@@ -53,8 +53,8 @@ import numpy.typing as npt
 from llvmlite import ir  # type: ignore[import-untyped]
 
 from vsched_workers.backends.cpu.kernels.bf16 import bf16_array, float32_array, narrow, widen
-from vsched_workers.backends.cpu.kernels.compilation import compiled, emits
-from vsched_workers.backends.cpu.kernels.gemm import panels_together
+from vsched_workers.backends.cpu.kernels.compilation import compiled, emits, kernel
+from vsched_workers.backends.cpu.kernels.gemm import PRODUCT, panels_together
 from vsched_workers.backends.cpu.kernels.simd import (
     BYTE,
     FLOATS,
@@ -66,6 +66,7 @@ from vsched_workers.backends.cpu.kernels.simd import (
     Loop,
     cases,
     has_avx512,
+    splat,
 )
 from vsched_workers.backends.cpu.kernels.thread_pool import rows_together, spread
 
@@ -118,50 +119,6 @@ _BYTES = ir.VectorType(BYTE, LANES)
 _SHORTS = ir.VectorType(ir.IntType(16), LANES)
 _FLOAT16S = ir.VectorType(ir.HalfType(), LANES)
 
-FLOAT_PRODUCT = np.dtype(
-    [
-        ("given", np.int64),
-        ("inputs", np.int64),
-        ("weight_at", np.int64),
-        ("nibbles", np.int64),
-        ("block", np.int64),
-        ("group", np.int64),
-        ("scale_bytes", np.int64),
-        ("scales_at", np.int64),
-        ("offsets_at", np.int64),
-        ("outputs", np.int64),
-        ("bias_at", np.int64),
-        ("zero_point", np.float32),
-    ]
-)
-"""A packed weight for `multiply`, an array of one record.
-
-`given` inputs are padded to `inputs`; a weight has `nibbles` half bytes, a block and a group `block` and `group`
-inputs, a scale `scale_bytes`, 0 if all inputs share the scale 1. `offsets_at` is 0 if there are no offsets. The bias is
-float32, padded to whole panels.
-"""
-
-INT8_PRODUCT = np.dtype(
-    [
-        ("given", np.int64),
-        ("weight_at", np.int64),
-        ("panel_bytes", np.int64),
-        ("blocks", np.int64),
-        ("group_blocks", np.int64),
-        ("scale_row_bytes", np.int64),
-        ("vectors", np.int64),
-        ("scales_at", np.int64),
-        ("offsets_at", np.int64),
-        ("outputs", np.int64),
-        ("bias_at", np.int64),
-    ]
-)
-"""A packed weight for `integers.multiply_int8` and `widened.multiply_widened`, an array of one record.
-
-A panel has `panel_bytes` in `blocks` blocks of inputs and in `vectors` vectors; a group has `group_blocks` blocks, and
-a panel's scales of one group have `scale_row_bytes`. The rest is as in `FLOAT_PRODUCT`.
-"""
-
 
 class _Panel(NamedTuple):
     """A panel of a weight, and the accumulators of all rows.
@@ -181,10 +138,6 @@ class _Panel(NamedTuple):
     sums: npt.NDArray[np.float32]
     totals: npt.NDArray[np.float32]
     widened: npt.NDArray[np.float32]
-
-
-def _all(kind: Any, value: int) -> Any:
-    return ir.Constant(kind, [value] * LANES)
 
 
 class Reader:
@@ -233,29 +186,30 @@ class Reader:
             return loaded
         if self._kind is numba.types.uint16:
             words = builder.zext(loaded, WORDS)
-            return builder.bitcast(builder.shl(words, _all(WORDS, 16)), FLOATS)
+            return builder.bitcast(builder.shl(words, splat(WORDS, 16)), FLOATS)
         if self._kind is numba.types.int8:
-            word = builder.shl(loaded, _all(WORDS, 24 - 8 * index))
-            return builder.sitofp(builder.ashr(word, _all(WORDS, 24)), FLOATS)
+            word = builder.shl(loaded, splat(WORDS, 24 - 8 * index))
+            return builder.sitofp(builder.ashr(word, splat(WORDS, 24)), FLOATS)
         if self._kind is numba.types.uint8:
-            word = builder.lshr(loaded, _all(WORDS, 8 * (index % 4) + 4 * (index // 4)))
-            return builder.sitofp(builder.and_(word, _all(WORDS, 15)), FLOATS)
+            word = builder.lshr(loaded, splat(WORDS, 8 * (index % 4) + 4 * (index // 4)))
+            return builder.sitofp(builder.and_(word, splat(WORDS, 15)), FLOATS)
         shorts = builder.zext(loaded, _SHORTS)
-        size = builder.shl(builder.and_(shorts, _all(_SHORTS, 0x7F)), _all(_SHORTS, 7))
-        sign = builder.shl(builder.and_(shorts, _all(_SHORTS, 0x80)), _all(_SHORTS, 8))
+        size = builder.shl(builder.and_(shorts, splat(_SHORTS, 0x7F)), splat(_SHORTS, 7))
+        sign = builder.shl(builder.and_(shorts, splat(_SHORTS, 0x80)), splat(_SHORTS, 8))
         return builder.fpext(builder.bitcast(builder.or_(size, sign), _FLOAT16S), FLOATS)
 
     def _load(self, at: Any, place: int, kind: Any) -> Any:
-        return self._writer.load(self._builder.add(at, ir.Constant(LONG, place)), kind, 1)
+        return self._writer.load(self._writer.offset(at, place), kind, 1)
 
 
-def scale_vector(builder: Any, kind: Any, at: Any, vector: int) -> Any:
+def scale_vector(builder: Any, kind: Any, at: Any, vector: int, lanes: int = LANES) -> Any:
     """Emit the load of a vector of scales, widened to float32."""
     writer, half = InstructionWriter(builder), kind is numba.types.uint16
-    place = builder.add(at, ir.Constant(LONG, vector * LANES * (2 if half else 4)))
+    floats = ir.VectorType(ir.FloatType(), lanes)
+    place = writer.offset(at, vector * lanes * (2 if half else 4))
     if half:
-        return builder.fpext(writer.load(place, _FLOAT16S, 2), FLOATS)
-    return writer.load(place, FLOATS, 4)
+        return builder.fpext(writer.load(place, ir.VectorType(ir.HalfType(), lanes), 2), floats)
+    return writer.load(place, floats, 4)
 
 
 def _vectors_together(rows: int) -> range:
@@ -296,8 +250,7 @@ def _multiply_block(
     for case in cases(builder, number, range(2, 2 * PASS_ROWS + 2)):
         count, has_offset = case // 2, case % 2
         sums = [
-            writer.load(builder.add(sums_at, ir.Constant(LONG, 4 * row)), ir.FloatType(), 4)
-            for row in range(count)
+            writer.load(writer.offset(sums_at, 4 * row), ir.FloatType(), 4) for row in range(count)
         ]
         together = _vectors_together(count)
         for first in together:
@@ -330,11 +283,11 @@ def _sum_inputs(
     added = list(loop.carried)
     _fetch_ahead(builder, reader, loop.index, (ahead_at, ahead_bytes), vectors)
     for first in range(0, unrolled, step):
-        here = builder.add(at, ir.Constant(LONG, first * PANEL * reader.nibbles // 2))
+        here = writer.offset(at, first * PANEL * reader.nibbles // 2)
         loaded = [reader.load(here, vector) for vector in vectors]
         for index in range(step):
             places = [
-                builder.add(inputs_at, ir.Constant(LONG, row * _ROW_BYTES + 4 * (first + index)))
+                writer.offset(inputs_at, row * _ROW_BYTES + 4 * (first + index))
                 for row in range(count)
             ]
             values = [writer.broadcast(writer.load(each, ir.FloatType(), 4)) for each in places]
@@ -378,7 +331,7 @@ def _add_scaled(
         offset = None if offset_at is None else scale_vector(builder, kind, offset_at, vector)
         for row, of_row in enumerate(sums):
             place = 4 * (row * PANEL + vector * LANES)
-            at = builder.add(totals_at, ir.Constant(LONG, place))
+            at = writer.offset(totals_at, place)
             total = writer.load(at, FLOATS, 4)
             of_block = added[row * len(vectors) + vector - vectors.start]
             total = writer.multiply_add(total, of_block, scale)
@@ -426,15 +379,15 @@ def _multiply_part(
     start: int,
     stop: int,
     weight_at: int,
-    nibbles: int,
+    input_bytes: int,
     ahead_at: int,
 ) -> None:
-    """Multiply all rows by the inputs `start` to `stop` of a panel, which begin at `weight_at`.
+    """Multiply all rows by the inputs `start` to `stop` of a panel, which begin at `weight_at`, `input_bytes` each.
 
     Shape: rows [rows, BLOCK], for these inputs. The next part is at `ahead_at`; each pass prefetches its share of it.
     For `passes` see `_passes_of`.
     """
-    block, group, scale_bytes = product.block, product.group, product.scale_bytes
+    block, group = product.block, product.group
     number, least, larger, ahead_bytes = passes
     sums, totals, offsets_at = panel.sums, panel.totals, panel.offsets_at
     zero_point = product.zero_point
@@ -443,13 +396,13 @@ def _multiply_part(
         count = least + int(index < larger)
         at = start
         while at < stop:
-            scale = at // group * PANEL * scale_bytes
+            scale = at // group * product.scale_row_bytes
             _multiply_block(
                 kind[0],
                 scale_kind[0],
                 count,
                 rows.ctypes.data + first * _ROW_BYTES + 4 * (at - start),
-                weight_at + (at - start) * PANEL * nibbles // 2,
+                weight_at + (at - start) * input_bytes,
                 min(block, stop - at),
                 panel.scales_at + scale,
                 offsets_at + scale if offsets_at else 0,
@@ -465,11 +418,11 @@ def _multiply_part(
 
 @compiled()
 def _multiply_panel(
-    kind: Any, scale_kind: Any, many: int, product: Any, panel: _Panel, rows: Any
+    kind: Any, scale_kind: Any, many: bool, product: Any, panel: _Panel, rows: Any
 ) -> None:
     """Multiply all rows by a panel, part by part; with `many`, each part is widened into the cache first."""
     length = BLOCK // product.block * product.block
-    input_bytes = PANEL * product.nibbles // 2
+    input_bytes = product.input_bytes
     passes = _passes_of(rows.shape[1], input_bytes)
     for part in range(len(rows)):
         start = part * length
@@ -481,23 +434,25 @@ def _multiply_panel(
             _widen(kind[0], at, stop - start, widened_at)
             _multiply_part(
                 _FLOAT32, scale_kind, product, panel, passes, rows[part], start, stop,
-                widened_at, 8, ahead_at,
+                widened_at, 4 * PANEL, ahead_at,
             )  # fmt: skip
         else:
             _multiply_part(
                 kind, scale_kind, product, panel, passes, rows[part], start, stop,
-                at, product.nibbles, ahead_at,
+                at, input_bytes, ahead_at,
             )  # fmt: skip
 
 
 @compiled()
 def _read_row(
-    tag: Any, row_at: int, given: int, block: int, parts_at: int, part_bytes: int, sums: Any
+    row: int, tag: Any, rows_at: int, given: int, block: int, packed_rows: Any, by_row: Any
 ) -> None:
     """Convert a row of `given` inputs to float32, write it to its parts, padded with zeros, and sum up its blocks.
 
-    Its parts begin at `parts_at`, `part_bytes` apart; the used length of a part is a whole number of blocks.
+    The used length of a part is a whole number of blocks.
     """
+    row_at, sums = rows_at + row * given * tag.itemsize, by_row[row]
+    parts_at, part_bytes = packed_rows.ctypes.data + row * _ROW_BYTES, len(by_row) * _ROW_BYTES
     length = BLOCK // block * block
     for start in range(0, given, length):
         # By address: a slice of the array would have an unknown stride, which is not vectorized.
@@ -535,29 +490,10 @@ def write_rows(tag: Any, totals: Any, out_at: int, outputs: int, count: int) -> 
 
 
 @compiled()
-def _read_rows(
-    first: int,
-    stop: int,
-    tag: Any,
-    rows_at: int,
-    given: int,
-    block: int,
-    packed_rows: Any,
-    by_row: Any,
-) -> None:
-    rows_bytes = len(by_row) * _ROW_BYTES
-    for row in range(first, stop):
-        row_at = rows_at + row * given * tag.itemsize
-        parts_at = packed_rows.ctypes.data + row * _ROW_BYTES
-        _read_row(tag, row_at, given, block, parts_at, rows_bytes, by_row[row])
-
-
-@compiled()
 def _multiply_panels(
     first: int,
     stop: int,
     tags: Any,
-    many: int,
     weight: Any,
     packed_rows: Any,
     sums: Any,
@@ -565,10 +501,10 @@ def _multiply_panels(
     out_at: int,
 ) -> None:
     """Multiply all rows by the panels `first` to `stop`."""
-    (tag, kind, scale_kind), product = tags, weight[0]
+    (tag, kind, scale_kind, _), product = tags, weight[0]
     rows = packed_rows.shape[1]
     groups = (product.inputs + product.group - 1) // product.group
-    panel_bytes = product.inputs * PANEL * product.nibbles // 2
+    panel_bytes = product.inputs * product.input_bytes
     totals = np.empty((rows, PANEL), dtype=np.float32)
     widened = np.empty((BLOCK, PANEL), dtype=np.float32)
     for index in range(first, stop):
@@ -578,7 +514,7 @@ def _multiply_panels(
         for row in range(rows):
             for place in range(PANEL):
                 totals[row, place] = bias[place]
-        scale = groups * column * product.scale_bytes
+        scale = groups * index * product.scale_row_bytes
         panel = _Panel(
             product.weight_at + index * panel_bytes,
             product.scales_at + scale,
@@ -587,37 +523,29 @@ def _multiply_panels(
             totals,
             widened,
         )
-        _multiply_panel(kind, scale_kind, many, product, panel, packed_rows)
+        _multiply_panel(kind, scale_kind, rows > FEW_ROWS_MAX, product, panel, packed_rows)
         count = min(PANEL, outputs - column)
         write_rows(tag, totals, out_at + column * tag.itemsize, outputs, count)
 
 
-@compiled()
+@kernel(*PRODUCT)
 def multiply(
-    pool: int,
-    tag: Any,
-    kind: Any,
-    scale_kind: Any,
-    many: int,
-    weight: Any,
-    rows_at: int,
-    rows: int,
-    outputs: int,
-    out_at: int,
+    pool: int, tags: Any, weight: Any, rows_at: int, rows: int, outputs: int, out_at: int
 ) -> None:
     """Multiply rows by a weight in panels, on the threads of a pool (`thread_pool.spread`).
 
-    Shape: rows [rows, given inputs] and out [rows, outputs], of the type of `tag`; weight `FLOAT_PRODUCT` [1].
-    `outputs` are those of the weight, or in a sparse run fewer. With `many`, weights are widened once for all rows.
+    Shape: rows [rows, given inputs] and out [rows, outputs], of the type of the first tag; weight `WEIGHT` [1], with a
+    float32 bias. `outputs` are those of the weight, or in a sparse run fewer. The tags are those of the rows, of the
+    weight, of its scales, and of instructions, which is not used here.
     """
     inputs, block = weight[0].inputs, weight[0].block
     length = BLOCK // block * block
     packed_rows = np.empty(((inputs + length - 1) // length, rows, BLOCK), dtype=np.float32)
     blocks = (inputs + block - 1) // block
     by_row = np.empty((rows, blocks), dtype=np.float32)
-    read = tag, rows_at, weight[0].given, block, packed_rows, by_row
-    spread(pool, rows, rows_together(inputs), _read_rows, read)
+    read = tags[0], rows_at, weight[0].given, block, packed_rows, by_row
+    spread(pool, rows, rows_together(inputs), _read_row, read)
     sums = np.ascontiguousarray(by_row.T)
     panels = (outputs + PANEL - 1) // PANEL
-    work = (tag, kind, scale_kind), many, weight, packed_rows, sums, outputs, out_at
+    work = tags, weight, packed_rows, sums, outputs, out_at
     spread(pool, panels, panels_together(rows, inputs), _multiply_panels, work)

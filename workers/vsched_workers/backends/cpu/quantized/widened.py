@@ -31,7 +31,8 @@ import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 
 from vsched_workers.backends.cpu.kernels.bf16 import FLOAT32, bf16_array
-from vsched_workers.backends.cpu.kernels.compilation import compiled, emits
+from vsched_workers.backends.cpu.kernels.compilation import compiled, emits, kernel
+from vsched_workers.backends.cpu.kernels.gemm import PRODUCT
 from vsched_workers.backends.cpu.kernels.simd import (
     FLOATS,
     LANES,
@@ -43,6 +44,7 @@ from vsched_workers.backends.cpu.kernels.simd import (
     Loop,
     call_llvm,
     cases,
+    splat,
 )
 from vsched_workers.backends.cpu.kernels.thread_pool import spread
 from vsched_workers.backends.cpu.quantized.kernel import (
@@ -64,7 +66,7 @@ from vsched_workers.backends.cpu.tiles.kernel import (
     configure_tiles,
     halves_together,
     laid_out_bytes,
-    lay_out_rows,
+    lay_out_row,
     multiply_half,
     next_line,
     parts_of,
@@ -122,12 +124,12 @@ class _Widening:
         direct = whole and self._scale_kind is numba.types.uint16 and len(scales_at) == 1
         if direct:
             bases = {
-                to: [builder.fmul(scale, _floats(-self._zero(to))) for scale in scales]
+                to: [builder.fmul(scale, splat(FLOATS, -self._zero(to))) for scale in scales]
                 for to in {to for _, to in self._moves()}
             }
         else:
             zero_point = INT4_CENTRE if self._kind is numba.types.uint8 else 0
-            added = [builder.fmul(scale, _floats(-zero_point)) for scale in scales]
+            added = [builder.fmul(scale, splat(FLOATS, -zero_point)) for scale in scales]
         if len(scales_at) > 1:
             offsets = [
                 scale_vector(builder, self._scale_kind, scales_at[1], each) for each in vectors
@@ -137,11 +139,11 @@ class _Widening:
         at = writer.advance(weight_at, loop.index, reader.unrolled * bytes_each)
         target = writer.advance(out[0], loop.index, reader.unrolled // 2 * PAIR_BYTES)
         for line in range(0, reader.unrolled * bytes_each, LINE):
-            writer.prefetch(builder.add(at, ir.Constant(LONG, AHEAD_BYTES + line)), locality=2)
+            writer.prefetch(writer.offset(at, AHEAD_BYTES + line), locality=2)
         for vector in vectors:
             values: list[Any] = []
             for begin in range(0, reader.unrolled, reader.read_together):
-                loaded = reader.load(builder.add(at, ir.Constant(LONG, begin * bytes_each)), vector)
+                loaded = reader.load(writer.offset(at, begin * bytes_each), vector)
                 if direct:
                     for place, to in self._moves():
                         value = self._number(loaded, place, to)
@@ -173,12 +175,12 @@ class _Widening:
         builder, signed = self._builder, self._kind is numba.types.int8
         word = loaded
         if place < to:
-            word = builder.shl(word, _words(to - place))
+            word = builder.shl(word, splat(WORDS, to - place))
         elif place > to:
-            word = builder.lshr(word, _words(place - to))
+            word = builder.lshr(word, splat(WORDS, place - to))
         flipped = (23 - to + 127) << 23 | (128 << to if signed else 0)
-        word = builder.and_(word, _words((255 if signed else 15) << to))
-        return builder.bitcast(builder.xor(word, _words(flipped)), FLOATS)
+        word = builder.and_(word, splat(WORDS, (255 if signed else 15) << to))
+        return builder.bitcast(builder.xor(word, splat(WORDS, flipped)), FLOATS)
 
     def _fused(self, value: Any, scale: Any, added: Any) -> Any:
         """Emit value * scale + added as one FMA: the product alone may not be exact."""
@@ -189,19 +191,6 @@ class _Widening:
         both = self._writer.narrow_both(lower, upper)
         order = [at for lane in range(LANES) for at in (lane, LANES + lane)]
         return self._builder.shuffle_vector(both, both, ir.Constant(ir.VectorType(WORD, 32), order))
-
-
-def _words(value: int) -> Any:
-    return ir.Constant(WORDS, [value] * LANES)
-
-
-def _floats(value: int) -> Any:
-    return ir.Constant(FLOATS, [float(value)] * LANES)
-
-
-@emits(numba.intp, None)
-def _weights_of_a_byte(_builder: Any, kind: Any) -> Any:
-    return ir.Constant(LONG, 2 if kind is numba.types.uint8 else 1)
 
 
 @compiled()
@@ -216,13 +205,11 @@ def _multiply_panels(
     out_at: int,
 ) -> None:
     """Multiply all rows by the panels `first` to `stop`."""
-    (kind, scale_kind), product = tags, weight[0]
-    panel_bytes, blocks, blocks_of_group = product.panel_bytes, product.blocks, product.group_blocks
+    (_, kind, scale_kind, _), product = tags, weight[0]
+    inputs, group, input_bytes = product.inputs, product.group, product.input_bytes
     weight_at, scales_at, offsets_at = product.weight_at, product.scales_at, product.offsets_at
     given, bias_at, scale_row_bytes = product.given, product.bias_at, product.scale_row_bytes
-    inputs = panel_bytes // PANEL * _weights_of_a_byte(kind[0])
-    group = inputs // blocks * blocks_of_group
-    groups = (blocks + blocks_of_group - 1) // blocks_of_group
+    groups = (inputs + group - 1) // group
     configure_tiles(rows)
     parts = parts_of(rows, given, stop - first, 2)
     buffer = np.empty(max(parts.sums_bytes * parts.together, PASS_BYTES) + LINE, dtype=np.uint8)
@@ -239,7 +226,7 @@ def _multiply_panels(
             scales_offset = (groups * panel + at // group) * scale_row_bytes
             _widen_group(
                 kind[0], scale_kind[0], count,
-                weight_at + panel * panel_bytes + at * (panel_bytes // inputs),
+                weight_at + (panel * inputs + at) * input_bytes,
                 scales_at + scales_offset, offsets_at + scales_offset if offsets_at else 0, to_at, half_panel_bytes,
             )  # fmt: skip
             at += count
@@ -257,27 +244,18 @@ def _multiply_panels(
     release_tiles()
 
 
-@compiled()
+@kernel(*PRODUCT)
 def multiply_widened(
-    pool: int,
-    _row_tag: Any,
-    kind: Any,
-    scale_kind: Any,
-    _tag: Any,
-    weight: Any,
-    rows_at: int,
-    rows: int,
-    outputs: int,
-    out_at: int,
+    pool: int, tags: Any, weight: Any, rows_at: int, rows: int, outputs: int, out_at: int
 ) -> None:
     """Multiply rows by a weight in panels, on the threads of a pool (`thread_pool.spread`).
 
-    Same arguments as `integers.multiply_int8`, but rows are bfloat16, and blocks may have any size.
+    Same arguments as `kernel.multiply`, but rows are bfloat16.
     """
     given = weight[0].given
     packed_rows = np.empty(laid_out_bytes(rows, given) + LINE, dtype=np.uint8)
-    spread(pool, rows, OWN_ROWS_MAX, lay_out_rows, (rows_at, given, next_line(packed_rows)))
+    spread(pool, rows, OWN_ROWS_MAX, lay_out_row, (rows_at, given, next_line(packed_rows)))
     panels = (outputs + PANEL - 1) // PANEL
-    work = (kind, scale_kind), rows, next_line(packed_rows), weight, outputs, out_at
+    work = tags, rows, next_line(packed_rows), weight, outputs, out_at
     spread(pool, panels, halves_together(rows, given, panels, 2), _multiply_panels, work)
     packed_rows[0] = np.uint8(0)  # keeps the buffer alive: only its address is used above

@@ -27,15 +27,13 @@ import numba
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 
-from vsched_workers.backends.cpu.kernels.bf16 import bf16_array, float32_array
-from vsched_workers.backends.cpu.kernels.compilation import compiled, emits
+from vsched_workers.backends.cpu.kernels.bf16 import bend, bf16_array, float32_array
+from vsched_workers.backends.cpu.kernels.compilation import compiled, emits, kernel
 from vsched_workers.backends.cpu.kernels.prefill_attention import (
     PrefillArguments,
-    bend,
     block_of,
     copy_pair,
     interleave,
-    no_arguments,
     two_keys,
     write_attended,
 )
@@ -43,12 +41,12 @@ from vsched_workers.backends.cpu.kernels.simd import (
     FLOATS,
     LANES,
     LINE,
-    LONG,
     WORD,
     ZEROS,
     InstructionWriter,
     Loop,
     call_llvm,
+    splat,
 )
 from vsched_workers.backends.cpu.kernels.thread_pool import spread
 from vsched_workers.backends.cpu.tiles.kernel import (
@@ -108,7 +106,7 @@ def _pack_values(
 
 
 @compiled()
-def _pack_half(given: PrefillArguments, task: int) -> None:
+def _pack_half(task: int, given: PrefillArguments) -> None:
     """Pack 32 keys and their values, with zeros for padded keys."""
     halves, head_dim = given.padded_keys // HALF, given.head_dim
     which, half = task // halves, task % halves
@@ -146,28 +144,27 @@ class _SoftmaxWriter(InstructionWriter):
         builder = self.builder
         whole = call_llvm(builder, f"llvm.rint.v{LANES}f32", FLOATS, power)
         rest = builder.fsub(power, whole)
-        series = self.constant(math.log(2) ** 6 / math.factorial(6))
+        series = _constant(math.log(2) ** 6 / math.factorial(6))
         for term in range(5, -1, -1):
-            coefficient = self.constant(math.log(2) ** term / math.factorial(term))
+            coefficient = _constant(math.log(2) ** term / math.factorial(term))
             series = self.multiply_add(coefficient, series, rest)
         all_lanes, usual_rounding = ir.Constant(ir.IntType(LANES), -1), ir.Constant(WORD, 4)
         name = "llvm.x86.avx512.mask.scalef.ps.512"
         return call_llvm(builder, name, FLOATS, series, whole, ZEROS, all_lanes, usual_rounding)
 
-    def constant(self, value: float) -> Any:
-        """Vector with a constant in every lane."""
-        return ir.Constant(FLOATS, [float(np.float32(value))] * LANES)
+
+def _constant(value: float) -> Any:
+    """Vector of a float32, rounded from a constant."""
+    return splat(FLOATS, float(np.float32(value)))
 
 
 @emits(numba.float32, numba.intp, numba.intp)
 def _highest(builder: Any, scores_at: Any, steps: Any) -> Any:
     """Maximum of `steps` K steps of scores."""
     writer = _SoftmaxWriter(builder)
-    loop = Loop(builder, [writer.constant(float(SCORE_MIN))] * 2)
+    loop = Loop(builder, [_constant(float(SCORE_MIN))] * 2)
     at = writer.advance(scores_at, loop.index, 2 * LINE)
-    loaded = [
-        writer.load(builder.add(at, ir.Constant(LONG, each)), FLOATS, LINE) for each in (0, LINE)
-    ]
+    loaded = [writer.load(writer.offset(at, each), FLOATS, LINE) for each in (0, LINE)]
     pairs = zip(loaded, loop.carried, strict=True)
     loop.end(found := [writer.larger(*pair) for pair in pairs], steps)
     return call_llvm(
@@ -186,11 +183,11 @@ def _weigh(
     at = writer.advance(scores_at, loop.index, 2 * LINE)
     weights, sums = [], []
     for place, total in zip((0, LINE), loop.carried, strict=True):
-        score = writer.load(builder.add(at, ir.Constant(LONG, place)), FLOATS, LINE)
+        score = writer.load(writer.offset(at, place), FLOATS, LINE)
         power = builder.fmul(builder.fsub(score, top), factors)
         # 2**-126 is not zero, and masked keys must not count at all.
-        weight = writer.exp2(writer.larger(power, writer.constant(-126.0)))
-        seen = builder.fcmp_ordered(">", score, writer.constant(float(SCORE_MIN)))
+        weight = writer.exp2(writer.larger(power, _constant(-126.0)))
+        seen = builder.fcmp_ordered(">", score, _constant(float(SCORE_MIN)))
         weights.append(builder.select(seen, weight, ZEROS))
         sums.append(builder.fadd(total, weights[-1]))
     both = writer.narrow_both(*weights)
@@ -220,7 +217,7 @@ def _softmax(
 
 
 @compiled()
-def _attend_block(given: PrefillArguments, task: int) -> None:
+def _attend_block(task: int, given: PrefillArguments) -> None:
     """Attend for one block of query rows, of one head and sequence."""
     head_dim, size = given.head_dim, 2 * given.head_dim
     head, start, rows, seen, skipped, width, packed = block_of(given, task, BLOCK, HALF)
@@ -245,7 +242,7 @@ def _attend_block(given: PrefillArguments, task: int) -> None:
     sums_at = scores_at + BLOCK * 4 * score_values
     given_at = given.query_at + head * given.query_head_bytes + start * size
     for row in range(rows):
-        lay_out_row(given_at + row * size, row, head_dim, query_at)
+        lay_out_row(row, given_at, head_dim, query_at)
     configure_tiles(rows)
     for half in range(steps):
         multiply_tiles(
@@ -277,27 +274,10 @@ def _attend_block(given: PrefillArguments, task: int) -> None:
     room[0] = np.uint8(0)  # keeps the buffer alive: only its address is used above
 
 
-@compiled()
-def _pack_halfs(first: int, stop: int, given: PrefillArguments) -> None:
-    for task in range(first, stop):
-        _pack_half(given, task)
-
-
-@compiled()
-def _attend_blocks(first: int, stop: int, given: PrefillArguments) -> None:
-    for task in range(first, stop):
-        _attend_block(given, task)
-
-
-@compiled()
+@kernel(numba.int64, None)
 def attend_in_tiles(pool: int, given: PrefillArguments) -> None:
     """Attend for all rows and heads of `given`, on the threads of a pool."""
     pieces = given.kv_heads * given.sequences * (given.padded_keys // HALF)
-    spread(pool, pieces, 4, _pack_halfs, (given,))
+    spread(pool, pieces, 4, _pack_half, (given,))
     blocks = given.heads * given.sequences * ((given.rows + BLOCK - 1) // BLOCK)
-    spread(pool, blocks, 1, _attend_blocks, (given,))
-
-
-def warm_up() -> None:
-    """Compile ahead of the first request."""
-    attend_in_tiles(0, no_arguments())
+    spread(pool, blocks, 1, _attend_block, (given,))

@@ -60,8 +60,9 @@ import torch
 from llvmlite import binding, ir  # type: ignore[import-untyped]
 from numba.core import cgutils
 
-from vsched_workers.backends.cpu.kernels.bf16 import BF16, bf16_array
-from vsched_workers.backends.cpu.kernels.compilation import compiled, emits
+from vsched_workers.backends.cpu.kernels.bf16 import BF16, bf16_array, copy
+from vsched_workers.backends.cpu.kernels.compilation import compiled, emits, kernel
+from vsched_workers.backends.cpu.kernels.gemm import PRODUCT
 from vsched_workers.backends.cpu.kernels.simd import (
     BF16S,
     BYTE,
@@ -171,7 +172,7 @@ class _TileWriter(InstructionWriter):
         for vector in (0, 1):
             for at in fetched[vector::2]:
                 self.prefetch(at, locality=2)
-            self.load_tile(_WEIGHTS + vector, self.behind(weights_at, vector * LINE), PAIR_BYTES)
+            self.load_tile(_WEIGHTS + vector, self.offset(weights_at, vector * LINE), PAIR_BYTES)
             for row in range(count):
                 self.tiles("tdpbf16ps", [2 * row + vector, _ROWS + row, _WEIGHTS + vector])
 
@@ -181,10 +182,6 @@ class _TileWriter(InstructionWriter):
         addition = "vaddps %zmm31, %zmm31, %zmm31"
         has_side_effects = True  # LLVM must neither remove nor move it
         self.builder.asm(kind, addition, "~{zmm31}", [], has_side_effects)
-
-    def behind(self, at: Any, count: int) -> Any:
-        """Address `count` bytes after another."""
-        return self.builder.add(at, ir.Constant(LONG, count))
 
     def pointer(self, at: Any) -> Any:
         """Address as a pointer."""
@@ -256,7 +253,7 @@ def multiply_tiles(
         count, fetched = divmod(case, most)
         tiles = [2 * row + vector for row in range(count) for vector in (0, 1)]
         places = [
-            writer.behind(
+            writer.offset(
                 writer.advance(sums_at, sums_bytes, tile // 2 * TILE_ROWS), tile % 2 * LINE
             )
             for tile in tiles
@@ -274,7 +271,7 @@ def multiply_tiles(
             at = writer.advance(rows_at, loop.index, TILE_BYTES)
             weights_at = writer.advance(half_at, loop.index, STEP_BYTES)
             first = writer.advance(fetch_at, loop.index, fetched * LINE)
-            ahead = [writer.behind(first, line * LINE) for line in range(fetched)]
+            ahead = [writer.offset(first, line * LINE) for line in range(fetched)]
             writer.add_products(count, at, row_tile_bytes, weights_at, ahead)
             writer.stay_awake()
             loop.end([], steps)
@@ -293,14 +290,14 @@ def _write_rows(
     writer, biases = InstructionWriter(builder), []
     size = 2 if bias_kind is numba.types.uint16 else 4
     for vector in (0, 1):
-        at = builder.add(bias_at, ir.Constant(LONG, vector * LANES * size))
+        at = writer.offset(bias_at, vector * LANES * size)
         bias = writer.load(at, BF16S if size == 2 else FLOATS, size)
         biases.append(builder.fpext(bias, FLOATS) if size == 2 else bias)
     loop = Loop(builder, [])
     row_at = writer.advance(sums_at, loop.index, SUM_BYTES)
     halves = []
     for vector, bias in enumerate(biases):
-        at = builder.add(row_at, ir.Constant(LONG, vector * LINE))
+        at = writer.offset(row_at, vector * LINE)
         halves.append(builder.fptrunc(builder.fadd(writer.load(at, FLOATS, LINE), bias), BF16S))
     order = ir.Constant(ir.VectorType(WORD, HALF), list(range(HALF)))
     at = builder.add(out_at, builder.mul(loop.index, out_bytes))
@@ -316,8 +313,8 @@ def next_line(space: Any) -> int:
 
 
 @compiled()
-def lay_out_row(row_at: int, row: int, inputs: int, tiles_at: int) -> None:
-    """Pack a bfloat16 row of A into its A tiles, padded with zeros.
+def lay_out_row(row: int, rows_at: int, inputs: int, tiles_at: int) -> None:
+    """Pack a row of A, bfloat16, into its A tiles, padded with zeros.
 
     row r of A      | k0 .. k31 | k32 .. k63 | ..
                           |            |
@@ -328,7 +325,7 @@ def lay_out_row(row_at: int, row: int, inputs: int, tiles_at: int) -> None:
     at = tiles_at + row // TILE_ROWS * steps * TILE_BYTES + row % TILE_ROWS * LINE
     for step in range(steps):
         count = min(STEP_INPUTS, inputs - step * STEP_INPUTS)
-        given = bf16_array(row_at + 2 * step * STEP_INPUTS, count)
+        given = bf16_array(rows_at + 2 * (row * inputs + step * STEP_INPUTS), count)
         taken = bf16_array(at + step * TILE_BYTES, STEP_INPUTS)
         for index in range(count):
             taken[index] = given[index]
@@ -341,14 +338,6 @@ def laid_out_bytes(rows: int, inputs: int) -> int:
     """Bytes of packed A."""
     tiles = (rows + TILE_ROWS - 1) // TILE_ROWS
     return tiles * ((inputs + STEP_INPUTS - 1) // STEP_INPUTS) * TILE_BYTES
-
-
-@compiled()
-def _copy(from_at: int, to_at: int, count: int) -> None:
-    """Copy `count` bfloat16 values."""
-    source, target = bf16_array(from_at, count), bf16_array(to_at, count)
-    for index in range(count):
-        target[index] = source[index]
 
 
 @compiled()
@@ -373,7 +362,7 @@ def _write_tiles(
     # outputs are copied.
     _write_rows(bias_tag[0], count, sums_at, column_bias_at, sums_at, SUM_BYTES)
     for each in range(count):
-        _copy(sums_at + each * SUM_BYTES, at + each * 2 * outputs, outputs - column)
+        copy(sums_at + each * SUM_BYTES, at + each * 2 * outputs, outputs - column)
 
 
 @compiled()
@@ -520,13 +509,12 @@ def _multiply_panels(
     stop: int,
     rows: int,
     rows_at: int,
-    pairs: int,
-    weight_at: int,
+    weight: Any,
     outputs: int,
-    bias_at: int,
     out_at: int,
 ) -> None:
     """Multiply all packed rows by the half-panels `first` to `stop`."""
+    pairs, weight_at, bias_at = weight[0].given // 2, weight[0].weight_at, weight[0].bias_at
     configure_tiles(rows)
     half_bytes, whole = pairs * PAIR_BYTES, 2 * pairs // STEP_INPUTS
     first_at = weight_at + first * half_bytes
@@ -541,7 +529,7 @@ def _multiply_panels(
         if behind > whole:
             rest_at = next_line(padded)
             rest = pairs - whole * STEP_INPUTS // 2
-            _copy(at + whole * STEP_BYTES, rest_at, rest * 2 * HALF)
+            copy(at + whole * STEP_BYTES, rest_at, rest * 2 * HALF)
         if turn + 1 < turns:
             next_piece, next_index, _ = turn_of(turn + 1, stop - first, parts)
             next_at = first_at + next_piece * half_bytes + next_index * parts.size * STEP_BYTES
@@ -554,31 +542,18 @@ def _multiply_panels(
     release_tiles()
 
 
-@compiled()
-def lay_out_rows(first: int, stop: int, rows_at: int, inputs: int, tiles_at: int) -> None:
-    """Pack the rows `first` to `stop` of A."""
-    for row in range(first, stop):
-        lay_out_row(rows_at + 2 * row * inputs, row, inputs, tiles_at)
-
-
-@compiled()
+@kernel(*PRODUCT)
 def multiply_in_tiles(
-    pool: int,
-    rows_at: int,
-    rows: int,
-    pairs: int,
-    weight_at: int,
-    outputs: int,
-    bias_at: int,
-    out_at: int,
+    pool: int, _tags: Any, weight: Any, rows_at: int, rows: int, outputs: int, out_at: int
 ) -> None:
     """Multiply rows by a weight in half-panels, on the threads of a pool (`thread_pool.spread`).
 
     Same arguments as `gemm.multiply`.
     """
-    taken = np.empty(laid_out_bytes(rows, 2 * pairs) + LINE, dtype=np.uint8)
-    spread(pool, rows, OWN_ROWS_MAX, lay_out_rows, (rows_at, 2 * pairs, next_line(taken)))
+    inputs = weight[0].given
+    taken = np.empty(laid_out_bytes(rows, inputs) + LINE, dtype=np.uint8)
+    spread(pool, rows, OWN_ROWS_MAX, lay_out_row, (rows_at, inputs, next_line(taken)))
     halves = (outputs + HALF - 1) // HALF
-    work = rows, next_line(taken), pairs, weight_at, outputs, bias_at, out_at
-    spread(pool, halves, halves_together(rows, 2 * pairs, halves, 1), _multiply_panels, work)
+    work = rows, next_line(taken), weight, outputs, out_at
+    spread(pool, halves, halves_together(rows, inputs, halves, 1), _multiply_panels, work)
     taken[0] = np.uint8(0)  # keeps the buffer alive: only its address is used above
