@@ -118,8 +118,8 @@ async def test_drained_and_stopped_engine_leaves_nothing(
         await begin(engine, Ask())
 
 
-CHILDREN = 5
-"""Processes of a server: two ranks, and the servers that ranks, image processes and grammar processes come from."""
+CHILDREN = 4
+"""Processes of a server without schemas: two ranks, and the servers that ranks and image processes are forked from."""
 
 
 @pytest.mark.slow
@@ -127,10 +127,13 @@ async def test_killed_server_leaves_no_process(checkpoints: Checkpoints, tempora
     """SIGKILL gives the engine no chance to clean up: its children notice, clean up and exit."""
     with ServeProcess(checkpoints("nano25")) as server:
         children: list[int] = []
+        url = await asyncio.to_thread(lambda: server.url)
+        body = {"prompt": "1", "guided_regex": "ab"}
+        await asyncio.to_thread(urllib.request.urlopen, _post(f"{url}/v1/completions", body))
 
         def all_started() -> bool:
             children[:] = server.children
-            return len(children) == CHILDREN and bool(traces(temporary).files)
+            return len(children) == CHILDREN + 1 and bool(traces(temporary).files)
 
         await until(all_started, "all processes are started")
     await until(lambda: not any(map(is_alive, children)), "they end")
@@ -150,16 +153,17 @@ async def test_interrupted_server_drains(checkpoints: Checkpoints, temporary: Pa
             "stream": True,
             "ignore_eos": True,
         }
-        request = urllib.request.Request(
-            f"{url}/v1/chat/completions",
-            data=json.dumps(body).encode(),
-            headers={"content-type": "application/json"},
-        )
+        request = _post(f"{url}/v1/chat/completions", body)
         lines = await asyncio.to_thread(_interrupt_in_mid_stream, request, server.process.pid)
         assert lines[-1] == "data: [DONE]"
         assert '"finish_reason":"length"' in lines[-2]
         assert await asyncio.to_thread(server.process.wait, 20) == 0
         await until(lambda: not any(map(is_alive, children)), "they end")
+
+
+def _post(url: str, body: dict[str, Any]) -> urllib.request.Request:
+    headers = {"content-type": "application/json"}
+    return urllib.request.Request(url, data=json.dumps(body).encode(), headers=headers)
 
 
 def _interrupt_in_mid_stream(request: urllib.request.Request, pid: int) -> list[str]:
