@@ -334,7 +334,7 @@ class ForkServer:
         return self._orders
 
     def begin(self, modules: Sequence[str] | None = None) -> None:
-        """Have the process import these modules, or those of the constructor."""
+        """Start importing: these modules, or by default the constructor's."""
         if modules is not None:
             self._imports = Imports(modules, self._imports.environment)
         orders = self._orders or self.start()

@@ -122,7 +122,7 @@ def _effort(messages: list[dict[str, Any]], arguments: dict[str, Any]) -> int:
 
 
 class Serving(NamedTuple):
-    """What the generating endpoints of one process share; without a journal, requests are not resumed."""
+    """Shared parts of the generating endpoints of one process; without a journal, requests are not resumed."""
 
     engine: ServingContract
     settings: ApiSettings

@@ -194,7 +194,7 @@ _VALUE_CHARACTERS_MAX = 100
 
 
 def request_middleware(settings: ApiSettings) -> list[Middleware]:
-    """Return the middleware of the application, outermost first; that of each route is `CheckAccess`."""
+    """Return the middleware of the application, outermost first; each route adds `CheckAccess`."""
     cors = Middleware(
         CORSMiddleware,
         allow_origins=settings.cors_origins,

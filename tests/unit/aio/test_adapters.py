@@ -78,7 +78,7 @@ def who_has(groups: FakeGroups, number: int) -> list[str]:
 
 
 class Bench:
-    """A table over fake groups; `facts` are those of every adapter."""
+    """A table over fake groups; every adapter has these `facts`."""
 
     def __init__(
         self, folder: Path, *, drain_s: float = 60.0, load_s: float = 60.0, encoder: bool = True

@@ -72,7 +72,7 @@ class Gathering(RequestPolicy, frozen=True, kw_only=True):
 
 
 def answering(decision: str, answer: Any, views: list[Any] | None = None) -> Policy:
-    """Return a policy that gives this answer to every call, or raises it; `views` gets what it is called with."""
+    """Return a policy that gives this answer to every call, or raises it, and adds its views to `views`."""
     one = DECISIONS[decision]
 
     def method(*arguments: Any) -> Any:

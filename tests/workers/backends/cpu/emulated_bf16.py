@@ -1,4 +1,4 @@
-"""VDPBF16PS in arithmetic of any processor, to test the kernels that use it where it is missing.
+"""Emulation of VDPBF16PS, to test its kernels on processors without it.
 
     pytest -p tests.workers.backends.cpu.emulated_bf16 tests/workers/backends/cpu tests/workers/adapters/test_fused.py
 
