@@ -108,21 +108,43 @@ def generate_statistics(cluster: ModelCluster) -> dict[str, int]:
     return {name: value for name, value in statistics.items() if name != "groups"}
 
 
+def crash(cluster: ModelCluster, group: str = "generate") -> None:
+    """Lose a group, and bring it back."""
+    cluster.lose(group)
+    cluster.restore_group(group)
+
+
 def joined(cluster: ModelCluster) -> list[str]:
     """Names of the requests that joined, in order; a preempted one is repeated."""
     return [cluster.names[join.number] for step in cluster.decisions for join in step.joined]
 
 
+def submit_texts(
+    cluster: ModelCluster, count: int, tokens: int, *, apart: int = 50, **more: Any
+) -> list[str]:
+    """Submit requests `r0`, `r1`, … of different texts of this length; return their names."""
+    names = [f"r{index}" for index in range(count)]
+    for index, name in enumerate(names):
+        cluster.submit(make_request(name, words(tokens, start=apart * index), **more))
+    return names
+
+
 def assert_served(cluster: ModelCluster, *names: str) -> None:
-    """Drain the cluster, and assert that requests ended at their length limit with the right outputs."""
+    """Drain the cluster, and assert that requests ended at their length limit with the right outputs.
+
+    If all requests have ended, assert that nothing is held, too.
+    """
     cluster.drain()
     for name in names:
         assert cluster.ended[name].reason == "length", cluster.ended[name]
         assert cluster.outputs[name] == correct_outputs(cluster.requests[name])
+    if not cluster.unserved():
+        assert_holds_nothing(cluster)
 
 
 def assert_holds_nothing(cluster: ModelCluster) -> None:
-    """Assert that a scheduler without requests holds no block, slot, item or page."""
+    """Assert that a scheduler without requests holds no block, slot, item or page, and sent right outputs."""
+    cluster.check_settled()
     statistics = cluster.kernel.statistics()
     encode, generate = encode_statistics(cluster), generate_statistics(cluster)
     assert (statistics["running"], statistics["waiting"]) == (0, 0)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import random
+from typing import Any
 
 import msgspec
 import pytest
 
 from tests.unit.kernel.setups import (
     assert_served,
+    crash,
     encode_statistics,
     generate_statistics,
     image_request,
@@ -16,14 +17,10 @@ from tests.unit.kernel.setups import (
     make_limits,
     words,
 )
-from vsched.kernel.commands import Accept, Command, RefusalCode
+from vsched.kernel.commands import Accept, RefusalCode
 from vsched.kernel.events import Drain
-from vsched.kernel.request import Phase
-from vsched.testing import ModelCluster, make_request, run_random
-from vsched.testing.cluster import random_limits
-from vsched.types import Request
+from vsched.testing import ModelCluster, make_request
 
-BLOCK = 4
 NAMES = ("a", "a#1", "a#2", "a#3")
 
 
@@ -31,30 +28,29 @@ def prefilled(cluster: ModelCluster) -> int:
     return generate_statistics(cluster)["tokens_prefilled"]
 
 
-@pytest.mark.parametrize("prefix_cache", [True, False])
-@pytest.mark.parametrize("chunk_tokens", [7, 1000])
-@pytest.mark.parametrize("generators", [1, 3])
+@pytest.mark.parametrize(
+    ("changes", "prompt", "computed"),
+    [
+        ({}, 42, 42 + 3 * 2),
+        ({"prefix_cache": False}, 42, 42 + 3 * 2),
+        ({"chunk_tokens": 7}, 42, 42 + 3 * 2),
+        ({"chunk_tokens": 7, "generators": 3, "prefix_cache": False}, 42, 42 + 3 * 2),
+        ({"state_snapshots": 4}, 42, 42 + 3 * 2),
+        # The last token of whole blocks is needed for its logits.
+        ({}, 40, 40 + 3 * 4),
+        # No blocks can be shared.
+        ({"prefix_cache": False, "prompt_atomic": True}, 42, 4 * 42),
+        ({"prefix_cache": False, "state_snapshots": 0}, 42, 4 * 42),
+    ],
+)
 def test_answers_compute_the_prompt_once(
-    prefix_cache: bool, chunk_tokens: int, generators: int
+    changes: dict[str, Any], prompt: int, computed: int
 ) -> None:
-    """Each choice after the first computes its part of the last block: 2 of 42 tokens."""
-    limits = make_limits(
-        prefix_cache=prefix_cache, chunk_tokens=chunk_tokens, generators=generators
-    )
-    cluster = ModelCluster(limits)
-    cluster.submit(make_request("a", words(42)), choices=4)
-    assert (cluster.kernel.phase("a#2") is Phase.PROMPT) == (chunk_tokens == 7)
+    """Each choice after the first computes its part of the last block, of four tokens."""
+    cluster = ModelCluster(make_limits(**changes))
+    cluster.submit(make_request("a", words(prompt)), choices=4)
     assert_served(cluster, *NAMES)
-    assert prefilled(cluster) == 42 + 3 * 2
-    assert len({cluster.names[number] for number in cluster.names}) == 4
-
-
-def test_answers_to_a_prompt_of_whole_blocks_compute_its_last_one() -> None:
-    """The last token is needed for its logits."""
-    cluster = ModelCluster(make_limits())
-    cluster.submit(make_request("a", words(40)), choices=4)
-    cluster.drain()
-    assert prefilled(cluster) == 40 + 3 * BLOCK
+    assert prefilled(cluster) == computed
 
 
 def test_answers_share_an_image_at_the_end_of_the_prompt() -> None:
@@ -76,21 +72,6 @@ def test_choices_without_a_prefix_cache_share_with_no_other_request() -> None:
     assert prefilled(cluster) == 3 * 42 + 2 * 2
 
 
-@pytest.mark.parametrize("changes", [{"prompt_atomic": True}, {"state_snapshots": 0}])
-def test_choices_without_shareable_blocks_compute_their_own(changes: dict[str, int]) -> None:
-    cluster = ModelCluster(make_limits(prefix_cache=False, **changes))
-    cluster.submit(make_request("a", words(42)), choices=4)
-    assert_served(cluster, *NAMES)
-    assert prefilled(cluster) == 4 * 42
-
-
-def test_answers_of_a_model_with_a_state_go_on_from_its_snapshot() -> None:
-    cluster = ModelCluster(make_limits(state_snapshots=4))
-    cluster.submit(make_request("a", words(42)), choices=4)
-    assert_served(cluster, *NAMES)
-    assert prefilled(cluster) == 42 + 3 * 2
-
-
 def test_answers_are_accepted_together_or_not_at_all() -> None:
     cluster = ModelCluster(make_limits(slots=1, waiting=4))
     cluster.submit(make_request("first", words(4), max_tokens=20))
@@ -101,8 +82,6 @@ def test_answers_are_accepted_together_or_not_at_all() -> None:
     assert refused.code is RefusalCode.QUEUE_FULL
     assert (refused.value, refused.limit) == (5, 4)
     cluster.submit(make_request("b", words(42)), choices=3)
-    cluster.drain()
-    cluster.check_settled()
     assert_served(cluster, "b", "b#1", "b#2")
 
 
@@ -117,30 +96,6 @@ def test_an_answer_whose_id_is_in_use_refuses_all() -> None:
     cluster.submit(make_request("b", words(42)), choices=2)
     assert cluster.refused["b"].code is RefusalCode.DUPLICATE_ID
     assert cluster.requests.keys() - before.keys() == {"b"}
-
-
-def test_answers_go_on_when_the_first_ends_in_its_prompt() -> None:
-    cluster = ModelCluster(make_limits(chunk_tokens=7))
-    cluster.submit(make_request("a", words(42)), choices=4)
-    cluster.run_generate()
-    cluster.abort("a")
-    assert cluster.kernel.phase("a#1") is not Phase.PROMPT
-    cluster.drain()
-    cluster.check_settled()
-    assert_served(cluster, *NAMES[1:])
-
-
-@pytest.mark.parametrize("steps", [0, 1, 3, 8])
-def test_answers_survive_the_loss_of_their_group(steps: int) -> None:
-    cluster = ModelCluster(make_limits(chunk_tokens=7, generators=2))
-    cluster.submit(make_request("a", words(42), max_tokens=9), choices=4)
-    for _ in range(steps):
-        cluster.run_generate()
-    cluster.lose("generate-0")
-    cluster.restore_group("generate-0")
-    cluster.drain()
-    cluster.check_settled()
-    assert_served(cluster, *NAMES)
 
 
 def test_answers_that_a_group_cannot_take_go_where_the_first_is() -> None:
@@ -202,23 +157,7 @@ def test_a_prompt_that_was_told_of_is_cached_when_its_request_comes_again() -> N
     for _ in range(4):
         cluster.run_generate()
     cluster.submit(make_request("keeper", words(42)))
-    cluster.lose("generate")
-    cluster.restore_group("generate")
+    crash(cluster)
     assert_served(cluster, "a", "keeper")
     joins = [(one.number, one.computed) for step in cluster.decisions for one in step.joined]
     assert joins[-1][1] > 0, "both computed the prompt"
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_runs_of_answers_alone_lose_nothing(seed: int) -> None:
-    """Preemptions, losses, cancellations and moves, if every request has several choices."""
-
-    class Several(ModelCluster):
-        def submit(self, request: Request, *, choices: int = 1) -> list[Command]:
-            return super().submit(request, choices=2 + choices)
-
-    rng = random.Random(9000 + seed)
-    limits = msgspec.structs.replace(random_limits(rng), prefix_cache=bool(seed % 2))
-    if not limits.shares_blocks:
-        limits = msgspec.structs.replace(limits, prefix_cache=False)
-    run_random(rng, limits=limits, make=Several)

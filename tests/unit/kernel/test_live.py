@@ -10,51 +10,18 @@ import pytest
 from tests.unit.kernel.setups import Gathering, image_request, make_limits, words
 from vsched.failures import Simulated
 from vsched.kernel import Scheduler
-from vsched.kernel.events import Drain, Event, GroupLost
+from vsched.kernel.events import Drain, GroupLost
 from vsched.kernel.live import CELL_SAMPLES_MAX, MAP_CELLS_MAX, MemoryMap, RequestRow
 from vsched.policy import Admission, AdmissionView, RequestPolicy
 from vsched.testing import ModelCluster, default_policies, make_request
+from vsched.types import Request
+from vsched_policies.admission import Fifo
 
 
 def rows(cluster: ModelCluster, most: int = 100) -> dict[str, RequestRow]:
     """Rows by request."""
     found = cluster.kernel.live_requests(most, cluster.now_ns)
     return {row.request_id: row for row in found}
-
-
-def test_request_without_a_slot_names_the_slots_and_those_ahead() -> None:
-    cluster = ModelCluster(make_limits(slots=1))
-    for name in ("running", "second", "third"):
-        request = make_request(name, words(3))
-        cluster.submit(msgspec.structs.replace(request, tenant="a"))
-    found = rows(cluster)
-    assert (found["running"].slot, found["second"].slot) == (0, -1)
-    why = found["third"].why
-    assert "all 1 slots are taken; requests ahead of it: 1" in why
-    assert "Remedy: more generate.slots or replicas" in why
-    assert found["third"].phase == "ready"
-    assert found["third"].since_ns == found["third"].items_ready_ns
-    assert cluster.kernel.tenants() == {"a": {"running": 1, "waiting": 2}}
-
-
-def test_request_without_blocks_names_their_number() -> None:
-    """Also if it is behind the one that lacks them."""
-    cluster = ModelCluster(make_limits(blocks=6, block_size=4, prefix_cache=False))
-    cluster.submit(make_request("running", words(16)))
-    cluster.submit(make_request("large", words(20)))
-    cluster.submit(make_request("small", words(2)))
-    found = rows(cluster)
-    assert "it needs 5 KV blocks, " in found["large"].why
-    assert "the first in the queue needs 5 KV blocks" in found["small"].why
-
-
-def test_held_queue_names_the_rest_of_the_hold() -> None:
-    policies = default_policies(generate_admission=Gathering(deadline_s=2))
-    cluster = ModelCluster(make_limits(), policies)
-    cluster.submit(make_request("held", words(3)))
-    why = rows(cluster)["held"].why
-    assert "holds the queue for another 2.0 s" in why
-    assert "Remedy: other fields of generate.admission" in why
 
 
 class Last(RequestPolicy, frozen=True):
@@ -64,43 +31,93 @@ class Last(RequestPolicy, frozen=True):
         return Admission([len(view.waiting) - 1] if view.waiting[-1].tenant == "vip" else [])
 
 
-def test_request_that_is_passed_over_names_the_policy_and_the_limit() -> None:
-    cluster = ModelCluster(make_limits(), default_policies(generate_admission=Last()))
-    cluster.submit(msgspec.structs.replace(make_request("vip", words(3)), tenant="vip"))
-    cluster.submit(make_request("passed", words(3)))
-    why = rows(cluster)["passed"].why
-    assert "lets others go first, for at most 60 s (policies.passed_over_max_s)" in why
-    assert "Remedy: other fields of generate.admission, or another policy" in why
+TEXTS = [make_request(name, words(3)) for name in ("running", "second", "third")]
+LARGE = [
+    make_request(name, words(size)) for name, size in (("first", 16), ("big", 20), ("small", 2))
+]
+IMAGES = [image_request(name, (name.encode(), 8)) for name in ("one", "two")]
+VIP = [msgspec.structs.replace(TEXTS[0], request_id="vip", tenant="vip"), TEXTS[0]]
+OTHER_FIELDS = "Remedy: other fields of generate.admission"
+WAITS: list[tuple[dict[str, Any], list[Request], str, list[str]]] = [
+    (
+        {"slots": 1},
+        TEXTS,
+        "third",
+        ["all 1 slots are taken; requests ahead of it: 1", "more generate.slots or replicas"],
+    ),
+    ({"blocks": 6}, LARGE, "big", ["it needs 5 KV blocks, "]),
+    ({"blocks": 6}, LARGE, "small", ["the first in the queue needs 5 KV blocks"]),
+    (
+        {"admission": Gathering(deadline_s=2)},
+        TEXTS,
+        "third",
+        ["holds the queue for another 2.0 s", OTHER_FIELDS],
+    ),
+    (
+        {"admission": Last()},
+        VIP,
+        "running",
+        ["lets others go first, for at most 60 s (policies.passed_over_max_s)", OTHER_FIELDS],
+    ),
+    (
+        {"slots": 1, "event": GroupLost("generate", Simulated(("generate",)))},
+        TEXTS,
+        "second",
+        ["is down: its ranks", "Remedy: ", "another replica"],
+    ),
+    (
+        {"slots": 1, "event": Drain("generate")},
+        TEXTS,
+        "second",
+        ["is draining: it takes no more work", "Remedy: ", "resume it"],
+    ),
+    (
+        {"encode_items": 1},
+        IMAGES,
+        "one",
+        ["items [0] of 1 are not encoded yet; encode encodes it, for "],
+    ),
+    (
+        {"encode_items": 1},
+        IMAGES,
+        "two",
+        ["all 1 encode groups are busy; images ahead of it: 0"],
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("event", "reason", "remedy"),
-    [
-        (GroupLost("generate", Simulated(("generate",))), "is down: its ranks", "another replica"),
-        (Drain("generate"), "is draining: it takes no more work", "resume it"),
-    ],
-    ids=["lost", "draining"],
-)
-def test_request_of_a_group_that_is_not_up_names_its_state(
-    event: Event, reason: str, remedy: str
+@pytest.mark.parametrize(("changes", "requests", "name", "said"), WAITS)
+def test_row_of_a_waiting_request_has_reason_and_remedy(
+    changes: dict[str, Any], requests: list[Request], name: str, said: list[str]
 ) -> None:
+    """In this order."""
+    limits = dict(changes)
+    event, admission = limits.pop("event", None), limits.pop("admission", Fifo())
+    cluster = ModelCluster(
+        make_limits(**{"prefix_cache": False, **limits}),
+        default_policies(generate_admission=admission),
+    )
+    for request in requests:
+        cluster.submit(request)
+    if event is not None:
+        cluster.kernel.handle(event, cluster.now_ns)
+    why = rows(cluster)[name].why
+    places = [why.find(words) for words in said]
+    assert places == sorted(places), why
+    assert places[0] >= 0, why
+
+
+def test_rows_have_slot_phase_and_times() -> None:
     cluster = ModelCluster(make_limits(slots=1))
-    cluster.submit(make_request("running", words(3)))
-    cluster.submit(make_request("waiting", words(3)))
-    cluster.kernel.handle(event, cluster.now_ns)
-    why = rows(cluster)["waiting"].why
-    assert reason in why
-    assert remedy in why.partition("Remedy: ")[2]
-
-
-def test_image_names_the_encoder_or_what_is_ahead_of_it() -> None:
-    cluster = ModelCluster(make_limits(encode_items=1))
-    cluster.submit(image_request("first", (b"a", 8)))
-    cluster.submit(image_request("second", (b"b", 8)))
+    for request in TEXTS:
+        cluster.submit(msgspec.structs.replace(request, tenant="a"))
     found = rows(cluster)
-    assert "items [0] of 1 are not encoded yet; encode encodes it, for " in found["first"].why
-    assert "all 1 encode groups are busy; images ahead of it: 0" in found["second"].why
-    assert found["second"].phase == "items"
+    assert (found["running"].slot, found["second"].slot) == (0, -1)
+    assert found["third"].phase == "ready"
+    assert found["third"].since_ns == found["third"].items_ready_ns
+    assert cluster.kernel.tenants() == {"a": {"running": 1, "waiting": 2}}
+    cluster.submit(IMAGES[0])
+    assert rows(cluster)["one"].phase == "items"
     pages = cluster.kernel.embeddings.map()
     assert pages.totals[pages.states.index("encoding")] > 0
 

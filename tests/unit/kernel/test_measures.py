@@ -8,14 +8,12 @@ from typing import Any
 import msgspec
 
 from tests.unit.kernel.setups import image_request, make_limits, words
-from vsched.failures import Simulated
 from vsched.kernel import Scheduler
 from vsched.kernel.events import (
     Aborted,
     Encoded,
     Event,
     Finished,
-    GroupLost,
     GroupReady,
     Stepped,
     Submitted,
@@ -30,7 +28,6 @@ from vsched.policy.measured import (
     StepTime,
     SwapTime,
 )
-from vsched.policy_host.snapshot import encode_snapshot, restore_snapshot
 from vsched.testing import default_policies, make_request
 from vsched.types import FinishReason, Request
 
@@ -111,11 +108,13 @@ def test_requests_are_told_when_their_first_token_comes_and_when_they_end() -> N
         ),
     )
     assert reported.measured.ends == ()
+    reported.submit(4_000, text("b", 4))
     reported.step(5_000, 2)
     reported.step(6_000, 3, 1)
+    reported.receive(7_000, Aborted("b"))
     assert reported.measured.ends == (
         EndTime(ended_ns=6_000, total_ns=5_000, prompt_tokens=6, output_tokens=3),
-    )
+    ), "requests that broke off are not among them"
 
 
 def test_waiting_is_distinguished() -> None:
@@ -133,14 +132,6 @@ def test_waiting_is_distinguished() -> None:
     assert first.ttft_ns == 2_400
     assert first.items == 1
     assert reported.measured.encodes == (EncodeTime(ended_ns=700, took_ns=600, items=1, tokens=4),)
-
-
-def test_requests_that_broke_off_are_no_ends() -> None:
-    reported = Told()
-    reported.submit(0, text("a", 4))
-    reported.step(100, 1)
-    reported.receive(200, Aborted("a"))
-    assert reported.measured.ends == ()
 
 
 def test_occupancy_and_hits_are_those_of_now() -> None:
@@ -184,61 +175,16 @@ def test_replicas_are_distinguished_and_the_encode_stage_has_all() -> None:
     assert reported.kernel.encode.measured.blocks_total == 2 * LIMITS.blocks
 
 
-def test_times_survive_a_snapshot_and_the_loss_of_the_group() -> None:
-    reported = Told()
-    reported.submit(0, text("a", 4))
-    reported.step(100, 1)
-    reported.submit(150, image_request("c", (b"one", 4), max_tokens=4))
-    before = reported.measured
-    restored = restore_snapshot(
-        Scheduler(reported.kernel.limits, default_policies()), encode_snapshot(reported.kernel)
-    )
-    after: Any = restored.generators[0].measured
-    assert (after.steps, after.first_tokens) == (before.steps, before.first_tokens)
-    reported.kernel = restored
-    reported.receive(200, Encoded(1))
-    assert reported.measured.encodes[0].took_ns == 50, "also of requests in progress"
-    reported.receive(300, GroupLost("generate", Simulated(("gone",))))
-    assert len(reported.measured.steps) == 1
-
-
-class Looks(RequestPolicy, frozen=True, kw_only=True):
-    """Records its views."""
-
-    def admit(self, view: AdmissionView) -> Admission:
-        SHOWN.append((view.stage, view.measured))
-        return Admission(range(min(len(view.waiting), view.entries_free)))
-
-
-SHOWN: list[Any] = []
-
-
-def test_views_have_what_was_measured_and_plain_values_stand_for_it() -> None:
-    SHOWN.clear()
-    policies = default_policies(encode_admission=Looks(), generate_admission=Looks())
-    kernel = Scheduler(LIMITS, policies)
-    for group in ("encode", "generate"):
-        kernel.handle(GroupReady(group), 0)
-    kernel.handle(Submitted(image_request("c", (b"one", 4), max_tokens=4)), 0)
-    kernel.handle(Encoded(1), 50)
-    shown = dict(SHOWN)
-    assert shown["encode"] is kernel.encode.measured
-    assert shown["generate"] is kernel.generators[0].measured
-    assert "1 encode steps" in repr(shown["generate"])
-    for name in Measurements.__struct_fields__:
-        assert hasattr(shown["generate"], name)
-        assert not getattr(Measurements(), name)
-
-
 def test_tenants_are_told_in_views_and_measurements() -> None:
-    """An image has the tenant of the request that needed it first."""
-    SHOWN.clear()
+    """An image has the tenant of the request that needed it first; views have the measurements themselves."""
     waiting: list[list[str]] = []
+    shown: dict[str, Any] = {}
 
-    class Lists(Looks, frozen=True, kw_only=True):
+    class Lists(RequestPolicy, frozen=True, kw_only=True):
         def admit(self, view: AdmissionView) -> Admission:
             waiting.append([view.stage, *(entry.tenant for entry in view.waiting)])
-            return super().admit(view)
+            shown[view.stage] = view.measured
+            return Admission(range(min(len(view.waiting), view.entries_free)))
 
     policies = default_policies(encode_admission=Lists(), generate_admission=Lists())
     reported = Told()
@@ -255,6 +201,10 @@ def test_tenants_are_told_in_views_and_measurements() -> None:
     assert reported.measured.tokens_running == {}
     assert [one.tenant for one in reported.measured.first_tokens] == ["red", "blue"]
     assert [one.tenant for one in reported.measured.ends] == ["red", "blue"]
+    assert shown == {"encode": kernel.encode.measured, "generate": reported.measured}
+    for name in Measurements.__struct_fields__:
+        assert hasattr(shown["generate"], name), "plain values stand for it in tests of policies"
+        assert not getattr(Measurements(), name)
 
 
 def test_swaps_are_told_and_are_no_part_of_the_steps() -> None:
@@ -273,6 +223,3 @@ def test_swaps_are_told_and_are_no_part_of_the_steps() -> None:
     assert reported.measured.steps == plain.measured.steps
     costs = [one.kernel.generators[0].step_times.costs() for one in (reported, plain)]
     assert costs[0] == costs[1]
-    state = encode_snapshot(reported.kernel)
-    restored = restore_snapshot(Scheduler(reported.kernel.limits, default_policies()), state)
-    assert restored.generators[0].measured.swaps == reported.measured.swaps

@@ -1,12 +1,11 @@
-"""No request is passed over for too long, and answers that the kernel does not follow are counted by seat."""
+"""Limits of admission: giving way to others, being passed over, and answers that the kernel does not follow."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from functools import cache
+from typing import Any
 
-import msgspec
 import pytest
 
 from tests.unit.kernel.policy_pool import AllWaiting
@@ -16,6 +15,7 @@ from tests.unit.kernel.setups import (
     image_request,
     joined,
     make_limits,
+    submit_texts,
     words,
 )
 from vsched.kernel import SchedulerLimits
@@ -29,18 +29,18 @@ from vsched.policy import (
     Draft,
     DraftingPolicy,
     DraftingView,
-    EncodingView,
     Hold,
     ImagePolicy,
     Policy,
     Preemption,
+    PreemptionMode,
     PreemptionView,
     RequestPolicy,
     StepShares,
-    WaitingEntry,
 )
-from vsched.policy_host.waiting import OrderedQueue
 from vsched.testing import ModelCluster, default_policies, make_request
+from vsched.testing.policy_run import PolicyRun, RequestAt, run_policy
+from vsched_policies.admission import Priority, Tiers
 
 SECOND_NS = 1_000_000_000
 OVERDUE: list[int | None] = []
@@ -119,43 +119,9 @@ def test_first_come_first_served_passes_no_request_over() -> None:
     assert statistics["passed_over_s"] == {"encode": 0.0, "generate": 0.0}
 
 
-class Waiting(NamedTuple):
-    order: tuple[int, int]
-    view: WaitingEntry = WaitingEntry(tokens=1)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_queue_notes_since_when_each_entry_is_passed_over(seed: int) -> None:
-    """Entries come at any place and leave, chosen or not, as in a dictionary of times."""
-    rng = random.Random(seed)
-    queue: OrderedQueue[Waiting] = OrderedQueue()
-    since: dict[Waiting, int] = {}
-    for now_ns in range(1, 300):
-        if rng.random() < 0.55 or not queue:
-            entry = Waiting((rng.randrange(200), now_ns))
-            queue.put(entry)
-            since[entry] = 0
-        else:
-            entry = rng.choice(queue.entries)
-            chosen = rng.random() < 0.7
-            queue.remove(entry, chosen_ns=now_ns if chosen else None)
-            del since[entry]
-            for other in since if chosen else ():
-                if other.order < entry.order:
-                    since[other] = since[other] or now_ns
-        oldest = min((at for at in since.values() if at), default=None)
-        for most_ns in (0, 40):
-            late = oldest is not None and oldest + most_ns <= now_ns
-            found = queue.overdue(now_ns, most_ns)
-            assert late == (found is not None)
-            assert found is None or since[queue.entries[found]] == oldest
-        assert queue.shown() == tuple(entry.view for entry in queue)
-
-
 def test_more_entries_than_places_are_counted() -> None:
     cluster = cluster_of(make_limits(slots=2), generate_admission=AllWaiting())
-    for index in range(5):
-        cluster.submit(make_request(f"r{index}", words(4, start=9 * index)))
+    submit_texts(cluster, 5, 4, apart=9)
     cluster.drain()
     assert set(overruled(cluster, "generate.admission")) == {"more entries than can join"}
 
@@ -216,16 +182,6 @@ def test_victims_older_than_the_request_in_need_are_counted(policy: Policy, coun
     assert all(view.eligible == range(view.in_need, len(view.running)) for view in VIEWS)
 
 
-class MovesItems(ImagePolicy, frozen=True, kw_only=True):
-    """Changes what it was given by force, as if no image were in the chunk."""
-
-    def select(self, view: EncodingView) -> Sequence[int]:
-        for span in view.items:
-            for name in ("start", "stop"):
-                msgspec.structs.force_setattr(span, name, 0)
-        return []
-
-
 class Many(DraftingPolicy, frozen=True, kw_only=True):
     def grant(self, view: DraftingView) -> Draft:
         return Draft(view.rows_free + 1, steps=4, ngram=2)
@@ -255,20 +211,12 @@ def test_answers_of_other_kinds_are_counted() -> None:
     assert cluster.kernel.statistics()["policy_faults"] == {}
 
 
-def test_chunk_gets_its_images_whatever_a_policy_does_to_its_view() -> None:
-    cluster = cluster_of(make_limits(), encoding=MovesItems())
-    cluster.submit(image_request("r", (b"a", 8), (b"b", 8), max_tokens=2))
-    assert_served(cluster, "r")
-
-
-def test_blocks_that_stay_in_the_cache_are_counted() -> None:
+def test_answers_about_blocks_and_replicas_are_counted() -> None:
+    """Shared blocks stay in the cache whatever is kept, and a replica that is down takes no request."""
     cluster = cluster_of(make_limits(), insertion=answering("insertion", 0))
     cluster.submit(make_request("r", words(64), max_tokens=9), choices=2)
     cluster.drain()
     assert overruled(cluster, "generate.insertion")
-
-
-def test_replica_that_is_down_is_counted() -> None:
     cluster = cluster_of(make_limits(generators=3), routing=answering("routing", 2))
     cluster.submit(make_request("a", words(4)))
     assert overruled(cluster, "routing") == {}
@@ -290,3 +238,101 @@ def test_holds_have_the_same_limit(limit_s: int, fails: bool) -> None:
         cluster.arrive(make_request(f"r{index}", words(4)))
     assert bool(cluster.notices) == fails
     assert bool(overruled(cluster, "arrival")) != fails
+
+
+SLOTS = 4
+CHATS = [
+    RequestAt(at_s=1 + 0.31 * n, name=f"chat{n}", priority=1, output_tokens=8) for n in range(8)
+]
+BATCH = [RequestAt(at_s=0.01 * n, name=f"batch{n}", output_tokens=150) for n in range(8)]
+
+
+def urgent_first(view: AdmissionView) -> list[int]:
+    return sorted(range(len(view.waiting)), key=lambda index: -view.waiting[index].priority)
+
+
+class Reserved(RequestPolicy, frozen=True, kw_only=True):
+    """The batch tier leaves half of the slots to the chat tier."""
+
+    def admit(self, view: AdmissionView) -> Admission:
+        order = urgent_first(view)
+        room = max(view.entries_free - SLOTS // 2, 0)
+        batch = [index for index in order if not view.waiting[index].priority][:room]
+        chats = [index for index in order if view.waiting[index].priority]
+        joined = [*chats, *batch][: view.entries_free]
+        return Admission(joined or ([0] if view.running == 0 else []))
+
+
+@cache
+def run(policy: RequestPolicy, **limits: int) -> PolicyRun:
+    return run_policy(policy, *BATCH, *CHATS, slots=SLOTS, **limits)
+
+
+def ttft_p95_ms(found: PolicyRun) -> float:
+    waits = sorted(
+        (one.first_token_ns - one.submitted_ns) / 1e6
+        for name, one in found.times.items()
+        if name.startswith("chat")
+    )
+    return waits[int(len(waits) * 0.95)]
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_chat_starts_as_soon_as_with_reserved_slots(mode: PreemptionMode) -> None:
+    """Without either it waits for the end of a batch request. All slots serve the batch tier while no chat is there."""
+    waiting, reserved = run(Priority()), run(Reserved())
+    found = run(Tiers(mode=mode), swap_blocks=64)
+    assert ttft_p95_ms(found) <= ttft_p95_ms(reserved) < ttft_p95_ms(waiting) / 5
+    generate = found.statistics["generate"]
+    assert generate["preemptions"] > 0
+    assert (generate["swapped_out"] == generate["preemptions"]) == (mode == "swap")
+    assert len(found.times) == len(BATCH) + len(CHATS), "all are served"
+    ends = [
+        max(one.finished_ns for name, one in each.times.items() if name.startswith("batch"))
+        for each in (found, reserved)
+    ]
+    assert ends[0] < ends[1]
+
+
+class Endless(Tiers, frozen=True, kw_only=True):
+    """Everyone gives way to anyone."""
+
+    def admit(self, view: AdmissionView) -> Admission:
+        victims = view.eligible[: max(len(view.waiting) - view.entries_free, 0)]
+        order = range(len(view.waiting))[::-1]
+        return Admission(order[: view.entries_free + len(victims)], preempt=victims)
+
+
+def test_two_requests_never_take_turns_at_each_others_expense() -> None:
+    """Each takes a slot once at most, and loses it once at most to each request that came."""
+    requests = [RequestAt(name=f"r{n}", output_tokens=40) for n in range(6)]
+    found = run_policy(Endless(), *requests, slots=1)
+    preemptions = [one.preemptions for one in found.times.values()]
+    assert len(preemptions) == 6
+    assert 0 < sum(preemptions) <= 6
+
+
+def test_requests_give_way_for_limited_time_in_total() -> None:
+    """Then the batch request keeps its slot, and chats wait for it."""
+    chats = [RequestAt(at_s=1 + n / 10, priority=1, output_tokens=20) for n in range(40)]
+    batch = RequestAt(name="batch", output_tokens=200)
+    free = run_policy(Tiers(), batch, *chats, slots=1)
+    limited = run_policy(Tiers(), batch, *chats, slots=1, passed_over_ns=1_000_000_000)
+    ends = [one.times["batch"].finished_ns / 1e9 for one in (free, limited)]
+    assert ends[1] < ends[0] - 2
+
+
+def test_policy_sees_preemptible_requests() -> None:
+    seen: list[tuple[Sequence[int], int]] = []
+
+    class Watching(Tiers, frozen=True, kw_only=True):
+        def admit(self, view: AdmissionView) -> Admission:
+            seen.append((view.eligible, len(view.running_requests)))
+            assert all(
+                one.outputs > 0 for one in map(view.running_requests.__getitem__, view.eligible)
+            )
+            return super().admit(view)
+
+    run(Watching())
+    assert (0, 1, 2, 3) in [eligible for eligible, _ in seen]
+    assert all(len(eligible) <= count <= SLOTS for eligible, count in seen)

@@ -12,14 +12,10 @@ import msgspec
 import pytest
 
 from tests.unit.kernel.policy_pool import (
-    HoldingBack,
     HoldingForEver,
-    LastAlone,
-    Reversed,
     random_policies,
 )
-from tests.unit.kernel.setups import Gathering, assert_served, image_request, make_limits, words
-from vsched.policy import RequestPolicy
+from tests.unit.kernel.setups import assert_served, image_request, make_limits, words
 from vsched.testing import (
     ModelCluster,
     default_policies,
@@ -27,11 +23,10 @@ from vsched.testing import (
     random_limits,
     run_random,
 )
-from vsched_policies.admission import Priority, Tiers
 from vsched_policies.eviction import KeepNothing
 
-SEEDS = int(os.environ.get("VSCHED_SEEDS", "200"))
-BATCH = 100
+SEEDS = int(os.environ.get("VSCHED_SEEDS", "100"))
+BATCH = 50
 
 
 def run_seed(seed: int) -> ModelCluster:
@@ -56,37 +51,6 @@ def test_kernel_survives_random_policies(start: int) -> None:
         ended += len(cluster.ended)
         refused += len(cluster.refused)
     assert ended > refused > 0, "the runs are about serving, and refuse some"
-
-
-@pytest.mark.parametrize(
-    "policy",
-    [
-        Reversed(),
-        LastAlone(),
-        LastAlone(patient=True),
-        HoldingBack(),
-        HoldingForEver(),
-        Gathering(count=1),
-        Priority(),
-        Tiers(),
-    ],
-    ids=repr,
-)
-def test_kernel_lets_the_front_pass_when_nothing_else_moves(policy: RequestPolicy) -> None:
-    """The younger in the slot waits for pages that the front claims, and the policy never picks the front."""
-    limits = make_limits(slots=1, pages=4, page_rows=4, chunk_tokens=8, prefix_cache=False)
-    cluster = ModelCluster(limits, default_policies(generate_admission=policy))
-    cluster.lose("generate")
-    cluster.submit(image_request("front", (b"large", 16)))
-    cluster.run_encode()
-    for number in range(3):
-        text = words(9, start=50 * number)
-        item = (8, 4, b"small%d" % number)
-        cluster.submit(make_request(f"younger{number}", text, [item], priority=number))
-    cluster.restore_group("generate")
-    cluster.drain(steps_max=2000)
-    assert_served(cluster, *cluster.requests)
-    cluster.check_settled()
 
 
 def test_kernel_overrules_a_policy_that_never_admits() -> None:
@@ -117,7 +81,7 @@ def test_kernel_keeps_an_embedding_that_the_first_chunk_reads() -> None:
     cluster.check_settled()
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_scheduler_serves_text_without_encoders(seed: int) -> None:
     """Requests with images are refused; the others are served, and lost groups do not end them all."""
     rng = random.Random(seed)

@@ -9,12 +9,13 @@ import pytest
 from tests.unit.kernel.policy_pool import Reversed
 from tests.unit.kernel.setups import (
     answering,
-    assert_holds_nothing,
     assert_served,
+    crash,
     generate_statistics,
     image_request,
     joined,
     make_limits,
+    submit_texts,
     words,
 )
 from vsched.kernel import SchedulerLimits
@@ -51,15 +52,12 @@ class Watching(ImagePolicy, frozen=True, kw_only=True):
 
 
 class Asked(RequestPolicy, frozen=True, kw_only=True):
-    """Holds everything until a time, then admits the first; records its views."""
+    """Admits the first; records its views."""
 
-    until_ns: int = 0
     tokens: ClassVar[list[list[int | None]]] = []
 
     def admit(self, view: AdmissionView) -> Admission:
         self.tokens.append([entry.tokens for entry in view.waiting])
-        if view.now_ns < self.until_ns:
-            return Admission(hold_until_ns=self.until_ns)
         return Admission([0])
 
 
@@ -130,8 +128,7 @@ def test_policy_is_told_once_that_a_request_is_new_and_not_asked_once_its_images
     cluster.submit(make_request("r", words(40), [(0, 16, b"a"), (16, 16, b"b")]))
     cluster.run_encode()
     cluster.run_generate()
-    cluster.lose("generate")
-    cluster.restore_group("generate")
+    crash(cluster)
     cluster.drain()
     assert [view.arriving for view in Watching.views].count(True) == 1
     assert Watching.views[0].arriving
@@ -182,9 +179,7 @@ def test_times_of_a_request_are_those_of_the_first_time() -> None:
 def test_load_of_a_group_counts_the_tokens_of_what_left_its_slot(how: str) -> None:
     """Prompts and outputs, waiting or running; otherwise the router would send too much there."""
     cluster = ModelCluster(make_limits(blocks=10, prefix_cache=False))
-    names = ("r0", "r1", "r2", "r3")
-    for index, name in enumerate(names):
-        cluster.submit(make_request(name, words(6, start=50 * index), max_tokens=20))
+    names = submit_texts(cluster, 4, 6, max_tokens=20)
     group = cluster.kernel.generators[0]
     while not generate_statistics(cluster)["preemptions"]:
         cluster.run_generate()
@@ -235,23 +230,9 @@ def test_waiting_request_is_shown_with_the_tokens_that_its_cached_prefix_leaves(
     assert_served(cluster, "first", "second")
 
 
-def test_policy_that_holds_is_called_again_when_something_arrives_and_not_before() -> None:
-    Asked.tokens.clear()
-    policies = default_policies(generate_admission=Asked(until_ns=SECOND_NS))
-    cluster = ModelCluster(make_limits(), policies)
-    cluster.submit(make_request("first", words(5)))
-    assert len(Asked.tokens) == 1
-    cluster.abort("a stranger")
-    assert len(Asked.tokens) == 1
-    cluster.submit(make_request("second", words(5, start=50)))
-    assert len(Asked.tokens) == 2
-    assert_served(cluster, "first", "second")
-
-
 def test_those_behind_a_front_without_room_join_when_it_leaves() -> None:
     """At once, and not when something else changes."""
-    limits = make_limits(blocks=8, prefix_cache=False, generate_depth=1)
-    cluster = ModelCluster(limits)
+    cluster = ModelCluster(make_limits(blocks=8, prefix_cache=False, generate_depth=1))
     cluster.submit(make_request("runs", words(12), max_tokens=12))
     cluster.submit(make_request("large", words(28, start=50), max_tokens=2))
     cluster.submit(make_request("small", words(2, start=90), max_tokens=2))
@@ -280,30 +261,12 @@ def test_policy_decides_who_joins_first_after_a_restart() -> None:
     """Nothing could run, so nothing was stuck, and the front needs no precedence."""
     cluster = ModelCluster(make_limits(slots=1), default_policies(generate_admission=Reversed()))
     cluster.lose("generate")
-    for index in range(3):
-        cluster.submit(make_request(f"r{index}", words(5, start=50 * index)))
+    submit_texts(cluster, 3, 5)
     with observed() as reached:
         cluster.restore_group("generate")
         cluster.drain()
     assert joined(cluster) == ["r2", "r1", "r0"]
     assert not reached["kernel.stall_favoured"]
-
-
-def test_group_that_lost_its_poison_lets_the_others_join_as_the_policy_says() -> None:
-    """Requests that did not fit with it fit now."""
-    limits = make_limits(blocks=8, prefix_cache=False, slots=4)
-    cluster = ModelCluster(limits)
-    cluster.submit(make_request("poison", words(12), max_tokens=12))
-    cluster.submit(make_request("large", words(26, start=50), max_tokens=2))
-    with observed() as reached:
-        for _ in range(2):
-            cluster.run_generate()
-            cluster.lose("generate")
-            cluster.restore_group("generate")
-        assert cluster.ended["poison"].code == "group_lost"
-        cluster.drain()
-    assert not reached["kernel.stall_favoured"]
-    assert_served(cluster, "large")
 
 
 # --- groups that drain, are lost, or both ---
@@ -328,8 +291,7 @@ def test_group_that_was_lost_while_it_drained_reports_once_that_it_is_drained_ag
     cluster.submit(make_request("r", words(5), max_tokens=9))
     cluster.run_generate()
     cluster.send(Drain("generate"))
-    cluster.lose("generate")
-    cluster.restore_group("generate")
+    crash(cluster)
     cluster.send(Drain("generate"))
     cluster.drain()
     assert cluster.drained == ["generate"]
@@ -346,8 +308,7 @@ def test_draining_group_waits_for_the_image_of_what_ran_when_it_was_lost() -> No
     for _ in range(3):
         cluster.run_generate()
     cluster.lose("encode")
-    cluster.lose("generate-0")
-    cluster.restore_group("generate-0")
+    crash(cluster, "generate-0")
     cluster.send(Drain("generate-0"))
     assert cluster.drained == []
     cluster.restore_group("encode")
@@ -358,11 +319,8 @@ def test_draining_group_waits_for_the_image_of_what_ran_when_it_was_lost() -> No
 
 def test_request_preempted_in_a_draining_group_goes_on_in_another() -> None:
     """And the ranks that it left forget it."""
-    limits = make_limits(generators=2, blocks=10)
-    cluster = ModelCluster(limits, default_policies(routing=FIRST))
-    names = ("r0", "r1", "r2", "r3")
-    for index, name in enumerate(names):
-        cluster.submit(make_request(name, words(6, start=50 * index), max_tokens=20))
+    cluster = ModelCluster(make_limits(generators=2, blocks=10), default_policies(routing=FIRST))
+    names = submit_texts(cluster, 4, 6, max_tokens=20)
     cluster.run_generate("generate-0")
     cluster.send(Drain("generate-0"))
     while cluster.busy("generate") != ["generate-0", "generate-1"]:
@@ -379,7 +337,6 @@ def test_request_preempted_in_a_draining_group_goes_on_in_another() -> None:
     assert known <= {"next"}
     assert cluster.drained == ["generate-0"]
     assert_served(cluster, *names)
-    assert_holds_nothing(cluster)
 
 
 def test_router_is_not_called_while_there_is_nowhere_to_go() -> None:
@@ -398,8 +355,7 @@ def test_router_is_not_called_while_there_is_nowhere_to_go() -> None:
 def test_suspect_comes_back_after_a_restart_that_an_operator_requested() -> None:
     """It was in quarantine, and no request is to blame for the restart."""
     cluster = ModelCluster(make_limits())
-    for index in range(2):
-        cluster.submit(make_request(f"r{index}", words(5, start=50 * index), max_tokens=20))
+    submit_texts(cluster, 2, 5, max_tokens=20)
     for planned in (False, False, True):
         cluster.run_generate()
         cluster.run_generate()

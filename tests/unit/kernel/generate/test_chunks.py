@@ -1,17 +1,24 @@
-"""The end of a chunk before a missing embedding."""
+"""Chunks of a step: where they end, how the step policy shares a step, and stalls of prefills without embeddings."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from tests.unit.kernel.policy_pool import Reversed
 from tests.unit.kernel.setups import (
     assert_served,
+    generate_statistics,
     image_request,
     joined,
     make_limits,
     words,
 )
-from vsched.testing import ModelCluster, make_request
+from vsched.kernel import SchedulerLimits
+from vsched.policy import RequestPolicy, StepShares, StepView
+from vsched.probes import observed
+from vsched.testing import ModelCluster, default_policies, make_request
 
 BLOCK = 4
 
@@ -49,8 +56,7 @@ def _chunks(cluster: ModelCluster) -> list[tuple[int, int]]:
 )
 def test_bidirectional_spans_are_one_chunk(fact: str, expected: list[tuple[int, int]]) -> None:
     """A chunk ends before an image or contains it whole, even if chunks should be smaller."""
-    limits = make_limits(chunk_tokens=4, **({fact: True} if fact else {}))
-    cluster = ModelCluster(limits)
+    cluster = ModelCluster(make_limits(chunk_tokens=4, **({fact: True} if fact else {})))
     cluster.submit(make_request("r", words(7), [(3, 9, b"first"), (5, 6, b"second")]))
     cluster.drain()
     assert _chunks(cluster) == expected
@@ -68,8 +74,7 @@ def test_of_an_image_in_several_runs_each_is_one_chunk() -> None:
 
 def test_an_image_that_does_not_fit_a_step_any_more_waits_and_is_not_overtaken() -> None:
     """It fits the next step; otherwise short prompts behind it could take that space again and again."""
-    limits = make_limits(batch_tokens=20, chunk_tokens=12, item_atomic=True)
-    cluster = ModelCluster(limits)
+    cluster = ModelCluster(make_limits(batch_tokens=20, chunk_tokens=12, item_atomic=True))
     cluster.submit(make_request("first", words(30)))
     cluster.submit(image_request("image", (b"image", 16)))
     cluster.submit(make_request("short", words(5, start=60)))
@@ -87,3 +92,143 @@ def test_a_prompt_waits_for_all_its_images() -> None:
     assert not _chunks(cluster)
     cluster.drain()
     assert _chunks(cluster) == [(0, 15)]
+
+
+ANSWERS: list[Any] = []
+SEEN: list[StepView] = []
+
+
+class Scripted(RequestPolicy, frozen=True, kw_only=True):
+    """Returns the test's decisions, then advances all requests in order."""
+
+    def share(self, view: StepView) -> Any:
+        SEEN.append(view)
+        if not ANSWERS:
+            return StepShares(range(len(view.prefilling)))
+        return ANSWERS[0] if len(ANSWERS) == 1 and ANSWERS[0] is NOBODY else ANSWERS.pop(0)
+
+
+NOBODY = StepShares([])
+
+
+def cluster_of(*prompts: int, choices: list[Any], **limits: Any) -> ModelCluster:
+    """A cluster in which requests with these prompts have joined with a block each, and no step is in flight."""
+    SEEN.clear()
+    ANSWERS.clear()
+    made = make_limits(generate_depth=1, chunk_tokens=4, **limits)
+    cluster = ModelCluster(made, default_policies(step=Scripted()))
+    for index, tokens in enumerate(prompts):
+        cluster.submit(make_request(f"r{index}", words(tokens, start=100 * index), max_tokens=30))
+    cluster.run_generate()
+    while len(cluster.decisions[-1].chunks) < len(prompts):
+        cluster.run_generate()
+    ANSWERS.extend(choices)
+    return cluster
+
+
+def step_chunks(cluster: ModelCluster) -> list[tuple[int, int]]:
+    """Slot and tokens of each chunk of the next step."""
+    cluster.run_generate()
+    return [(chunk.slot, chunk.stop - chunk.start) for chunk in cluster.decisions[-1].chunks]
+
+
+def test_step_goes_in_the_order_and_by_the_tokens_of_the_policy() -> None:
+    cluster = cluster_of(40, 40, 40, choices=[StepShares([2, 0], [3, 2]), StepShares([1])])
+    assert step_chunks(cluster) == [(2, 3), (0, 2)]
+    assert step_chunks(cluster) == [(1, 4)]
+    assert_served(cluster, "r0", "r1", "r2")
+    assert cluster.kernel.statistics()["policy_faults"] == {}
+
+
+def test_step_view_has_the_remaining_budget_and_learned_costs() -> None:
+    cluster = cluster_of(40, 40, choices=[])
+    step_chunks(cluster)
+    first, second = SEEN[-1].prefilling
+    assert first.tokens + first.computed == second.tokens + second.computed == 40
+    assert SEEN[-1].measured is cluster.kernel.generators[0].measured
+    assert SEEN[-1].time_ns is None, "no request decodes"
+
+
+def test_step_left_empty_by_the_policy_is_filled_in_order_if_nothing_decodes() -> None:
+    cluster = cluster_of(40, 40, choices=[NOBODY])
+    assert step_chunks(cluster) == [(0, 4), (1, 4)]
+    assert cluster.kernel.statistics()["policy_faults"] == {}
+
+
+def test_step_may_leave_prefill_out_while_others_decode_but_not_for_ever() -> None:
+    cluster = cluster_of(9, 60, choices=[NOBODY])
+    while not cluster.kernel.generators[0].decoding:
+        step_chunks(cluster)
+    assert step_chunks(cluster) == []
+    cluster.now_ns += cluster.kernel.limits.passed_over_ns
+    assert step_chunks(cluster) == [(1, 4)]
+    assert_served(cluster, "r0", "r1")
+
+
+def test_step_policy_is_called_about_requests_that_can_go_on() -> None:
+    """Until its image is encoded, a request cannot take more of its prompt."""
+    SEEN.clear()
+    ANSWERS.clear()
+    cluster = ModelCluster(make_limits(chunk_tokens=4), default_policies(step=Scripted()))
+    cluster.submit(image_request("image", (b"one", 8), max_tokens=4))
+    cluster.submit(make_request("text", words(40), max_tokens=4))
+    while cluster.kernel.generators[0].steps_in_flight:
+        cluster.run_generate()
+    assert {len(view.prefilling) for view in SEEN} <= {0, 1}, "the image is not encoded"
+    requested = len(SEEN)
+    cluster.drain()
+    assert len(SEEN) > requested
+    assert_served(cluster, "image", "text")
+
+
+def stalling(limits: SchedulerLimits, *, prefills: int) -> ModelCluster:
+    """A cluster whose next event stalls: an image takes all pages, and its request waits behind prefills.
+
+    The oldest request waited for its image; younger ones joined with text, and wait for images behind it.
+    """
+    cluster = ModelCluster(limits, default_policies(generate_admission=Reversed()))
+    cluster.submit(make_request("front", [7], [(0, 16, b"f")], max_tokens=2))
+    for index in range(prefills):
+        items = [(8, 16, b"p%d" % index)]
+        prompt = words(9, start=40 * (index + 1))
+        cluster.submit(make_request(f"p{index}", prompt, items, max_tokens=2))
+    return cluster
+
+
+def finish_prefills(cluster: ModelCluster) -> None:
+    """Run the chunks of text, then encode the first image."""
+    while cluster.busy("generate"):
+        cluster.run_generate()
+    cluster.run_encode()
+
+
+def test_youngest_stalled_prefill_gives_way_to_the_front() -> None:
+    """The older prefill keeps its slot and its computed tokens."""
+    limits = make_limits(blocks=16, pages=4, chunk_tokens=8, prefix_cache=False)
+    cluster = stalling(limits, prefills=2)
+    with observed() as reached:
+        finish_prefills(cluster)
+    assert reached["generate.stalled_prefill_preempted"] == 1
+    assert joined(cluster)[-1] == "front", "it joins at once: no other event would come"
+    cluster.drain()
+    order = joined(cluster)
+    assert sorted(order[:2]) == ["p0", "p1"]
+    assert order[2:] == ["front", "p1"]
+    assert_served(cluster, "front", "p0", "p1")
+
+
+def test_front_that_fits_joins_before_any_prefill_gives_way() -> None:
+    """The policy chose a request that did not fit; the front was not tried after it."""
+    limits = make_limits(blocks=16, pages=4, chunk_tokens=8, prefix_cache=False)
+    cluster = stalling(limits, prefills=1)
+    while cluster.busy("generate"):
+        cluster.run_generate()
+    cluster.submit(make_request("large", words(45, start=500), max_tokens=2))
+    with observed() as reached:
+        cluster.run_encode()
+    assert reached["kernel.stall_favoured"] == 1
+    assert generate_statistics(cluster)["preemptions"] == 0
+    cluster.drain()
+    assert joined(cluster) == ["p0", "front", "large"]
+    assert generate_statistics(cluster)["preemptions"] == 0
+    assert_served(cluster, "front", "p0", "large")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import msgspec
-import pytest
 
 from tests.unit.kernel.setups import (
-    assert_holds_nothing,
     assert_served,
     generate_statistics,
     make_limits,
@@ -57,7 +55,6 @@ def test_a_request_is_granted_drafts_with_its_first_token_and_until_they_are_ove
     assert 0 < second.accepted < 9
     assert (third.drafted, third.last) == (3, Draft(0, 5, 0))
     assert_served(cluster, "a")
-    assert_holds_nothing(cluster)
     counts = generate_statistics(cluster)
     assert counts["steps"] < 60
     assert counts["tokens_decoded"] == 60  # including the step ahead of the end
@@ -78,21 +75,6 @@ def test_a_step_without_grants_is_what_it_was() -> None:
     never.submit(make_request("a", words(5), max_tokens=30))
     never.drain()
     assert not silent.seen
-
-
-def test_blocks_are_there_for_the_most_that_may_come() -> None:
-    """Before each step, for all tokens that it and the steps in flight may write; never past the limit."""
-    cluster, _ = cluster_of(Draft(6, 0, 1))
-    cluster.submit(make_request("a", words(8), max_tokens=40))
-    cluster.run_generate()
-    (state,) = cluster.kernel.generators[0].running
-    assert len(state.blocks) * 4 >= 8 + 1 + 6
-    while cluster.busy("generate"):
-        cluster.run_generate()
-        for state in cluster.kernel.generators[0].running:
-            assert len(state.blocks) <= 12
-    assert_served(cluster, "a")
-    assert_holds_nothing(cluster)
 
 
 def test_drafts_take_no_block_that_another_may_need() -> None:
@@ -122,42 +104,3 @@ def test_grants_go_when_requests_take_the_slots() -> None:
     requested = len(policy.seen)
     assert_served(cluster, "a", "b", "c", "d")
     assert len(policy.seen) > requested, "the policy was not called again when slots were free"
-
-
-@pytest.mark.parametrize("wrong", [Draft(33), Draft(-1), Draft(1, -1), Draft(1, 1, -1), None])
-def test_a_grant_that_cannot_be_is_none(wrong: Draft) -> None:
-    cluster, _ = cluster_of(wrong)
-    cluster.submit(make_request("a", words(5), max_tokens=9))
-    cluster.drain()
-    assert granted(cluster) == []
-    assert cluster.kernel.statistics()["policy_faults"] == {"Scripted": 1}
-    assert_served(cluster, "a")
-
-
-def test_a_preempted_request_takes_its_accepted_drafts_along() -> None:
-    """Its tokens are reconstructed from the log, and it gets grants again."""
-    limits = msgspec.structs.replace(DRAFTS, blocks=10, context_tokens=40)
-    cluster, policy = cluster_of(Draft(3, 0, 1), limits=limits)
-    for name in "ab":
-        cluster.submit(make_request(name, words(8, start=10 * ord(name)), max_tokens=24))
-    cluster.drain()
-    assert generate_statistics(cluster)["preemptions"] > 0
-    assert len(policy.seen) > 2
-    assert_served(cluster, "a", "b")
-    assert_holds_nothing(cluster)
-
-
-def test_a_lost_group_loses_no_accepted_draft() -> None:
-    cluster, _ = cluster_of(Draft(3, 0, 1))
-    cluster.submit(make_request("a", words(8), max_tokens=40))
-    for _ in range(6):
-        cluster.run_generate()
-    known = len(cluster.outputs["a"])
-    assert known > 6
-    cluster.lose("generate")
-    cluster.restore_group("generate")
-    cluster.drain()
-    (again,) = cluster.decisions[-1:]
-    assert again.step > 6
-    assert_served(cluster, "a")
-    assert_holds_nothing(cluster)

@@ -1,21 +1,26 @@
-"""The prefix cache: contents of block hashes, and reuse across the turns of a conversation."""
+"""The prefix cache: block hashes, reuse across turns, insertion, and snapshots of recurrent states."""
 
 from __future__ import annotations
 
 from array import array
+from typing import Any
 
 import msgspec
 import pytest
 
 from tests.unit.kernel.setups import (
+    answering,
     assert_served,
+    crash,
     encode_statistics,
     generate_statistics,
     image_request,
     make_limits,
     words,
 )
+from vsched.kernel.decisions import Join
 from vsched.kernel.request import chain_hashes
+from vsched.policy import InsertionView
 from vsched.testing import ModelCluster, default_policies, make_request
 from vsched.types import MediaItem, Request
 from vsched_policies.eviction import KeepNothing
@@ -145,17 +150,6 @@ def test_prefix_hashes_cover_tokens_items_and_salt(
     assert len({*one}) == 4
 
 
-def test_prefix_hashes_continue_where_they_stopped() -> None:
-    """Hashing in two calls gives the same as one call: outputs are hashed as they become known."""
-    items = (item(b"a", 2, 3), item(b"b", 6, 7))
-    tokens = array("i", range(16))
-    whole = chain_hashes(tokens, items, block_size=4, parent=b"")
-    for split in range(1, 4):
-        first = chain_hashes(tokens[: split * 4], items, block_size=4, parent=b"")
-        rest = chain_hashes(tokens, items, block_size=4, parent=first[-1], start_block=split)
-        assert first + rest == whole
-
-
 @pytest.mark.parametrize(
     ("image", "salt", "adapter", "cached"),
     [
@@ -215,3 +209,149 @@ def test_prefix_blocks_are_evicted_from_their_end() -> None:
     assert generate_statistics(cluster)["prefix_evictions"] >= 2
     assert 24 <= cluster.ended["again"].times.cached_tokens < 36
     assert_served(cluster, "long", "other", "again")
+
+
+VIEWS: list[InsertionView] = []
+
+
+def cluster_with(kept: int, **limits: Any) -> ModelCluster:
+    """A cluster whose insertion policy keeps this number of blocks, and records its views."""
+    VIEWS.clear()
+    policy = answering("insertion", kept, VIEWS)
+    return ModelCluster(make_limits(**limits), default_policies(insertion=policy))
+
+
+def test_insertion_policy_says_how_many_blocks_stay() -> None:
+    """Blocks hold four tokens; of 12 + 5 tokens, four blocks are full."""
+    cluster = cluster_with(2)
+    assert serve(cluster, "a", words(12), max_tokens=6) == 0
+    (view,) = VIEWS
+    assert (len(view.hashes), view.prompt_blocks, view.found, view.block_tokens) == (4, 3, 0, 4)
+    assert (view.prompt_tokens, view.output_tokens) == (12, 6)
+    assert generate_statistics(cluster)["blocks_cached"] == 2
+    assert serve(cluster, "b", words(12), max_tokens=6) == 8
+
+
+def test_cached_blocks_of_a_request_stay() -> None:
+    cluster = cluster_with(3)
+    serve(cluster, "a", words(12), max_tokens=6)
+    assert serve(cluster, "b", words(13), max_tokens=6) == 12
+    assert [view.found for view in VIEWS] == [0, 3]
+    assert generate_statistics(cluster)["blocks_cached"] == 3
+
+
+def test_insertion_policy_is_not_called_without_blocks() -> None:
+    """A request of less than a block, and one without a prefix cache."""
+    cluster = cluster_with(0)
+    cluster.submit(make_request("short", [1], max_tokens=2))
+    cluster.drain()
+    assert not VIEWS
+    cluster = cluster_with(0, prefix_cache=False)
+    serve(cluster, "a", words(12), max_tokens=6)
+    assert not VIEWS
+
+
+def test_blocks_that_others_use_stay_until_they_end() -> None:
+    """Blocks that are not kept can still be shared while the first request is there."""
+    cluster = cluster_with(0)
+    cluster.submit(make_request("long", words(12), max_tokens=40))
+    cluster.run_generate()
+    cluster.submit(make_request("short", words(13), max_tokens=1))
+    assert_served(cluster, "long", "short")
+    assert cluster.ended["short"].times.cached_tokens == 12
+    assert generate_statistics(cluster)["blocks_cached"] == 0
+
+
+def test_preempted_request_finds_what_it_computed() -> None:
+    """That is recomputation, not caching: the policy is called at the end."""
+    cluster = cluster_with(0, blocks=12, slots=2)
+    for name, start in (("a", 10), ("b", 60)):
+        cluster.submit(make_request(name, words(12, start=start), max_tokens=24))
+    assert_served(cluster, "a", "b")
+    assert generate_statistics(cluster)["preemptions"] > 0
+    assert generate_statistics(cluster)["tokens_cached"] > 0
+    assert len(VIEWS) == 2
+    assert generate_statistics(cluster)["blocks_cached"] == 0
+
+
+def joins(cluster: ModelCluster) -> list[Join]:
+    return [join for decision in cluster.decisions for join in decision.joined]
+
+
+def writes(cluster: ModelCluster) -> list[tuple[int, int]]:
+    return [
+        (write.end, write.place)
+        for decision in cluster.decisions
+        for chunk in decision.chunks
+        for write in chunk.writes
+    ]
+
+
+def serve(cluster: ModelCluster, name: str, text: list[int], **more: Any) -> int:
+    """Serve a request to its end; return the number of its cached tokens."""
+    cluster.submit(make_request(name, text, **more))
+    assert_served(cluster, name)
+    return cluster.ended[name].times.cached_tokens
+
+
+def cluster_with_states(places: int | None, **changes: object) -> ModelCluster:
+    return ModelCluster(make_limits(block_size=4, state_snapshots=places, **changes))
+
+
+def test_next_turn_goes_on_from_the_last_end_of_a_block() -> None:
+    """Of the last prompt: the blocks of the response are cached too, but without a state."""
+    cluster = cluster_with_states(3)
+    text = words(13)
+    assert serve(cluster, "turn1", text) == 0
+    assert writes(cluster) == [(12, 0)]
+    longer = [*text, *cluster.outputs["turn1"], *words(9, start=50)]
+    assert serve(cluster, "turn2", longer) == 12
+    assert [join.restored for join in joins(cluster)] == [None, 0]
+    assert serve(cluster, "turn2 again", longer) == (len(longer) - 1) // 4 * 4
+
+
+def test_shared_beginning_is_kept_once_it_was_seen_twice() -> None:
+    """The second request computes it again and leaves a snapshot at its end; the third resumes there."""
+    cluster = cluster_with_states(8)
+    shared = words(20)
+    assert serve(cluster, "one", [*shared, *words(7, start=100)]) == 0
+    assert serve(cluster, "two", [*shared, *words(7, start=200)]) == 0
+    assert [end for end, _ in writes(cluster)] == [24, 20, 24]
+    assert serve(cluster, "three", [*shared, *words(7, start=300)]) == 20
+
+
+def test_snapshots_give_way_in_the_order_of_the_policy() -> None:
+    cluster = cluster_with_states(2)
+    texts = [words(9, start=100 * number) for number in range(3)]
+    for number, text in enumerate(texts[:2]):
+        serve(cluster, f"first {number}", text)
+    assert serve(cluster, "again", texts[0]) == 8
+    serve(cluster, "third", texts[2])
+    assert serve(cluster, "the one used last is there", texts[0]) == 8
+    assert serve(cluster, "the other went", texts[1]) == 0
+
+
+@pytest.mark.parametrize("places", [0, 1])
+def test_without_a_place_all_is_computed(places: int) -> None:
+    """No snapshots at all, or a policy that keeps nothing."""
+    policies = default_policies(generate_eviction=KeepNothing()) if places else None
+    cluster = ModelCluster(make_limits(block_size=4, state_snapshots=places), policies)
+    assert [serve(cluster, f"turn {number}", words(13)) for number in range(3)] == [0, 0, 0]
+
+
+def test_preempted_request_goes_on_from_its_own_snapshot() -> None:
+    cluster = cluster_with_states(4, blocks=10, slots=2)
+    for number in range(2):
+        cluster.submit(make_request(f"r{number}", words(9, start=100 * number), max_tokens=20))
+    cluster.drain()
+    assert generate_statistics(cluster)["preemptions"] > 0
+    assert [join.computed for join in joins(cluster)][:3] == [0, 0, 8]
+    for number in range(2):
+        assert_served(cluster, f"r{number}")
+
+
+def test_lost_group_has_no_snapshots() -> None:
+    cluster = cluster_with_states(4)
+    serve(cluster, "before", words(13))
+    crash(cluster)
+    assert serve(cluster, "after", words(13)) == 0
