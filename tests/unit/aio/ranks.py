@@ -19,17 +19,16 @@ from tests.patience import NEVER_S, patience
 from tests.unit.rank.fake_plugin import Behaviour, FakeEncoder, FakeGenerator, expected_tokens
 from tests.unit.rank.worker_groups import Place, limits_for, make_sizing
 from vsched.aio.launcher import OwnHost, OwnLauncher
-from vsched.aio.shell import EventRecorder, Shell, start_shell
+from vsched.aio.shell import Shell, start_shell
 from vsched.aio.streams import ChoiceInputs, TokenStream
 from vsched.config import Config
 from vsched.config.sections import DeadlinesConfig
 from vsched.engine import Engine, RunningParts
 from vsched.errors import RequestFailed
-from vsched.kernel import Scheduler
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision
 from vsched.memory import Sized
 from vsched.policy import RankMemory, Reservation
-from vsched.testing import default_policies
+from vsched.testing import default_policies, make_request
 from vsched.transport.arena import Arena
 from vsched.transport.zmq_link import rank_identity
 from vsched.types import FinishReason, Request, SamplingParams, stage_of
@@ -120,7 +119,7 @@ class Rank:
         self._blocks = ranks.blocks
         arena = ranks.home.arena
         self._logs = {"encode": FollowerLog(), "generate": FollowerLog()}
-        self._encode = EncodeRank(FakeEncoder(Behaviour()), arena.embeddings, arena.read)
+        self._encode = EncodeRank(FakeEncoder(), arena.embeddings, arena.read)
         self._generate = None if spec.generate is None else _generate_rank(ranks, spec.generate)
         self.groups = [
             group_of(role.address) for role in (spec.encode, spec.generate) if role is not None
@@ -186,7 +185,7 @@ class Ranks(OwnLauncher):
 
     Attributes:
         blocks: KV blocks that ranks report from now on.
-        failures: Errors raised by the next starts, first to last.
+        failures: Errors raised by the next starts, first to last; None for a start that succeeds.
         broken: Groups whose ranks cannot start.
         mute: Generate groups whose ranks never report that they have loaded.
         backlogged: Groups and ranks that do not take their next decision.
@@ -204,7 +203,7 @@ class Ranks(OwnLauncher):
         self.wires: dict[str, Wire] = {}
         self.made: list[Rank] = []
         self.blocks = BLOCKS
-        self.failures: deque[Exception] = deque()
+        self.failures: deque[Exception | None] = deque()
         self.broken: set[str] = set()
         self.mute: set[str] = set()
         self.backlogged: set[tuple[str, int]] = set()
@@ -232,8 +231,9 @@ class Ranks(OwnLauncher):
         return Wire(self, address, on_frame)
 
     def start(self, spec: RankSpec, *, threads: int, on_exit: Callable[[int], None]) -> Rank:
-        if self.failures:
-            raise self.failures.popleft()
+        failure = self.failures.popleft() if self.failures else None
+        if failure is not None:
+            raise failure
         rank = Rank(self, spec, on_exit)
         if self.broken.intersection(rank.groups):
             raise OSError("the device is gone")
@@ -403,7 +403,6 @@ class ShellHarness:
         self.ranks = Ranks(str(run_dir))
         self._place = self.ranks.home = Place(run_dir, self.ranks)
         self.shell: Shell
-        self.record: Callable[[Scheduler], EventRecorder | None] = lambda _: None
         self._skip_pauses(monkeypatch)
 
     def _skip_pauses(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -431,7 +430,6 @@ class ShellHarness:
             policies=default_policies(),
             on_progress=lambda *_: None,
             drain_s=DRAIN_S,
-            record=self.record,
         )
 
     def engine(self) -> Engine:
@@ -469,3 +467,39 @@ class ShellHarness:
         await self.shell.stop()
         assert all(rank.ended for rank in self.ranks.made), "a rank outlives its shell"
         self._place.arena.close()
+
+
+PROMPTS = ([11, 12], [21, 22, 23], [31], [41, 42])
+ITEM = (0, 6, b"a")
+
+
+def streams_of(
+    played: ShellHarness, count: int = 4, *, named: str = "r", steps: int = 0, **odd: Any
+) -> list[Stream]:
+    """Submit requests, which go to several generate groups in turn, and run steps; the second one is odd."""
+    streams = [
+        Stream(played.shell, make_request(f"{named}{index}", prompt), **(odd if index == 1 else {}))
+        for index, prompt in enumerate(PROMPTS[:count])
+    ]
+    played.ranks.run_all(steps)
+    return streams
+
+
+def image_stream(
+    played: ShellHarness, name: str = "image", item: tuple[int, int, bytes] = ITEM
+) -> Stream:
+    """Submit a request of an image and a token."""
+    return Stream(played.shell, make_request(name, [7], [item]))
+
+
+async def check_image_tokens(image: Stream) -> None:
+    """Assert that the request of an image has its tokens."""
+    assert await image.tokens() == expected_tokens([5] * 6 + [7], 10)
+
+
+def state_of(played: ShellHarness, group: str) -> object:
+    """State of a group, on which shell and kernel must agree."""
+    row = next(row for row in played.shell.group_rows() if row["name"] == group)
+    kernel = played.shell.statistics()[stage_of(group)]["groups"][group]
+    assert row["state"] == kernel["state"]
+    return row["state"]

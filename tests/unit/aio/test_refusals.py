@@ -1,11 +1,16 @@
-"""Errors for refused requests give the event, the value, the limit and the remedy."""
+"""Refused requests: numbers that would break the wire or a rank, and errors with event, value, limit and remedy."""
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 
-from vsched.aio.arrivals import refusal_error
+from vsched.aio.arrivals import check_numbers, check_prompt_values, checked_prompt, refusal_error
+from vsched.errors import RequestRefused
 from vsched.kernel.commands import RefusalCode, Refuse
+from vsched.types import SamplingParams
 
 
 @pytest.mark.parametrize("code", RefusalCode)
@@ -28,3 +33,90 @@ def test_refusal_names_the_setting_that_was_reached() -> None:
         assert error.message == (
             f"{words}: value 3, limit 2. Remedy: try again later, or raise {setting}."
         )
+
+
+VOCABULARY = 100
+INT32_MAX = 2**31 - 1
+SEED_MAX = 2**63 - 1
+
+
+@pytest.mark.parametrize(
+    ("what", "value", "limit"),
+    [
+        ({"token_ids": [1, -1]}, -1, "0 to 99"),
+        ({"token_ids": [1, 100, 2]}, 100, "0 to 99"),
+        ({"token_ids": [2**31]}, 2**31, "0 to 99"),
+        ({"stop_token_ids": (1, 100)}, 100, "0 to 99"),
+        ({"stop_token_ids": (-1,)}, -1, "0 to 99"),
+        ({"stop_token_ids": (2**70,)}, 2**70, "0 to 99"),
+        ({"seed": 2**63}, 2**63, f"{-SEED_MAX - 1} to {SEED_MAX}"),
+        ({"seed": -(2**70)}, -(2**70), f"{-SEED_MAX - 1} to {SEED_MAX}"),
+        ({"max_tokens": 2**31}, 2**31, f"0 to {INT32_MAX}"),
+        ({"max_tokens": -1}, -1, f"0 to {INT32_MAX}"),
+        ({"min_tokens": 2**31}, 2**31, f"0 to {INT32_MAX}"),
+        ({"min_tokens": -1}, -1, f"0 to {INT32_MAX}"),
+        ({"top_k": 2**31}, 2**31, f"-1 to {INT32_MAX}"),
+        ({"top_k": -2}, -2, f"-1 to {INT32_MAX}"),
+        ({"logprobs": 101}, 101, "0 to 100"),
+        ({"logprobs": -1}, -1, "0 to 100"),
+        ({"temperature": math.nan}, "nan", "0 to 1000000.0"),
+        ({"temperature": math.inf}, "inf", "0 to 1000000.0"),
+        ({"temperature": -0.1}, -0.1, "0 to 1000000.0"),
+        ({"top_p": 1.1}, 1.1, "0 to 1"),
+        ({"top_p": math.nan}, "nan", "0 to 1"),
+        ({"min_p": -0.1}, -0.1, "0 to 1"),
+        ({"repetition_penalty": math.inf}, "inf", "0.001 to 1000.0"),
+        ({"presence_penalty": math.nan}, "nan", "-1000000.0 to 1000000.0"),
+        ({"frequency_penalty": -math.inf}, "-inf", "-1000000.0 to 1000000.0"),
+    ],
+    ids=str,
+)
+def test_check_numbers_refuses(what: dict[str, Any], value: object, limit: str) -> None:
+    """With the value, the limit and the remedy."""
+    sampling = dict(what)
+    token_ids = sampling.pop("token_ids", [1, 2])
+    name = next(iter(sampling), "a token id of the prompt").replace(
+        "stop_token_ids", "a stop token id"
+    )
+    with pytest.raises(RequestRefused) as caught:
+        check_numbers(token_ids, SamplingParams(**sampling), vocab_size=VOCABULARY)
+    assert (
+        caught.value.message == f"{name} is out of bounds: value {value}, limit {limit}. "
+        "Remedy: send a value within the limit."
+    )
+    assert (caught.value.code, caught.value.status) == ("invalid_value", 400)
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "sampling"),
+    [
+        ([], {}),
+        ([0, 99], {"stop_token_ids": (0, 99)}),
+        ([1], {"seed": SEED_MAX, "max_tokens": INT32_MAX, "min_tokens": INT32_MAX}),
+        ([1], {"seed": 0, "max_tokens": 0, "top_k": -1, "top_p": 0, "min_p": 1}),
+        ([1], {"temperature": 0, "logprobs": 0}),
+        ([1], {"temperature": 1e6, "logprobs": 100, "presence_penalty": -2}),
+    ],
+    ids=str,
+)
+def test_check_numbers_accepts_the_limits_themselves(
+    token_ids: list[int], sampling: dict[str, Any]
+) -> None:
+    check_numbers(token_ids, SamplingParams(**sampling), vocab_size=VOCABULARY)
+
+
+def test_prompt_values_are_as_many_as_the_setting_says() -> None:
+    """The error names the setting."""
+    check_prompt_values(6, 6)
+    with pytest.raises(RequestRefused, match=r"value 7, limit 6\. .*server\.prompt_logprobs_max"):
+        check_prompt_values(7, 6)
+
+
+def test_checked_prompt_keeps_the_class_of_a_text() -> None:
+    """A rendered prompt marks positions where special tokens are a client's text, not the template's."""
+
+    class Rendered(str):
+        marks = (3,)
+
+    rendered = Rendered("<s>")
+    assert checked_prompt(rendered) is rendered

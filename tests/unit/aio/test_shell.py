@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
-from tests.unit.aio.ranks import ShellHarness, Stream, Text, check_tokens
+from tests.unit.aio.ranks import ShellHarness, Stream, Text, check_tokens, streams_of
 from vsched.errors import RequestRefused
 from vsched.kernel import Scheduler
 from vsched.kernel.commands import Command, SetTimer
 from vsched.kernel.events import Cleared, Event, Stepped, Submitted, TimerFired
 from vsched.testing import make_request
 from vsched.types import FinishReason
-
-PROMPTS = ([11, 12], [21, 22, 23], [31])
-
-
-def streams_of(played: ShellHarness, **odd: object) -> list[Stream]:
-    """Submit three requests; the one in the middle is odd."""
-    return [
-        Stream(played.shell, make_request(f"r{index}", prompt), **(odd if index == 1 else {}))  # type: ignore[arg-type]
-        for index, prompt in enumerate(PROMPTS)
-    ]
 
 
 @pytest.mark.parametrize(
@@ -40,7 +30,7 @@ async def test_shell_stream_whose_text_fails_ends_alone(
     played: ShellHarness, text: Text, taken: int
 ) -> None:
     """Its client gets one error, whatever the kernel reported; the others get all their tokens."""
-    streams = streams_of(played, text=text)
+    streams = streams_of(played, 3, text=text)
     played.ranks.run()
     error = await streams[1].error()
     assert (str(error), error.code, error.status) == (
@@ -70,7 +60,7 @@ async def test_shell_stream_whose_text_fails_stops_computing(played: ShellHarnes
 
 async def test_shell_on_end_that_raises_does_no_harm(played: ShellHarness) -> None:
     """The stream still ends."""
-    streams = streams_of(played, end_error=RuntimeError("a lease"))
+    streams = streams_of(played, 3, end_error=RuntimeError("a lease"))
     played.ranks.run()
     await check_tokens(streams)
     assert played.shell._streams.request_ids(1) == []
@@ -109,7 +99,7 @@ async def test_shell_scheduler_that_fails_at_a_result_or_a_loss_ends_everything(
     played: ShellHarness, monkeypatch: pytest.MonkeyPatch, group: str
 ) -> None:
     """Every waiting client gets the error once, and no request is accepted after it."""
-    streams = streams_of(played)
+    streams = streams_of(played, 3)
     played.ranks.run(2)
     fail_on(monkeypatch, Stepped)
     played.ranks.run(1)
@@ -122,7 +112,7 @@ async def test_shell_scheduler_that_fails_at_a_submission_refuses_it(
     played: ShellHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Meanwhile submissions are refused without a stream; the other streams end."""
-    streams = streams_of(played)
+    streams = streams_of(played, 3)
     fail_on(monkeypatch, Submitted)
     with pytest.raises(RequestRefused) as caught:
         Stream(played.shell, make_request("odd", [41]))
@@ -134,7 +124,7 @@ async def test_shell_command_that_fails_ends_everything(
     played: ShellHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same if commands cannot be carried out, such as a decision that cannot be encoded."""
-    streams = streams_of(played)
+    streams = streams_of(played, 3)
 
     def send(rank: int, frames: object) -> bool:
         raise OverflowError("Integer value out of range")
@@ -148,7 +138,7 @@ async def test_shell_that_fails_ends_a_restart_that_loads(
     played: ShellHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks that are loading for a failed scheduler are stopped."""
-    streams = streams_of(played)
+    streams = streams_of(played, 3)
     played.ranks.of("encode").exit(1)
     await played.ranks.until(lambda: played.ranks.starts == 3)
     fail_on(monkeypatch, Stepped)
@@ -161,7 +151,7 @@ async def test_shell_that_fails_ends_a_restart_that_pauses(
     played: ShellHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = played.ranks
-    streams = streams_of(played)
+    streams = streams_of(played, 3)
     ranks.failures.append(OSError("no processes left"))
     ranks.pause_over.clear()
     ranks.of("encode").exit(1)
@@ -200,10 +190,10 @@ async def test_engine_reports_a_failed_scheduler(
     ids=["well", "flush", "on_end"],
 )
 async def test_shell_stop_ends_every_stream_and_every_rank(
-    played: ShellHarness, odd: dict[str, object]
+    played: ShellHarness, odd: dict[str, Any]
 ) -> None:
     """Clients get the error of a stopping server, and a stream that fails to end keeps no rank alive."""
-    streams = streams_of(played, **odd)
+    streams = streams_of(played, 3, **odd)
     played.ranks.run(3)
     await played.shell.stop()
     for stream in streams:
@@ -216,7 +206,7 @@ async def test_shell_stop_ends_every_stream_and_every_rank(
 async def test_shell_stop_of_a_scheduler_that_fails_ends_everything(
     played: ShellHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    streams = streams_of(played)
+    streams = streams_of(played, 3)
     fail_on(monkeypatch, Cleared)
     await played.shell.stop()
     assert [(await stream.error()).code for stream in streams] == ["given_up"] * 3
@@ -241,48 +231,3 @@ async def test_shell_has_one_timer(played: ShellHarness, monkeypatch: pytest.Mon
         assert [timer.cancelled() for timer in timers] == [True] * 4 + [False]
         assert timers[3].when() < asyncio.get_running_loop().time() + 2
         await played.ranks.until(lambda: rung[-1] == TimerFired())
-
-
-class Noted:
-    """A recorder that keeps all entries in memory."""
-
-    def __init__(self) -> None:
-        self.events: list[str] = []
-        self.commands = 0
-        self.closed = False
-
-    def note(self, event: Event, now_ns: int, commands: Sequence[Command]) -> None:
-        assert not self.closed
-        assert now_ns > 0
-        self.events.append(type(event).__name__)
-        self.commands += len(commands)
-
-    def close(self) -> None:
-        self.closed = True
-
-
-async def test_shell_records_every_event_and_its_commands(played: ShellHarness) -> None:
-    """From the first to the last, so that a run can be replayed; a new kernel has a record of its own."""
-    await played.stop()
-    noted = Noted()
-    kernels: list[Scheduler] = []
-
-    def record(kernel: Scheduler) -> Noted:
-        kernels.append(kernel)
-        return noted
-
-    played.record = record
-    await played.start()
-    Stream(played.shell, make_request("r", [11, 12]))
-    played.ranks.run()
-    await played.stop()
-    assert noted.closed
-    assert noted.events == [
-        "GroupReady",
-        "GroupReady",
-        "Submitted",
-        *["Stepped"] * noted.events.count("Stepped"),
-        "Cleared",
-    ]
-    assert noted.commands > 10
-    assert kernels == [played.shell._kernel]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from typing import Any
 
 import pytest
@@ -17,9 +17,12 @@ from tests.unit.aio.ranks import (
     TWO_TOGETHER,
     ShellHarness,
     Stream,
+    check_image_tokens,
     check_tokens,
+    image_stream,
+    state_of,
+    streams_of,
 )
-from tests.unit.aio.test_shell_groups import ITEM, state_of, streams_of
 from tests.unit.api.fakes import Client
 from tests.unit.rank.fake_plugin import expected_tokens
 from vsched.api import ApiSettings, create_app
@@ -27,16 +30,21 @@ from vsched.engine import Engine
 from vsched.errors import RequestRefused
 from vsched.testing import make_request
 
-GENERATORS = ("generate-0", "generate-1")
-
 
 def running(played: ShellHarness) -> list[int]:
     return [row["running"] for row in played.shell.group_rows() if row["stage"] == "generate"]
 
 
-async def soon(task: asyncio.Future[Any]) -> Any:
+async def soon(doing: Awaitable[Any]) -> Any:
     async with patience():
-        return await task
+        return await doing
+
+
+async def begun(doing: Coroutine[Any, Any, bool]) -> asyncio.Task[bool]:
+    """Begin a drain or a restart, up to its first wait."""
+    task = asyncio.create_task(doing)
+    await asyncio.sleep(0)
+    return task
 
 
 async def serve_until(played: ShellHarness, task: asyncio.Future[Any]) -> Any:
@@ -53,10 +61,8 @@ async def serve_until(played: ShellHarness, task: asyncio.Future[Any]) -> Any:
 async def test_drained_group_ends_what_it_has_and_gets_nothing_new(played: ShellHarness) -> None:
     """No stream is interrupted; the drain returns once nothing runs there, and the group can be resumed."""
     ranks = played.ranks
-    streams = streams_of(played)
-    ranks.run_all(2)
-    draining = asyncio.ensure_future(played.shell.groups.drain("generate-1"))
-    await asyncio.sleep(0)
+    streams = streams_of(played, steps=2)
+    draining = await begun(played.shell.groups.drain("generate-1"))
     assert state_of(played, "generate-1") == "draining"
     assert not played.shell.healthy
     more = [Stream(played.shell, make_request(f"more{index}", [51])) for index in range(2)]
@@ -78,23 +84,20 @@ async def test_drained_group_ends_what_it_has_and_gets_nothing_new(played: Shell
 @pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
 async def test_drain_that_takes_too_long_is_told_and_goes_on(played: ShellHarness) -> None:
     """The wait has a deadline; the drain has none."""
-    streams = streams_of(played)
-    played.ranks.run_all(2)
+    streams = streams_of(played, steps=2)
     assert await played.shell.groups.drain("generate-1") is False
     assert state_of(played, "generate-1") == "draining"
     played.ranks.run()
-    assert await soon(asyncio.ensure_future(played.shell.groups.drain("generate-1"))) is True
+    assert await soon(played.shell.groups.drain("generate-1")) is True
     await check_tokens(streams)
 
 
 @pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
 async def test_drain_ends_when_it_is_taken_back(played: ShellHarness) -> None:
     """The waiting call returns False."""
-    streams = streams_of(played)
-    played.ranks.run_all(2)
+    streams = streams_of(played, steps=2)
     played.shell.groups._drain_s = 60
-    draining = asyncio.ensure_future(played.shell.groups.drain("generate-1"))
-    await asyncio.sleep(0)
+    draining = await begun(played.shell.groups.drain("generate-1"))
     played.shell.groups.resume("generate-1")
     assert await soon(draining) is False
     assert played.shell.healthy
@@ -105,10 +108,8 @@ async def test_drain_ends_when_it_is_taken_back(played: ShellHarness) -> None:
 async def test_group_that_is_lost_while_it_drains_comes_back_draining(played: ShellHarness) -> None:
     """Its requests resume there, and the drain still holds."""
     ranks = played.ranks
-    streams = streams_of(played)
-    ranks.run_all(2)
-    draining = asyncio.ensure_future(played.shell.groups.drain("generate-1"))
-    await asyncio.sleep(0)
+    streams = streams_of(played, steps=2)
+    draining = await begun(played.shell.groups.drain("generate-1"))
     starts = ranks.starts
     ranks.of("generate-1").exit(-9)
     await ranks.until(lambda: ranks.of("generate-1").serves and ranks.starts == starts + 1)
@@ -121,11 +122,8 @@ async def test_group_that_is_lost_while_it_drains_comes_back_draining(played: Sh
     ("played", "group"),
     [
         (TWO_GENERATE, "generate-1"),
-        (TWO_OF_EACH, "generate-0"),
         (TWO_OF_EACH, "encode-1"),
-        (TWO_TOGETHER, "generate-1"),
         (TWO_TOGETHER, "encode-0"),
-        (SEPARATE, "generate"),
         (SEPARATE, "encode"),
         (TOGETHER, "generate"),
     ],
@@ -138,7 +136,7 @@ async def test_restart_under_load_costs_no_request_a_token(
     """Drained first, so nothing is computed twice; even the last group of its stage can be restarted."""
     ranks = played.ranks
     streams = streams_of(played)
-    image = Stream(played.shell, make_request("image", [7], [ITEM]))
+    image = image_stream(played)
     ranks.run_all(2)
     old, starts = ranks.of(group), ranks.starts
     restarting = asyncio.ensure_future(played.shell.groups.restart(group))
@@ -149,7 +147,7 @@ async def test_restart_under_load_costs_no_request_a_token(
     assert played.shell.healthy
     late = Stream(played.shell, make_request("late", [51]))
     await played.run_out(streams)
-    assert await image.tokens() == expected_tokens([5] * 6 + [7], 10)
+    await check_image_tokens(image)
     assert await late.tokens() == expected_tokens([51], 10)
     row = next(row for row in played.shell.group_rows() if row["name"] == group)
     assert (row["restarts"], row["last_loss"]["reason"]) == (1, "restarted by an operator")
@@ -159,10 +157,9 @@ async def test_restart_under_load_costs_no_request_a_token(
 async def test_restart_goes_on_after_the_deadline(played: ShellHarness) -> None:
     """Requests that still run resume after the restart, as after any loss."""
     ranks = played.ranks
-    streams = streams_of(played)
-    ranks.run_all(2)
+    streams = streams_of(played, steps=2)
     group = list(ranks.wires)[-1]
-    assert await soon(asyncio.ensure_future(played.shell.groups.restart(group))) is True
+    assert await soon(played.shell.groups.restart(group)) is True
     assert played.shell.healthy
     await played.run_out(streams)
 
@@ -181,10 +178,8 @@ async def test_restarts_are_no_losses(played: ShellHarness) -> None:
 @pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
 async def test_restart_that_is_cancelled_leaves_the_group_serving(played: ShellHarness) -> None:
     """Nothing has been stopped yet."""
-    streams_of(played)
-    played.ranks.run_all(2)
-    restarting = asyncio.ensure_future(played.shell.groups.restart("generate-1"))
-    await asyncio.sleep(0)
+    streams_of(played, steps=2)
+    restarting = await begun(played.shell.groups.restart("generate-1"))
     restarting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await restarting
@@ -202,26 +197,21 @@ async def test_retired_group_can_be_restarted(played: ShellHarness) -> None:
     ranks.broken.clear()
     assert await played.shell.groups.restart("generate-1") is True
     assert played.shell.healthy
-    streams = streams_of(played)
-    ranks.run_all(1)
+    streams = streams_of(played, steps=1)
     assert running(played) == [2, 2]
     await played.run_out(streams)
+
+
+async def act(played: ShellHarness, action: str, group: str) -> None:
+    done = getattr(played.shell.groups, action)(group)
+    if action != "resume":
+        await done
 
 
 async def refusal(played: ShellHarness, action: str, group: str) -> RequestRefused:
     with pytest.raises(RequestRefused) as caught:
         await act(played, action, group)
     return caught.value
-
-
-async def act(played: ShellHarness, action: str, group: str) -> None:
-    match action:
-        case "drain":
-            await played.shell.groups.drain(group)
-        case "restart":
-            await played.shell.groups.restart(group)
-        case _:
-            played.shell.groups.resume(group)
 
 
 @pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
@@ -251,10 +241,8 @@ async def test_upkeep_of_a_group_in_the_wrong_state_is_refused(played: ShellHarn
     error = await refusal(played, "resume", "generate-1")
     assert (error.code, error.status) == ("wrong_state", 409)
     assert "cannot resume generate-1, which is up" in str(error)
-    streams = streams_of(played)
-    played.ranks.run_all(2)
-    restarting = asyncio.ensure_future(played.shell.groups.restart("generate-1"))
-    await asyncio.sleep(0)
+    streams = streams_of(played, steps=2)
+    restarting = await begun(played.shell.groups.restart("generate-1"))
     for action in ("drain", "restart", "resume"):
         assert "which is restarting" in str(await refusal(played, action, "generate-1"))
     assert await serve_until(played, restarting) is True

@@ -18,32 +18,16 @@ from tests.unit.aio.ranks import (
     Groups,
     ShellHarness,
     Stream,
+    check_image_tokens,
+    image_stream,
+    state_of,
+    streams_of,
 )
 from tests.unit.rank.fake_plugin import expected_tokens
 from vsched.aio.worker_groups import RESTART_DELAYS_S
 from vsched.errors import CheckpointError, GroupLostError, RequestRefused
 from vsched.testing import make_request
-from vsched.types import stage_of
 from vsched.wire import StepCheck
-
-PROMPTS = ([11, 12], [21, 22, 23], [31], [41, 42])
-ITEM = (0, 6, b"a")
-
-
-def streams_of(played: ShellHarness, *, named: str = "r") -> list[Stream]:
-    """Submit four requests; they go to two generate groups in turn."""
-    return [
-        Stream(played.shell, make_request(f"{named}{index}", prompt))
-        for index, prompt in enumerate(PROMPTS)
-    ]
-
-
-def state_of(played: ShellHarness, group: str) -> object:
-    """State of a group, on which shell and kernel must agree."""
-    row = next(row for row in played.shell.group_rows() if row["name"] == group)
-    kernel = played.shell.statistics()[stage_of(group)]["groups"][group]
-    assert row["state"] == kernel["state"]
-    return row["state"]
 
 
 async def is_lost(played: ShellHarness, group: str) -> None:
@@ -61,8 +45,7 @@ async def is_lost(played: ShellHarness, group: str) -> None:
 async def test_shell_without_one_generate_crew_serves_with_the_other(played: ShellHarness) -> None:
     """Requests of the lost group wait for its return, and their streams resume; others do not wait."""
     ranks = played.ranks
-    streams = streams_of(played)
-    ranks.run_all(3)
+    streams = streams_of(played, steps=3)
     await is_lost(played, "generate-1")
     assert not played.shell.healthy
     assert state_of(played, "generate-1") == "down"
@@ -107,14 +90,12 @@ async def test_shell_shows_operators_each_group(played: ShellHarness) -> None:
 async def test_shell_without_one_encode_crew_encodes_with_the_other(played: ShellHarness) -> None:
     """The images of its batch are encoded by the other group; no request waits for the lost one."""
     ranks = played.ranks
-    images = [
-        Stream(played.shell, make_request(name, [7], [(0, 6, name.encode())])) for name in "abc"
-    ]
+    images = [image_stream(played, name, (0, 6, name.encode())) for name in "abc"]
     busy = [name for name in ("encode-0", "encode-1") if ranks.wires[name].frames[0]]
     await is_lost(played, busy[0])
     ranks.run()
     for image in images:
-        assert await image.tokens() == expected_tokens([5] * 6 + [7], 10)
+        await check_image_tokens(image)
     assert not played.shell.healthy
     ranks.broken.clear()
     ranks.pause_over.set()
@@ -140,13 +121,13 @@ async def test_shell_groups_lost_at_once_all_come_back(
     """Two faults at the same time cost no request a token."""
     ranks = played.ranks
     streams = streams_of(played)
-    image = Stream(played.shell, make_request("image", [7], [ITEM]))
+    image = image_stream(played)
     ranks.run_all(2)
     for group in lost:
         ranks.of(group).exit(-9)
     await played.recover()
     await played.run_out(streams)
-    assert await image.tokens() == expected_tokens([5] * 6 + [7], 10)
+    await check_image_tokens(image)
     assert ranks.pauses_s == []
 
 
@@ -171,8 +152,7 @@ async def test_shell_fault_during_recovery_ends_in_service(
 ) -> None:
     """While one worker group loads again it is lost again, or another one is."""
     ranks = played.ranks
-    streams = streams_of(played)
-    ranks.run_all(3)
+    streams = streams_of(played, steps=3)
     ranks.mute.add("generate-0")
     starts = ranks.starts
     ranks.of("generate-0").exit(-9)
@@ -226,27 +206,11 @@ async def test_shell_crew_lost_while_others_start_is_one_clear_error(played: She
     await played.start(TWO_GENERATE)
 
 
-@pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
-async def test_shell_starts_all_crews_in_parallel(played: ShellHarness) -> None:
-    await played.stop()
-    ranks = played.ranks
-    ranks.mute.update({"generate-0", "generate-1"})
-    starting = asyncio.ensure_future(played.start(TWO_GENERATE))
-    await ranks.until(lambda: ranks.starts == 3)
-    starting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await starting
-    await played.shell.stop()
-    ranks.mute.clear()
-    await played.start(TWO_GENERATE)
-
-
 @pytest.mark.parametrize("played", [TWO_GENERATE, TWO_TOGETHER], indirect=True, ids=str)
 async def test_shell_crew_that_stays_away_hands_its_requests_on(played: ShellHarness) -> None:
     """The other replica takes them, and their streams go on; without a replica every client gets an error."""
     ranks = played.ranks
-    streams = streams_of(played)
-    ranks.run_all(3)
+    streams = streams_of(played, steps=3)
     ranks.broken.add("generate-1")
     ranks.of("generate-1").exit(-9)
     await ranks.until(lambda: state_of(played, "generate-1") == "retired")
@@ -295,10 +259,19 @@ async def test_shell_deaf_rank_takes_its_own_crew_down(
     await played.run_out(streams)
 
 
-FAULTS: dict[str, Callable[[ShellHarness], None]] = {
-    "exit": lambda played: played.ranks.of("generate", 1).exit(-9),
-    "host": lambda played: played.ranks.lose_host("cannot be reached"),
-    "another result": lambda played: played.ranks.say("generate", StepCheck(1, b"another"), 1),
+FAULTS: dict[str, tuple[Callable[[ShellHarness], None], str]] = {
+    "ProcessExited": (
+        lambda played: played.ranks.of("generate", 1).exit(-9),
+        "generate: rank 1 was killed by SIGKILL",
+    ),
+    "HostLost": (
+        lambda played: played.ranks.lose_host("cannot be reached"),
+        "generate: host far cannot be reached",
+    ),
+    "RanksDiffer": (
+        lambda played: played.ranks.say("generate", StepCheck(1, b"another"), 1),
+        "generate: rank 1 has another result of step 1 than rank 0 (RankDesync)",
+    ),
 }
 
 
@@ -311,65 +284,23 @@ async def test_shell_any_rank_takes_the_whole_crew_down(played: ShellHarness, fa
     streams = streams_of(played)
     ranks.say("generate", ranks.step())
     victims = [ranks.of("generate", number) for number in (0, 1)]
-    FAULTS[fault](played)
+    strike, reason = FAULTS[fault]
+    strike(played)
+    ranks.of("generate", 1).exit(-9)  # it is reported once, whatever else happens to the ranks
     assert not played.shell.healthy
     await played.recover()
+    (row,) = (row for row in played.shell.group_rows() if row["name"] == "generate")
+    assert (row["losses"], row["last_loss"]["reason"]) == ({fault: 1}, reason)
     assert all(rank.ended for rank in victims)
     assert ranks.starts == 6
     assert ranks.places - ranks.places_closed == 2, "the host of the lost start was released"
     await played.run_out(streams)
 
 
-async def test_shell_names_the_host_that_was_lost(played: ShellHarness) -> None:
-    """With all its ranks, and once, whatever else happens to them."""
-    await played.stop()
-    ranks = played.ranks
-    await played.start(SEPARATE, ranks=2)
-    ranks.lose_host("cannot be reached")
-    ranks.of("generate", 1).exit(-9)
-    await played.recover()
-    (row,) = (row for row in played.shell.group_rows() if row["name"] == "generate")
-    assert row["losses"] == {"HostLost": 1}
-    assert row["last_loss"]["reason"] == "generate: host far cannot be reached"
-
-
-async def test_crew_gives_each_rank_its_number(played: ShellHarness) -> None:
-    """Numbers, and a rendezvous address that no earlier start has used."""
-    await played.stop()
-    ranks = played.ranks
-    await played.start(TWO_TOGETHER, ranks=2)
-    met: dict[str, set[str]] = {}
-    for rank in ranks.made:
-        for role in (rank.spec.encode, rank.spec.generate):
-            assert role is not None
-            assert (role.settings.rank, role.settings.ranks) == (rank.spec.rank, 2)
-            met.setdefault(role.address, set()).add(role.settings.rendezvous)
-    assert [len(places) for places in met.values()] == [1] * 4, (
-        "ranks of a group meet at one address"
-    )
-    places = {place for one in met.values() for place in one}
-    assert len(places) == 4
-    assert all(place.startswith(ranks.made[0].spec.run_dir) for place in places)
-    ranks.of("generate-0").exit(-9)
-    await played.recover()
-    role = ranks.of("generate-0").spec.generate
-    assert role is not None
-    assert role.settings.rendezvous not in places
-
-
 async def test_crew_whose_second_rank_cannot_be_started_leaves_none(played: ShellHarness) -> None:
     """The first rank is stopped as well."""
     await played.stop()
-    ranks = played.ranks
-    real, started = ranks.start, list[int]()
-
-    def start(*args: object, **more: object) -> object:
-        started.append(1)
-        if len(started) == 2:
-            raise OSError("no processes left")
-        return real(*args, **more)  # type: ignore[arg-type]
-
-    ranks.start = start  # type: ignore[method-assign,assignment]
+    played.ranks.failures.extend([None, OSError("no processes left")])
     with pytest.raises(OSError, match="no processes left"):
         await played.start(SEPARATE, ranks=2)
-    assert all(rank.ended for rank in ranks.made)
+    assert all(rank.ended for rank in played.ranks.made)

@@ -16,6 +16,11 @@ from vsched.wire import Loaded, SizeKv
 from vsched_policies.memory import AutoProfile, Pinned
 
 MIB = 1 << 20
+
+
+TOGETHER = [["encode", "generate"]]
+APART = [["encode"], ["generate"]]
+TWO = [["encode-0"], ["encode-1"], ["generate-0"], ["generate-1"]]
 LOADED = RankMemory(
     rank=0,
     pool="cpu",
@@ -68,23 +73,6 @@ def measured(order: SizeKv, *, activations_bytes: int) -> Sized:
     return Sized("fits", "", memory)
 
 
-async def test_sizing_waits_for_every_encoder_and_never_reads_a_missing_reservation_as_none() -> (
-    None
-):
-    """The policy is not called before the encode group has reported its reservation."""
-    sizing = make_sizing([["encode"], ["generate"]])
-    generate = Group()
-    leading = asyncio.ensure_future(sizing.lead("generate", generate))  # type: ignore[arg-type]
-    for _ in range(10):
-        await asyncio.sleep(0)
-    assert "encode rank 0 did not" in sizing.waited_for(["generate"])
-    assert generate.orders == []
-    await sizing.publish("encode", Group(growth_bytes=5))  # type: ignore[arg-type]
-    await leading
-    assert sizing.waited_for(["generate"]) == ""
-    assert generate.accepted == [KV_TOKENS // LOAD.block_size]
-
-
 async def test_sizing_of_a_restarted_group_builds_what_was_accepted_without_profiling() -> None:
     """The kernel keeps the number of blocks it knows; nothing is measured again."""
     sizing = make_sizing([["generate"]], policy=AutoProfile(headroom_bytes=MIB))
@@ -102,38 +90,51 @@ async def test_sizing_of_a_restarted_group_builds_what_was_accepted_without_prof
         await sizing.lead("generate", full)  # type: ignore[arg-type]
 
 
+async def tokens_next_to(
+    groups: list[list[str]],
+    growth_mib: int = 0,
+    *,
+    activations_mib: int = 1,
+    pauses: bool = False,
+    host: str = "",
+) -> int:
+    """Return the size of the KV cache next to an encoder with this growth."""
+    sizing = make_sizing(groups, policy=AutoProfile(headroom_bytes=MIB))
+    encode = Group(growth_bytes=growth_mib * MIB, pauses=pauses)
+    await sizing.publish("encode", encode, host)  # type: ignore[arg-type]
+    generate = Group(lambda order: [measured(order, activations_bytes=activations_mib * MIB)])
+    await sizing.lead("generate", generate)  # type: ignore[arg-type]
+    return generate.accepted[0] * LOAD.block_size
+
+
 async def test_sizing_counts_the_larger_of_two_stages_that_take_turns_in_one_process() -> None:
     """An encoder in the same process needs its memory while the language model does not."""
-    tokens = {}
-    for activations_mib, growth_mib in ((1, 0), (1, 30), (30, 1), (30, 30)):
-        sizing = make_sizing([["encode", "generate"]], policy=AutoProfile(headroom_bytes=MIB))
-        await sizing.publish("encode", Group(growth_bytes=growth_mib * MIB))  # type: ignore[arg-type]
-        used = activations_mib * MIB
-        generate = Group(
-            lambda order, used=used: [measured(order, activations_bytes=used)]  # type: ignore[misc]
-        )
-        await sizing.lead("generate", generate)  # type: ignore[arg-type]
-        tokens[activations_mib, growth_mib] = generate.accepted[0]
-    assert tokens[1, 30] == tokens[30, 1] == tokens[30, 30] < tokens[1, 0]
+    none, *some = [
+        await tokens_next_to(TOGETHER, growth, activations_mib=activations)
+        for activations, growth in ((1, 0), (1, 30), (30, 1), (30, 30))
+    ]
+    assert some[0] == some[1] == some[2] < none
 
 
-async def test_sizing_counts_both_stages_if_the_encoder_pauses_for_steps() -> None:
-    """Memory of a paused batch of images is added to that of the largest step."""
-    tokens = []
-    for growth_mib in (0, 30):
-        sizing = make_sizing([["encode", "generate"]], policy=AutoProfile(headroom_bytes=MIB))
-        encode = Group(growth_bytes=growth_mib * MIB, pauses=True)
-        await sizing.publish("encode", encode)  # type: ignore[arg-type]
-        generate = Group(lambda order: [measured(order, activations_bytes=30 * MIB)])
-        await sizing.lead("generate", generate)  # type: ignore[arg-type]
-        tokens.append(generate.accepted[0] * LOAD.block_size)
-    assert tokens[0] - tokens[1] == pytest.approx(0.95 * 30 * MIB / 8, abs=LOAD.block_size)
+@pytest.mark.parametrize("apart", [True, False])
+async def test_sizing_counts_both_stages_if_they_need_memory_at_the_same_time(
+    *, apart: bool
+) -> None:
+    """In processes apart, unless on another host, and if a batch of images pauses for the largest steps."""
+    groups = APART if apart else TOGETHER
+    without, with_both = [
+        await tokens_next_to(groups, growth, activations_mib=30, pauses=not apart)
+        for growth in (0, 30)
+    ]
+    assert without - with_both == pytest.approx(0.95 * 30 * MIB / 8, abs=LOAD.block_size)
+    if apart:
+        assert await tokens_next_to(APART, 30, activations_mib=30, host="far") == without
 
 
 @pytest.mark.parametrize("pausing", [True, False])
 async def test_sizing_proves_steps_next_to_a_batch_that_waits(*, pausing: bool) -> None:
     """Also for a size that was not measured; not if nothing pauses or nothing is proved."""
-    sizing = make_sizing([["encode", "generate"]], pausing=pausing)
+    sizing = make_sizing(TOGETHER, pausing=pausing)
     encode = Group(growth_bytes=30 * MIB, pauses=True)
     await sizing.publish("encode", encode)  # type: ignore[arg-type]
     first, again = Group(), Group()
@@ -149,7 +150,7 @@ async def test_sizing_proves_steps_next_to_a_batch_that_waits(*, pausing: bool) 
 async def test_sizing_refuses_a_size_next_to_which_the_encoder_does_not_fit() -> None:
     """Ranks ran no batch beside the KV cache; a policy that takes too much fails, however its steps went."""
     for growth_mib, fits in ((80, True), (90, False)):
-        sizing = make_sizing([["encode", "generate"]], policy=Pinned(tokens=MIB))
+        sizing = make_sizing(TOGETHER, policy=Pinned(tokens=MIB))
         await sizing.publish("encode", Group(growth_bytes=growth_mib * MIB))  # type: ignore[arg-type]
         generate = Group(lambda order: [measured(order, activations_bytes=MIB)])
         if fits:
@@ -158,19 +159,6 @@ async def test_sizing_refuses_a_size_next_to_which_the_encoder_does_not_fit() ->
             continue
         with pytest.raises(DeviceOutOfMemory, match="batch of images does not fit beside the KV"):
             await sizing.lead("generate", generate)  # type: ignore[arg-type]
-
-
-async def test_sizing_of_processes_apart_on_one_memory_counts_both() -> None:
-    """An encoder in a process of its own will need at the same time what it does not hold now; not on another host."""
-    tokens = []
-    for growth_mib, host in ((0, ""), (30, ""), (30, "far")):
-        sizing = make_sizing([["encode"], ["generate"]], policy=AutoProfile(headroom_bytes=MIB))
-        await sizing.publish("encode", Group(growth_bytes=growth_mib * MIB), host)  # type: ignore[arg-type]
-        generate = Group(lambda order: [measured(order, activations_bytes=MIB)])
-        await sizing.lead("generate", generate)  # type: ignore[arg-type]
-        tokens.append(generate.accepted[0] * LOAD.block_size)
-    assert tokens[0] - tokens[1] == pytest.approx(0.95 * 30 * MIB / 8, abs=LOAD.block_size)
-    assert tokens[2] == tokens[0]
 
 
 @pytest.mark.parametrize(
@@ -187,9 +175,6 @@ async def test_sizing_that_fails_reports_why_and_keeps_the_ledger(
     assert generate.accepted == []
     assert sizing.ledger is not None
     assert sizing.ledger.totals == {LOADED.pool: LOADED.total_bytes}
-
-
-TWO = [["encode-0"], ["encode-1"], ["generate-0"], ["generate-1"]]
 
 
 async def turns(count: int = 20) -> None:
@@ -276,7 +261,7 @@ def _of(rank: RankMemory, sized: Sized) -> Sized:
 
 async def test_sizing_keeps_what_an_encoder_published_at_its_first_start() -> None:
     """Its reservation after a restart changes no share, and its memory is named after the rank, not the process."""
-    sizing = make_sizing([["encode"], ["generate"]])
+    sizing = make_sizing(APART)
     assert sizing.reserved_bytes("encode", 0) is None
     for number, growth_bytes in ((7, 5), (8, 50)):
         memory = msgspec.structs.replace(LOADED, pool=f"cpu limit of {number}")
@@ -292,7 +277,7 @@ async def test_sizing_keeps_what_an_encoder_published_at_its_first_start() -> No
 
 async def test_sizing_names_the_memory_of_an_encoder_after_the_host_of_its_latest_start() -> None:
     """Once: the pool of a kept reservation has a host already, which may be another one."""
-    sizing = make_sizing([["encode"], ["generate"]])
+    sizing = make_sizing(APART)
     for host in ("far", "farther"):
         await sizing.publish("encode", Group(growth_bytes=5), host)  # type: ignore[arg-type]
     await sizing.lead("generate", Group())  # type: ignore[arg-type]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Sequence
 
 import pytest
@@ -101,7 +100,7 @@ def groups_on(device: OneDevice, names: Sequence[str] = NAMES) -> dict[str, Grou
     return {name: Group(device, size) for name, size in zip(names, ROW_BYTES, strict=False)}
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations(NAMES)))
+@pytest.mark.parametrize("order", [NAMES, NAMES[::-1]])
 async def test_sizing_together_does_not_depend_on_who_starts_first(order: Sequence[str]) -> None:
     """All groups get the same in each order of starting, and the largest steps of all fit at once."""
     device = OneDevice(1024 * MIB)

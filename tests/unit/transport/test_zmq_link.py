@@ -1,8 +1,9 @@
-"""The control plane: no message is lost after an edge; the rest is in `tests/contract/test_transports.py`."""
+"""The control plane: no message is lost after an edge, and pulses; see `tests/contract/test_transports.py`."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
@@ -10,7 +11,14 @@ import pytest
 import zmq
 
 from tests.patience import patience
-from vsched.transport.zmq_link import LeaderLink, RankLink, rank_identity, wait_readable
+from vsched.transport.zmq_link import (
+    LeaderLink,
+    PulseThread,
+    RankLink,
+    pulse_identity,
+    rank_identity,
+)
+from vsched.wire import Hello, Pulse, RankReport, decode_report
 
 Frame = tuple[bytes, bytes]
 
@@ -23,7 +31,7 @@ async def context() -> AsyncIterator[zmq.Context[zmq.Socket[bytes]]]:
 
 
 class Leading:
-    """A leader's link that keeps received messages."""
+    """A leader's link that keeps received messages, and fails at those that begin with `bad`."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
         self.received: list[Frame] = []
@@ -33,6 +41,8 @@ class Leading:
     def _on_frame(self, identity: bytes, frame: bytes) -> None:
         self.received.append((identity, frame))
         self._changed.set()
+        if frame.startswith(b"bad"):
+            raise RuntimeError("a progress bar")
 
     async def receive(self, count: int) -> list[Frame]:
         async with patience():
@@ -74,18 +84,6 @@ def receive(link: RankLink, count: int) -> list[bytes]:
             break
         messages.append(message)
     return messages
-
-
-async def test_link_drains_everything_behind_one_edge(
-    leading: Leading, connect: Callable[[int], RankLink]
-) -> None:
-    """The descriptor only signals a change: all messages are read, in order."""
-    link = connect(0)
-    frames = [b"%d" % index for index in range(900)]  # fewer than make a sender wait
-    for frame in frames:
-        link.send(frame)
-    received = await leading.receive(len(frames))
-    assert received == [(rank_identity(0), frame) for frame in frames]
 
 
 async def test_link_hears_reports_whose_edge_a_send_has_swallowed(
@@ -135,10 +133,46 @@ async def test_link_second_peer_with_a_rank_identity_is_not_heard(
     assert thief.receive() is None
 
 
-async def test_link_rank_hears_nothing_for_the_timeout(
-    leading: Leading, connect: Callable[[int], RankLink]
+async def test_link_goes_on_after_a_report_that_could_not_be_taken(
+    leading: Leading, connect: Callable[[int], RankLink], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The wait ends after its timeout."""
+    """The descriptor is edge-triggered: if an exception stopped the drain, the frames behind it would never be read."""
     link = connect(0)
-    assert not wait_readable([link], 0.001)
-    assert link.receive() is None
+    sent = [b"first", b"bad", b"ready", b"bad too", b"bad again", b"last"]
+    for frame in sent:
+        link.send(frame)
+    assert [frame for _, frame in await leading.receive(len(sent))] == sent
+    assert caplog.text.count("RuntimeError: a progress bar") == 3
+
+
+@pytest.mark.slow
+def test_pulse_proves_itself_and_beats(tmp_path: Path) -> None:
+    """The secret first, then beats, even while its rank is too busy to report."""
+    address = f"ipc://{tmp_path}/group"
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    leader = context.socket(zmq.ROUTER)
+    leader.bind(address)
+    link = RankLink(address, 3)
+    pulse = PulseThread(link, 3, "sesame", every_s=0.01)
+    received: list[RankReport] = []
+    while len(received) < 4:
+        assert leader.poll(5000)
+        identity, frame = leader.recv_multipart()
+        assert identity == pulse_identity(3)
+        received.append(decode_report(frame))
+    assert received == [Hello(3, "sesame"), Pulse(), Pulse(), Pulse()]
+    pulse.close()
+    link.close()
+    context.destroy(linger=0)
+    assert not any(thread.name == "pulse" for thread in threading.enumerate())
+
+
+def test_pulse_without_a_leader_ends_at_once(tmp_path: Path) -> None:
+    """Nothing is queued without bound, and closing does not wait."""
+    link = RankLink(f"ipc://{tmp_path}/nobody", 0)
+    usual = threading.stack_size()
+    pulse = PulseThread(link, 0, "sesame", every_s=60)
+    assert threading.stack_size() == usual
+    pulse.close()
+    link.socket.setsockopt(zmq.LINGER, 0)
+    link.close()

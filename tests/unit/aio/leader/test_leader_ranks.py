@@ -78,19 +78,6 @@ async def test_leader_rank_that_computed_something_else_is_named(
     assert len(led.results) == (order.index(0) < order.index(2))
 
 
-async def test_leader_ranks_may_be_steps_apart(led: LeaderHarness) -> None:
-    """The difference is found when the slow rank reaches that step."""
-    for step in range(1, 5):
-        led.leader.decide(GenerateDecision(step))
-        led.receive(0, said(0, step))
-        led.receive(1, said(1, step))
-    for step in range(1, 4):
-        led.receive(2, said(2, step))
-    assert led.lost == []
-    led.receive(2, said(2, 4, b"\7\0\0\0"))
-    assert led.lost == ["generate: rank 2 has another result of step 4 than rank 0 (RankDesync)"]
-
-
 async def test_leader_encode_ranks_are_compared_by_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch fails on all ranks or on none; the reasons they know may differ."""
     led = LeaderHarness(monkeypatch, ranks=2, name="encode-1")

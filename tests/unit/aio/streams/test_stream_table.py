@@ -1,4 +1,4 @@
-"""The table of live streams: tokens by slot, one end each, and no stream harms another."""
+"""The table of live streams, and the log-probabilities of their prompts: no stream harms another."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
 import pytest
 
 from tests.patience import patience
@@ -15,6 +16,7 @@ from vsched.aio.streams import (
     ChoiceInputs,
     OutputDelta,
     PromptReport,
+    PromptToken,
     StreamTable,
     TokenStream,
     int32_array,
@@ -165,49 +167,6 @@ async def test_stream_table_gives_the_tokens_of_drafts_one_by_one_with_their_log
     assert await table.tokens(1) == [10, 7, 9, 10]
 
 
-async def test_stream_table_stream_that_breaks_is_reported_once_and_takes_nothing_more() -> None:
-    """The others have their token of the same step, and the reader of this one gets an error."""
-    table = Table(Text(push_at=2), Text())
-    for token in (7, 8, 9):
-        table.emit([(1, token), (2, token)])
-    assert table.broken == ["r1"]
-    table.finish(1, FinishReason.LENGTH)  # whatever the kernel says
-    table.finish(2)
-    with pytest.raises(RequestFailed, match="could not be turned into text"):
-        await table.tokens(1)
-    assert table.generations[1].output_tokens == 2
-    assert await table.tokens(2) == [7, 8, 9]
-    assert table.ends == ["r1", "r2"]
-
-
-@pytest.mark.parametrize("reason", [FinishReason.LENGTH, FinishReason.STOP])
-async def test_stream_table_undeliverable_end_is_an_error(reason: FinishReason) -> None:
-    """A reader must not take partial output for the complete answer."""
-    table = Table(Text(flush=ValueError("half a character")))
-    table.emit([(1, 7)])
-    table.finish(1, reason)
-    assert table.generations[1].reason is FinishReason.ERROR
-    with pytest.raises(RequestFailed, match="could not be turned into text"):
-        await table.tokens(1)
-    assert table.ends == ["r1"]
-
-
-@pytest.mark.parametrize("texts", [0, 1, 3])
-async def test_stream_table_fail_all_ends_every_stream(texts: int) -> None:
-    """Each once, with the same error, even if freeing their resources raises."""
-    table = Table(*(Text(flush=ValueError("half a character")) for _ in range(texts)))
-    table.end_error = RuntimeError("a lease")
-    table.streams.fail_all("the scheduler failed", code="given_up")
-    for generation in table.generations.values():
-        with pytest.raises(RequestFailed, match="^the scheduler failed$") as caught:
-            await anext(generation)
-        assert (caught.value.code, caught.value.status) == ("given_up", 503)
-    assert table.ends == [f"r{number}" for number in table.generations]
-    table.streams.fail_all("again", code="given_up")
-    assert len(table.ends) == texts
-    await table.streams.wait_idle()
-
-
 async def test_stream_table_is_idle_when_the_last_has_ended() -> None:
     """A drain waits for exactly that, also past an end that raises."""
     table = Table(Text(), Text())
@@ -246,3 +205,61 @@ async def test_stream_table_gives_each_prompt_what_is_told_of_it() -> None:
     table.streams.report([reported(1, 1), reported(2, 2), reported(3, 1), reported(9, 1)])
     assert [one.token_id for one in reports[0].tokens()] == [8]
     assert table.broken == ["r2"]
+
+
+PROMPT = [7, 8, 9, 10, 11]
+
+
+def prompt_piece(start: int, count: int, *, top: int = 2, shift: float = 0.0) -> PromptPiece:
+    """A report on `count` positions, whose values follow from the positions."""
+    at = np.arange(start, start + count)
+    best = at[:, None] + np.arange(top)
+    return PromptPiece(
+        number=1,
+        start=start,
+        logprobs=(-at - shift).astype(np.float32).tobytes(),
+        ranks=(at + 1).astype(np.int32).tobytes(),
+        top_ids=best.astype(np.int32).tobytes(),
+        top_logprobs=(-best / 8).astype(np.float32).tobytes(),
+    )
+
+
+def prompt_token(at: int, *, top: int = 2) -> PromptToken:
+    best = [(at + one, -(at + one) / 8) for one in range(top)]
+    return PromptToken(PROMPT[at], -at, at + 1, best)
+
+
+@pytest.mark.parametrize("top", [0, 2])
+@pytest.mark.parametrize("cuts", [[4], [1, 3], [2, 1, 1]])
+def test_prompt_report_joins_pieces(cuts: list[int], top: int) -> None:
+    report = PromptReport(PROMPT, top)
+    start = 1
+    for count in cuts:
+        report.take(prompt_piece(start, count, top=top))
+        start += count
+    assert list(report.tokens()) == [prompt_token(at, top=top) for at in range(1, 5)]
+
+
+def test_prompt_report_keeps_earlier_values() -> None:
+    """After a loss, chunks begin at position 0 again and may be cut elsewhere."""
+    report = PromptReport(PROMPT, 2)
+    report.take(prompt_piece(1, 2))
+    report.take(prompt_piece(1, 1, shift=0.5))
+    report.take(prompt_piece(1, 3, shift=0.5))
+    report.take(prompt_piece(4, 1))
+    found = list(report.tokens())
+    assert [one.logprob for one in found] == [-1, -2, -3.5, -4]
+
+
+def test_prompt_report_refuses_a_gap() -> None:
+    report = PromptReport(PROMPT, 2)
+    report.take(prompt_piece(1, 1))
+    with pytest.raises(ValueError, match="position 3 of a prompt is told of before 2"):
+        report.take(prompt_piece(3, 1))
+
+
+def test_prompt_report_is_read_when_it_is_whole() -> None:
+    report = PromptReport(PROMPT, 2)
+    report.take(prompt_piece(1, 3))
+    with pytest.raises(ValueError, match="4 of 5 prompt tokens are known"):
+        list(report.tokens())

@@ -1,4 +1,4 @@
-"""An encode batch is sent in time slices while its processes have steps of a generate group to run."""
+"""Between the steps of a leader: time slices of an encode batch, and hooks, which are due by interval."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from vsched.wire import (
     Beat,
     Continue,
     EncodeResult,
+    GenerateResult,
     Heartbeat,
     LogEntry,
     Paused,
     RunHook,
     StepCheck,
+    check_of,
 )
 
 MS = 1_000_000
@@ -170,3 +172,98 @@ async def test_leader_runs_no_hook_within_a_batch(led: LeaderHarness) -> None:
     for rank in (0, 1):
         led.receive(rank, Beat(hooks[0], {}))
     assert led.lost == []
+
+
+@pytest.fixture
+async def led_generate(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[LeaderHarness]:
+    led_generate = LeaderHarness(monkeypatch, ranks=2)
+    yield led_generate
+    led_generate.leader.close()
+
+
+def result(step: int) -> GenerateResult:
+    return GenerateResult(step, b"", b"", [], [], 0)
+
+
+async def test_leader_puts_due_hooks_before_a_step(led_generate: LeaderHarness) -> None:
+    """Every rank runs a hook between the same two steps, an interval after the end of its last run."""
+    led_generate.enter(0, 1, hooks={"balance": 10.0, "tidy": 25.0})
+    ran: list[tuple[str, int]] = []
+    for step in range(1, 41):
+        known = len(led_generate.entries())
+        led_generate.leader.decide(GenerateDecision(step))
+        for seq, entry in enumerate(led_generate.entries()[known:], known + 1):
+            if isinstance(entry, RunHook):
+                ran.append((entry.name, step))
+                led_generate.advance(3 if step == 21 else 0)
+                for rank in (0, 1):
+                    led_generate.receive(rank, Beat(seq, {}))
+        led_generate.receive(0, result(step))
+        led_generate.receive(1, StepCheck(step, check_of(result(step))))
+        led_generate.advance(1)
+    assert [step for name, step in ran if name == "balance"] == [11, 21, 31]
+    assert [step for name, step in ran if name == "tidy"] == [23]
+    assert led_generate.link.sent[0] == led_generate.link.sent[1]
+    assert led_generate.lost == []
+
+
+async def test_leader_runs_no_hook_that_runs_or_in_an_idle_group(
+    led_generate: LeaderHarness,
+) -> None:
+    """After a step a hook is due once; then heartbeats are sent, and nothing else."""
+    led_generate.enter(0, 1, hooks={"balance": 1.0})
+    for steps in range(3):
+        before = led_generate.entries().count(RunHook("balance"))
+        for seq in range(60):
+            led_generate.loop.advance(1)
+            for rank in (0, 1):
+                led_generate.receive(rank, Beat(len(led_generate.link.sent.get(rank, [])), {}))
+            if seq == 10 and steps:
+                led_generate.leader.decide(GenerateDecision(steps))
+                led_generate.receive(0, result(steps))
+                led_generate.receive(1, StepCheck(steps, check_of(result(steps))))
+        assert led_generate.entries().count(RunHook("balance")) == before + bool(steps)
+    assert {*map(type, led_generate.entries())} == {Heartbeat, RunHook, GenerateDecision}
+    assert led_generate.lost == []
+
+
+def hook_is_out(led_generate: LeaderHarness) -> int:
+    """Have a hook follow a step; return the number of its entry."""
+    led_generate.enter(0, 1, hooks={"balance": 1.0})
+    led_generate.leader.decide(GenerateDecision(1))
+    led_generate.receive(0, result(1))
+    led_generate.receive(1, StepCheck(1, check_of(result(1))))
+    led_generate.advance(LIMITS.heartbeat_s + 1)
+    return led_generate.entries().index(RunHook("balance")) + 1
+
+
+async def test_leader_deadline_of_a_hook(led_generate: LeaderHarness) -> None:
+    """A hook that does not end is subject to the step deadline.
+
+    A reply to a heartbeat that was sent before the hook may arrive after it.
+    """
+    seq = hook_is_out(led_generate)
+    for rank in (0, 1):
+        led_generate.receive(rank, Beat(seq - 1, {}))
+    led_generate.advance(LIMITS.step_s + 2 * LIMITS.heartbeat_s)
+    assert "limit 30 (deadlines.step_s)" in led_generate.lost[0]
+
+
+async def test_leader_result_is_no_answer_to_the_hook_at_a_place_of_the_same_number(
+    led_generate: LeaderHarness,
+) -> None:
+    led_generate.receive(0, result(hook_is_out(led_generate)))
+    assert led_generate.lost == ["generate: rank 0 sent a result of no step that is out"]
+
+
+async def test_leader_runs_what_is_due_by_its_interval_before_a_step_and_not_after_a_result(
+    led_generate: LeaderHarness,
+) -> None:
+    """A result may trigger the next step at once; a hook that is due runs right before that step."""
+    led_generate.enter(0, 1, hooks={"balance": LIMITS.heartbeat_s / 4})
+    led_generate.leader.decide(GenerateDecision(1))
+    led_generate.loop.advance(LIMITS.heartbeat_s / 2)
+    led_generate.receive(0, result(1))
+    assert led_generate.entries() == [GenerateDecision(1)]
+    led_generate.leader.decide(GenerateDecision(2))
+    assert led_generate.entries() == [GenerateDecision(1), RunHook("balance"), GenerateDecision(2)]
