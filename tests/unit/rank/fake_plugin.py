@@ -20,7 +20,6 @@ from vsched.errors import CheckpointError, ConfigError, DeviceOutOfMemory
 from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.sim.ranks.symbolic_workers import StandInEncoder, StandInGenerator, stand_in_info
 from vsched.types import ArenaLayout, ModelInfo
-from vsched.wire import FollowerLog, LogEntry
 from vsched.worker.contract import (
     Batch,
     EncodeJob,
@@ -44,13 +43,8 @@ class Behaviour(msgspec.Struct, frozen=True, kw_only=True):
         load_error: An error to fail with while loading: `CheckpointError`, `DeviceOutOfMemory` or another.
         load_signal: A signal that kills the process while it loads, as if out of memory; 0 for none.
         meet: A directory in which this many ranks must meet while they load.
-        step_s: Time of a generate step; if `slow_at` is given, only of steps with a sequence of that many tokens.
-        exit_at: Exit with code 7 in the step that sees a sequence of this length, once; needs `meet`.
-        encode_error: Fail items of this many tokens.
-        differ_rank: This rank yields other tokens, starting with the step with a sequence of `differ_at` tokens.
-        hook_s: Interval of the hook `balance`, None for no hooks. Each run appends the number of earlier steps to
-            `hooks-<rank>` in `notes`.
-        notes: A directory for notes of ranks; `received-<rank>` has the log entries that they received.
+        step_s: Time of a generate step.
+        hook_s: Interval of the hook `balance`, None for no hooks.
         forkable: The modules that a fork server imports for its ranks; with none, ranks are new processes.
     """
 
@@ -60,13 +54,7 @@ class Behaviour(msgspec.Struct, frozen=True, kw_only=True):
     meet: str = ""
     meet_ranks: int = 0
     step_s: float = 0.0
-    slow_at: int = 0
-    exit_at: int = 0
-    encode_error: int = 0
-    differ_rank: int = -1
-    differ_at: int = 0
     hook_s: float | None = None
-    notes: str = ""
     forkable: tuple[str, ...] = ()
 
 
@@ -106,14 +94,11 @@ def raise_named(name: str) -> NoReturn:
 class FakeEncoder(StandInEncoder):
     """Fills every row of an item with the first byte of its metadata."""
 
-    def __init__(self, behaviour: Behaviour) -> None:
+    def __init__(self) -> None:
         super().__init__(_device())
-        self._behaviour = behaviour
 
     def encode(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
         for job in jobs:
-            if job.tokens == self._behaviour.encode_error:
-                raise RuntimeError("/secret/path of the encoder")
             for page in job.pages:
                 embeddings[page] = job.metadata[0]
 
@@ -121,11 +106,9 @@ class FakeEncoder(StandInEncoder):
 class FakeGenerator(StandInGenerator):
     """Checks its embeddings, and yields `next_token` of each sequence."""
 
-    def __init__(self, behaviour: Behaviour, rank: int = 0) -> None:
+    def __init__(self, behaviour: Behaviour) -> None:
         super().__init__(_device(), kv_bytes_per_token=KV_BYTES, weights_bytes=1 << 10)
         self._behaviour = behaviour
-        self._rank = rank
-        self._steps = 0
 
     def prepare(self, sequence: SequenceState) -> None:
         sequence.state = sequence.prompt_length
@@ -139,49 +122,19 @@ class FakeGenerator(StandInGenerator):
                 assert batch.embeddings[item.pages[0], 0, 0] in written
             if chunk.samples:
                 rows.append((chunk.sequence, chunk.stop))
-        for _, length in rows:
-            if length == self._behaviour.exit_at:
-                exit_once(self._behaviour.meet)
-        self._steps += 1
-        lengths = [length for _, length in rows]
-        if self._behaviour.slow_at in (0, *lengths):
-            time.sleep(self._behaviour.step_s)
+        time.sleep(self._behaviour.step_s)
         tokens = [next_token(sequence.tokens[:length].tolist()) for sequence, length in rows]
-        if self._rank == self._behaviour.differ_rank and self._behaviour.differ_at in lengths:
-            tokens = [token + 1 for token in tokens]
         return Sampled(np.asarray(tokens, np.int32))
 
     def hooks(self) -> dict[str, float]:
         return {} if self._behaviour.hook_s is None else {"balance": self._behaviour.hook_s}
 
     def run_hook(self, name: str) -> None:
-        with Path(self._behaviour.notes, f"hooks-{self._rank}").open("a") as notes:
-            notes.write(f"{name} {self._steps}\n")
+        """No-op."""
 
 
 def _device() -> SimulatedMemory:
     return SimulatedMemory(1 << 30, pool=f"fake of {os.getpid()}")
-
-
-def exit_once(directory: str) -> None:
-    """End this process, unless another did so before."""
-    mark = Path(directory, "exited")
-    if not mark.exists():
-        mark.touch()
-        os._exit(7)
-
-
-def note_entries(path: Path) -> None:
-    """From now on, note the log entries that this process receives."""
-    accept = FollowerLog.accept
-    notes = path.open("a", buffering=1)
-
-    def noted(self: FollowerLog, frame: bytes) -> LogEntry:
-        entry = accept(self, frame)
-        notes.write(f"{type(entry).__name__}\n")
-        return entry
-
-    FollowerLog.accept = noted  # type: ignore[method-assign]
 
 
 class FakePlugin(WorkerPlugin):
@@ -205,7 +158,8 @@ class FakePlugin(WorkerPlugin):
         settings: WorkerSettings,
         progress: Progress,
     ) -> FakeEncoder:
-        return FakeEncoder(_load(info, progress))
+        _load(info, progress)
+        return FakeEncoder()
 
     def load_generator(
         self,
@@ -213,10 +167,7 @@ class FakePlugin(WorkerPlugin):
         settings: WorkerSettings,
         progress: Progress,
     ) -> FakeGenerator:
-        behaviour = _load(info, progress)
-        if behaviour.notes:
-            note_entries(Path(behaviour.notes, f"heard-{settings.rank}"))
-        return FakeGenerator(behaviour, settings.rank)
+        return FakeGenerator(_load(info, progress))
 
 
 def _load(info: ModelInfo, progress: Progress) -> Behaviour:

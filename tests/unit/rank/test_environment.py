@@ -1,10 +1,12 @@
-"""The environment of a rank process."""
+"""The environment of a rank process, and the pages of native code that it drops."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from vsched.fork_server import rank_environment
+from vsched.fork_server import drop_code_pages, rank_environment
 
 
 def test_threads_of_openmp_spin_shortly_and_then_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,3 +25,22 @@ def test_threads_of_openmp_spin_shortly_and_then_sleep(monkeypatch: pytest.Monke
 def test_spin_time_of_threads_is_configurable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GOMP_SPINCOUNT", "0")
     assert rank_environment(threads=1)["GOMP_SPINCOUNT"] == "0"
+
+
+def code_kib() -> int:
+    """Resident size of this process's native code, in KiB."""
+    total, is_code = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, _, rest = line.partition(" ")
+        if not first.endswith(":"):
+            is_code = rest.startswith("r-xp")
+        elif is_code and first == "Rss:":
+            total += int(rest.split()[0])
+    return total
+
+
+def test_drop_code_pages_unmaps_code_that_still_runs() -> None:
+    before = code_kib()
+    drop_code_pages()
+    assert code_kib() < before
+    assert sorted([2, 1]) == [1, 2]

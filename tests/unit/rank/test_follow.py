@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.worker.test_member import Link
 from vsched import rank as rank_module
-from vsched.errors import GroupLostError, RankDesync
+from vsched.errors import RankDesync
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision
 from vsched.wire import (
     Continue,
@@ -110,7 +110,7 @@ def shuffled(late: list[tuple[str, bytes]], seed: int) -> list[tuple[str, bytes]
     return mixed
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_follow_keeps_the_order_of_turns(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Whatever the links' delays, all ranks run the same steps in order; none waits for a peer in another step."""
     following = Following(monkeypatch)
@@ -144,15 +144,6 @@ def test_follow_stops_where_no_log_has_the_next_turn(monkeypatch: pytest.MonkeyP
     with pytest.raises(RankDesync, match="waits for a turn that none of them has"):
         following.follow()
     assert following.done == []
-
-
-def test_follow_ends_when_a_leader_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the first entry; before it, the leader waits for other ranks."""
-    following = Following(monkeypatch)
-    following.decide("encode", EncodeDecision(1, []))
-    with pytest.raises(GroupLostError, match=r"heard nothing from the engine for 60 s"):
-        following.follow()
-    assert following.done == [("encode", 1)]
 
 
 @pytest.mark.parametrize("logs", [1, 2])

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.patience import NEVER_S, patience
+from tests.patience import NEVER_S, PATIENCE_S, patience
 from tests.unit.rank.fake_plugin import Behaviour
 from tests.unit.rank.worker_groups import (
     KV_TOKENS,
@@ -18,6 +21,8 @@ from tests.unit.rank.worker_groups import (
     is_running,
     limits,
     make_sizing,
+    python_path,
+    shell_of,
 )
 from vsched.aio.launcher import RankProcess
 from vsched.errors import CheckpointError, DeviceOutOfMemory, GroupLostError
@@ -25,7 +30,6 @@ from vsched.kernel.decisions import ChunkPlan, GenerateDecision, Join, RequestDa
 from vsched.transport.zmq_link import LeaderLink
 from vsched.types import SamplingParams
 
-pytestmark = pytest.mark.slow
 QUIET = limits(heartbeat_s=60)
 """Without heartbeats, one of which could find a rank gone before its exit is noticed."""
 
@@ -44,10 +48,11 @@ async def test_worker_group_starts_all_ranks_in_parallel(place: Place, tmp_path:
     meet.mkdir()
     received = Received()
     worker_group = place.worker_group(
-        received.events, ranks=3, behaviour=Behaviour(meet=str(meet), meet_ranks=3)
+        received.events, ranks=3, behaviour=Behaviour(meet=str(meet), meet_ranks=3, hook_s=5.0)
     )
     ready = await worker_group.start()
     assert [one.kv_blocks for one in ready["generate"]] == [KV_TOKENS // 4] * 3
+    assert [one.hooks for one in ready["generate"]] == [{"balance": 5.0}] * 3
     assert len(set(worker_group.pids)) == 3
     assert [process_names(pid) for pid in worker_group.pids] == [
         ("vsched: generat", f"vsched: generate rank {rank}") for rank in range(3)
@@ -194,20 +199,6 @@ async def test_worker_group_stop_lets_ranks_end_by_themselves(place: Place) -> N
     assert codes == [0, 0]
 
 
-async def test_worker_group_rank_that_diverges_stops(place: Place) -> None:
-    """A decision that contradicts the rank's state ends the group instead of being computed."""
-    received = Received()
-    worker_group = place.worker_group(received.events)
-    await worker_group.start()
-    worker_group.leader("generate").decide(GenerateDecision(1, chunks=[ChunkPlan(2, 0, 3, [])]))
-    await received.wait_until(lambda: received.lost)
-    ((groups, reason),) = received.lost
-    assert groups == ["generate"]
-    assert reason == "generate: rank 0 stopped with RankDesync: a chunk for slot 2, which is empty"
-    assert received.results == []
-    await worker_group.stop(grace_s=0)
-
-
 async def test_worker_group_hears_the_last_word_of_a_rank_whose_exit_comes_first(
     place: Place,
 ) -> None:
@@ -264,3 +255,61 @@ async def test_worker_group_start_that_is_cancelled_can_be_cleaned_up(place: Pla
     await worker_group.stop(grace_s=0)
     assert pids
     assert not any(is_running(pid) for pid in pids)
+
+
+async def test_worker_group_rank_that_is_stopped_in_a_step_is_found(place: Place) -> None:
+    """By the timeout of ranks, not that of steps; a step that is merely long is not killed."""
+    received = Received()
+    worker_group = place.worker_group(
+        received.events,
+        ranks=2,
+        behaviour=Behaviour(step_s=NEVER_S),
+        limits=limits(rank_timeout_s=1.5, heartbeat_s=0.1),
+    )
+    await worker_group.start()
+    worker_group.leader("generate").decide(one_request())
+    await asyncio.sleep(0.1)
+    pids = worker_group.pids
+    os.kill(pids[1], signal.SIGSTOP)
+    await received.wait_until(lambda: received.lost)
+    assert received.lost[0][1].startswith("generate: rank 1 was silent for ")
+    await worker_group.stop(grace_s=0)
+    assert not any(is_running(pid) for pid in pids)
+
+
+pytestmark = pytest.mark.slow
+
+
+async def test_shell_stop_in_the_middle_of_a_restart_leaves_no_process(place: Place) -> None:
+    """Stopping cancels a restart that has begun to start ranks."""
+    before = place_children()
+    async with shell_of(place) as shell:
+        pids = shell.pids
+        os.kill(pids[1], signal.SIGKILL)
+        async with patience():
+            while shell.healthy:  # noqa: ASYNC110 - the very turn of the loop matters
+                await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        await shell.stop()
+        assert shell.pids == []
+        assert not any(is_running(pid) for pid in pids)
+    assert place_children() <= before, "no rank was started after the stop"
+
+
+def place_children() -> set[int]:
+    """Return the running children of this process."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    return {int(pid) for pid in children if is_running(int(pid))}
+
+
+def test_rank_without_a_specification_exits(tmp_path: Path) -> None:
+    """An engine that dies before it sends anything leaves no rank waiting."""
+    done = subprocess.run(
+        [sys.executable, "-m", "vsched.rank"],
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": python_path()},
+        cwd=tmp_path,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert done.returncode == 3
