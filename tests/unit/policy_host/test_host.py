@@ -1,13 +1,21 @@
-"""A host's seats with what is around them: guards, figures, notices."""
+"""A host's seats with what is around them: needs of policies, guards, times of calls, figures, notices."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 
 import pytest
 
-from vsched.policy import RequestPolicy, StepShares, StepView
-from vsched.policy_host import PolicyHost, SeatPolicies
+from vsched.errors import PolicyError
+from vsched.kernel import SchedulerLimits
+from vsched.kernel.events import PolicyReplaced
+from vsched.policy import Admission, AdmissionView, Policy, RequestPolicy, StepShares, StepView
+from vsched.policy_host import HostCapabilities, PolicyHost, SeatPolicies, check_capabilities
+from vsched.policy_host.call_times import PolicyTimes
+from vsched.testing import ModelCluster, make_request
+from vsched.testing.cluster import default_policies
+from vsched_policies.preemption import SwapLong, Youngest
 
 STEP = "generate.step"
 VIEW = StepView(now_ns=0, prefilling=(), waiting=0, decodes=0, tokens_free=1)
@@ -60,3 +68,165 @@ def test_table_without_a_hook_has_no_seat(caplog: pytest.LogCaptureFixture) -> N
     host = make_host(switched_off={STEP: "this version has no hook"})
     assert host.seat(STEP) is None
     assert "generate.step: no policy decides: this version has no hook" in caplog.text
+
+
+LIMITS = SchedulerLimits(blocks=64, slots=2, context_tokens=256, pages=16)
+MS = 1_000_000
+SEAT = "generate.admission"
+
+
+class OneAtATime(RequestPolicy, frozen=True, kw_only=True):
+    """Admit one request where two could join; the default admits both."""
+
+    def admit(self, view: AdmissionView) -> Admission:
+        return Admission([0] if view.running == 0 else [])
+
+
+class Clock:
+    """A clock that advances by a fixed time with each policy call."""
+
+    def __init__(self) -> None:
+        self.now_ns = self.queued_ns = 0
+        self.received: list[tuple[str, str]] = []
+
+    def times(self, *, budget_ms: float, slow_max: int) -> PolicyTimes:
+        return PolicyTimes(
+            budget_ms=budget_ms,
+            slow_max=slow_max,
+            now_ns=lambda: self.now_ns,
+            replace=lambda seat, reason: self.received.append((seat, reason)),
+            queued_ns=lambda: self.queued_ns,
+        )
+
+    def ask(self, took_ms: int, queued_ms: int = 0) -> Callable[[object], int]:
+        def ask(_: object) -> int:
+            self.now_ns += took_ms * MS
+            self.queued_ns += queued_ms * MS
+            return took_ms
+
+        return ask
+
+
+def test_calls_are_counted_and_answers_passed_on(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    times = clock.times(budget_ms=5, slow_max=2)
+    with caplog.at_level(logging.WARNING):
+        assert [times.watch("s", clock.ask(took))("view") for took in (3,)] == [3]
+        ask = times.watch("s", clock.ask(7))
+        assert [ask("view") for _ in range(2)] == [7, 7]
+    assert times.statistics() == {"s": {"calls": 2, "seconds": 0.014, "longest_ms": 7.0, "slow": 2}}
+    assert "value 7.0 ms, limit 5 ms. Remedy: make it faster" in caplog.text
+    assert clock.received == []
+    ask("view")
+    (change,) = clock.received
+    assert change[0] == "s"
+    assert "3 of 3 calls" in change[1]
+
+
+def test_slow_calls_that_are_rare_replace_nothing() -> None:
+    clock = Clock()
+    times = clock.times(budget_ms=5, slow_max=2)
+    took = [1]
+    ask = times.watch("s", lambda view: clock.ask(took[0])(view))
+    for number in range(600):
+        took[0] = 9 if number % 50 == 0 else 1
+        ask("view")
+    assert times.statistics()["s"]["slow"] == 12
+    assert clock.received == []
+
+
+@pytest.mark.parametrize(("queued_ms", "slow"), [(95, 0), (96, 0), (94, 1)])
+def test_waits_for_a_core_replace_nothing(queued_ms: int, slow: int) -> None:
+    """Next to busy processes, quick policies wait long for a core; that time is not counted."""
+    clock = Clock()
+    times = clock.times(budget_ms=5, slow_max=0)
+    times.watch("s", clock.ask(100, queued_ms))("view")
+    assert times.statistics()["s"]["slow"] == slow
+    assert len(clock.received) == slow
+
+
+def two_requests(cluster: ModelCluster) -> int:
+    """Submit two requests at once and return the maximum number that run together."""
+    cluster.submit(make_request("a", [1, 2, 3]))
+    cluster.submit(make_request("b", [1, 2, 4]))
+    cluster.run_generate()
+    running = cluster.kernel.generators[0].slots_held
+    cluster.drain()
+    cluster.check_settled()
+    return running
+
+
+def replaced() -> ModelCluster:
+    cluster = ModelCluster(LIMITS, default_policies(generate_admission=OneAtATime()))
+    assert two_requests(cluster) == 1
+    cluster.requests.clear()
+    cluster.ended.clear()
+    cluster.send(PolicyReplaced(SEAT, "too slow"))
+    return cluster
+
+
+def test_the_default_decides_in_place_of_a_policy_that_was_replaced() -> None:
+    cluster = replaced()
+    assert cluster.notices == [f"the default decides from now on as {SEAT}: too slow"]
+    assert two_requests(cluster) == 2
+    statistics = cluster.kernel.statistics()
+    assert statistics["policy_replaced"] == {SEAT: "too slow"}
+    assert statistics["policy_faults"] == {}
+    cluster.send(PolicyReplaced(SEAT, "again"))
+    cluster.send(PolicyReplaced("nowhere", "?"))
+    assert len(cluster.notices) == 1
+
+
+PLAIN = HostCapabilities(
+    host="Plain 1.0",
+    tables=frozenset({"generate.admission", "generate.preemption"}),
+    refused={"generate.step": "its steps are fixed"},
+    features=frozenset({"hold"}),
+)
+
+
+class Preempts(RequestPolicy, frozen=True, kw_only=True):
+    preempts = True
+
+    def admit(self, view: AdmissionView) -> Admission:
+        return Admission()
+
+
+class Levitates(Preempts, frozen=True, kw_only=True):
+    def needs(self) -> Sequence[str]:
+        return ("levitation",)
+
+
+@pytest.mark.parametrize(
+    ("policy", "table", "sentence"),
+    [
+        (
+            Preempts(),
+            "generate.step",
+            "generate.step: not decided by a policy in Plain 1.0: its steps are fixed",
+        ),
+        (
+            Preempts(),
+            "routing",
+            "Plain 1.0 makes this decision itself. .* or use Preempts in generate.admission",
+        ),
+        (
+            Preempts(),
+            "generate.admission",
+            r"Preempts needs preemption .* \(preempt\), which Plain 1.0 does not have",
+        ),
+        (Levitates(), "generate.admission", "'levitation', which is none of hold"),
+        (SwapLong(), "generate.preemption", "SwapLong needs swap space"),
+        (Youngest(mode="swap"), "generate.preemption", r"Youngest needs .*\(swap\)"),
+    ],
+)
+def test_host_refuses_policies_that_it_cannot_follow(
+    policy: Policy, table: str, sentence: str
+) -> None:
+    with pytest.raises(PolicyError, match=sentence):
+        check_capabilities(policy, table, PLAIN)
+
+
+def test_host_takes_policies_that_need_only_what_it_has() -> None:
+    check_capabilities(Youngest(), "generate.preemption", PLAIN)
+    check_capabilities(Preempts(), "generate.preemption", PLAIN)  # it never admits there

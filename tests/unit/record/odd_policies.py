@@ -3,72 +3,46 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Hashable, Iterator
 from typing import Any
 
 from vsched.policy import CachePolicy, EvictionOrder
 
 
-class Link:
-    """A member of a ring."""
-
-    __slots__ = ("after", "before", "key", "seen")
-
-    def __init__(self, key: Hashable, *, seen: bool = False) -> None:
-        self.key = key
-        self.seen = seen
-        self.before: Link = self
-        self.after: Link = self
-
-
 class RingOrder:
-    """Evicts the middle key first, new keys before existing ones."""
+    """Evicts the middle key first, new keys before those that it has held before."""
 
     def __init__(self) -> None:
-        self.head = Link(None)
-        self.links: dict[Hashable, Link] = {}
-        self.recent: deque[Hashable] = deque(maxlen=4)
+        self.seen: dict[Hashable, bool] = {}
         self.ever: set[Hashable] = set()
 
     def add(self, key: Hashable, size: int) -> bool:
-        self._append(Link(key, seen=key in self.ever))
-        self.recent.append(key)
+        self.seen[key] = key in self.ever
         self.ever.add(key)
         return True
 
-    def _append(self, link: Link) -> None:
-        self.links[link.key] = link
-        link.before, link.after = self.head.before, self.head
-        link.before.after = link.after.before = link
-
     def reuse(self, key: Hashable) -> None:
-        self.drop(key)
+        del self.seen[key]
 
     def drop(self, key: Hashable) -> None:
-        link = self.links.pop(key)
-        link.before.after, link.after.before = link.after, link.before
+        del self.seen[key]
 
     def victim(self) -> Hashable:
-        new = [link for link in self.links.values() if not link.seen]
-        few = new or list(self.links.values())
-        return few[len(few) // 2].key
+        few = [key for key, seen in self.seen.items() if not seen] or list(self.seen)
+        return few[len(few) // 2]
 
     def state(self) -> object:
-        links = [(link.key, link.seen) for link in self.links.values()]
-        return {"links": links, "recent": list(self.recent), "ever": sorted(self.ever, key=repr)}
+        return {"seen": [*self.seen.items()], "ever": sorted(self.ever, key=repr)}
 
     def restore(self, state: Any) -> None:
-        for key, seen in state["links"]:
-            self._append(Link(key, seen=seen))
-        self.recent.extend(state["recent"])
-        self.ever.update(state["ever"])
+        self.seen = dict(state["seen"])
+        self.ever = {*state["ever"]}
 
     def __len__(self) -> int:
-        return len(self.links)
+        return len(self.seen)
 
     def __iter__(self) -> Iterator[Hashable]:
-        return iter(self.links)
+        return iter(self.seen)
 
 
 class Ring(CachePolicy, frozen=True, kw_only=True):

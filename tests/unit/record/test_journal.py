@@ -1,16 +1,23 @@
-"""Requests in progress are kept until their ends, within a bound, and read whatever happened to the files."""
+"""After an engine's death: requests kept until their ends, tokens that were sent, and an engine that goes on."""
 
 from __future__ import annotations
 
 import os
+import random
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from tests.unit.kernel.policy_pool import random_policies
+from tests.unit.record.recorded import downgrade, read_bodies, record_run, write_bodies
 from vsched.config import Config, ServerConfig
 from vsched.config.sections import RecordConfig
-from vsched.errors import ConfigError
+from vsched.errors import ConfigError, RequestRefused
+from vsched.kernel.commands import RefusalCode
+from vsched.kernel.events import Submitted
+from vsched.record.entries import decode_header
+from vsched.record.files import find_segments
 from vsched.record.journal import (
     KeptRequest,
     PartialOutput,
@@ -18,7 +25,12 @@ from vsched.record.journal import (
     RequestJournal,
     folder_of,
     open_journal,
+    prompt_digest,
+    read_left,
 )
+from vsched.sim.ranks.stepped import correct_outputs
+from vsched.testing import ModelCluster
+from vsched.types import FinishReason
 
 ONE = KeptRequest(request_id="one", path="/v1/completions", created=5, seed=7, body=b"{}" * 50)
 TWO = msgspec.structs.replace(ONE, request_id="two", given_id="mine", tenant="blue", choices=3)
@@ -143,3 +155,121 @@ def test_journal_is_opened_where_it_is_requested(tmp_path: Path) -> None:
     folder_of(tmp_path / "run.vlog").write_text("in the way")
     with pytest.raises(ConfigError, match=r"cannot be used: File exists. Remedy: "):
         open_journal(Config(record=RecordConfig(path=path, resume=True)))
+
+
+def cut(path: Path, share: float) -> tuple[int, int]:
+    """Cut the newest segment, as if the engine had been killed there; return the range of its remaining events."""
+    bodies = read_bodies(path)
+    kept = max(2, int(len(bodies) * share))
+    write_bodies(path, bodies[:kept], b"\xb5\x1e half")
+    first = decode_header(bodies[0]).number
+    return first, first + min(kept, len(bodies)) - 1
+
+
+@pytest.mark.parametrize(
+    ("seed", "share"), [(seed, (0.3, 0.6, 0.9, 1.0)[seed % 4]) for seed in range(6)]
+)
+def test_answers_go_on_in_another_engine_behind_the_tokens_that_were_reported(
+    tmp_path: Path, seed: int, share: float
+) -> None:
+    """Also with speculative decoding, swaps and any policies, and if earlier segments are not read."""
+    path = tmp_path / "run.vlog"
+    policies = random_policies(random.Random(seed)) if seed % 2 else None
+    segment_bytes = 4096 if seed % 3 else 64 << 20
+    first = record_run(path, seed, policies=policies, segment_bytes=segment_bytes)
+    begin, events = cut(path, share)
+    reported, ended = first.seen[events - 1]
+    left = read_left(path, reported.keys())
+    assert not left.trouble
+    if begin:  # requests that had ended by then are in earlier segments
+        before = first.seen[begin - 1][1]
+        ended = ended - before
+        reported = {name: count for name, count in reported.items() if name not in before}
+    gone = {
+        name
+        for name in ended
+        if first.ended[name].reason in (FinishReason.ABORT, FinishReason.ERROR)
+    }
+    assert left.ended.keys() == gone
+    assert left.started.keys() == reported.keys() - gone
+    second = ModelCluster(first.limits)
+    for name, started in left.started.items():
+        request = first.requests[name]
+        expected = correct_outputs(request)
+        known = reported[name] - (name in ended)  # its last token leads to the end again
+        assert started.token_ids == tuple(expected[: max(known, 0)])
+        assert started.prompt == prompt_digest(request)
+        second.hand_in(Submitted(request, emitted=started.continued(request)))
+        second.drain()
+        assert name not in second.refused
+        assert second.outputs[name] == expected[len(started.token_ids) :]
+        assert second.ended[name].reason is FinishReason.LENGTH
+
+
+def test_answers_go_on_after_an_upgrade_that_cannot_read_the_snapshots(tmp_path: Path) -> None:
+    """All segments are replayed then; without the first one, the reason is reported."""
+    path = tmp_path / "run.vlog"
+    record_run(path, 2, segment_bytes=4096)
+    cut(path, 0.6)
+    names = [*record_run(tmp_path / "same.vlog", 2).requests]
+    before = read_left(path, names)
+    assert before.started
+    downgrade(path)
+    after = read_left(path, names)
+    assert not after.trouble
+    assert before.started.items() <= after.started.items()
+    find_segments(path)[0].unlink()
+    assert "snapshots cannot be read here" in read_left(path, names).trouble
+
+
+def test_answer_that_has_all_its_tokens_is_refused(tmp_path: Path) -> None:
+    cluster = record_run(tmp_path / "run.vlog", 0)
+    name = next(iter(cluster.requests))
+    request = msgspec.structs.replace(cluster.requests[name], request_id="full")
+    tokens = tuple(correct_outputs(request))
+    fresh = ModelCluster(cluster.limits)
+    fresh.hand_in(Submitted(request, emitted=tokens))
+    assert fresh.refused["full"].code is RefusalCode.EMPTY
+
+
+def test_another_prompt_or_image_is_refused(tmp_path: Path) -> None:
+    cluster = record_run(tmp_path / "run.vlog", 0)
+    request = next(one for one in cluster.requests.values() if one.items)
+    started = PartialOutput(prompt_digest(request), (1, 2))
+    (first, *others) = request.items
+    items = (msgspec.structs.replace(first, key=b"another" * 4), *others)
+    for changed in (
+        msgspec.structs.replace(request, prompt_token_ids=[*request.prompt_token_ids, 5]),
+        msgspec.structs.replace(request, items=items),
+    ):
+        with pytest.raises(RequestRefused, match=r"Remedy: send the request again") as caught:
+            started.continued(changed)
+        assert (caught.value.code, caught.value.status) == ("prompt_changed", 409)
+
+
+def test_damaged_record_reports_what_stands_before_the_damage(tmp_path: Path) -> None:
+    """Tokens are a prefix of those that were sent, and the error names the place."""
+    path = tmp_path / "run.vlog"
+    first = record_run(path, 3)
+    names = list(first.requests)
+    whole = path.read_bytes()
+    position = len(whole) * 2 // 3
+    path.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
+    left = read_left(path, names)
+    assert "damaged at byte" in left.trouble
+    assert left.started
+    for name, started in left.started.items():
+        expected = correct_outputs(first.requests[name])
+        assert started.token_ids == tuple(expected[: len(started.token_ids)])
+
+
+@pytest.mark.parametrize("data", [None, b"", b"not a record"])
+def test_record_that_cannot_be_read_reports_nothing_and_why(
+    tmp_path: Path, data: bytes | None
+) -> None:
+    path = tmp_path / "run.vlog"
+    if data is not None:
+        path.write_bytes(data)
+    left = read_left(path, ["a"])
+    assert (left.started, left.ended) == ({}, {})
+    assert left.trouble

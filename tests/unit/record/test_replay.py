@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from tests.patience import PATIENCE_S
 from tests.unit.kernel.policy_pool import Tallied, random_policies
@@ -21,20 +22,24 @@ from tests.unit.record.recorded import downgrade, read_bodies, record_run, write
 from vsched.cli import app
 from vsched.cli.main import import_commands
 from vsched.errors import RecordError
-from vsched.kernel import Scheduler
+from vsched.kernel import Scheduler, SchedulerLimits
 from vsched.kernel.commands import Command
 from vsched.kernel.events import Event
-from vsched.policy import Policy
+from vsched.plugins import RegisteredPolicy, list_policies, resolve_policy
+from vsched.policy import DECISIONS, Policy
+from vsched.policy_host import SeatPolicies
 from vsched.record import replay
 from vsched.record.files import find_segments
-from vsched.testing.cluster import default_policies
+from vsched.record.replay import Difference
+from vsched.testing import default_policies, run_random
+from vsched.testing.cluster import seats_of
 
 ROOT = Path(__file__).parents[3]
 STATEFUL = ("encode_admission", "generate_admission", "encoding", "preemption", "routing")
 REPLAY = "import sys; from vsched.cli.main import main; sys.argv[1:1] = ['replay']; main()"
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_replay_decides_the_same(tmp_path: Path, seed: int) -> None:
     """Random schedules with faults, drains and restarts, under the default policies and under any."""
     policies = random_policies(random.Random(seed)) if seed % 2 else None
@@ -122,16 +127,29 @@ def decisions(path: Path) -> list[int]:
     return found
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    path = tmp_path / "run.vlog"
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("recorded") / "run.vlog"
     record_run(path, 0, events=100)
     return path
+
+
+@pytest.fixture
+def path(tmp_path: Path, recorded: Path) -> Path:
+    """A copy of a record, which the test may damage."""
+    return Path(shutil.copy(recorded, tmp_path))
 
 
 def tamper(path: Path, target: int, change: Callable[[list[Any]], Any]) -> None:
     """Let `change` edit the entry of an event."""
     rewrite(path, lambda number, entry: change(entry) if number == target else None)
+
+
+def difference(path: Path) -> Difference:
+    """Return the difference that a replay finds."""
+    found = replay(path).difference
+    assert found is not None
+    return found
 
 
 def test_replay_finds_a_decision_that_was_changed(path: Path) -> None:
@@ -161,8 +179,7 @@ def test_replay_finds_a_command_more_or_less(path: Path, more: bool) -> None:
         tamper(path, target, lambda entry: entry[3].append(["Drained", "generate"]))
     else:
         tamper(path, target, lambda entry: entry[3].pop())
-    found = replay(path).difference
-    assert found is not None
+    found = difference(path)
     assert found.number == target
     assert "nothing" in (found.got if more else found.expected)
 
@@ -176,8 +193,7 @@ def test_replay_finds_request_data_that_was_changed(path: Path) -> None:
             entry[4] = bytes(16)
 
     rewrite(path, change_first)
-    found = replay(path).difference
-    assert found is not None
+    found = difference(path)
     assert [found.number] == changed
     assert "digest" in found.expected
 
@@ -209,8 +225,7 @@ def test_replay_reports_a_kernel_that_fails(path: Path, monkeypatch: pytest.Monk
         return handle(self, event, now_ns)
 
     monkeypatch.setattr(Scheduler, "handle", fail)
-    found = replay(path).difference
-    assert found is not None
+    found = difference(path)
     assert found.number == 29
     assert "KeyError: 'a bug'" in found.got
 
@@ -266,13 +281,15 @@ def test_replay_of_a_record_whose_snapshots_have_another_layout(tmp_path: Path) 
 # --- the command ---
 
 
-def test_replay_command_prints_counts_and_writes_figures(path: Path, tmp_path: Path) -> None:
+def run_command(path: Path, *words: str) -> Result:
     import_commands(["replay"])
+    return CliRunner().invoke(app, ["replay", str(path), *words])
+
+
+def test_replay_command_prints_counts_and_writes_figures(path: Path, tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     trace = tmp_path / "out.json"
-    done = CliRunner().invoke(
-        app, ["replay", str(path), "--json", str(figures), "--timeline", str(trace)]
-    )
+    done = run_command(path, "--json", str(figures), "--timeline", str(trace))
     assert done.exit_code == 0, done.output
     report = replay(path)
     assert f"{report.events} events from number 0 on" in done.output
@@ -296,7 +313,7 @@ def test_replay_command_lists_what_had_no_end_when_the_engine_was_killed(path: P
                 started.pop(request_id, None)
     assert started, "no request was running"
     assert [one.request_id for one in replay(path).unfinished] == [*started]
-    done = CliRunner().invoke(app, ["replay", str(path), "--unfinished"])
+    done = run_command(path, "--unfinished")
     assert done.exit_code == 0, done.output
     lines = done.output.partition("requests without an end:\n")[2].splitlines()
     assert [line.split()[0] for line in lines] == [*started]
@@ -305,8 +322,70 @@ def test_replay_command_lists_what_had_no_end_when_the_engine_was_killed(path: P
 def test_replay_command_shows_the_difference_and_exits_with_1(path: Path) -> None:
     target = decisions(path)[5]
     tamper(path, target, lambda entry: entry[3].clear())
-    done = CliRunner().invoke(app, ["replay", str(path)])
+    done = run_command(path)
     assert done.exit_code == 1
     assert f"Event {target} (run.vlog, " in done.output
     assert "was answered differently" in done.output
     assert "recorded  nothing" in done.output
+
+
+PLACES = {kind: seats_of(kind) for kind in DECISIONS if kind != "memory"}
+"""Names of seats by decision."""
+IN_KERNEL = [policy for policy in list_policies() if policy.kind in PLACES]
+TIGHT = SchedulerLimits(
+    block_size=4,
+    blocks=24,
+    slots=3,
+    batch_tokens=64,
+    chunk_tokens=16,
+    step_target_ns=1_000_000,
+    context_tokens=64,
+    page_rows=4,
+    pages=8,
+    encode_items=2,
+    encoders=2,
+    generators=2,
+    drafts=True,
+)
+"""Two groups of each stage, with less of everything than they need."""
+SEED = 20
+"""A schedule that calls every kind of policy."""
+built_in = pytest.mark.parametrize(
+    "registered", IN_KERNEL, ids=lambda policy: f"{policy.kind}-{policy.name}"
+)
+
+
+def everywhere(registered: RegisteredPolicy) -> SeatPolicies:
+    """Return the defaults with a policy in every place that its kind has."""
+    policy = resolve_policy(registered.kind, {"use": registered.name})
+    return default_policies(**dict.fromkeys(PLACES[registered.kind], policy))
+
+
+def test_every_kind_that_the_kernel_asks_has_a_built_in() -> None:
+    assert {policy.kind for policy in IN_KERNEL} == PLACES.keys()
+
+
+def test_schedule_asks_every_kind() -> None:
+    """The other kinds are called for each request; these only if a resource is short."""
+    cluster = run_random(random.Random(SEED), limits=TIGHT)
+    statistics = cluster.kernel.statistics()
+    assert statistics["generate"]["preemptions"] > 0
+    assert statistics["encode"]["cache_preemptions"] > 0
+    assert statistics["generate"]["prefix_evictions"] > 0
+
+
+@built_in
+def test_built_in_policy_is_replayed_byte_for_byte(
+    tmp_path: Path, registered: RegisteredPolicy
+) -> None:
+    """From the first event, and from a segment in the middle, with its state there."""
+    path = tmp_path / "record"
+    policies = everywhere(registered)
+    record_run(path, SEED, policies=policies, limits=TIGHT, segment_bytes=16384, segments=99)
+    assert replay(path).difference is None
+    segments = find_segments(path)
+    assert len(segments) > 1
+    segments[0].unlink()
+    report = replay(path)
+    assert report.difference is None
+    assert report.first_event > 0

@@ -40,15 +40,20 @@ def trace_of(path: Path) -> list[dict[str, Any]]:
     return events
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> RecordedCluster:
-    return record_run(tmp_path / "run.vlog", 3, limits=LIMITS, events=400, faults=False)
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("timeline") / "run.vlog"
 
 
-@pytest.fixture
-def trace(tmp_path: Path, cluster: RecordedCluster) -> list[dict[str, Any]]:
+@pytest.fixture(scope="module")
+def cluster(path: Path) -> RecordedCluster:
+    return record_run(path, 3, limits=LIMITS, events=400, faults=False)
+
+
+@pytest.fixture(scope="module")
+def trace(path: Path, cluster: RecordedCluster) -> list[dict[str, Any]]:
     assert cluster.ended
-    return trace_of(tmp_path / "run.vlog")
+    return trace_of(path)
 
 
 def named(trace: list[dict[str, Any]], key: str) -> dict[str, int]:

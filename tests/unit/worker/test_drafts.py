@@ -211,33 +211,10 @@ def test_generate_rank_drafts_no_further_than_blocks_and_limit() -> None:
     assert result.finished == [Finished(1, 1, FinishReason.LENGTH)]
 
 
-def test_generate_rank_ends_at_a_stop_token_among_drafts() -> None:
-    worker = Script([5], [7, 9, 6, 5], [1])
-    rank = started(worker, [5, 7, 9, 6], stops=(9,))
-    result = rank.apply(GenerateDecision(2, granted=[DraftGrant(1, 3, 1)]))
-    assert worker.batches[1]["tokens"] == [5, 7, 9, 6]
-    assert result.drafted == [Drafted(1, 3, [9])]
-    assert result.finished == [Finished(1, 1, FinishReason.STOP)]
-    assert rank.apply(GenerateDecision(3)).finished == []
-
-
-def test_generate_rank_grows_a_slot_by_several_blocks() -> None:
-    worker = Script([7], [7] * 7)
-    rank = rank_of(worker)
-    rank.apply(GenerateDecision(1, joined=[join(1, 0, [7, 7, 7])], chunks=[whole(0, 3)]))
-    grown = [0, 31, 0, 32]
-    rank.apply(GenerateDecision(2, granted=[DraftGrant(0, 6, 1)], grown=grown))
-    assert worker.batches[1]["blocks"][0, :3].tolist() == [10, 31, 32]
-    assert worker.batches[1]["positions"] == list(range(3, 10))
-
-
 def test_check_of_a_result_covers_what_was_drafted() -> None:
     result = GenerateResult(1, b"", b"", [], [], 0)
-    other = msgspec.structs.replace(result, drafted=[Drafted(1, 2, [3])])
-    assert check_of(result) != check_of(other)
-    assert check_of(other) != check_of(
-        msgspec.structs.replace(result, drafted=[Drafted(1, 2, [4])])
-    )
+    others = [msgspec.structs.replace(result, drafted=[Drafted(1, 2, [one])]) for one in (3, 4)]
+    assert len({check_of(one) for one in (result, *others)}) == 3
 
 
 # --- the same tokens as without draft tokens ---
@@ -531,7 +508,7 @@ def test_draft_model_reads_tokens_beyond_its_vocabulary_and_drafts_no_image() ->
 def test_generate_rank_yields_the_same_with_drafts(*, model: bool) -> None:
     """Whatever the source of the draft tokens is."""
     drafts = right = forced = 0
-    for seed in range(100 if model else 150):
+    for seed in range(40 if model else 60):
         rng = random.Random(seed)
         longest = 20 if model else 12
         prompts = [[rng.randint(16, 18) for _ in range(rng.randint(2, longest))] for _ in range(3)]

@@ -1,11 +1,15 @@
-"""Expansion of placeholders, and slots of a rank."""
+"""Expansion of placeholders, named arrays of an image, slots of a rank, and worker plug-ins by name."""
 
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
-from vsched.worker.contract import ImagePlan
+from vsched.errors import ConfigError
+from vsched.types import ArraySpec
+from vsched.worker.contract import ImagePlan, extent_bytes, view_arrays
 from vsched.worker.expansion import expand_images, places_of
+from vsched.worker.registry import check_worker_name, load_worker
 from vsched.worker.slots import SlotTable
 
 IMAGE, BREAK, END = 5, 6, 7
@@ -29,6 +33,30 @@ def test_places_are_all_there_are() -> None:
     assert places_of([], IMAGE) == []
 
 
+def test_arrays_lie_one_after_the_other_each_at_a_cache_line() -> None:
+    specs = (
+        ArraySpec("mask", "bool", (3, 5)),
+        ArraySpec("tiles", "uint8", (3, 3, 8, 8)),
+        ArraySpec("image_size", "int64", (2,)),
+    )
+    assert [spec.nbytes for spec in specs] == [15, 576, 16]
+    assert extent_bytes(specs) == 64 + 576 + 16
+    extent = np.zeros(extent_bytes(specs), np.uint8)
+    views = view_arrays(specs, extent)
+    begins = [view.__array_interface__["data"][0] - extent.ctypes.data for view in views.values()]
+    assert begins == [0, 64, 640]
+    assert [(name, view.dtype.name, view.shape) for name, view in views.items()] == [
+        (spec.name, spec.dtype, spec.shape) for spec in specs
+    ]
+    views["image_size"][...] = (1, 2)
+    assert extent[640:].view(np.int64).tolist() == [1, 2], "views, no copies"
+    extent.flags.writeable = False
+    assert not any(view.flags.writeable for view in view_arrays(specs, extent).values())
+    with pytest.raises(ValueError, match="cannot reshape|size"):
+        view_arrays(specs, extent[:-8])
+    assert extent_bytes(()) == 0
+
+
 COUNTED = {"tokens": "length", "block_table": "block_count"}
 """Wide arrays, and the array with the length of their valid part."""
 
@@ -46,3 +74,32 @@ def test_slots_reset_covers_every_array() -> None:
             assert getattr(table, COUNTED[name])[1] == 0
         else:
             assert np.array_equal(rows[1], getattr(fresh, name)[1]), name
+
+
+def test_load_worker_refuses_input_other_than_plugins() -> None:
+    with pytest.raises(
+        ConfigError,
+        match="encode.plugin: worker plug-in 'builtins:print' is a builtin_function_or_method",
+    ):
+        load_worker("builtins:print", path="encode.plugin")
+    with pytest.raises(
+        ConfigError, match="x: 'nope' is unknown. Known in vsched.workers: transformers"
+    ):
+        load_worker("nope", path="x")
+
+
+def test_load_worker_without_torch_reports_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vsched.plugins._import", _raise_missing_torch)
+    with pytest.raises(ConfigError, match=r"needs torch. Remedy: pip install 'vsched\[workers\]'"):
+        load_worker("transformers")
+
+
+def _raise_missing_torch(target: str) -> object:
+    raise ModuleNotFoundError(f"{target} needs torch")
+
+
+def test_check_worker_name_imports_nothing() -> None:
+    check_worker_name("transformers")
+    check_worker_name("my_package.workers:plugin")
+    with pytest.raises(ConfigError, match="'nope' is unknown"):
+        check_worker_name("nope")

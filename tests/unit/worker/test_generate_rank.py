@@ -1,11 +1,13 @@
-"""The generate side of a rank: slots, batches, ends of requests, and decisions that it refuses."""
+"""The generate side of a rank: slots, batches, ends of requests, grammars, and decisions that it refuses."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from vsched.errors import RankDesync
@@ -17,7 +19,6 @@ from vsched.kernel.decisions import (
     Join,
     Leave,
     RequestData,
-    StateWrite,
 )
 from vsched.kernel.events import Finished
 from vsched.types import FinishReason, ItemPlace, SamplingParams
@@ -125,24 +126,6 @@ def numbers_of(result: GenerateResult) -> list[int]:
     return [int(number) for number in np.frombuffer(result.numbers, np.int32)]
 
 
-def test_generate_rank_keeps_the_running_set() -> None:
-    """Cost follows change: decisions without names decode all running requests."""
-    worker = Script([7], [8], [9])
-    rank = rank_of(worker)
-    first = rank.apply(GenerateDecision(1, joined=[join(1, 2, [3, 4, 5])], chunks=[whole(2, 3)]))
-    assert (tokens_of(first), numbers_of(first)) == ([-1, -1, 7, -1], [-1, -1, 1, -1])
-    rank.apply(GenerateDecision(2, grown=[]))
-    third = rank.apply(GenerateDecision(3, grown=[2, 99]))
-    assert tokens_of(third) == [-1, -1, 9, -1]
-    assert [(one["tokens"], one["positions"]) for one in worker.batches] == [
-        ([], []),
-        ([7], [3]),
-        ([8], [4]),
-    ]
-    assert worker.batches[2]["blocks"][2, :2].tolist() == [10, 99]
-    assert worker.prepared == [1]
-
-
 def test_generate_rank_rows_are_decodes_by_slot_then_chunks() -> None:
     """The order of rows is fixed; a chunk that does not end its prompt yields no row."""
     worker = Script([21, 22], [31, 32, 33])
@@ -247,46 +230,6 @@ def test_generate_rank_slot_that_is_left_is_as_new() -> None:
     assert worker.batches[1]["special"] == []
 
 
-def test_generate_rank_kept_sequence_returns_with_its_tokens() -> None:
-    """A preempted request comes back without its data, in another slot, with its tokens."""
-    worker = Script([7], [8], [5], [9, 6])
-    rank = rank_of(worker)
-    rank.apply(GenerateDecision(1, joined=[join(1, 0, [3, 4])], chunks=[whole(0, 2)]))
-    rank.apply(GenerateDecision(2))
-    rank.apply(
-        GenerateDecision(
-            3, left=[Leave(1, 0, keep=True)], joined=[join(2, 0, [1])], chunks=[whole(0, 1)]
-        )
-    )
-    again = Join(1, 3, 0, 4, [50], None)
-    rank.apply(GenerateDecision(4, joined=[again], chunks=[whole(3, 4)]))
-    assert worker.batches[3]["chunks"] == [(3, 0, 4, True)]
-    assert worker.batches[3]["known"] == [[3, 4, 7, 8]], (
-        "even if another request had its slot meanwhile"
-    )
-    assert worker.prepared == [1, 2], "it is prepared once"
-    worker.steps = [[1, 1]]
-    rank.apply(GenerateDecision(5))
-    assert worker.batches[4]["tokens"] == [9, 6]
-    assert worker.batches[4]["positions"] == [2, 4]
-
-
-@pytest.mark.parametrize("keep", [True, False])
-def test_generate_rank_forgets_released_sequences(keep: bool) -> None:
-    """Nothing of an aborted request stays on a rank."""
-    worker = Script([7], [8])
-    rank = rank_of(worker)
-    rank.apply(GenerateDecision(1, joined=[join(1, 0, [3])], chunks=[whole(0, 1)]))
-    rank.apply(GenerateDecision(2, left=[Leave(1, 0, keep=keep)]))
-    if keep:
-        assert list(rank._sequences) == [1]
-        rank.apply(GenerateDecision(3, forgotten=[1, 99]))
-    assert not rank._sequences
-    assert not rank._in_slot
-    with pytest.raises(RankDesync, match="request 1 joins with 2 tokens; it is unknown here"):
-        rank.apply(GenerateDecision(4, joined=[Join(1, 0, 0, 2, [1], None)]))
-
-
 @pytest.mark.parametrize(
     ("decision", "message"),
     [
@@ -337,64 +280,21 @@ def test_generate_rank_goes_on_from_no_blocks_alone_if_there_is_a_state() -> Non
         rank.apply(cached)
 
 
-def test_generate_rank_hands_on_which_states_are_read_and_written() -> None:
-    """Once: the next step has none of them."""
-    seen: list[tuple[list[tuple[int, int]], list[tuple[int, int]]]] = []
-
-    class Noting(Script):
-        def step(self, batch: Batch) -> Sampled:
-            written = [write for chunk in batch.chunks for write in chunk.writes]
-            seen.append((list(batch.restored), written))
-            return super().step(batch)
-
-    data = join(1, 2, [3, 4, 5, 6, 7, 8]).data
-    chunk = ChunkPlan(2, 2, 6, [], [StateWrite(4, 5), StateWrite(6, 0)])
-    rank = GenerateRank(
-        Noting([1], [2]),
-        np.zeros((4, 4, 8), np.uint8),
-        slots=4,
-        context_tokens=64,
-        block_size=2,
-        keeps_state=True,
-    )
-    joined = [Join(1, 2, 2, 6, [1, 2, 3], data, 7)]
-    rank.apply(GenerateDecision(1, joined=joined, chunks=[chunk]))
-    rank.apply(GenerateDecision(2))
-    assert seen == [([(2, 7)], [(4, 5), (6, 0)]), ([], [])]
-
-
-def test_generate_rank_hands_on_the_adapter_and_refuses_one_that_is_not_here() -> None:
-    seen: list[int] = []
-
-    class Noting(Script):
-        def step(self, batch: Batch) -> Sampled:
-            seen.extend(chunk.sequence.adapter for chunk in batch.chunks)
-            return super().step(batch)
-
-    def requested(number: int, adapter: int) -> GenerateDecision:
-        one = join(number, number, [1, 2])
+def test_generate_rank_refuses_an_adapter_that_is_not_here() -> None:
+    rank = rank_of(Script([5]))
+    rank.adapters.add(7)
+    for adapter in (7, 8):
+        one = join(adapter, 0, [1, 2])
         assert one.data is not None
         data = msgspec.structs.replace(one.data, adapter=adapter)
         joined = [msgspec.structs.replace(one, data=data)]
-        return GenerateDecision(number, joined=joined, chunks=[ChunkPlan(number, 0, 2, [])])
-
-    rank = rank_of(Noting([5], [5]))
-    rank.adapters.add(7)
-    rank.apply(requested(1, 7))
-    assert seen == [7]
-    with pytest.raises(RankDesync, match="adapter 8, which is not here"):
-        rank.apply(requested(2, 8))
-
-
-def test_generate_rank_stops_when_a_kept_sequence_has_another_length() -> None:
-    """The count of tokens is checked again after a preemption."""
-    worker = Script([7], [8])
-    rank = rank_of(worker)
-    rank.apply(GenerateDecision(1, joined=[join(1, 0, [3])], chunks=[whole(0, 1)]))
-    rank.apply(GenerateDecision(2))
-    rank.apply(GenerateDecision(3, left=[Leave(1, 0, keep=True)]))
-    with pytest.raises(RankDesync, match="joins with 2 tokens; it is 3 tokens long here"):
-        rank.apply(GenerateDecision(4, joined=[Join(1, 0, 0, 2, [1], None)]))
+        decision = GenerateDecision(1, joined=joined, chunks=[whole(0, 2)])
+        if adapter == 7:
+            rank.apply(decision)
+            rank.apply(GenerateDecision(2, left=[Leave(7, 0, keep=False)]))
+            continue
+        with pytest.raises(RankDesync, match="adapter 8, which is not here"):
+            rank.apply(decision)
 
 
 ITEM = ItemPlace(5, 10)
@@ -464,19 +364,6 @@ def test_generate_rank_names_the_rows_that_need_more_than_argmax() -> None:
     assert result.logprobs == [SlotLogprob(1, -0.5, [(2, -0.5)])]
 
 
-def test_generate_rank_growth_of_a_slot_that_has_just_finished_is_harmless() -> None:
-    """One step ahead, the kernel may grow a slot that filled its context in the last step."""
-    worker = Script([7])
-    rank = rank_of(worker, slots=1, context_tokens=8)
-    params = SamplingParams(temperature=0.0, max_tokens=1)
-    joining = join(1, 0, [1] * 7, sampling=params)
-    result = rank.apply(GenerateDecision(1, joined=[joining], chunks=[whole(0, 7)]))
-    assert result.finished == [Finished(0, 1, FinishReason.LENGTH)]
-    rank.apply(GenerateDecision(2, grown=[0, 5]))
-    rank.apply(GenerateDecision(3, left=[Leave(1, 0, keep=False)]))
-    assert not rank._in_slot
-
-
 def test_generate_rank_reports_each_prompt_token_by_the_row_before_it() -> None:
     """Only prompt tokens: not the token after the prompt, nor tokens generated before a loss."""
     telling = msgspec.structs.replace(GREEDY, prompt_logprobs=0)
@@ -497,3 +384,155 @@ def test_generate_rank_reports_each_prompt_token_by_the_row_before_it() -> None:
         (1, 4, 1)
     ]
     assert third.prompts == []
+
+
+GRAMMAR = msgspec.structs.replace(GREEDY, grammar="counts down")
+
+
+class Countdown:
+    """Allows only the token below the last one; complete at 0, and broken by any other."""
+
+    def __init__(self) -> None:
+        self.mask: npt.NDArray[np.uint32] = np.array([1 << 5], np.uint32)
+        self.followed: list[int] = []
+
+    def check(self, grammar: str) -> None:
+        raise NotImplementedError
+
+    def follow(self, token_ids: Sequence[int]) -> FinishReason | None:
+        for token in token_ids:
+            fits = bool(int(self.mask[0]) >> token & 1)
+            self.followed.append(token)
+            if not fits:
+                self.mask[0] = 0xFFFFFFFF
+                return FinishReason.ERROR
+            if token == 0:
+                return FinishReason.STOP
+            self.mask[0] = 1 << (token - 1)
+        return None
+
+    def foresee(
+        self, wanted: Sequence[int], count: int
+    ) -> list[tuple[int, npt.NDArray[np.uint32]]]:
+        raise NotImplementedError
+
+
+class Countdowns:
+    def __init__(self) -> None:
+        self.made: list[Countdown] = []
+
+    def check(self, grammar: str) -> None:
+        raise NotImplementedError
+
+    def matcher(self, grammar: str) -> Countdown:
+        assert grammar == "counts down"
+        self.made.append(Countdown())
+        return self.made[-1]
+
+
+class Masked(Script):
+    """Records the masks of special rows."""
+
+    def __init__(self, *steps: list[int]) -> None:
+        super().__init__(*steps)
+        self.masks: list[dict[int, int]] = []
+
+    def step(self, batch: Batch) -> Sampled:
+        masks = {row: one.token_mask for row, one in batch.special}
+        self.masks.append({row: int(mask[0]) for row, mask in masks.items() if mask is not None})
+        return super().step(batch)
+
+
+class Watched(Countdown):
+    """Counts reads of its mask after each token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = 0
+
+    @property
+    def mask(self) -> npt.NDArray[np.uint32]:
+        self.reads += 1
+        return self._mask
+
+    @mask.setter
+    def mask(self, mask: npt.NDArray[np.uint32]) -> None:
+        self._mask = mask
+
+    def follow(self, token_ids: Sequence[int]) -> FinishReason | None:
+        reason = super().follow(token_ids)
+        self.reads = 0
+        return reason
+
+
+def rank_with(worker: Script, grammars: Countdowns | None) -> GenerateRank:
+    embeddings = np.zeros((4, 4, 8), np.uint8)
+    return GenerateRank(
+        worker, embeddings, slots=4, context_tokens=64, block_size=4, grammars=grammars
+    )
+
+
+def test_generate_rank_masks_the_first_token_and_each_that_follows() -> None:
+    worker, grammars = Masked([7, 5], [7, 4], [7, 3]), Countdowns()
+    rank = rank_with(worker, grammars)
+    joined = [join(1, 0, [1, 2]), join(2, 1, [1, 2], sampling=GRAMMAR)]
+    rank.apply(GenerateDecision(1, joined=joined, chunks=[whole(0, 2), whole(1, 2)]))
+    rank.apply(GenerateDecision(2))
+    rank.apply(GenerateDecision(3))
+    assert worker.masks == [{1: 1 << 5}, {1: 1 << 4}, {1: 1 << 3}]
+    assert grammars.made[0].followed == [5, 4, 3]
+
+
+def test_generate_rank_reads_masks_once_its_result_is_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next decision arrives meanwhile; masks of ended rows are not read."""
+    monkeypatch.setattr(f"{__name__}.Countdown", Watched)
+    worker, grammars = Masked([5, 5], [4, 4], [3]), Countdowns()
+    rank = rank_with(worker, grammars)
+    limited = msgspec.structs.replace(GRAMMAR, max_tokens=2)
+    joined = [join(1, 0, [1], sampling=GRAMMAR), join(2, 1, [1], sampling=limited)]
+    rank.apply(GenerateDecision(1, joined=joined, chunks=[whole(0, 1), whole(1, 1)]))
+    first, second = grammars.made
+    assert isinstance(first, Watched)
+    assert isinstance(second, Watched)
+    assert (first.reads, second.reads) == (0, 0)
+    rank.look_ahead()
+    assert (first.reads, second.reads) == (1, 1)
+    rank.apply(GenerateDecision(2))
+    rank.look_ahead()
+    assert (first.reads, second.reads) == (1, 0)
+    rank.apply(GenerateDecision(3))
+    assert worker.masks == [{0: 1 << 5, 1: 1 << 5}, {0: 1 << 4, 1: 1 << 4}, {0: 1 << 3}]
+
+
+def test_generate_rank_ends_a_whole_output_without_a_stop_token_even_at_the_limit() -> None:
+    worker = Masked(*([token] for token in (5, 4, 3, 2, 1, 0)))
+    rank = rank_with(worker, Countdowns())
+    limited = msgspec.structs.replace(GRAMMAR, max_tokens=6)
+    first = GenerateDecision(1, joined=[join(1, 0, [1], sampling=limited)], chunks=[whole(0, 1)])
+    results = [rank.apply(first), *(rank.apply(GenerateDecision(step)) for step in range(2, 7))]
+    assert [result.finished for result in results[:-1]] == [[]] * 5
+    assert results[-1].finished == [Finished(0, 1, FinishReason.STOP)]
+    assert rank.apply(GenerateDecision(7)).finished == []  # a step ahead, it yields nothing more
+
+
+def test_generate_rank_cuts_an_output_at_its_limit() -> None:
+    limited = msgspec.structs.replace(GRAMMAR, max_tokens=1)
+    rank = rank_with(Masked([5]), Countdowns())
+    first = GenerateDecision(1, joined=[join(1, 0, [1], sampling=limited)], chunks=[whole(0, 1)])
+    assert rank.apply(first).finished == [Finished(0, 1, FinishReason.LENGTH)]
+
+
+def test_generate_rank_ends_alone_what_its_grammar_cannot_follow() -> None:
+    worker = Masked([7, 9], [8])
+    rank = rank_with(worker, Countdowns())
+    joined = [join(1, 0, [1]), join(2, 1, [1], sampling=GRAMMAR)]
+    first = GenerateDecision(1, joined=joined, chunks=[whole(0, 1), whole(1, 1)])
+    assert rank.apply(first).finished == [Finished(1, 2, FinishReason.ERROR)]
+    assert rank.apply(GenerateDecision(2)).finished == []
+    assert worker.batches[-1]["slots"] == [0]
+
+
+def test_generate_rank_without_grammars_follows_no_request_that_has_one() -> None:
+    first = GenerateDecision(1, joined=[join(1, 0, [1], sampling=GRAMMAR)], chunks=[whole(0, 1)])
+    with pytest.raises(RankDesync, match="has a grammar"):
+        rank_with(Masked(), None).apply(first)

@@ -19,7 +19,6 @@ from vsched.worker.memory import (
     limit_process_memory,
     memory_errors,
     process_limit,
-    status_bytes,
     tells_what_is_free,
 )
 
@@ -125,10 +124,6 @@ except OSError:
     assert in_process(script) == "True"
 
 
-def test_host_memory_is_read_from_the_kernel() -> None:
-    assert 0 < host_available() <= host_total()
-
-
 @pytest.fixture
 def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A host of 8 GiB with 6 free, and an empty folder in place of that of control groups."""
@@ -195,10 +190,3 @@ def test_free_memory_is_unknown_without_a_view_of_control_groups(groups: Path) -
     assert tells_what_is_free()
     (groups.parent / "meminfo").write_text("MemTotal: 8 kB\n")
     assert not tells_what_is_free()
-
-
-def test_status_bytes_reads_kibibytes(tmp_path: Path) -> None:
-    path = tmp_path / "status"
-    path.write_text("VmData:\t     12 kB\nVmRSS:\t 3 kB\n")
-    assert status_bytes("VmData", path) == 12 * 1024
-    assert status_bytes("VmPeak", path) == 0

@@ -15,7 +15,6 @@ from tests.unit.worker.device_fakes import (
     MeasuredGenerator,
     model_info,
 )
-from vsched.kernel.limits import SchedulerLimits
 from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.types import ModelInfo
 from vsched.wire import SizeKv
@@ -64,12 +63,6 @@ def test_profiling_run_begins_a_sequence_if_layers_keep_a_state() -> None:
         worker.build_kv(blocks=3, block_size=LOAD.block_size)
         run_profile(worker, info, LOAD, blocks=3, image=None)
         assert worker.batches[-1][2] == [(0, LOAD.chunk_tokens, 0)]
-
-
-def test_profiling_run_reads_the_names_that_the_kernel_enforces() -> None:
-    """One definition of each limit; a load has no size that the kernel has not."""
-    kernel = {field.name for field in msgspec.structs.fields(SchedulerLimits)}
-    assert {field.name for field in msgspec.structs.fields(StepLimits)} <= kernel
 
 
 def test_profiling_run_fills_chunks_with_image_rows() -> None:

@@ -12,7 +12,6 @@ from tests.unit.worker.device_fakes import (
     MeasuredGenerator,
     model_info,
 )
-from vsched.memory import Sized
 from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.wire import SizeKv
 from vsched.worker.sizing import KvBuilder
@@ -89,18 +88,14 @@ def test_carry_out_drops_what_a_failed_stress_left() -> None:
 def test_carry_out_holds_the_headroom_during_the_profiling_run() -> None:
     """It is held while the steps run, and not after."""
     sizing, worker = sizing_on()
+    assert sizing.carry_out(SizeKv(4096, profile=False, headroom_bytes=0)).outcome == "fits"
+    assert not worker.batches, "nothing runs if no profile is requested"
     sizing.carry_out(SizeKv(4096, profile=True, headroom_bytes=0))
     plain = list(worker.held_bytes)
     worker.held_bytes.clear()
     sizing.carry_out(SizeKv(4096, profile=True, headroom_bytes=16 * MIB))
     assert [held - 16 * MIB for held in worker.held_bytes] == plain
     assert worker.memory.allocated() == worker.weights_bytes + 4096 * KV_BYTES
-
-
-def test_carry_out_without_stress_only_builds() -> None:
-    sizing, worker = sizing_on()
-    assert sizing.carry_out(SizeKv(4096, profile=False, headroom_bytes=0)).outcome == "fits"
-    assert not worker.batches
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 4, 5])
@@ -118,41 +113,28 @@ def test_carry_out_reports_out_of_memory_at_every_allocation(number: int) -> Non
     worker.memory.check_invariants()
 
 
-def test_carry_out_takes_a_memory_error_for_what_it_is() -> None:
-    """Numpy and Python run out of memory too, in the rank's own tables."""
+def test_carry_out_takes_a_memory_error_for_what_it_is_and_lets_a_defect_pass() -> None:
+    """Numpy and Python run out of memory, too; a smaller cache would not help against other errors."""
     sizing, worker = sizing_on()
+    errors: list[Exception] = [MemoryError(), ValueError("shapes differ")]
 
     def step(_batch: object) -> None:
-        raise MemoryError
+        raise errors.pop(0)
 
     worker.step = step  # type: ignore[method-assign, assignment]
     assert sizing.carry_out(PROBE).outcome == "out_of_memory"
-
-
-def test_carry_out_lets_a_defect_pass() -> None:
-    """Other errors must not look like out-of-memory: a smaller cache would not help."""
-    sizing, worker = sizing_on()
-
-    def step(_batch: object) -> None:
-        raise ValueError("shapes differ")
-
-    worker.step = step  # type: ignore[method-assign, assignment]
     with pytest.raises(ValueError, match="shapes differ"):
         sizing.carry_out(PROBE)
 
 
-def leak_after(*orders: SizeKv) -> tuple[list[Sized], MeasuredGenerator]:
-    sizing, worker = sizing_on()
-    worker.leaks = True
-    return [sizing.carry_out(order) for order in orders], worker
-
-
 def test_carry_out_calls_a_leak_a_leak() -> None:
     """Memory that does not come back is not out-of-memory, and nothing is built on top of it."""
-    (first, second), worker = leak_after(PROBE, BUILD)
-    assert (first.outcome, second.outcome) == ("fits", "leak")
-    assert second.memory.released_bytes == 0
-    assert f"value 0, limit at least {4096 * KV_BYTES}" in second.message
+    sizing, worker = sizing_on()
+    worker.leaks = True
+    assert sizing.carry_out(PROBE).outcome == "fits"
+    sized = sizing.carry_out(BUILD)
+    assert (sized.outcome, sized.memory.released_bytes) == ("leak", 0)
+    assert f"value 0, limit at least {4096 * KV_BYTES}" in sized.message
     assert worker.events[-1].startswith("drop kv")
 
 
@@ -180,30 +162,20 @@ class Sharing(MeasuredGenerator):
         self.events.append("abort")
 
 
-def sharing_on(total_bytes: int) -> tuple[KvBuilder, Sharing]:
-    worker = Sharing(SimulatedMemory(total_bytes))
-    return KvBuilder(worker, model_info(), LOAD), worker
-
-
 def test_carry_out_reports_its_failure_to_peers() -> None:
-    """A rank whose cache or headroom does not fit leaves no peer waiting in a step."""
-    order = SizeKv(4096, profile=True, headroom_bytes=0)
-    sizing, worker = sharing_on(256 * MIB)
-    assert sizing.carry_out(order).outcome == "fits"
-    assert "abort" not in worker.events
-    headroom = SizeKv(4096, profile=True, headroom_bytes=1 << 40)
-    assert sizing.carry_out(headroom).outcome == "out_of_memory"
-    assert worker.events.count("abort") == 1
-    too_large = SizeKv(1 << 30, profile=True, headroom_bytes=0)
-    assert sizing.carry_out(too_large).outcome == "out_of_memory"
-    assert worker.events.count("abort") == 2
+    """A rank whose cache or headroom does not fit leaves no peer waiting in a step.
 
-
-def test_carry_out_renews_when_ranks_disagreed() -> None:
-    """Successful ranks also meet their peers again before anything is built."""
-    sizing, worker = sharing_on(256 * MIB)
-    sizing.carry_out(SizeKv(4096, profile=True, headroom_bytes=0))
-    worker.events.clear()
-    sizing.carry_out(SizeKv(4096, profile=True, headroom_bytes=0, renew=True))
-    assert worker.events[0] == "abort"
-    assert worker.events.count("abort") == 1
+    When ranks disagreed, successful ones also meet their peers again before anything is built.
+    """
+    worker = Sharing(SimulatedMemory(256 * MIB))
+    sizing = KvBuilder(worker, model_info(), LOAD)
+    for order, outcome, aborts in (
+        (SizeKv(4096, profile=True, headroom_bytes=0), "fits", 0),
+        (SizeKv(4096, profile=True, headroom_bytes=0, renew=True), "fits", 1),
+        (SizeKv(4096, profile=True, headroom_bytes=1 << 40), "out_of_memory", 1),
+        (SizeKv(1 << 30, profile=True, headroom_bytes=0), "out_of_memory", 1),
+    ):
+        worker.events.clear()
+        assert sizing.carry_out(order).outcome == outcome
+        assert worker.events.count("abort") == aborts
+        assert not order.renew or worker.events[0] == "abort"
