@@ -110,7 +110,7 @@ def test_no_view_can_be_changed(kind: str) -> None:
     assert not cluster.notices
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     choices=st.lists(st.integers(0, 10_000), min_size=1, max_size=20),
     value=st.sampled_from([None, -1, 10**9, "", ()]),

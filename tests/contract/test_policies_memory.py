@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,25 +15,11 @@ from tests.unit.memory.views import (
     reserved,
 )
 from tests.workers.properties import REPEATABLE
-from vsched.errors import DeviceOutOfMemory, MemoryLeak
-from vsched.memory import Accepted, KvNegotiation
-from vsched.plugins import list_policies, resolve_policy
-from vsched.policy import Attempt, Build, MemoryPolicy, Probe
-from vsched.sim.ranks.device_memory import SimulatedMemory
-from vsched.testing.memory_check import KvSizingRank, load_view, negotiate
+from vsched.policy import Attempt, Build, Probe
 from vsched_policies.memory import AutoProfile, Pinned
 
-MIB = 1 << 20
-REGISTERED = [policy.name for policy in list_policies() if policy.kind == "memory"]
-FIELDS: dict[str, dict[str, Any]] = {"pinned": {"tokens": 64}}
 PLAIN = AutoProfile(mem_fraction=1.0, headroom_bytes=0)
 """Keeps nothing back, so that the sums are simple."""
-
-
-def made(name: str) -> MemoryPolicy:
-    policy = resolve_policy("memory", {"use": name, **FIELDS.get(name, {})})
-    assert isinstance(policy, MemoryPolicy)
-    return policy
 
 
 def refused(answer: object) -> str:
@@ -246,23 +230,7 @@ def test_auto_profile_reports_all_when_it_gives_up() -> None:
     )
 
 
-def test_auto_profile_makes_room_for_a_peer_that_came() -> None:
-    """After a failed build the peers are those of that build, if a reduction of 5 % would not suffice."""
-    taken = attempted("build", 64_992, "out_of_memory", available_bytes=0, reserved_bytes=500_000)
-    assert requested(PLAIN, attempted("probe", 8192), taken) == Build(25_000 // 16 * 16)
-
-
 # --- pinned ---
-
-
-def test_pinned_builds_once_and_proves_it() -> None:
-    """No probe, no rebuild, one profiling run."""
-    ranks = [KvSizingRank(SimulatedMemory(256 * MIB))]
-    negotiation = KvNegotiation(Pinned(tokens=4096), load_view(ranks))
-    assert negotiation.start() == Build(4096, profile=True)
-    report = ranks[0].carry_out(Build(4096, profile=True))
-    assert negotiation.take([report]) == Accepted(4096, 256)
-    assert [attempt.action for attempt in negotiation.attempts] == ["build"]
 
 
 def test_pinned_takes_tokens_or_bytes() -> None:
@@ -309,28 +277,3 @@ def test_every_policy_leaves_room_for_states() -> None:
     policy = AutoProfile(headroom_bytes=0, mem_fraction=1.0)
     assert requested(policy, attempted("probe", 8192)) == Build(65_000 // 16 * 16, True, 0)
     assert requested(policy, measured) == Build(55_000 // 16 * 16, True, 0)
-
-
-# --- every one of them ---
-
-
-@pytest.mark.parametrize("name", REGISTERED)
-def test_memory_sizes_or_reports_why_not(name: str) -> None:
-    """On devices of many sizes the end is a size or an error of the right type, never anything else."""
-    ended: list[type] = []
-    for total in (32, 64, 512, 2048):
-        for leaks in (False, True):
-            ranks = [KvSizingRank(SimulatedMemory(total * MIB), leaks=leaks)]
-            negotiation = KvNegotiation(
-                msgspec.structs.replace(made(name), mem_fraction=1.0), load_view(ranks)
-            )
-            try:
-                ended.append(type(negotiate(negotiation, ranks)))
-            except (DeviceOutOfMemory, MemoryLeak) as error:
-                ended.append(type(error))
-                refused(str(error))
-    assert Accepted in ended
-    assert (MemoryLeak in ended) == (name == "auto-profile"), (
-        "only this policy tears the cache down"
-    )
-    assert DeviceOutOfMemory in ended

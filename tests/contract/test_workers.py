@@ -59,12 +59,12 @@ def plugin_of(
         def load_encoder(
             self, info: ModelInfo, settings: WorkerSettings, progress: Progress
         ) -> FakeEncoder:
-            return encoder(fake_plugin.Behaviour())
+            return encoder()
 
         def load_generator(
             self, info: ModelInfo, settings: WorkerSettings, progress: Progress
         ) -> FakeGenerator:
-            return generator(fake_plugin.Behaviour(), settings.rank)
+            return generator(fake_plugin.Behaviour())
 
     return Plugin()
 
