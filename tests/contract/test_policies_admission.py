@@ -142,6 +142,9 @@ def test_priority_rises_with_age(waited_s: float, order: list[int]) -> None:
     assert list(ask(Priority(ageing_s=0.0), waiting, now_ns=now_ns).indices) == [1, 0]
 
 
+# --- policies that remember earlier requests ---
+
+
 def end(ended_ns: int, prompt: int, output: int, tenant: str = "") -> EndTime:
     return EndTime(
         ended_ns=ended_ns, total_ns=1, prompt_tokens=prompt, output_tokens=output, tenant=tenant

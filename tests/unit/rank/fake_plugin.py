@@ -43,7 +43,7 @@ class Behaviour(msgspec.Struct, frozen=True, kw_only=True):
         load_error: An error to fail with while loading: `CheckpointError`, `DeviceOutOfMemory` or another.
         load_signal: A signal that kills the process while it loads, as if out of memory; 0 for none.
         meet: A directory in which this many ranks must meet while they load.
-        step_s: Time of a generate step.
+        step_s: Time of a generate step; if `slow_at` is given, only of steps with a sequence of that many tokens.
         hook_s: Interval of the hook `balance`, None for no hooks.
         forkable: The modules that a fork server imports for its ranks; with none, ranks are new processes.
     """
@@ -54,6 +54,7 @@ class Behaviour(msgspec.Struct, frozen=True, kw_only=True):
     meet: str = ""
     meet_ranks: int = 0
     step_s: float = 0.0
+    slow_at: int = 0
     hook_s: float | None = None
     forkable: tuple[str, ...] = ()
 
@@ -122,7 +123,8 @@ class FakeGenerator(StandInGenerator):
                 assert batch.embeddings[item.pages[0], 0, 0] in written
             if chunk.samples:
                 rows.append((chunk.sequence, chunk.stop))
-        time.sleep(self._behaviour.step_s)
+        if self._behaviour.slow_at in (0, *(length for _, length in rows)):
+            time.sleep(self._behaviour.step_s)
         tokens = [next_token(sequence.tokens[:length].tolist()) for sequence, length in rows]
         return Sampled(np.asarray(tokens, np.int32))
 

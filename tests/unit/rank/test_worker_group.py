@@ -30,6 +30,7 @@ from vsched.kernel.decisions import ChunkPlan, GenerateDecision, Join, RequestDa
 from vsched.transport.zmq_link import LeaderLink
 from vsched.types import SamplingParams
 
+pytestmark = pytest.mark.slow
 QUIET = limits(heartbeat_s=60)
 """Without heartbeats, one of which could find a rank gone before its exit is noticed."""
 
@@ -38,7 +39,7 @@ def one_request() -> GenerateDecision:
     tokens = (7).to_bytes(4, "little") * 3
     data = RequestData(tokens, 3, [], SamplingParams(temperature=0.0), ())
     return GenerateDecision(
-        1, joined=[Join(1, 0, 0, 3, [0], data)], chunks=[ChunkPlan(0, 0, 3, [])]
+        1, joined=[Join(1, 0, 0, 3, [0, 1], data)], chunks=[ChunkPlan(0, 0, 3, [])]
     )
 
 
@@ -263,11 +264,14 @@ async def test_worker_group_rank_that_is_stopped_in_a_step_is_found(place: Place
     worker_group = place.worker_group(
         received.events,
         ranks=2,
-        behaviour=Behaviour(step_s=NEVER_S),
+        behaviour=Behaviour(step_s=NEVER_S, slow_at=5),
         limits=limits(rank_timeout_s=1.5, heartbeat_s=0.1),
     )
     await worker_group.start()
-    worker_group.leader("generate").decide(one_request())
+    leader = worker_group.leader("generate")
+    for decision in (one_request(), GenerateDecision(2), GenerateDecision(3)):
+        leader.decide(decision)
+    await received.wait_until(lambda: len(received.results) == 2)
     await asyncio.sleep(0.1)
     pids = worker_group.pids
     os.kill(pids[1], signal.SIGSTOP)
@@ -275,9 +279,6 @@ async def test_worker_group_rank_that_is_stopped_in_a_step_is_found(place: Place
     assert received.lost[0][1].startswith("generate: rank 1 was silent for ")
     await worker_group.stop(grace_s=0)
     assert not any(is_running(pid) for pid in pids)
-
-
-pytestmark = pytest.mark.slow
 
 
 async def test_shell_stop_in_the_middle_of_a_restart_leaves_no_process(place: Place) -> None:

@@ -329,6 +329,9 @@ def test_replay_command_shows_the_difference_and_exits_with_1(path: Path) -> Non
     assert "recorded  nothing" in done.output
 
 
+# --- built-in policies, which are found by their entry points ---
+
+
 PLACES = {kind: seats_of(kind) for kind in DECISIONS if kind != "memory"}
 """Names of seats by decision."""
 IN_KERNEL = [policy for policy in list_policies() if policy.kind in PLACES]
