@@ -16,7 +16,6 @@ import pytest
 import pytest_asyncio
 
 httpx = pytest.importorskip("httpx")
-openai = pytest.importorskip("openai")
 pytest.importorskip("peft")
 
 from tests.e2e.asking import TEXTS, Ask, begin, drawn_image, held, read  # noqa: E402
@@ -183,7 +182,7 @@ async def test_requests_with_and_without_adapters_answer_as_peft_does(
     ("size", "settings"),
     [
         ("nano25", ("generate.tensor_parallel=2", "encode.tensor_parallel=2")),
-        ("nano3", ("placement=together",)),
+        pytest.param("nano3", ("placement=together",), marks=pytest.mark.thorough),
     ],
     ids=["two ranks", "together"],
 )
@@ -237,52 +236,11 @@ async def test_every_dialect_takes_an_adapter_as_its_model_and_reports_it(
     requested = {"model": "two", "input": ask.messages[0]["content"][-1]["text"], "temperature": 0}
     reply = (await client.post("/v1/responses", json=requested | {"max_output_tokens": 12})).json()
     assert reply["model"] == "two"
-    reply = await client.post("/tokenize", json={"model": "two", "messages": ask.messages})
-    assert reply.status_code == 200
-    seen = ""
-    async with client.stream(
-        "POST", "/v1/chat/completions", json=chat | {"stream": True}
-    ) as stream:
-        async for line in stream.aiter_lines():
-            seen += line
-    assert '"model":"two"' in seen
     listed = {one["id"]: one["parent"] for one in (await client.get("/v1/models")).json()["data"]}
     assert listed == {"nano25": None, "one": "nano25", "two": "nano25"}
-    assert (await client.get("/v1/models/two")).json()["parent"] == "nano25"
     refused = await client.post("/v1/chat/completions", json=chat | {"model": "three"})
     assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
-    assert 'vsched_adapter_requests_total{adapter="two",' in (await client.get("/metrics")).text
-
-
-async def test_sdk_uses_an_adapter_as_a_model(
-    client: Any, adapting: RunningServer, adapted: Adapted
-) -> None:
-    await loaded(client)
-    engine, ask = adapting.engine, Ask(TEXTS[0], [drawn_image(800)], count=12)
-    options: dict[str, Any] = {"temperature": 0, "max_tokens": 12}
-    options["extra_body"] = {"ignore_eos": True, "return_token_ids": True}
-    async with openai.AsyncOpenAI(
-        base_url=f"{adapting.url}/v1", api_key="none", max_retries=0
-    ) as user:
-        listed = (await user.models.list()).data
-        assert {(one.id, one.root, one.parent) for one in listed} == {
-            ("nano25", "nano25", None),
-            ("one", "nano25", "nano25"),
-            ("two", "nano25", "nano25"),
-        }
-        for name in ADAPTERS:
-            said = await user.chat.completions.create(model=name, messages=ask.messages, **options)
-            assert said.model == name
-            assert said.choices[0].token_ids == adapted.tokens(engine, ask, name)
-        with pytest.raises(openai.NotFoundError, match="nano25 or one or two") as refused:
-            await user.chat.completions.create(model="three", messages=ask.messages)
-        assert refused.value.code == "model_not_found"
-        with pytest.raises(openai.NotFoundError, match="nano25 or one or two"):
-            await user.models.retrieve("three")
-        lora = {"lora_name": "three", "lora_path": "one"}
-        with pytest.raises(openai.BadRequestError, match=r"adapters at a time.*Remedy") as refused:
-            await user.post("/load_lora_adapter", body=lora, cast_to=str)
-        assert refused.value.code == "too_many_adapters"
+    assert "nano25 or one or two" in refused.json()["error"]["message"]
 
 
 async def test_a_killed_rank_comes_back_with_its_adapters(
@@ -400,10 +358,6 @@ async def test_adapters_that_cannot_be_loaded_are_refused_and_nothing_is_lost(
             assert words in message, message
             assert "Remedy" in message
             assert str(folder) not in message
-            lora = {"lora_name": name, "lora_path": path}
-            reply = await client.post("/v1/load_lora_adapter", json=lora)
-            assert reply.status_code == (400 if status == 409 else status)
-            assert words in reply.json()["error"]["message"]
         for path in ("one", "two"):  # others that come and go
             await loaded(client, "two", path)
             found = await read(await begin(adapting.engine, ask, adapter="two"))
@@ -414,11 +368,6 @@ async def test_adapters_that_cannot_be_loaded_are_refused_and_nothing_is_lost(
     full = await client.post("/admin/adapters", json={"name": "x", "path": "one"})
     assert (full.status_code, full.json()["error"]["code"]) == (409, "too_many_adapters")
     assert (await client.delete("/admin/adapters/x")).status_code == 404
-    lora = {"lora_name": "two", "lora_path": "two"}
-    assert (await client.post("/v1/load_lora_adapter", json=lora)).status_code == 400
-    gone = await client.post("/v1/unload_lora_adapter", json={"lora_name": "two"})
-    assert gone.text == "Success: LoRA adapter 'two' removed successfully."
-    assert (await client.post("/v1/load_lora_adapter", json=lora)).status_code == 200
     engine, ask = adapting.engine, Ask(TEXTS[3], [], count=12)
     for name in ADAPTERS:
         found = await read(await begin(engine, ask, adapter=name))

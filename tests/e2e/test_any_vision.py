@@ -41,7 +41,9 @@ ASKS = [
 ]
 
 
-@pytest.fixture(scope="module", params=["llava", "gemma3"])
+@pytest.fixture(
+    scope="module", params=["gemma3", pytest.param("llava", marks=pytest.mark.thorough)]
+)
 def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Config:
     path = tmp_path_factory.mktemp("seeing") / request.param
     make_vision_checkpoint(request.param, path)

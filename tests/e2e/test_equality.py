@@ -32,7 +32,13 @@ SERVED = {
 }
 
 
-@pytest_asyncio.fixture(loop_scope="package", params=list(SERVED))
+@pytest_asyncio.fixture(
+    loop_scope="package",
+    params=[
+        *list(SERVED)[:2],
+        pytest.param("qwen3-vl-no-prefix-cache", marks=pytest.mark.thorough),
+    ],
+)
 async def served(
     request: pytest.FixtureRequest,
     configure: Callable[..., Config],

@@ -9,7 +9,7 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -23,9 +23,9 @@ from tests.each_case import each_case  # noqa: E402
 from tests.fuzz.documents import CHAT, TEXT, at_doors, body_at  # noqa: E402
 from tests.fuzz.grammars import fuzz_grammars  # noqa: E402
 from tests.patience import PATIENCE_S, until  # noqa: E402
-from vsched import Config, Engine, SamplingParams  # noqa: E402
+from vsched import Engine, SamplingParams  # noqa: E402
 from vsched.aio.grammar_checks import GrammarProcesses  # noqa: E402
-from vsched.api.server import RunningServer, running_server  # noqa: E402
+from vsched.api.server import RunningServer  # noqa: E402
 from vsched.api.structured_outputs import constraint_from_schema  # noqa: E402
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
@@ -136,16 +136,6 @@ async def test_killed_rank_follows_the_grammar_again(engine: Engine) -> None:
     await until(lambda: engine.state == "ready", "the lost group is back")
 
 
-@pytest.mark.slow
-async def test_ranks_of_a_group_follow_the_same_grammar(configure: Callable[..., Config]) -> None:
-    config = configure("nano25", "generate.tensor_parallel=2")
-    async with Engine(config) as engine:
-        found = await asyncio.gather(*(answer(engine, ASK, each) for each in (DRAWN, GREEDY)))
-        for each in found:
-            check_list(each.text)
-        assert not any(group["restarts"] for group in engine.groups())
-
-
 def linked(keyword: str, count: int) -> dict[str, Any]:
     """Return a schema of `count` references, each within this keyword of the one before."""
     references = [{"$ref": f"#/$defs/d{n + 1}"} for n in range(count)]
@@ -228,15 +218,3 @@ async def test_killed_grammar_server_loses_no_request(engine: Engine) -> None:
     found = await asyncio.gather(*reading)
     assert all(len(each.text) == 30 for each in found[1::2])
     assert all(len(each.token_ids) == 24 for each in found[::2])
-
-
-@pytest.mark.slow
-async def test_api_processes_check_grammars_as_the_engine_does(
-    configure: Callable[..., Config],
-) -> None:
-    async with running_server(configure("nano25", "server.processes=2")) as running:
-        await post_hostile(running.url, at_doors(CRASH).values())
-        async with httpx.AsyncClient(base_url=running.url, timeout=PATIENCE_S) as client:
-            body = {"model": "nano25", "prompt": "1", "guided_regex": "ab"}
-            reply = await client.post(TEXT, json=body)
-            assert reply.json()["choices"][0]["text"] == "ab"

@@ -16,9 +16,11 @@ import pytest_asyncio
 
 from tests.e2e.asking import Answer, Ask, begin, mixed_asks, read
 from tests.e2e.conftest import assert_idle
+from tests.e2e.test_grammars import LIST
 from tests.patience import PATIENCE_S, patience, until
 from tests.traces import is_alive
 from vsched import Config, Engine, SamplingParams
+from vsched.api.structured_outputs import constraint_from_schema
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="package"),
@@ -49,6 +51,9 @@ DRAWS = SamplingParams(
     max_tokens=60,
     ignore_eos=True,
 )
+CONSTRAINED = SamplingParams(
+    max_tokens=300, temperature=1.2, seed=11, grammar=constraint_from_schema(LIST)
+)
 
 
 @dataclass(frozen=True)
@@ -58,18 +63,20 @@ class Question:
     ask: Ask
     sampling: SamplingParams | None
     tokens: list[int]
+    finish_reason: str | None
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="package")
 async def questions(configure: Callable[..., Config]) -> list[Question]:
-    """Return 16 greedy questions and some sampled ones, with the answers of a single undisturbed rank."""
+    """Return greedy, sampled and constrained questions, with the answers of a single undisturbed rank."""
     requested: list[tuple[Ask, SamplingParams | None]] = [(ask, None) for ask in mixed_asks()]
     for number, ask in enumerate(mixed_asks()[:DRAWN]):
         requested.append((ask, msgspec.structs.replace(DRAWS, seed=number)))
+    requested += [(mixed_asks()[1], CONSTRAINED), (mixed_asks()[2], CONSTRAINED)]
     async with Engine(configure(SIZE, "placement=together")) as alone:
         found = [await read(await begin(alone, ask, sampling)) for ask, sampling in requested]
     return [
-        Question(ask, sampling, each.token_ids)
+        Question(ask, sampling, each.token_ids, each.finish_reason)
         for (ask, sampling), each in zip(requested, found, strict=True)
     ]
 
@@ -105,7 +112,7 @@ class Load:
                     self.tokens += len(delta.token_ids)
             assert answer.token_ids == question.tokens
             assert answer.text == self._engine.preprocessor.detokenize(question.tokens)
-            assert answer.finish_reason == "length"
+            assert answer.finish_reason == question.finish_reason
 
 
 def row(engine: Engine, group: str) -> dict[str, Any]:
@@ -128,8 +135,9 @@ async def test_groups_of_ranks_equal_one_rank(groups: Engine, questions: list[Qu
     load = Load(groups, questions)
     load.over.set()
     await load.run(clients=16)
-    drawn = {tuple(one.tokens[:16]) for one in questions if one.sampling}
+    drawn = {tuple(one.tokens[:16]) for one in questions if one.sampling not in (None, CONSTRAINED)}
     assert len(drawn) == DRAWN, "equality proves nothing"
+    assert [one.finish_reason for one in questions].count("stop") == 2, "the constrained ones"
     statistics = groups.statistics()
     for stage in ("encode", "generate"):
         busy = [statistics["busy_ms"][f"{stage}-{index}"] for index in range(2)]

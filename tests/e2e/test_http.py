@@ -20,6 +20,7 @@ from tests.e2e.asking import (  # noqa: E402
     in_flight,
 )
 from tests.e2e.conftest import CONTEXT_TOKENS, KV_TOKENS, WAITING_MAX  # noqa: E402
+from tests.each_case import each_case  # noqa: E402
 from tests.patience import until  # noqa: E402
 from vsched import Engine  # noqa: E402
 from vsched.api.server import RunningServer  # noqa: E402
@@ -36,66 +37,33 @@ async def chat(client: Any, ask: Ask, **options: Any) -> Any:
     )
 
 
-async def test_chat_streams_the_engine_s_text_with_usage(sdk: Any, engine: Engine) -> None:
+async def test_chat_is_the_engine_s_text_whole_streamed_and_with_logprobs(
+    sdk: Any, engine: Engine
+) -> None:
     wanted = await answer(engine, ASK)
     stream = await chat(sdk, ASK, stream=True, stream_options={"include_usage": True})
-    chunks = [chunk async for chunk in stream]
-    *body, last = chunks
+    *body, last = [chunk async for chunk in stream]
     assert body[0].choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in body) == wanted.text
     reasons = [chunk.choices[0].finish_reason for chunk in body]
     assert reasons == [None] * (len(body) - 1) + ["length"]
     assert last.choices == []
-    assert last.usage.completion_tokens == 40
-    assert last.usage.prompt_tokens == len(ASK.prompt(engine.preprocessor))
-    assert len({chunk.id for chunk in chunks}) == 1
-
-
-async def test_chat_answers_whole(sdk: Any, engine: Engine) -> None:
-    wanted = await answer(engine, ASK)
-    response = await chat(sdk, ASK)
-    (choice,) = response.choices
-    assert choice.message.content == wanted.text
-    assert choice.message.role == "assistant"
-    assert choice.finish_reason == "length"
-    assert response.usage.total_tokens == response.usage.prompt_tokens + 40
-    assert response.usage.prompt_tokens_details.cached_tokens > 0
-    assert response.model == "nano25"
-
-
-async def test_chat_gives_logprobs(sdk: Any, engine: Engine) -> None:
+    prompt = len(ASK.prompt(engine.preprocessor))
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (prompt, 40)
     response = await chat(sdk, ASK, logprobs=True, top_logprobs=3)
-    content = response.choices[0].logprobs.content
+    (choice,) = response.choices
+    assert (choice.message.content, choice.finish_reason) == (wanted.text, "length")
+    assert response.usage.total_tokens == prompt + 40
+    assert response.usage.prompt_tokens_details.cached_tokens > 0
+    content = choice.logprobs.content
     assert len(content) == 40
     assert all(len(one.top_logprobs) == 3 for one in content)
     assert all(one.top_logprobs[0].logprob == one.logprob for one in content)
-    text = b"".join(bytes(one.bytes) for one in content).decode(errors="replace")
-    assert text == (await answer(engine, ASK)).text
-
-
-async def test_chat_stops_at_a_string(sdk: Any, engine: Engine) -> None:
-    text = (await answer(engine, ASK)).text
-    response = await chat(sdk, ASK, stop=[text[4:7]])
-    assert response.choices[0].message.content == text[: text.index(text[4:7])]
-    assert response.choices[0].finish_reason == "stop"
-
-
-async def test_second_turn_encodes_its_image_only(sdk: Any, engine: Engine) -> None:
-    """As a user sees it: the prefix is there, and one image is new."""
-    first = Ask(TEXTS[2], [drawn_image(6010)], count=8)
-    said = (await chat(sdk, first)).choices[0].message.content
-    before = engine.statistics()["encode"]["items_encoded"]
-    messages = [
-        *first.messages,
-        {"role": "assistant", "content": said},
-        *Ask(TEXTS[0], [drawn_image(6011)]).messages,
-    ]
-    response = await sdk.chat.completions.create(
-        model="nano25", messages=messages, max_tokens=8, **OPTIONS
-    )
-    assert engine.statistics()["encode"]["items_encoded"] == before + 1
-    prompt = len(first.prompt(engine.preprocessor))
-    assert response.usage.prompt_tokens_details.cached_tokens >= prompt // 16 * 16
+    assert b"".join(bytes(one.bytes) for one in content).decode(errors="replace") == wanted.text
+    stop = wanted.text[4:7]
+    (choice,) = (await chat(sdk, ASK, stop=[stop])).choices
+    assert choice.message.content == wanted.text[: wanted.text.index(stop)]
+    assert choice.finish_reason == "stop"
 
 
 async def test_completions_take_text_and_tokens(sdk: Any, engine: Engine) -> None:
@@ -114,7 +82,7 @@ async def test_completions_take_text_and_tokens(sdk: Any, engine: Engine) -> Non
     assert "".join([chunk.choices[0].text async for chunk in stream]) == wanted.text
 
 
-@pytest.mark.parametrize("token", ["<|image_pad|>", "<|vision_start|>", "<|im_end|>"])
+@each_case("token", ["<|image_pad|>", "<|vision_start|>", "<|im_end|>"])
 async def test_a_special_token_in_a_text_is_text(sdk: Any, engine: Engine, token: str) -> None:
     """In a client's text it is no image and no end of a turn; the request is served, alone and next to an image."""
     pad = engine.info.placeholder
@@ -130,39 +98,25 @@ async def test_a_special_token_in_a_text_is_text(sdk: Any, engine: Engine, token
     assert raw.choices[0].finish_reason == "length"
 
 
-BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "image": (
-        {
-            "messages": [
-                {
-                    "role": "user",
-                    "content": [
-                        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-                    ],
-                }
-            ]
-        },
-        "image 0|images\\[0\\]",
-    ),
-    "prompt": ({"messages": Ask("long " * CONTEXT_TOKENS).messages, "max_tokens": 1}, "limit"),
-    "kv": ({"messages": Ask().messages, "max_tokens": KV_TOKENS}, f"limit {KV_TOKENS} tokens"),
-}
+NO_IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 
 
-@pytest.mark.parametrize("name", BAD)
-async def test_bad_request_is_a_400_and_others_are_served(
-    sdk: Any, engine: Engine, name: str
-) -> None:
-    body, words = BAD[name]
-    wanted = await answer(engine, ASK)
-    beside = asyncio.create_task(chat(sdk, ASK))
+@each_case(
+    ("body", "words"),
+    [
+        ({"messages": [{"role": "user", "content": [NO_IMAGE]}]}, r"image 0|images\[0\]"),
+        ({"messages": Ask("long " * CONTEXT_TOKENS).messages, "max_tokens": 1}, "limit"),
+        ({"messages": Ask().messages, "max_tokens": KV_TOKENS}, f"limit {KV_TOKENS} tokens"),
+    ],
+)
+async def test_bad_request_is_a_400(sdk: Any, body: dict[str, Any], words: str) -> None:
+    """That other requests are served meanwhile is in `test_output.py`."""
     with pytest.raises(openai.BadRequestError, match=words) as caught:
         await sdk.chat.completions.create(model="nano25", **body)
     error = caught.value.body
     assert isinstance(error, dict)
     assert error["type"] == "invalid_request_error"
     assert "Remedy: " in error["message"]
-    assert (await beside).choices[0].message.content == wanted.text
 
 
 async def test_full_queue_is_a_429_with_retry_after(sdk: Any, engine: Engine) -> None:
@@ -179,30 +133,22 @@ async def test_full_queue_is_a_429_with_retry_after(sdk: Any, engine: Engine) ->
     assert len({one.choices[0].message.content for one in served}) == 1
 
 
-async def freed(engine: Engine) -> None:
-    await until(lambda: not any(held(engine).values()), "the request of the lost client is aborted")
-    await until(lambda: not any(in_flight(engine).values()), "the step in flight ends")
-
-
-async def test_client_that_leaves_a_stream_is_aborted(sdk: Any, engine: Engine) -> None:
+@each_case("stream", [True, False])
+async def test_request_whose_client_leaves_is_aborted(
+    sdk: Any, engine: Engine, stream: bool
+) -> None:
     before = engine.statistics()["finished"]["abort"]
-    stream = await chat(sdk, Ask(TEXTS[1], [drawn_image(6020)], count=400), stream=True)
-    await anext(aiter(stream))
-    assert engine.statistics()["running"] == 1
-    await stream.close()
-    await freed(engine)
-    assert engine.statistics()["finished"]["abort"] == before + 1
-
-
-async def test_client_that_leaves_while_it_waits_is_aborted(sdk: Any, engine: Engine) -> None:
-    """Without streaming too."""
-    before = engine.statistics()["finished"]["abort"]
-    waiting = asyncio.create_task(chat(sdk, Ask(TEXTS[1], [drawn_image(6021)], count=400)))
+    ask = Ask(TEXTS[1], [drawn_image(6020 + stream)], count=400)
+    asking = asyncio.create_task(chat(sdk, ask, stream=stream))
     await until(lambda: engine.statistics()["generate"]["decoding"] == 1, "it is being answered")
-    waiting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
-    await freed(engine)
+    if stream:
+        await (await asking).close()
+    else:
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+    await until(lambda: not any(held(engine).values()), "the request is aborted")
+    await until(lambda: not any(in_flight(engine).values()), "the step in flight ends")
     assert engine.statistics()["finished"]["abort"] == before + 1
 
 
@@ -225,18 +171,6 @@ async def test_clear_ends_and_reports_all(sdk: Any, server: RunningServer, engin
     with pytest.raises(openai.InternalServerError, match="cleared") as caught:
         await waiting
     assert caught.value.status_code == 503
-
-
-async def test_operations_answer(server: RunningServer, engine: Engine) -> None:
-    async with httpx.AsyncClient(base_url=server.url) as plain:
-        for path in ("/health", "/ready"):
-            assert (await plain.get(path)).status_code == 200
-        metrics = (await plain.get("/metrics")).text
-        statistics = (await plain.get("/admin/statistics")).json()
-        tokens = (await plain.post("/tokenize", json={"prompt": "What is it?"})).json()
-    assert "vsched_" in metrics
-    assert statistics["state"] == "ready"
-    assert tokens["tokens"] == engine.preprocessor.tokenize("What is it?")
 
 
 async def test_tokenize_counts_images_as_a_prompt_does(
@@ -279,15 +213,6 @@ async def test_images_are_resized_within_the_bounds_of_a_request(
     assert refused.status_code == 400
     assert refused.json()["error"]["code"] == "pixel_bounds_invalid"
     assert "value 1000000000 pixels, limit" in refused.json()["error"]["message"]
-
-
-async def test_image_url_is_fetched_as_data_only(sdk: Any) -> None:
-    """Remote images are off unless hosts are configured."""
-    content = [{"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/a.png"}}]
-    with pytest.raises(openai.BadRequestError, match=r"add its host to media\.hosts"):
-        await sdk.chat.completions.create(
-            model="nano25", messages=[{"role": "user", "content": content}]
-        )
 
 
 async def test_statistics_hold_the_ledger_and_what_of_it_is_in_use(engine: Engine) -> None:

@@ -46,7 +46,7 @@ def limits(stage: str, limit_mib: int) -> list[str]:
     [
         ("encode", 50, True, False),
         ("generate", 300, True, False),
-        ("together", 300, True, False),
+        pytest.param("together", 300, True, False, marks=pytest.mark.thorough),
         ("together", 1000, True, True),
         # A new process meets the limit while it imports libraries, which die of it.
         ("generate", 120, False, False),

@@ -19,8 +19,11 @@ GREEDY = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def llm(configure: Callable[..., Config]) -> Iterator[LLM]:
-    with LLM(config=configure("nano25")) as opened:
+    with LLM(config=configure("nano25"), progress=False) as opened:
         yield opened
+    opened.close()
+    with pytest.raises(VschedError, match="closed"):
+        opened.generate("Hello")
 
 
 def picture(part: object) -> list[dict[str, object]]:
@@ -91,13 +94,6 @@ def test_offline_start_that_fails_leaves_no_thread(tmp_path: Path) -> None:
     assert threading.active_count() == before
 
 
-async def test_offline_works_if_a_loop_runs_and_closes_twice(
-    configure: Callable[..., Config],
-) -> None:
+async def test_offline_works_if_a_loop_runs(llm: LLM) -> None:
     """A notebook's thread has a running loop."""
-    llm = LLM(config=configure("nano25"), progress=False)
     assert len(llm.generate("Hello", GREEDY)) == 1
-    llm.close()
-    llm.close()
-    with pytest.raises(VschedError, match="closed"):
-        llm.generate("Hello")

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -21,9 +20,8 @@ from tests.e2e.test_video_pruning import prepare, pruned
 from tests.e2e.tower import Tower, packed
 from tests.e2e.video_asks import SIZE, VideoAsk, ask_video, drawn_frames, of_frames
 from tests.parity.vision_checkpoints import make_vision_checkpoint
-from tests.patience import PATIENCE_S, patience
+from tests.patience import patience
 from vsched import Config, Engine, RequestRefused
-from vsched.api.server import RunningServer, running_server
 from vsched.config import load_config
 from vsched.config.sections import PoliciesConfig
 from vsched.errors import ConfigError
@@ -42,12 +40,8 @@ ASK = Ask(TEXTS[0], IMAGES)
 
 @dataclass
 class Served:
-    running: RunningServer
+    engine: Engine
     tower: Tower
-
-    @property
-    def engine(self) -> Engine:
-        return self.running.engine
 
 
 @pytest_asyncio.fixture(
@@ -66,9 +60,9 @@ async def served(
     folder = tmp_path_factory.mktemp("embeddings")
     config = configure(request.param, "media.allow_embeddings=true", f"media.directory={folder}")
     tower = await asyncio.to_thread(Tower.load, config.model.path)
-    async with running_server(config) as running:
-        yield Served(running, tower)
-        await assert_idle(running.engine)
+    async with Engine(config) as engine:
+        yield Served(engine, tower)
+        await assert_idle(engine)
 
 
 async def ask(engine: Engine, images: Sequence[ImageReference], text: str = TEXTS[0]) -> list[int]:
@@ -175,7 +169,11 @@ async def test_embeddings_of_videos_answer_as_the_videos_do(served: Served) -> N
 
 @pytest.mark.parametrize(
     "family",
-    ["glm4v", *(pytest.param(one, marks=pytest.mark.slow) for one in ("smolvlm", "qwen2_vl"))],
+    [
+        "glm4v",
+        pytest.param("smolvlm", marks=pytest.mark.slow),
+        pytest.param("qwen2_vl", marks=pytest.mark.thorough),
+    ],
 )
 async def test_embedded_and_pruned_videos_of_other_families(family: str, tmp_path: Path) -> None:
     """Embeddings answer as the video does; pruning shortens the prompt, or is refused if frames have no patches."""
@@ -258,25 +256,3 @@ async def test_a_repeated_embedding_is_cached_like_any_item(served: Served) -> N
     encoded = engine.statistics()["encode"]["items_encoded"]
     assert await ask(engine, [brought]) == first
     assert engine.statistics()["encode"]["items_encoded"] == encoded
-
-
-async def test_embeddings_over_http(served: Served) -> None:
-    """The content part of the chat endpoint, next to a raw image."""
-    engine, brought = served.engine, served.tower.embed(IMAGES[0])
-    urls = [{"type": "image_url", "image_url": {"url": data_url(one)}} for one in IMAGES]
-    embeds = {"type": "image_embeds", "image_embeds": {"data": brought.source}}
-    async with httpx.AsyncClient(base_url=served.running.url, timeout=PATIENCE_S) as client:
-        texts = []
-        for content in (urls, [embeds, urls[1]]):
-            text = {"type": "text", "text": TEXTS[0]}
-            body = {
-                "model": engine.model_name,
-                "messages": [{"role": "user", "content": [*content, text]}],
-                "temperature": 0,
-                "max_tokens": 12,
-                "ignore_eos": True,
-            }
-            reply = await client.post("/v1/chat/completions", json=body)
-            assert reply.status_code == 200, reply.text
-            texts.append(reply.json()["choices"][0]["message"]["content"])
-    assert texts[0] == texts[1]

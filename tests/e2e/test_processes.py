@@ -22,6 +22,8 @@ from tests.e2e.asking import TEXTS, Ask, answer, drawn_image  # noqa: E402
 from tests.e2e.command_line import run_vsched  # noqa: E402
 from tests.e2e.conftest import SETTINGS  # noqa: E402
 from tests.e2e.serving import ServeProcess  # noqa: E402
+from tests.e2e.test_grammars import CRASH, post_hostile  # noqa: E402
+from tests.fuzz.documents import at_doors  # noqa: E402
 from tests.patience import PATIENCE_S, patience, until  # noqa: E402
 from tests.traces import is_alive, running  # noqa: E402
 from vsched import Config, Engine  # noqa: E402
@@ -109,6 +111,16 @@ async def test_processes_answer_as_the_engine_does(split: RunningServer) -> None
         adapters = [(await client.get("/admin/adapters")).json() for client in found.values()]
         assert adapters[0] == adapters[1]
     assert split.engine.statistics()["running"] == 0
+
+
+async def test_processes_check_grammars_as_the_engine_does(split: RunningServer) -> None:
+    """Those that crash the grammar library end nothing."""
+    await post_hostile(split.url, at_doors(CRASH).values())
+    async with clients(split) as found:
+        for client in found.values():
+            fields = {"model": "nano25", "prompt": "1", "guided_regex": "ab"}
+            reply = (await client.post("/v1/completions", json=fields)).json()
+            assert reply["choices"][0]["text"] == "ab"
 
 
 async def test_processes_cancel_what_a_client_leaves(split: RunningServer) -> None:

@@ -76,6 +76,7 @@ async def test_answers_about_videos_equal_generate(
     await assert_idle(engine)
 
 
+@pytest.mark.thorough
 async def test_two_generate_ranks_answer_about_videos(
     configure: Callable[..., Config], checkpoints: Callable[[str], Path]
 ) -> None:

@@ -16,10 +16,10 @@ from tests.fuzz.run import fuzz_engine, fuzz_sockets
 @pytest.mark.parametrize("fuzz", [fuzz_engine, fuzz_sockets])
 def test_fuzz_is_answered(fuzz: Callable[[int, int], Counter[int]]) -> None:
     """No 500, no hang; and requests are close enough to legal ones that a fair part is served."""
-    statuses = fuzz(1, 600)
-    assert statuses.total() == 600
-    assert statuses[200] > 50
-    assert statuses[400] > 50
+    statuses = fuzz(1, 300)
+    assert statuses.total() == 300
+    assert statuses[200] > 25
+    assert statuses[400] > 25
 
 
 def test_fuzz_draws_the_same_from_the_same_seed() -> None:

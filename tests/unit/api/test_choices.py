@@ -46,14 +46,6 @@ async def test_n_answers_are_one_request_and_choices_of_one_reply(path: str) -> 
     assert reply.headers["x-request-id"] == name
 
 
-@each_case("path", [CHAT, PLAIN])
-async def test_usage_counts_a_prompt_once_and_every_output(path: str) -> None:
-    reply = await post(engine_saying("a", "b", "c"), path, body_of(path, n=3))
-    assert reply.json["usage"]["prompt_tokens"] == 7
-    assert reply.json["usage"]["completion_tokens"] == 3
-    assert reply.json["usage"]["total_tokens"] == 10
-
-
 @each_case("prompts", [["x", "y", "z"], [[1, 2], [3], [4, 5, 6]]])
 async def test_each_prompt_of_a_list_is_a_request_and_choices_follow_the_prompts(
     prompts: list[Any],
@@ -66,11 +58,6 @@ async def test_each_prompt_of_a_list_is_a_request_and_choices_follow_the_prompts
     )
     assert reply.json["usage"]["prompt_tokens"] == 21
     assert reply.json["usage"]["completion_tokens"] == 6
-
-
-async def test_a_token_that_the_model_has_not_is_refused_in_any_prompt() -> None:
-    reply = await post(FakeEngine(), PLAIN, {"prompt": [[1], [2, 256]]})
-    assert (reply.status, reply.error["param"]) == (400, "prompt")
 
 
 @each_case(

@@ -54,20 +54,6 @@ async def test_chat_stream() -> None:
     assert len({event["id"] for event in reply.events}) == 1
 
 
-@each_case("path", [CHAT, PLAIN])
-async def test_stream_ends_with_usage_when_asked(path: str) -> None:
-    body = {**chat(), "prompt": "x"} if path == PLAIN else chat()
-    if path == PLAIN:
-        del body["messages"]
-    reply = await post(
-        FakeEngine(), path, {**body, "stream": True, "stream_options": {"include_usage": True}}
-    )
-    last = reply.events[-1]
-    assert last["choices"] == []
-    assert last["usage"]["completion_tokens"] == 5
-    assert all("usage" not in event for event in reply.events[:-1])
-
-
 async def test_stream_sends_one_piece_a_delta() -> None:
     """One encode and one write, whatever the number of tokens in a delta."""
     engine = FakeEngine(
@@ -226,11 +212,6 @@ async def test_long_messages_render_too() -> None:
     assert len(prompt()) == 50_005
 
 
-async def test_other_model_is_a_404() -> None:
-    reply = await post(FakeEngine(), CHAT, chat(model="gpt-4"))
-    assert (reply.status, reply.error["code"]) == (404, "model_not_found")
-
-
 @each_case(
     ("state", "status"),
     [("loading", 503), ("draining", 503), ("stopped", 503), ("ready", 200), ("degraded", 200)],
@@ -263,16 +244,6 @@ async def test_prompt_that_is_too_long_is_told_as_clients_know_it(code: str) -> 
         assert reply.error["code"] == "context_length_exceeded"
         assert "this model's maximum context length is" in reply.error["message"].lower()
         assert "value 9, limit 8. Remedy: " in reply.error["message"]
-
-
-async def test_failure_is_an_error_response() -> None:
-    """An accepted request that fails gets its one reply."""
-    engine = FakeEngine(
-        OutputDelta("Hel", [1]), RequestFailed("the encoder failed", code="encoder")
-    )
-    reply = await post(engine, CHAT, chat())
-    assert (reply.status, reply.error["message"]) == (500, "the encoder failed")
-    assert engine.generations[0].aborted
 
 
 async def test_failure_in_a_stream_is_its_last_event() -> None:
@@ -309,24 +280,6 @@ async def test_chat_logprobs_shape() -> None:
     assert [
         event["choices"][0]["logprobs"]["content"][0]["token"] for event in streamed.events
     ] == ["H", "i"]
-
-
-async def test_plain_logprobs_shape() -> None:
-    engine = FakeEngine(
-        OutputDelta("H", [72], [TokenLogprob(72, -0.5, [(72, -0.5)])]),
-        OutputDelta("i", [105], [TokenLogprob(105, -1.0, [(105, -1.0)])], "stop"),
-    )
-    reply = await post(engine, PLAIN, {"prompt": "x", "logprobs": 1})
-    expected = {
-        "tokens": ["H", "i"],
-        "token_logprobs": [-0.5, -1.0],
-        "top_logprobs": [{"H": -0.5}, {"i": -1.0}],
-        "text_offset": [0, 1],
-    }
-    assert reply.json["choices"][0]["logprobs"] == expected
-    streamed = await post(engine, PLAIN, {"prompt": "x", "logprobs": 1, "stream": True})
-    offsets = [event["choices"][0]["logprobs"]["text_offset"] for event in streamed.events]
-    assert offsets == [[0], [1]]
 
 
 @each_case("stream", [False, True])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import codecs
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -18,37 +19,28 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2]
 
 
 @PATHS
-async def test_token_ids_come_with_a_whole_answer(path: str) -> None:
-    reply = (await post(FakeEngine(), path, body_of(path, return_token_ids=True))).json
-    choice = reply["choices"][0]
-    assert choice["token_ids"] == [72, 101, 108, 108, 111]
-    assert (reply if path == CHAT else choice)["prompt_token_ids"] == PROMPT
+async def test_token_ids_come_as_requested(path: str) -> None:
+    """Those of the prompt with the first event; unrequested ones are null, as in vLLM, or left out of events."""
 
+    def in_chat_or_choice(reply: dict[str, Any]) -> dict[str, Any]:
+        holder: dict[str, Any] = reply if path == CHAT else reply["choices"][0]
+        return holder
 
-@PATHS
-async def test_token_ids_come_with_every_event_and_those_of_the_prompt_with_the_first(
-    path: str,
-) -> None:
+    whole = (await post(FakeEngine(), path, body_of(path, return_token_ids=True))).json
+    assert whole["choices"][0]["token_ids"] == [72, 101, 108, 108, 111]
+    assert in_chat_or_choice(whole)["prompt_token_ids"] == PROMPT
     body = body_of(path, return_token_ids=True, stream=True)
     events = (await post(FakeEngine(), path, body)).events
-    choices = [event["choices"][0] for event in events]
-    assert [choice["token_ids"] for choice in choices] == [[72, 101, 108], [108], [111]]
-    holders = events if path == CHAT else choices
-    assert [holder.get("prompt_token_ids") for holder in holders] == [PROMPT, None, None]
-
-
-@PATHS
-@pytest.mark.parametrize("stream", [False, True])
-async def test_token_ids_are_null_or_left_out_unless_requested(path: str, stream: bool) -> None:
-    """A non-streaming response has the fields of vLLM's, which its clients read; events are short."""
-    reply = await post(FakeEngine(), path, body_of(path, stream=stream))
-    if stream:
-        assert b"token_ids" not in reply.body
-        return
-    (choice,) = reply.json["choices"]
-    holder = reply.json if path == CHAT else choice
-    assert (choice["token_ids"], holder["prompt_token_ids"]) == (None, None)
-    assert holder["prompt_logprobs"] is None
+    found = [event["choices"][0]["token_ids"] for event in events]
+    assert found == [[72, 101, 108], [108], [111]]
+    prompts = [in_chat_or_choice(event).get("prompt_token_ids") for event in events]
+    assert prompts == [PROMPT, None, None]
+    plain = (await post(FakeEngine(), path, body_of(path))).json
+    assert plain["choices"][0]["token_ids"] is None
+    holder = in_chat_or_choice(plain)
+    assert (holder["prompt_token_ids"], holder["prompt_logprobs"]) == (None, None)
+    streamed = await post(FakeEngine(), path, body_of(path, stream=True))
+    assert b"token_ids" not in streamed.body
 
 
 @PATHS

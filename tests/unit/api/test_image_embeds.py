@@ -36,12 +36,6 @@ async def test_embeddings_and_images_keep_their_order() -> None:
     assert call["prompt"] == "user:\x01a\x01\x01\x01\x01"
 
 
-async def test_text_only_request_has_no_images() -> None:
-    engine = FakeEngine()
-    await post(engine, CHAT, chat())
-    assert list(engine.calls[0]["images"]) == []
-
-
 MISSHAPEN: list[object] = [
     *(None, "data", [], {}, {"data": 5}, {"data": ["A" * 5000]}, {"url": "A" * 5000}),
     *({"data": "AAAA", "url": "data:,AAAA"}, {"data": ""}, {"url": None}),

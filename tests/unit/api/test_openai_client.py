@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.unit.api.fakes import Client, FakeEngine
+from tests.unit.api.fakes import FakeEngine
 from vsched.aio.streams import OutputDelta, TokenLogprob
 from vsched.api import ApiSettings, create_app
 from vsched.errors import RequestFailed
@@ -55,21 +55,6 @@ async def test_chat_parses(client: Any) -> None:
     assert (await client.chat.completions.create(model="demo", messages=again)).id
 
 
-async def test_chat_stream_parses(client: Any) -> None:
-    stream = await client.chat.completions.create(
-        model="demo",
-        messages=MESSAGES,
-        logprobs=True,
-        stream=True,
-        stream_options={"include_usage": True},
-    )
-    chunks = [chunk async for chunk in stream]
-    assert "".join(chunk.choices[0].delta.content for chunk in chunks[:-1]) == "Hi"
-    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None, "stop"]
-    assert chunks[0].choices[0].logprobs.content[0].logprob == -0.5
-    assert chunks[-1].usage.completion_tokens == 2
-
-
 async def test_responses_parse(client: Any) -> None:
     """Streaming and not, and the output is valid input."""
     async with client.responses.stream(model="demo", input="hi") as stream:
@@ -80,14 +65,6 @@ async def test_responses_parse(client: Any) -> None:
     again = await client.responses.create(model="demo", input=history)
     assert again.output_text == "Hi"
     assert again.usage.input_tokens_details.cached_tokens == 4
-
-
-async def test_completion_parses(client: Any) -> None:
-    answer = await client.completions.create(model="demo", prompt="x", logprobs=2)
-    assert answer.choices[0].text == "Hi"
-    assert answer.choices[0].logprobs.tokens == ["H", "i"]
-    stream = await client.completions.create(model="demo", prompt="x", stream=True)
-    assert [chunk.choices[0].text async for chunk in stream] == ["H", "i"]
 
 
 async def test_errors_become_the_clients_errors(client: Any, engine: FakeEngine) -> None:
@@ -106,15 +83,3 @@ async def test_errors_become_the_clients_errors(client: Any, engine: FakeEngine)
 async def test_models_parse(client: Any) -> None:
     assert [model.id async for model in client.models.list()] == ["demo"]
     assert (await client.models.retrieve("demo")).owned_by == "vsched"
-
-
-async def test_driver_refuses_two_responses() -> None:
-    """The driver itself can fail: other tests rely on it."""
-
-    async def app(scope: object, receive: object, send: object) -> None:
-        del scope, receive
-        for _ in range(2):
-            await send({"type": "http.response.start", "status": 200, "headers": []})  # type: ignore[operator]
-
-    with pytest.raises(AssertionError, match="one response"):
-        await Client(app).send("GET", "/")

@@ -293,13 +293,6 @@ async def test_metrics_count_outcomes() -> None:
     assert reply.headers["content-type"].startswith("text/plain; version=0.0.4")
 
 
-async def test_two_applications_do_not_share_metrics() -> None:
-    engine = FakeEngine()
-    await Client(create_app(engine, ApiSettings())).send("POST", "/v1/chat/completions", CHAT)
-    reply = await Client(create_app(engine, ApiSettings())).send("GET", "/metrics")
-    assert b'vsched_generation_tokens_total{model_name="demo"} 0.0' in reply.body
-
-
 @each_case(
     ("method", "path", "status", "code"),
     [

@@ -22,7 +22,10 @@ async def test_plain_completion_prompt_forms(prompt: object, expected: object) -
     assert engine.calls[0]["prompt"] == expected
 
 
-@each_case("prompt", [[], [[]], [1, "a"], [256], [-1], [[1], []], ["x", 1], ["x", [1]], [[1], 2]])
+@each_case(
+    "prompt",
+    [[], [[]], [1, "a"], [256], [[1], [2, 256]], [-1], [[1], []], ["x", 1], ["x", [1]], [[1], 2]],
+)
 async def test_plain_completion_refuses_other_prompts(prompt: object) -> None:
     reply = await post(FakeEngine(), PLAIN, {"prompt": prompt})
     assert reply.status == 400

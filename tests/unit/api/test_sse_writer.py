@@ -19,7 +19,6 @@ from vsched.api.formatters import ChatFormatter, CompletionFormatter
 from vsched.api.http_exchange import HttpExchange
 from vsched.api.metrics import ApiMetrics
 from vsched.api.response_schema import ChatChunk, ChatChunkChoice, ChatDelta
-from vsched.errors import RequestFailed
 from vsched.kernel.commands import Finish, RequestTimes
 from vsched.types import FinishReason, SamplingParams
 
@@ -114,16 +113,6 @@ async def test_sse_writer_deltas_grow_together_while_the_connection_is_full() ->
     assert connection.texts == ["a", "bcd"]
 
 
-async def test_sse_writer_ends_when_the_last_delta_had_to_wait() -> None:
-    connection = Connection(full=True)
-    generation = FakeGeneration([OutputDelta("all", [1], finish_reason="length")], "id")
-    task = asyncio.ensure_future(connection.relay(generation).run())
-    await asyncio.sleep(0)
-    connection.room.set()
-    assert await asyncio.wait_for(task, PATIENCE_S) == "length"
-    assert connection.texts == ["all"]
-
-
 async def test_sse_writer_cancelled_while_it_waits_cancels_what_it_sends() -> None:
     connection = Connection(full=True)
     generation = FakeGeneration([OutputDelta("a", [1])], "id")
@@ -134,15 +123,6 @@ async def test_sse_writer_cancelled_while_it_waits_cancels_what_it_sends() -> No
     with pytest.raises(asyncio.CancelledError):
         await task
     assert connection.given_up == 1
-
-
-async def test_sse_writer_raises_what_the_generation_ended_with() -> None:
-    connection = Connection()
-    error = RequestFailed("no more")
-    generation = FakeGeneration([OutputDelta("a", [1]), error], "id")
-    with pytest.raises(RequestFailed, match="no more"):
-        await connection.relay(generation).run()
-    assert connection.texts == ["a"]
 
 
 @each_case("text", ["plain", 'a "quote"', "ümlaut\n", "\x00", "\u2028", "}\\"])

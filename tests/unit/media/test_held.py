@@ -38,17 +38,6 @@ def test_held_bytes_let_a_lone_request_have_its_own_limits() -> None:
     assert held.total == 160
 
 
-def test_held_bytes_go_with_the_last_owner() -> None:
-    held = HeldBytes(100)
-    holding = held.open()
-    holding.add(50)
-    holding.share()
-    holding.drop()
-    assert held.total == 50
-    holding.drop()
-    assert held.total == 0
-
-
 def pipeline_with(settings: MediaConfig) -> tuple[MediaPipeline, FakePreprocessor]:
     preprocessor = FakePreprocessor()
     store = PixelStore(memoryview(bytearray(1 << 20)))

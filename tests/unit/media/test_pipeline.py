@@ -177,23 +177,6 @@ async def test_prepare_refuses_and_keeps_nothing(
     assert statistics.pixels.bytes_held == 0
 
 
-async def test_truncated_image_fails_its_request_alone(bench: Bench) -> None:
-    """Other requests are not affected, and space is returned."""
-    content = image_bytes(64, 64, kind="JPEG")
-    broken = data_url(content[: len(content) - 200], "image/jpeg")
-    fine = bench.pipeline.prepare("\x01", [data_url(image_bytes())])
-    results = await asyncio.gather(
-        fine,
-        bench.pipeline.prepare("\x01\x01", [data_url(image_bytes()), broken]),
-        return_exceptions=True,
-    )
-    assert isinstance(results[1], RequestRefused)
-    assert results[1].message.startswith("image 1: the image cannot be decoded")
-    assert not isinstance(results[0], BaseException)
-    results[0].lease.release()
-    await settled(bench)
-
-
 async def test_processor_failure_fails_the_request(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -215,22 +198,6 @@ async def test_wrong_shape_fails_and_is_never_trimmed(bench: Bench) -> None:
         await bench.pipeline.prepare("\x01", [data_url(image_bytes())])
     await settled(bench)
     assert bench.store.statistics().entries == 0
-
-
-async def test_cancelling_while_processing_returns_everything(bench: Bench) -> None:
-    """The request's hold ends at once, the thread's when it is done."""
-    bench.preprocessor.gate.clear()
-    task = asyncio.ensure_future(bench.pipeline.prepare("\x01", [data_url(image_bytes())]))
-    await entered(bench)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert bench.pipeline.statistics().preparing == 0
-    bench.preprocessor.gate.set()
-    await settled(bench)
-    # The thread's result is kept for the next request.
-    (await bench.pipeline.prepare("\x01", [data_url(image_bytes())])).lease.release()
-    assert bench.preprocessor.processed == 1
 
 
 async def test_one_of_two_sharers_cancelled_leaves_the_other(bench: Bench) -> None:

@@ -29,30 +29,12 @@ def fill(store: PixelStore, lease: PixelLease) -> PixelLease:
     return lease
 
 
-def test_acquire_places_first_fit_and_reuses() -> None:
-    store = store_of(4)
-    lease = take(store, a=1, b=2)
-    assert [extent.offset for extent in lease.extents.values()] == [0, UNIT]
-    fill(store, lease).release()
-    again = take(store, b=2)
-    assert again.extents[b"b"].offset == UNIT
-    assert store.is_filled(b"b")
-    assert store.statistics().hits == 1
-
-
 def test_extents_do_not_share_cache_lines() -> None:
     store = store_of(3)
     lease = store.acquire_nowait({b"a": 4, b"b": 8})
     assert lease is not None
     assert lease.extents[b"b"].offset == UNIT
     assert store.view(lease.extents[b"b"]).view(np.float32).shape == (2,)
-
-
-def test_unfilled_entries_are_not_kept() -> None:
-    store = store_of(2)
-    take(store, a=1).release()
-    assert store.statistics().entries == 0
-    assert store.statistics().bytes_kept == 0
 
 
 def test_eviction_takes_the_oldest_unheld_first() -> None:
@@ -77,14 +59,6 @@ def test_never_fitting_is_refused_before_anything_is_evicted() -> None:
     with pytest.raises(RequestRefused, match=r"value 320 bytes.*limit 256 bytes.*Remedy"):
         take(store, b=2, c=3)
     assert store.statistics().entries == 1
-
-
-def test_impossible_now_evicts_nothing() -> None:
-    store = store_of(4)
-    fill(store, take(store, a=1)).release()
-    take(store, b=2)
-    assert store.acquire_nowait({b"c": 3 * UNIT}) is None
-    assert store.is_filled(b"a")
 
 
 async def test_acquire_waits_in_order_and_holds_nothing_meanwhile() -> None:
@@ -144,30 +118,6 @@ async def test_cancelled_just_after_the_grant_gives_it_back() -> None:
     take(store, c=1).release()
 
 
-async def test_cancelled_then_released_before_it_runs() -> None:
-    store = store_of(1)
-    held = take(store, a=1)
-    waiter = asyncio.ensure_future(store.acquire({b"b": UNIT}))
-    await asyncio.sleep(0)
-    waiter.cancel()
-    held.release()
-    with pytest.raises(asyncio.CancelledError):
-        await waiter
-    assert store.statistics().waiting == 0
-    take(store, c=1).release()
-
-
-def test_fragmentation_rolls_back() -> None:
-    store = store_of(5)
-    a, b, c = take(store, a=1), take(store, b=1), take(store, c=1)
-    b.release()
-    assert store.acquire_nowait({b"d": UNIT, b"e": 2 * UNIT}) is not None
-    a.release()
-    assert store.acquire_nowait({b"f": 2 * UNIT}) is None
-    assert store.statistics().bytes_held == 4 * UNIT
-    c.release()
-
-
 def test_own_pixels_in_the_way_give_way() -> None:
     """Pixels kept by the request itself, which fragment the space, are evicted: a wait for them would not end."""
     store = store_of(5)
@@ -204,15 +154,6 @@ def test_space_in_pieces_leaves_a_request_with_nothing() -> None:
     leases["b"].release()
     assert store.statistics().bytes_held == 2 * UNIT
     take(store, g=1, h=2).release()
-
-
-def test_clear_keeps_held_resources() -> None:
-    store = store_of(4)
-    fill(store, take(store, a=1)).release()
-    held = fill(store, take(store, b=1))
-    assert store.clear() == UNIT
-    assert store.statistics().entries == 1
-    held.release()
 
 
 @pytest.mark.parametrize("seed", range(5))

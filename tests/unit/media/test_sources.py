@@ -13,8 +13,7 @@ from vsched.config import MediaConfig
 from vsched.errors import RequestRefused
 from vsched.media import base64_text
 from vsched.media.formats import FORMATS
-from vsched.media.references import scheme_of
-from vsched.media.sources import frames_of, is_local, read_local
+from vsched.media.sources import frames_of, read_local
 
 SETTINGS = MediaConfig(image_bytes_max=3000)
 
@@ -114,12 +113,6 @@ def test_data_url_is_decoded_in_pieces(size: int, monkeypatch: pytest.MonkeyPatc
             read_local(f"data:image/png;base64,{wrong}", SETTINGS)
 
 
-def test_data_url_needs_no_media_type() -> None:
-    """The decoder examines the bytes anyway."""
-    content = image_bytes()
-    assert read_local(data_url(content, ""), SETTINGS) == content
-
-
 @pytest.mark.parametrize("kind", FORMATS)
 def test_data_url_takes_every_format(kind: str) -> None:
     """The decoder, data URLs and fetches accept the same: there is one list."""
@@ -160,12 +153,6 @@ def test_data_url_length_is_checked_before_base64() -> None:
 def test_unknown_scheme_is_refused(reference: str) -> None:
     with pytest.raises(RequestRefused, match="unknown scheme"):
         read_local(reference, SETTINGS)
-
-
-def test_scheme_selects_the_reader() -> None:
-    assert scheme_of("HTTPS://x") == "https"
-    assert not is_local("HTTP://x")
-    assert is_local("data:x")
 
 
 @pytest.fixture

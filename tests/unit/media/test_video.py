@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 
@@ -108,10 +106,3 @@ def test_limits_are_named(limits: tuple[int, float, str]) -> None:
     key = {"pixels": "media.image_pixels_max", "seconds": "media.video_seconds_max"}[what]
     with pytest.raises(RequestRefused, match=key):
         inspect_video(video(), VideoLimits(pixels, seconds, 10.0))
-
-
-def test_times_of_frames_are_ascending() -> None:
-    """Frames come in the order of presentation, whatever the order of decoding."""
-    file = video(20, bf="3", g="20")
-    found = [np.asarray(image)[-1, -1, 0] for image in read_frames(file, range(20), LIMITS)]
-    assert all(one <= other for one, other in itertools.pairwise(found))

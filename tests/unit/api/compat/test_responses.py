@@ -17,7 +17,7 @@ from vsched.api import ApiSettings
 from vsched.api.bodies import SMALL_BYTES
 from vsched.api.compat.responses import ResponsesRequest, chat_request
 from vsched.api.request_schema import ChatRequest
-from vsched.errors import RequestFailed, RequestRefused
+from vsched.errors import RequestFailed
 
 RESPONSES = "/v1/responses"
 TOOLS = [{"type": "function", "name": "f", "parameters": {"type": "object"}}]
@@ -197,14 +197,6 @@ async def test_an_answer_repeats_what_was_asked() -> None:
     plain = (await post(saying("x"), RESPONSES, body())).json
     assert plain["text"] == {"format": {"type": "text"}}
     assert (plain["tool_choice"], plain["tools"]) == ("auto", [])
-
-
-async def test_errors_have_openais_shape() -> None:
-    engine = FakeEngine()
-    engine.refusal = RequestRefused("full", code="queue_full", status=429)
-    reply = await post(engine, RESPONSES, body())
-    assert reply.status == 429
-    assert reply.error["code"] == "rate_limit_exceeded"
 
 
 async def test_a_stream_that_fails_ends_with_an_error_event() -> None:

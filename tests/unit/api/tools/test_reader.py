@@ -15,7 +15,6 @@ from tests.unit.api.fakes import CHAT, FakeEngine, chat, post
 from tests.unit.api.tools.written_calls import written_arguments, written_calls
 from tests.unit.media.fakes import FakeDetokenizer
 from vsched.aio.streams import ChoiceInputs, TokenStream
-from vsched.api.tools.arguments import JsonScan
 from vsched.api.tools.formats import CALL_FORMATS, REASONING_FORMATS, CallFormat
 from vsched.api.tools.reader import CallStopScope, OutputParser
 from vsched.kernel.commands import Finish, RequestTimes
@@ -85,13 +84,6 @@ def test_reader_finds_calls_and_loses_nothing(answer: str, content: str, calls: 
     assert read(list(answer)) == {"content": content, "calls": calls}
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=8,
-)
-
-
 @settings(REPEATABLE, max_examples=60)
 @given(st.sampled_from(sorted(CALL_FORMATS)), st.data())
 def test_reader_finds_the_same_in_every_form_however_it_is_cut(name: str, data: Any) -> None:
@@ -137,18 +129,6 @@ def test_reader_holds_back_no_more_than_may_become_a_call() -> None:
     reader = OutputParser(CALL_FORMATS["hermes"])
     assert reader.push("One <") == [("content", "One ", "")]
     assert reader.push("b>") == [("content", "<b>", "")]
-
-
-@REPEATABLE
-@given(JSON.filter(lambda value: isinstance(value, list | dict)), st.text(), st.integers(0, 50))
-def test_scan_ends_behind_the_value(value: Any, rest: str, cut: int) -> None:
-    text = msgspec.json.encode(value).decode()
-    scan = JsonScan()
-    first = scan.end((text + rest)[:cut])
-    if cut < len(text):
-        assert first == -1
-        first = cut + scan.end((text + rest)[cut:])
-    assert first == len(text)
 
 
 @each_case(
