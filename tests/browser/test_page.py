@@ -10,7 +10,6 @@ import io
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import threading
@@ -23,16 +22,13 @@ from typing import Any
 import pytest
 
 pytest.importorskip("playwright.sync_api")
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-if CHROMIUM is None:
-    pytest.skip("Chromium is not installed", allow_module_level=True)
 
-from PIL import Image  # noqa: E402
-from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright  # noqa: E402
+from PIL import Image
+from playwright.sync_api import Browser, Locator, Page, expect
 
-from tests.e2e.video_asks import video_file  # noqa: E402
-from tests.patience import PATIENCE_S  # noqa: E402
-from tests.trace_format import check_trace_events  # noqa: E402
+from tests.e2e.video_asks import video_file
+from tests.patience import PATIENCE_S
+from tests.trace_format import check_trace_events
 
 ROOT = Path(__file__).resolve().parents[2]
 SLOTS = 2
@@ -97,15 +93,6 @@ def _post(address: str, body: object) -> Any:
     request = urllib.request.Request(address, json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=PATIENCE_S) as reply:
         return json.load(reply)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        expect.set_options(timeout=PATIENCE_S * 1000)
-        made = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield made
-        made.close()
 
 
 @pytest.fixture

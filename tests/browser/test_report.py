@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,17 +10,13 @@ from typing import Any
 import pytest
 
 pytest.importorskip("playwright.sync_api")
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-if CHROMIUM is None:
-    pytest.skip("Chromium is not installed", allow_module_level=True)
 
-from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright  # noqa: E402
+from playwright.sync_api import Browser, Locator, Page, expect
 
-from tests.patience import PATIENCE_S  # noqa: E402
-from tests.unit.sim.shapes import COST, arrival, config  # noqa: E402
-from vsched.sim.fast.simulation import simulate  # noqa: E402
-from vsched.sim.report.rendering import render_html  # noqa: E402
-from vsched.sim.workload.requests import Text, workload_of  # noqa: E402
+from tests.unit.sim.shapes import COST, arrival, config
+from vsched.sim.fast.simulation import simulate
+from vsched.sim.report.rendering import render_html
+from vsched.sim.workload.requests import Text, workload_of
 
 
 @pytest.fixture(scope="module")
@@ -43,15 +38,6 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("report") / "report.html"
     path.write_text(render_html(outcomes), encoding="utf-8")
     return path
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        expect.set_options(timeout=PATIENCE_S * 1000)
-        made = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield made
-        made.close()
 
 
 @pytest.fixture(params=["light", "dark"])

@@ -272,23 +272,53 @@ async def test_biases_and_bad_words_have_limits(fields: dict[str, Any]) -> None:
     assert next(iter(fields)) in reply.error["param"]
 
 
-async def test_harmless_fields_are_ignored() -> None:
-    fields = {
-        "n": 1,
-        "logit_bias": {},
+NEUTRAL: dict[str, Any] = {
+    "n": 1, "logit_bias": {}, "response_format": {"type": "text"}, "user": "someone", "metadata": {"a": "b"},
+    "store": False, "service_tier": "auto", "stream_options": None, "use_beam_search": False, "length_penalty": 1.0,
+    "truncate_prompt_tokens": None, "include_reasoning": True, "documents": [], "kv_transfer_params": {},
+    "thinking_token_budget": -1, "no_stop_trim": False, "separate_reasoning": True, "return_hidden_states": False,
+    "custom_params": {}, "routed_dp_rank": None, "echo": False, "request_id": "mine", "rid": "mine",
+    "custom_labels": {"team": "a"},
+}  # fmt: skip
+"""Fields of other servers and values of them that change nothing."""
+
+
+async def test_fields_that_change_nothing_are_accepted() -> None:
+    of_chats = {
         "tools": [],
         "tool_choice": "auto",
-        "response_format": {"type": "text"},
         "modalities": ["text"],
-        "user": "someone",
-        "metadata": {"a": "b"},
-        "store": False,
-        "service_tier": "auto",
         "parallel_tool_calls": True,
         "reasoning_effort": "low",
-        "stream_options": None,
     }
-    assert (await post(FakeEngine(), CHAT, chat(**fields))).status == 200
+    assert (await post(FakeEngine(), CHAT, chat(**NEUTRAL, **of_chats))).status == 200
+    assert (await post(FakeEngine(), PLAIN, body_of(PLAIN, **NEUTRAL, suffix=None))).status == 200
+
+
+@each_case(
+    ("fields", "limit"),
+    [
+        ({"use_beam_search": True}, "value true, limit false"),
+        ({"length_penalty": 0.5}, "value 0.5, limit 1"),
+        ({"length_penalty": True}, "value true, limit 1"),
+        ({"thinking_token_budget": 100}, "value 100, limit -1"),
+        ({"documents": [{"text": "x"}]}, "value a list, limit []"),
+        ({"custom_params": {"x": "y" * 100}}, "value an object, limit {}"),
+        ({"chat_template": "x" * 100}, 'value a text of 100 characters, limit ""'),
+        ({"regex": "a+"}, 'value "a+", limit null'),
+    ],
+)
+@each_case("path", [CHAT, PLAIN])
+async def test_fields_of_other_servers_are_refused_where_they_would_change_something(
+    path: str, fields: dict[str, Any], limit: str
+) -> None:
+    """With value, limit and remedy, before the request reaches the engine."""
+    engine = FakeEngine()
+    reply = await post(engine, path, body_of(path, **fields))
+    assert (reply.status, reply.error["code"]) == (400, "unsupported_parameter")
+    assert reply.error["param"] in fields
+    assert f"{limit}. Remedy: " in reply.error["message"]
+    assert engine.calls == []
 
 
 @each_case(
@@ -334,7 +364,8 @@ USAGE = {"stream_options": {"include_usage": True}}
             }.items()
         ),
         (PLAIN, {"prompt_embeds": "x"}, "prompt_embeds", "is not supported with this value"),
-        (PLAIN, {"suffix": "x"}, "suffix", "is not supported with this value"),
+        (PLAIN, {"suffix": "y"}, "suffix", ('is not supported with this value: value "y", limit "". '
+         "Remedy: leave it out; the models served here only write on from a prompt.")),
     ],
 )  # fmt: skip
 async def test_refusals_name_the_parameter_value_and_limit(

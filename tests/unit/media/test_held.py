@@ -17,7 +17,7 @@ from vsched.media import MediaPipeline, PixelStore
 from vsched.media.held import HeldBytes
 
 
-def test_held_bytes_refuse_over_the_limit_and_count_nothing() -> None:
+def test_held_bytes_of_several_requests_are_limited() -> None:
     held = HeldBytes(100)
     first, second = held.open(), held.open()
     first.add(60)
@@ -28,14 +28,8 @@ def test_held_bytes_refuse_over_the_limit_and_count_nothing() -> None:
     assert held.total == 100
     second.drop()
     assert held.total == 60
-
-
-def test_held_bytes_let_a_lone_request_have_its_own_limits() -> None:
-    held = HeldBytes(100)
-    alone = held.open()
-    alone.add(80)
-    alone.add(80)
-    assert held.total == 160
+    first.add(80)
+    assert held.total == 140, "a lone request has its own limits"
 
 
 def pipeline_with(settings: MediaConfig) -> tuple[MediaPipeline, FakePreprocessor]:

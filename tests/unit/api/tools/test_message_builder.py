@@ -8,21 +8,11 @@ import msgspec
 import pytest
 
 from tests.each_case import each_case
+from tests.unit.api.compat.scripts import CALLS, saying
 from tests.unit.api.fakes import CHAT, FakeEngine, chat, post
-from vsched.aio.streams import OutputDelta
 from vsched.api.contract import ApiSettings
 
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
-CALLS = (
-    'Look.<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n'
-    '<tool_call>\n{"name": "g", "arguments": {"b": "ü"}}\n</tool_call>'
-)
-
-
-def engine(text: str, finish: str = "stop", *, size: int = 7) -> FakeEngine:
-    pieces = [text[start : start + size] for start in range(0, len(text), size)]
-    last = OutputDelta("", [0], finish_reason=finish)
-    return FakeEngine(*(OutputDelta(piece, [1]) for piece in pieces), last)
 
 
 def merged(events: list[Any]) -> dict[str, Any]:
@@ -45,7 +35,7 @@ def merged(events: list[Any]) -> dict[str, Any]:
 
 
 async def test_a_whole_answer_with_calls() -> None:
-    requested = engine(CALLS)
+    requested = saying(CALLS)
     reply = await post(requested, CHAT, chat(tools=TOOLS))
     (choice,) = reply.json["choices"]
     ids = [call.pop("id") for call in choice["message"]["tool_calls"]]
@@ -62,7 +52,7 @@ async def test_a_whole_answer_with_calls() -> None:
             "refusal": None,
             "tool_calls": [
                 {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}},
-                {"type": "function", "function": {"name": "g", "arguments": '{"b": "ü"}'}},
+                {"type": "function", "function": {"name": "f", "arguments": '{"b": "ü"}'}},
             ],
         },
     }
@@ -71,14 +61,9 @@ async def test_a_whole_answer_with_calls() -> None:
     )
 
 
-async def test_calls_alone_have_no_content() -> None:
-    reply = await post(engine(CALLS.removeprefix("Look.")), CHAT, chat(tools=TOOLS))
-    assert reply.json["choices"][0]["message"]["content"] is None
-
-
 @each_case("size", [1, 3, 1000])
 async def test_stream_equals_the_non_streaming_response(size: int) -> None:
-    reply = await post(engine(CALLS, size=size), CHAT, chat(tools=TOOLS, stream=True))
+    reply = await post(saying(CALLS, size=size), CHAT, chat(tools=TOOLS, stream=True))
     first, last = reply.events[0]["choices"][0], reply.events[-1]["choices"][0]
     assert first["delta"]["role"] == "assistant"
     assert last["finish_reason"] == "tool_calls"
@@ -86,7 +71,7 @@ async def test_stream_equals_the_non_streaming_response(size: int) -> None:
     assert found["content"] == "Look."
     assert [call["function"] for call in found["tool_calls"]] == [
         {"name": "f", "arguments": '{"a": 1}'},
-        {"name": "g", "arguments": '{"b": "ü"}'},
+        {"name": "f", "arguments": '{"b": "ü"}'},
     ]
 
 
@@ -94,7 +79,7 @@ async def test_stream_equals_the_non_streaming_response(size: int) -> None:
 async def test_a_single_call_is_the_first(stream: bool) -> None:
     """Further ones are dropped, even one that is incomplete, but not the text."""
     fields = {"tools": TOOLS, "parallel_tool_calls": False, "stream": stream}
-    reply = await post(engine(CALLS[:-16]), CHAT, chat(**fields))
+    reply = await post(saying(CALLS[:-16]), CHAT, chat(**fields))
     message = merged(reply.events) if stream else reply.json["choices"][0]["message"]
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["f"]
     assert message["content"] == "Look."
@@ -102,27 +87,22 @@ async def test_a_single_call_is_the_first(stream: bool) -> None:
     assert choices[0]["finish_reason"] == "tool_calls"
 
 
-async def test_an_answer_that_is_cut_ends_with_length() -> None:
-    cut = engine(CALLS[:-5], "length")
-    choice = (await post(cut, CHAT, chat(tools=TOOLS))).json["choices"][0]
-    assert choice["finish_reason"] == "length"
-    assert choice["message"]["tool_calls"][1]["function"]["arguments"] == '{"b": "ü"}'
-
-
-async def test_without_calls_the_answer_is_as_ever() -> None:
-    choice = (await post(engine("Hello"), CHAT, chat(tools=TOOLS))).json["choices"][0]
+async def test_answers_with_calls_alone_and_without_calls() -> None:
+    reply = await post(saying(CALLS.removeprefix("Look.")), CHAT, chat(tools=TOOLS))
+    assert reply.json["choices"][0]["message"]["content"] is None
+    (choice,) = (await post(saying("Hello"), CHAT, chat(tools=TOOLS))).json["choices"]
     assert choice["finish_reason"] == "stop"
     assert choice["message"] == {"role": "assistant", "content": "Hello", "refusal": None}
 
 
 async def test_without_tools_nothing_is_read_as_a_call() -> None:
     for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):
-        choice = (await post(engine(CALLS), CHAT, chat(**fields))).json["choices"][0]
+        choice = (await post(saying(CALLS), CHAT, chat(**fields))).json["choices"][0]
         assert choice["message"]["content"] == CALLS
 
 
 async def test_a_model_whose_form_is_unknown_takes_no_tools() -> None:
-    requested = engine("Hello")
+    requested = saying("Hello")
     requested.preprocessor.chat_template = "{{ tools }}"
     reply = await post(requested, CHAT, chat(tools=TOOLS))
     assert (reply.status, reply.error["code"]) == (400, "tools_not_supported")
@@ -134,43 +114,38 @@ async def test_a_model_whose_form_is_unknown_takes_no_tools() -> None:
 THOUGHT = "<think>\nLet me see.\n</think>\n\nYes."
 
 
-@each_case("stream", [False, True])
-async def test_reasoning_is_returned_next_to_the_content(stream: bool) -> None:
-    requested = engine(THOUGHT)
-    requested.preprocessor.chat_template = "{{ '<think>' }}"
-    reply = await post(requested, CHAT, chat(stream=stream))
-    if stream:
-        deltas = [event["choices"][0]["delta"] for event in reply.events]
-        assert "".join(each.get("reasoning_content", "") for each in deltas) == "Let me see."
-        assert "".join(each.get("content", "") for each in deltas) == "Yes."
-        assert len([each for each in deltas if each.get("reasoning_content")]) > 1
-        assert all(each.get("reasoning_content") == each.get("reasoning") for each in deltas)
-    else:
-        message = reply.json["choices"][0]["message"]
-        assert (message["reasoning_content"], message["content"]) == ("Let me see.", "Yes.")
-        assert message["reasoning"] == message["reasoning_content"]
+def thinking(text: str = THOUGHT) -> FakeEngine:
+    """An engine whose template shows how it thinks."""
+    made = saying(text)
+    made.preprocessor.chat_template = "{{ '<think>' }}"
+    return made
 
 
-@each_case("stream", [False, True])
-async def test_reasoning_is_left_out_unless_wanted(stream: bool) -> None:
+async def test_reasoning_is_returned_next_to_the_content() -> None:
+    message = (await post(thinking(), CHAT, chat())).json["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("Let me see.", "Yes.")
+    assert message["reasoning"] == message["reasoning_content"]
+    events = (await post(thinking(), CHAT, chat(stream=True))).events
+    deltas = [event["choices"][0]["delta"] for event in events]
+    assert "".join(each.get("reasoning_content", "") for each in deltas) == "Let me see."
+    assert "".join(each.get("content", "") for each in deltas) == "Yes."
+    assert len([each for each in deltas if each.get("reasoning_content")]) > 1
+    assert all(each.get("reasoning_content") == each.get("reasoning") for each in deltas)
+
+
+async def test_reasoning_is_left_out_unless_wanted() -> None:
     """Each of its tokens still has an event, because clients count them."""
-    requested = engine(THOUGHT)
-    requested.preprocessor.chat_template = "{{ '<think>' }}"
-    reply = await post(requested, CHAT, chat(stream=stream, include_reasoning=False))
-    assert b"reasoning" not in reply.body
-    if stream:
-        deltas = [event["choices"][0]["delta"] for event in reply.events]
-        assert "".join(each["content"] for each in deltas) == "Yes."
-        plain = await post(requested, CHAT, chat(stream=stream))
-        assert len(deltas) == len(plain.events)
-    else:
-        assert reply.json["choices"][0]["message"]["content"] == "Yes."
+    whole = await post(thinking(), CHAT, chat(include_reasoning=False))
+    streamed = await post(thinking(), CHAT, chat(include_reasoning=False, stream=True))
+    assert b"reasoning" not in whole.body + streamed.body
+    assert whole.json["choices"][0]["message"]["content"] == "Yes."
+    deltas = [event["choices"][0]["delta"] for event in streamed.events]
+    assert "".join(each["content"] for each in deltas) == "Yes."
+    assert len(deltas) == len((await post(thinking(), CHAT, chat(stream=True))).events)
 
 
 async def test_reasoning_is_content_if_the_settings_say_so() -> None:
-    requested = engine(THOUGHT)
-    requested.preprocessor.chat_template = "{{ '<think>' }}"
-    reply = await post(requested, CHAT, chat(), ApiSettings(reasoning_format="none"))
+    reply = await post(thinking(), CHAT, chat(), ApiSettings(reasoning_format="none"))
     assert reply.json["choices"][0]["message"]["content"] == THOUGHT
 
 
@@ -179,9 +154,8 @@ async def test_reasoning_that_the_prompt_began_goes_on(
     monkeypatch: pytest.MonkeyPatch, length: int
 ) -> None:
     """Also for a long prompt, which is rendered later; a grammar constrains the text after the reasoning."""
-    requested = engine("Let me see.</think>Yes.")
+    requested = thinking("Let me see.</think>Yes.")
     front = requested.preprocessor
-    front.chat_template = "{{ '<think>' }}"
     render = front.render
     monkeypatch.setattr(
         front, "render", lambda *given, **more: render(*given, **more) + "<think>\n"

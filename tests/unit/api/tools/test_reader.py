@@ -104,15 +104,17 @@ def test_reader_finds_the_same_in_every_form_however_it_is_cut(name: str, data: 
         written_arguments(known, {"a": "x"}),
         "f(a=",
         *known.openings,
+        *("<think>", "</think>", "<", " "),
         *(msgspec.structs.astuple(known.arguments)[:3] if known.arguments else ()),
     ]
     answer = "".join(data.draw(st.lists(st.sampled_from(marks), max_size=9)))
     cut = data.draw(st.integers(0, len(answer)))
-    whole = read([answer], name)
-    assert read([answer[:cut], answer[cut:]], name) == whole
-    assert read(list(answer), name) == whole
-    if not whole["calls"]:
-        assert whole["content"] == answer
+    for options in ({}, {"reasoning": THINK}, {"reasoning": THINK, "thinking": True}):
+        whole = read([answer], name, **options)
+        assert read([answer[:cut], answer[cut:]], name, **options) == whole
+        assert read(list(answer), name, **options) == whole
+        if not whole["calls"] and not options:
+            assert whole["content"] == answer
 
 
 def test_reader_lets_arguments_out_as_they_come() -> None:
@@ -161,25 +163,6 @@ def test_reader_finds_calls_behind_reasoning() -> None:
     for pieces in ([answer], list(answer)):
         found = read(pieces, reasoning=THINK, thinking=True)
         assert found == {"reasoning": "I call.", "content": "", "calls": [["f", ARGUMENTS]]}
-
-
-@REPEATABLE
-@given(
-    st.lists(
-        st.sampled_from(["<think>", "</think>", "\n", " ", "<", "a", "think>", CALL]), max_size=9
-    ),
-    st.lists(st.integers(0, 200)),
-    st.booleans(),
-)
-def test_reader_parts_the_same_however_the_answer_is_cut(
-    pieces: list[str], cuts: list[int], thinking: bool
-) -> None:
-    answer = "".join(pieces)
-    ends = sorted({min(cut, len(answer)) for cut in cuts} | {len(answer)})
-    parts = [answer[start:end] for start, end in zip([0, *ends], ends, strict=False)]
-    whole = read([answer], reasoning=THINK, thinking=thinking)
-    assert read(parts, reasoning=THINK, thinking=thinking) == whole
-    assert read(list(answer), reasoning=THINK, thinking=thinking) == whole
 
 
 @each_case(
