@@ -245,14 +245,3 @@ async def test_rows_that_came_are_what_the_model_reads(served: Served) -> None:
         changed = rows.copy()
         changed[:, level * hidden : (level + 1) * hidden] *= -3
         assert await ask(engine, [packed(embeds=changed, grid_thw=grid)]) != plain
-
-
-async def test_a_repeated_embedding_is_cached_like_any_item(served: Served) -> None:
-    """Keyed by content; a second request finds it."""
-    engine, tower = served.engine, served.tower
-    rows, grid = tower.encode(IMAGES[1])
-    brought = packed(embeds=rows + np.float32(0.01), grid_thw=grid[None])
-    first = await ask(engine, [brought])
-    encoded = engine.statistics()["encode"]["items_encoded"]
-    assert await ask(engine, [brought]) == first
-    assert engine.statistics()["encode"]["items_encoded"] == encoded

@@ -12,51 +12,21 @@ from typing import Any, NamedTuple
 from vsched.sim.workload.images import encoded
 from vsched.sim.workload.requests import Image
 
-PATHS = (
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/tokenize",
-    "/detokenize",
-    "/admin/replicas",
-    "/admin/clear",
-    "/v1/models",
-    "/v1/models/simulated",
-    "/health",
-    "/ping",
-    "/version",
-    "/load",
-    "/openapi.json",
-    "/docs",
-    "/metrics",
-    "/admin/statistics",
-    "/nowhere",
-)
-WEIGHTS = (40, 20, 12, 3, 6, 1, 2, 2, 2, 1, 1, 1, 1, 1, 2, 2, 2)
-POSTED = 6
+POSTED = {
+    "/v1/chat/completions": 40, "/v1/completions": 20, "/tokenize": 12, "/detokenize": 3, "/admin/replicas": 6,
+    "/admin/clear": 1,
+}  # fmt: skip
+GOT = {
+    "/v1/models": 2, "/v1/models/simulated": 2, "/health": 2, "/ping": 1, "/version": 1, "/load": 1, "/openapi.json": 1,
+    "/docs": 1, "/metrics": 2, "/admin/statistics": 2, "/nowhere": 2,
+}  # fmt: skip
+"""Weights of the paths of both methods."""
 TEXTS = ("5", "12 7 3", "1 2 3 4 5 6 7 8 9", "42", "9 9")
 """A simulated model's words are numbers."""
 TOKENS: tuple[bytes, ...] = (
-    b"\xff",
-    b"\\ud800",
-    b"\x00",
-    b"null",
-    b'"',
-    b"{",
-    b"}",
-    b"[" * 300,
-    b"1e999",
-    b"-0",
-    b",",
-)
-TOKENS += (
-    b'"\xff":1,',
-    b'"a":1,"a":2,',
-    b"\xed\xa0\x80",
-    b"9" * 400,
-    b"0.1e-400",
-    b"/**/",
-    b"\xef\xbb\xbf",
-)
+    b"\xff", b"\\ud800", b"\x00", b"null", b'"', b"{", b"}", b"[" * 300, b"1e999", b"-0", b",", b'"\xff":1,',
+    b'"a":1,"a":2,', b"\xed\xa0\x80", b"9" * 400, b"0.1e-400", b"/**/", b"\xef\xbb\xbf",
+)  # fmt: skip
 ODD: tuple[Any, ...] = (None, True, False, 0, 1, -1, 2.0, 0.5, -1e308, 1e308, 2**31, 2**63, 2**64)
 ODD += (2**70, float("nan"), float("inf"), "", "x", "\x00", "\ud800", "\U0001f642", "A" * 3000)
 ODD += ([], {}, [[]], [None], [0], [""], ["x"] * 40, {"": 0}, {"type": "text"}, {"x": {"y": [1]}})
@@ -77,8 +47,9 @@ class FuzzRequest(NamedTuple):
 
 def draw_request(rng: random.Random) -> FuzzRequest:
     """Draw a request: a legal one, changed in up to three places, and often broken in up to four bytes."""
-    (path,) = rng.choices(PATHS, WEIGHTS)
-    method = "POST" if PATHS.index(path) < POSTED else "GET"
+    weights = POSTED | GOT
+    (path,) = rng.choices(list(weights), list(weights.values()))
+    method = "POST" if path in POSTED else "GET"
     if rng.random() < 0.03:
         method = rng.choice(("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "BREW"))
     body = _DRAW.get(path, _nothing)(rng)

@@ -88,6 +88,19 @@ async def connected(port: int, receive_bytes: int = 0) -> AsyncIterator[RawClien
         client.close()
 
 
+async def exchange(sent: bytes, engine: FakeEngine | None = None, **limits: float) -> bytes:
+    """Return all that a server with these limits sends until it closes."""
+    async with served(engine or FakeEngine(), **limits) as port, connected(port) as client:
+        await client.send(sent)
+        return await client.answer()
+
+
+def error_of(answer: bytes) -> dict[str, str]:
+    """Error of the last response."""
+    error: dict[str, str] = msgspec.json.decode(answer.rpartition(b"\r\n\r\n")[2])["error"]
+    return error
+
+
 @pytest.mark.parametrize(
     "sent",
     [
@@ -102,12 +115,11 @@ async def connected(port: int, receive_bytes: int = 0) -> AsyncIterator[RawClien
 async def test_connection_request_that_does_not_arrive_is_answered(sent: bytes) -> None:
     """Wherever it stops; one deadline covers the whole request, so a byte now and then does not help."""
     engine = FakeEngine()
-    async with served(engine, receive_s=SOON_S) as port, connected(port) as client:
-        await client.send(sent)
-        answer = (await client.answer()).removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
+    answer = await exchange(sent, engine, receive_s=SOON_S)
+    answer = answer.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 408 "), answer
     assert answer.count(b"HTTP/1.1") == 1
-    error = msgspec.json.decode(answer.partition(b"\r\n\r\n")[2])["error"]
+    error = error_of(answer)
     assert error["code"] == "request_timeout"
     assert "limit 0.05 s. Remedy: send it faster, or raise server.receive_s" in error["message"]
     assert engine.calls == []
@@ -126,8 +138,7 @@ async def test_connection_trickling_body_is_answered() -> None:
 
 async def test_connection_that_sends_nothing_is_closed() -> None:
     """Without a response: a client that connects early may not need the connection."""
-    async with served(FakeEngine(), receive_s=SOON_S) as port, connected(port) as client:
-        assert await client.answer() == b""
+    assert await exchange(b"", receive_s=SOON_S) == b""
 
 
 async def test_connection_deadline_is_of_each_request_and_not_of_the_answer() -> None:
@@ -149,46 +160,11 @@ async def test_connection_deadline_is_of_each_request_and_not_of_the_answer() ->
 
 async def test_connection_rest_of_a_refused_body_is_not_waited_for() -> None:
     """The deadline also covers the unread rest of a request that was refused early."""
-    async with served(FakeEngine(), receive_s=10 * SOON_S) as port, connected(port) as client:
-        head = b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n"
-        await client.send(head + b"Content-Type: application/json\r\n\r\n{")
-        answer = await client.answer()
+    head = b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n"
+    sent = head + b"Content-Type: application/json\r\n\r\n{"
+    answer = await exchange(sent, receive_s=10 * SOON_S)
     assert answer.startswith(b"HTTP/1.1 404 ")
     assert answer.count(b"HTTP/1.1") == 1
-
-
-@pytest.mark.parametrize(
-    ("headers", "what"),
-    [
-        (b"".join(b"X-%d: y\r\n" % index for index in range(5000)), "too many headers: value 101"),
-        (b"X: " + b"y" * 100_000 + b"\r\n", "too many bytes in URL and headers: value at least"),
-        (b"X: " + b"y" * 100_000, "too many bytes in URL and headers: value at least"),
-    ],
-    ids=["count", "bytes", "no end"],
-)
-async def test_connection_head_over_its_limits_is_refused(headers: bytes, what: str) -> None:
-    async with served(FakeEngine(), receive_s=NEVER_S) as port, connected(port) as client:
-        await client.send(b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + headers)
-        answer = await client.answer()
-    assert answer.startswith(b"HTTP/1.1 431 "), answer
-    error = msgspec.json.decode(answer.partition(b"\r\n\r\n")[2])["error"]
-    assert error["message"].startswith(what)
-    assert "Remedy: send fewer, or raise server.header" in error["message"]
-
-
-@pytest.mark.parametrize(
-    "sent",
-    [
-        b"GET /" + b"x" * 1100 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
-        b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"X: " + b"y" * 1100 + b"\r\n\r\n",
-        HEAD + b"Transfer-Encoding: chunked\r\n\r\n0\r\nX: " + b"y" * 1000 + b"\r\n\r\n",
-    ],
-    ids=["url", "header", "trailer"],
-)
-async def test_connection_head_that_comes_at_once_is_measured(sent: bytes) -> None:
-    async with served(FakeEngine(), header_bytes_max=1024) as port, connected(port) as client:
-        await client.send(sent)
-        assert (await client.answer()).startswith(b"HTTP/1.1 431 ")
 
 
 async def test_connection_pipelined_request_waits_for_the_answer_before_it() -> None:
@@ -228,14 +204,6 @@ async def test_connection_body_is_no_part_of_the_head() -> None:
             assert (await client.response()).startswith(b"HTTP/1.1 200 ")
             await client.send(b"Host: localhost\r\n\r\n")
             assert (await client.response()).startswith(b"HTTP/1.1 200 ")
-
-
-async def test_connection_bytes_other_than_http_are_refused() -> None:
-    async with served(FakeEngine()) as port, connected(port) as client:
-        await client.send(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 a TLS client\r\n\r\n")
-        answer = await client.answer()
-    assert answer.startswith(b"HTTP/1.1 400 ")
-    assert msgspec.json.decode(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_http"
 
 
 @pytest.mark.parametrize(
@@ -340,9 +308,7 @@ async def test_connection_answer_to_old_http_ends_with_it(requested: bytes, body
     request = (
         LINE + b"1.0\r\n" + JSON + requested + b"Content-Length: %d\r\n\r\n" % len(body) + body
     )
-    async with served(FakeEngine()) as port, connected(port) as client:
-        await client.send(request)
-        head, _, content = (await client.answer()).partition(b"\r\n\r\n")
+    head, _, content = (await exchange(request)).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200 ")
     assert b"\r\nconnection: close" in head
     assert b"transfer-encoding" not in head
@@ -359,32 +325,66 @@ async def test_connection_answer_to_old_http_ends_with_it(requested: bytes, body
 )
 async def test_connection_host_is_named_once(hosts: int, version: bytes, status: int) -> None:
     request = LINE + version + b"\r\nConnection: close\r\n" + HOST * hosts + JSON + SIZED
-    async with served(FakeEngine()) as port, connected(port) as client:
-        await client.send(request)
-        answer = await client.answer()
+    answer = await exchange(request)
     assert answer.startswith(b"HTTP/1.1 %d " % status)
     assert status == 200 or b"value %d Host headers, limit 1 Host header. Remedy" % hosts in answer
 
 
+GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+MANY = b"".join(b"X-%d: y\r\n" % index for index in range(5000))
+TLS = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 a TLS client\r\n\r\n"
+LONG = b"X: " + b"y" * 100_000
+SMALL: dict[str, float] = {"header_bytes_max": 1024}
+WAITS: dict[str, float] = {"receive_s": NEVER_S}
+
+
 @pytest.mark.parametrize(
-    ("sent", "status", "reason"),
+    ("sent", "limits", "status", "reason"),
     [
-        (HEAD + b"Content-Length: 2\r\n" + SIZED, 400, b"Duplicate Content-Length"),
-        (HEAD + b"Content-Length: 2\r\n" + CHUNKED, 400, b"with Content-Length"),
-        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400, b"without TLS or HTTP/2"),
-        (b"CONNECT a:80 HTTP/1.1\r\nHost: a:80\r\n\r\n", 501, b"not a proxy"),
-        (HEAD + b"Transfer-Encoding: gzip, chunked\r\n\r\n", 501, b"limit chunked. Remedy"),
+        pytest.param(GET + MANY, WAITS, 431, "too many headers: value 101", id="count"),
+        pytest.param(GET + LONG + b"\r\n", WAITS, 431, "too many bytes in URL", id="bytes"),
+        pytest.param(GET + LONG, WAITS, 431, "URL and headers: value at least", id="no end"),
+        pytest.param(GET.replace(b"health", b"x" * 1100) + b"\r\n", SMALL, 431, "URL", id="url"),
+        pytest.param(GET + LONG[:1100] + b"\r\n\r\n", SMALL, 431, "URL", id="whole"),
+        pytest.param(
+            HEAD + b"Transfer-Encoding: chunked\r\n\r\n0\r\n" + LONG[:1000] + b"\r\n\r\n",
+            *(SMALL, 431, "URL"),
+            id="trailer",
+        ),
+        pytest.param(TLS, {}, 400, "", id="tls"),
+        pytest.param(
+            HEAD + b"Content-Length: 2\r\n" + SIZED,
+            {},
+            400,
+            "Duplicate Content-Length",
+            id="lengths",
+        ),
+        pytest.param(
+            HEAD + b"Content-Length: 2\r\n" + CHUNKED, {}, 400, "with Content-Length", id="chunks"
+        ),
+        pytest.param(
+            b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", {}, 400, "without TLS or HTTP/2", id="http/2"
+        ),
+        pytest.param(
+            b"CONNECT a:80 HTTP/1.1\r\nHost: a:80\r\n\r\n", {}, 501, "not a proxy", id="connect"
+        ),
+        pytest.param(
+            HEAD + b"Transfer-Encoding: gzip, chunked\r\n\r\n",
+            *({}, 501, "limit chunked. Remedy"),
+            id="compressed",
+        ),
     ],
-    ids=["two lengths", "length and chunks", "http/2", "connect", "compressed"],
 )
 async def test_connection_invalid_request_is_refused_with_the_reason(
-    sent: bytes, status: int, reason: bytes
+    sent: bytes, limits: dict[str, float], status: int, reason: str
 ) -> None:
-    async with served(FakeEngine()) as port, connected(port) as client:
-        await client.send(sent)
-        answer = await client.answer()
-    assert answer.startswith(b"HTTP/1.1 %d " % status)
-    assert reason in answer
+    """Whether its head comes at once, in parts, or without an end."""
+    answer = await exchange(sent, **limits)
+    assert answer.startswith(b"HTTP/1.1 %d " % status), answer
+    error = error_of(answer)
+    assert reason in error["message"]
+    assert status != 431 or "Remedy: send fewer, or raise server.header" in error["message"]
+    assert sent is not TLS or error["code"] == "invalid_http"
 
 
 @pytest.mark.parametrize("version", [b"1.0", b"1.1"])
@@ -443,8 +443,7 @@ async def test_connection_request_that_ends_too_soon_is_reported(sent: bytes) ->
         client.send_no_more()
         answer = await client.answer()
     assert answer.startswith(b"HTTP/1.1 400 ")
-    error = msgspec.json.decode(answer.partition(b"\r\n\r\n")[2])["error"]
-    assert error["code"] == "request_incomplete"
+    assert error_of(answer)["code"] == "request_incomplete"
     assert engine.calls == []
 
 

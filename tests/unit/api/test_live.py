@@ -47,7 +47,7 @@ async def under_load() -> tuple[LiveState, LiveState]:
         return during, await asked(engine)
 
 
-def test_state_says_what_waits_and_why() -> None:
+def test_state_says_what_waits_and_why_and_has_steps_policies_and_memory() -> None:
     during, after = run(under_load())
     phases = [row.phase for row in during.requests]
     assert (phases.count("decode"), phases.count("ready")) == (4, 3)
@@ -60,10 +60,6 @@ def test_state_says_what_waits_and_why() -> None:
     assert (after.requests, after.requests_total) == ([], 0)
     assert len(after.ended) == 7
     assert all(0 < one.ended_ns <= after.now_ns for one in after.ended)
-
-
-def test_state_has_steps_policies_and_memory() -> None:
-    during, after = run(under_load())
     steps = during.steps["generate"]
     assert [end for end, *_ in steps] == sorted(end for end, *_ in steps)
     assert sum(took for _, took, _, _ in steps) > 0

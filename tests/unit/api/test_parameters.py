@@ -274,7 +274,7 @@ async def test_biases_and_bad_words_have_limits(fields: dict[str, Any]) -> None:
 
 NEUTRAL: dict[str, Any] = {
     "n": 1, "logit_bias": {}, "response_format": {"type": "text"}, "user": "someone", "metadata": {"a": "b"},
-    "store": False, "service_tier": "auto", "stream_options": None, "use_beam_search": False, "length_penalty": 1.0,
+    "stream_options": None, "use_beam_search": False, "length_penalty": 1.0,
     "truncate_prompt_tokens": None, "include_reasoning": True, "documents": [], "kv_transfer_params": {},
     "thinking_token_budget": -1, "no_stop_trim": False, "separate_reasoning": True, "return_hidden_states": False,
     "custom_params": {}, "routed_dp_rank": None, "echo": False, "request_id": "mine", "rid": "mine",
@@ -285,6 +285,8 @@ NEUTRAL: dict[str, Any] = {
 
 async def test_fields_that_change_nothing_are_accepted() -> None:
     of_chats = {
+        "store": False,
+        "service_tier": "auto",
         "tools": [],
         "tool_choice": "auto",
         "modalities": ["text"],

@@ -361,18 +361,9 @@ async def test_garbage_is_refused_by_its_name(fields: dict[str, Any], wanted: st
     assert wanted in reply.error["message"]
 
 
-_ITEMS = """
-    item_reference file_search_call computer_call computer_call_output web_search_call tool_search_call
-    tool_search_output additional_tools configuration_update compaction compaction_trigger image_generation_call
-    code_interpreter_call local_shell_call local_shell_call_output shell_call shell_call_output apply_patch_call
-    apply_patch_call_output mcp_list_tools mcp_approval_request mcp_approval_response mcp_call custom_tool_call
-    custom_tool_call_output program program_output
-"""
-_TOOLS = """
-    file_search computer computer_use_preview web_search web_search_2025_08_26 web_search_preview mcp
-    web_search_preview_2025_03_11 code_interpreter programmatic_tool_calling image_generation local_shell shell custom
-    namespace tool_search apply_patch
-"""
+_ITEMS = "item_reference file_search_call computer_call_output mcp_call custom_tool_call_output"
+_TOOLS = "file_search web_search_2025_08_26 mcp code_interpreter custom apply_patch"
+"""A few of the names that the product lists."""
 
 
 @each_case("kind", _ITEMS.split())

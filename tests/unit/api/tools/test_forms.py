@@ -63,7 +63,7 @@ def consistent(calls: Sequence[tuple[str, dict[str, Any]]]) -> bool:
     return all(len(set(types)) == 1 for types in kinds)
 
 
-@settings(REPEATABLE, max_examples=80)
+@settings(REPEATABLE, max_examples=40)
 @given(
     st.sampled_from(sorted(CALL_FORMATS)),
     CALLS.filter(consistent),
