@@ -26,7 +26,11 @@ from vsched.api.server import RunningServer, running_server  # noqa: E402
 from vsched.config import load_config  # noqa: E402
 from vsched.record import replay  # noqa: E402
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.slow,
+    pytest.mark.thorough,  # `tests/workers/parallel` compares such ranks, `test_groups.py` kills ranks of a group
+]
 
 OUTPUTS = 60
 STREAMED = {"stream": True, "ignore_eos": True}

@@ -76,27 +76,6 @@ async def converse(engine: Engine, images: list[Image.Image]) -> int:
     return len(images)
 
 
-async def test_conversation_gives_the_tokens_of_a_fresh_start(engine: Engine) -> None:
-    """A cached prefix changes no token: another tenant's salt finds none of it."""
-    ask = Ask(TEXTS[3], [drawn_image(311), drawn_image(312)])
-    urls = [data_url(image) for image in ask.images]
-    prompt = engine.preprocessor.render(ask.messages)
-    found: list[tuple[list[int], int]] = []
-    for salt in ("", "", "other"):
-        generation = await engine.generate(
-            prompt=prompt,
-            images=urls,
-            sampling=GREEDY,
-            request_id=f"salted-{len(found)}",
-            cache_salt=salt,
-        )
-        found.append(((await read(generation)).token_ids, generation.cached_tokens))
-    first, again, other = found
-    assert first[0] == again[0] == other[0]
-    assert first[1] == other[1] == 0
-    assert again[1] > 0
-
-
 async def test_one_image_from_eight_clients_is_encoded_once(engine: Engine) -> None:
     """Eight ask different things about the same image at the same time; one decode, one encode."""
     image = drawn_image(320, (140, 112))

@@ -234,21 +234,6 @@ async def test_pruned_videos_share_embeddings_and_left_out_groups_are_not_encode
     assert await encoded(frames) == 0
 
 
-async def test_rate_of_zero_changes_nothing(engine: Engine) -> None:
-    ask = VideoAsk([of_frames(moving_frames(61, 6)), drawn_image(62), "?"])
-    plain = await prepare(engine, ask)
-    plain.lease.release()
-    with pruned(engine, MostChanged(rate=0.0)):
-        whole = await prepare(engine, ask)
-        whole.lease.release()
-    assert whole.token_ids == plain.token_ids
-    unplaced = [
-        [(item.key, item.offset, item.spans, item.kept, item.metadata) for item in each.items]
-        for each in (plain, whole)
-    ]
-    assert unplaced[0] == unplaced[1]
-
-
 async def test_the_context_is_checked_with_pruned_tokens_before_decoding(engine: Engine) -> None:
     """A video of 2,200 tokens fits into 2,048 if half are pruned; one of 4,400 is refused, and no frame is decoded."""
     assert engine._running is not None

@@ -190,8 +190,7 @@ def test_check_reports_a_tokenizer_and_a_limit_that_cannot_serve(copy: Callable[
     assert limit.startswith("generate.memory_limit: no room beside the weights")
 
 
-@pytest.mark.parametrize("stage", ["encode", "generate"])
-@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize(("stage", "kind"), [("encode", "int8"), ("generate", "int4")])
 def test_check_counts_a_scale_for_each_group_of_inputs(stage: str, kind: str) -> None:
     """Smaller groups have more scales; 0 stands for groups of the default size."""
     of = {

@@ -186,6 +186,7 @@ def test_workflow_builds_both_images(name: str) -> None:
     assert indices == {dict_of_arguments()["TORCH_INDEX"], ""}
 
 
+@pytest.mark.thorough
 def test_image_builds_the_package_from_the_files_that_it_copies(tmp_path: Path) -> None:
     """The layers COPY and `pip install`, without the dependencies."""
     source, installed = tmp_path / "source", tmp_path / "installed"

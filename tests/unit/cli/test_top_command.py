@@ -61,16 +61,11 @@ def test_frame_has_waiting_requests_first_with_reason_and_time() -> None:
     assert "and 7 more" in " ".join(lines)
 
 
-def test_frame_has_rates_since_the_state_before() -> None:
-    lines = drawn(state(now_s=7, decoded=100), state(now_s=5, decoded=40))
-    assert "output 30 tokens/s" in lines[0]
-
-
-def test_frame_has_failing_policies() -> None:
+def test_frame_has_rates_since_the_state_before_and_failing_policies() -> None:
     faulty = LivePolicy(table="generate.step", use="mine:Step", fields={}, faults=3)
-    assert any(
-        "generate.step: mine:Step: 3 faults" in line for line in drawn(state(policies=[faulty]))
-    )
+    lines = drawn(state(now_s=7, decoded=100, policies=[faulty]), state(now_s=5, decoded=40))
+    assert "output 30 tokens/s" in lines[0]
+    assert any("generate.step: mine:Step: 3 faults" in line for line in lines)
 
 
 @contextmanager
@@ -97,16 +92,13 @@ def answering(body: bytes, content_type: str, status: int = 200) -> Iterator[str
         thread.join()
 
 
-def test_states_are_read_from_the_stream() -> None:
+def test_states_are_read_from_the_stream_or_one_by_one() -> None:
     sent = [state(now_s=1), state(now_s=2)]
     body = b"".join(b"data: %b\n\n" % msgspec.json.encode(one) for one in sent)
     with answering(body + b"data: [DONE]\n\n", "text/event-stream; charset=utf-8") as url:
         assert list(read_states(url, "secret")) == sent
-
-
-def test_state_of_a_server_without_streams_is_read() -> None:
-    with answering(msgspec.json.encode(state()), "application/json") as url:
-        assert list(read_states(url, "secret")) == [state()]
+    with answering(msgspec.json.encode(sent[0]), "application/json") as url:
+        assert list(read_states(url, "secret")) == sent[:1]
 
 
 def test_refusals_and_wrong_urls_are_errors() -> None:

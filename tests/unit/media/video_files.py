@@ -11,8 +11,6 @@ from typing import Any
 import av
 import numpy as np
 
-MPEG4 = {"codec": "mpeg4", "fmt": "mp4"}
-
 
 def picture(index: int, size: tuple[int, int]) -> np.ndarray[Any, Any]:
     """Return a frame whose brightness is its number."""

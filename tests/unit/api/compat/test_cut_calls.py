@@ -101,14 +101,8 @@ async def test_a_forced_call_that_is_cut_shows_no_markup(path: str, stream: bool
         answer = read(await post(engine, path, {**body, "stream": stream}), stream=stream)
         reported = ANSWER[AT : min(end, AT + len(ARGUMENTS))]
         assert answer == ("", [reported] if reported else [], "length")
-
-
-@each_case("path", DIALECTS)
-@each_case("stream", [False, True])
-async def test_a_forced_call_that_is_whole_ends_with_tool_calls(path: str, stream: bool) -> None:
-    read, body = DIALECTS[path]
-    reply = await post(saying(ANSWER, size=1), path, {**body, "stream": stream})
-    assert read(reply, stream=stream) == ("", [ARGUMENTS], "tool_calls")
+    whole = await post(saying(ANSWER, size=1), path, {**body, "stream": stream})
+    assert read(whole, stream=stream) == ("", [ARGUMENTS], "tool_calls")
 
 
 @each_case("stream", [False, True])

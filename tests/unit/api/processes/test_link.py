@@ -97,15 +97,6 @@ async def pair() -> AsyncIterator[Pair]:
     made.end.close()
 
 
-async def test_link_brings_calls_in_order(pair: Pair) -> None:
-    calls = [(3, "a"), (4, "bc"), (5, list(range(50_000)))]
-    await pair.open()
-    for number, content in calls:
-        pair.up.link.call("note", number, content)
-    await until(lambda: len(pair.down.received) == len(calls))
-    assert pair.down.received == calls
-
-
 async def test_link_frames_come_whole_however_they_are_cut(pair: Pair) -> None:
     await pair.down.link.open(pair.end)
     pair.ours.setblocking(False)

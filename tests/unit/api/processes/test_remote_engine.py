@@ -189,7 +189,7 @@ async def test_remote_preparations_of_all_processes_have_one_limit(joined: Joine
     assert joined.numbers == (0, 0, 0)
 
 
-@pytest.mark.parametrize("turns", range(12))
+@pytest.mark.parametrize("turns", [0, 1, 2, 3, 5, 8, 11])
 async def test_remote_client_that_leaves_early_leaves_nothing(
     joined: Joined, turns: int, events: list[Event]
 ) -> None:
@@ -206,21 +206,6 @@ async def test_remote_client_that_leaves_early_leaves_nothing(
     assert joined.numbers == (0, 0, 0)
     ends = [one for one in events if isinstance(one, Aborted | Withdrawn)]
     assert len(ends) == sum(isinstance(one, Arrived) for one in events)
-
-
-async def test_remote_client_that_leaves_ends_its_answer(
-    joined: Joined, events: list[Event]
-) -> None:
-    (left,) = await ask(joined.remote, max_tokens=50)
-    left.abort()
-    await joined.turns()
-    assert [(one.request_id, one.reason) for one in events if isinstance(one, Aborted)] == [
-        ("r", FinishReason.ABORT)
-    ]
-    await joined.read(left)
-    left.abort()
-    await joined.turns()
-    assert joined.numbers == (0, 0, 0)
 
 
 async def test_remote_stop_string_ends_an_answer_where_it_is_found(

@@ -114,17 +114,6 @@ async def test_calls_that_are_none_are_refused(role: str, sent: Any, param: str)
     assert "limit" in reply.error["message"]
 
 
-@each_case("arguments", ["{}", '{"a": [1', None])
-async def test_a_history_with_calls_is_answered(arguments: str | None) -> None:
-    engine = FakeEngine()
-    messages = [
-        {"role": "assistant", "content": None, "tool_calls": [call(arguments)]},
-        {"role": "tool", "tool_call_id": "c1", "content": "three"},
-    ]
-    assert (await post(engine, CHAT, chat(messages=messages))).status == 200
-    assert engine.calls[0]["prompt"] == "assistant:tool:three"
-
-
 @each_case("text", ["{" + " " * 20_000 + "}", '{"a":' * 40 + " " * 20_000 + "1" + "}" * 40])
 async def test_long_arguments_are_decoded_off_the_loop(text: str) -> None:
     engine = FakeEngine()
