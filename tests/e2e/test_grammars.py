@@ -22,7 +22,7 @@ from tests.e2e.asking import TEXTS, Ask, answer, begin, drawn_image, read  # noq
 from tests.each_case import each_case  # noqa: E402
 from tests.fuzz.documents import CHAT, TEXT, at_doors, body_at  # noqa: E402
 from tests.fuzz.grammars import fuzz_grammars  # noqa: E402
-from tests.patience import PATIENCE_S, until  # noqa: E402
+from tests.patience import PATIENCE_S  # noqa: E402
 from vsched import Engine, SamplingParams  # noqa: E402
 from vsched.aio.grammar_checks import GrammarProcesses  # noqa: E402
 from vsched.api.server import RunningServer  # noqa: E402
@@ -107,33 +107,6 @@ async def test_plain_completions_keep_to_vllm_s_fields(
     )
     assert reply.choices[0].text.strip() in texts
     assert reply.choices[0].finish_reason == "stop"
-
-
-async def test_the_same_seed_gives_the_same_json_alone_and_preempted(engine: Engine) -> None:
-    alone = await answer(engine, ASK, DRAWN)
-    check_list(alone.text)
-    crowd = SamplingParams(max_tokens=110, temperature=0.0, ignore_eos=True)
-    older = [await begin(engine, Ask(TEXTS[n], [drawn_image(8200 + n)]), crowd) for n in range(3)]
-    held = await begin(engine, ASK, DRAWN)
-    found, *_ = await asyncio.gather(read(held), *(read(one) for one in older))
-    assert held.times.preemptions > 0, "nothing was tested"
-    assert found.token_ids == alone.token_ids
-    assert found.finish_reason == "stop"
-
-
-@pytest.mark.slow
-async def test_killed_rank_follows_the_grammar_again(engine: Engine) -> None:
-    wanted = [(await answer(engine, ASK, sampling)).token_ids for sampling in (DRAWN, GREEDY)]
-    started = [await begin(engine, ASK, sampling) for sampling in (DRAWN, GREEDY)]
-    await until(lambda: all(one.output_tokens > 4 for one in started), "answers are running")
-    assert all(one.reason is None for one in started), "too late to lose anything"
-    os.kill(engine.rank_pids[1], signal.SIGKILL)
-    await until(lambda: engine.state == "degraded", "the loss is detected")
-    found = await asyncio.gather(*(read(one) for one in started))
-    assert [each.token_ids for each in found] == wanted
-    for each in found:
-        check_list(each.text)
-    await until(lambda: engine.state == "ready", "the lost group is back")
 
 
 def linked(keyword: str, count: int) -> dict[str, Any]:

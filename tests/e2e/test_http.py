@@ -173,16 +173,6 @@ async def test_clear_ends_and_reports_all(sdk: Any, server: RunningServer, engin
     assert caught.value.status_code == 503
 
 
-async def test_tokenize_counts_images_as_a_prompt_does(
-    server: RunningServer, engine: Engine
-) -> None:
-    """Every placeholder counts as the tokens of its image; nothing is held afterwards."""
-    ask = Ask(TEXTS[1], [drawn_image(6700, (112, 84)), drawn_image(6701)])
-    async with httpx.AsyncClient(base_url=server.url) as plain:
-        reply = (await plain.post("/tokenize", json={"messages": ask.messages})).json()
-    assert reply["tokens"] == ask.prompt(engine.preprocessor)
-
-
 async def test_images_are_resized_within_the_bounds_of_a_request(
     server: RunningServer, engine: Engine
 ) -> None:

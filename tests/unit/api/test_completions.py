@@ -7,9 +7,10 @@ import pytest
 
 from tests.each_case import each_case
 from tests.unit.api.fakes import CHAT, PLAIN, Client, FakeEngine, chat, post
+from tests.unit.media.fakes import model_info
 from vsched.aio.streams import OutputDelta, TokenLogprob
 from vsched.api import ApiSettings, create_app
-from vsched.errors import RequestFailed, RequestRefused
+from vsched.errors import RequestRefused
 from vsched.media import MediaReference
 from vsched.worker.contract import PixelBounds, VideoSampling
 
@@ -95,13 +96,20 @@ async def test_plain_completion_whole_and_streamed() -> None:
     assert [event["choices"][0]["text"] for event in streamed.events] == ["Hel", "", "lo"]
 
 
-async def test_images_keep_their_order_and_leave_the_template() -> None:
-    """Two spellings of an image; the template sees placeholders only."""
+def user(*parts: object) -> dict[str, object]:
+    return chat(messages=[{"role": "user", "content": list(parts)}])
+
+
+async def test_images_and_embeddings_keep_their_order_and_leave_the_template() -> None:
+    """Mixed freely, in two spellings; the template sees placeholders only."""
     engine = FakeEngine()
+    engine.preprocessor.info = model_info(video_token_id=2)
     content = [
-        {"type": "image_url", "image_url": {"url": "data:one", "detail": "low"}},
-        {"type": "text", "text": "and"},
-        {"type": "image_url", "image_url": "data:two"},
+        {"type": "image_embeds", "image_embeds": {"data": "one"}},
+        {"type": "text", "text": "a"},
+        {"type": "image_url", "image_url": {"url": "data:two", "detail": "low"}},
+        {"type": "video_embeds", "video_embeds": {"url": "https://three"}},
+        {"type": "image_url", "image_url": "data:four", "attention_spans": [[0, 4], [6, 8]]},
     ]
     messages = [
         {"role": "developer", "content": "be brief"},
@@ -109,8 +117,38 @@ async def test_images_keep_their_order_and_leave_the_template() -> None:
         {"role": "assistant", "content": None, "refusal": None, "tool_calls": None, "audio": None},
     ]
     assert (await post(engine, CHAT, chat(messages=messages))).status == 200
-    assert engine.calls[0]["images"] == [MediaReference("data:one"), MediaReference("data:two")]
-    assert engine.calls[0]["prompt"] == "system:be briefuser:\x01and\x01assistant:"
+    call = engine.calls[0]
+    assert call["images"] == [
+        MediaReference("one", is_embedded=True),
+        MediaReference("data:two"),
+        MediaReference("https://three", is_video=True, is_embedded=True),
+        MediaReference("data:four", attention=((0, 4), (6, 8))),
+    ]
+    assert call["prompt"] == "system:be briefuser:\x01a\x01\x01\x01assistant:"
+
+
+@each_case(
+    "value",
+    [
+        *(None, "data", [], {}, {"data": 5}, {"data": ["A" * 5000]}, {"url": "A" * 5000}),
+        *({"data": "AAAA", "url": "data:,AAAA"}, {"data": ""}, {"url": None}),
+    ],
+)
+async def test_misshapen_embedding_is_refused_without_quoting_it(value: object) -> None:
+    """A 400 that names the position."""
+    engine = FakeEngine()
+    for name in ("image_embeds", "video_embeds"):
+        reply = await post(engine, CHAT, user({"type": name, name: value}))
+        assert reply.status == 400
+        assert name in reply.error["message"] or reply.error["code"] == "unknown_parameter"
+        assert "AAAA" not in reply.error["message"]
+    assert engine.calls == []
+
+
+async def test_unknown_part_names_those_that_are_known() -> None:
+    reply = await post(FakeEngine(), CHAT, user({"type": "movie", "movie": "x"}))
+    known = "text, image_url, video_url, video, image_embeds, video_embeds, refusal or thinking"
+    assert known in reply.error["message"]
 
 
 async def test_images_may_have_names_and_be_sent_by_them_alone() -> None:
@@ -122,7 +160,7 @@ async def test_images_may_have_names_and_be_sent_by_them_alone() -> None:
         {"type": "image_url", "image_url": {}, "uuid": "d"},
         {"type": "image_url", "image_url": "data:two", "uuid": None},
     ]
-    reply = await post(engine, CHAT, chat(messages=[{"role": "user", "content": content}]))
+    reply = await post(engine, CHAT, user(*content))
     assert reply.status == 200
     named = [
         MediaReference("data:one", uuid="a"),
@@ -191,7 +229,7 @@ async def test_special_tokens_are_text_as_the_request_says() -> None:
 )
 async def test_image_without_url_and_name_is_refused(fields: dict[str, object]) -> None:
     content = [{"type": "image_url", **fields}]
-    reply = await post(FakeEngine(), CHAT, chat(messages=[{"role": "user", "content": content}]))
+    reply = await post(FakeEngine(), CHAT, user(*content))
     assert reply.status == 400
     assert "Remedy" in reply.error["message"]
 
@@ -244,15 +282,6 @@ async def test_prompt_that_is_too_long_is_told_as_clients_know_it(code: str) -> 
         assert reply.error["code"] == "context_length_exceeded"
         assert "this model's maximum context length is" in reply.error["message"].lower()
         assert "value 9, limit 8. Remedy: " in reply.error["message"]
-
-
-async def test_failure_in_a_stream_is_its_last_event() -> None:
-    engine = FakeEngine(
-        OutputDelta("Hel", [1]), RequestFailed("the encoder failed", code="encoder")
-    )
-    reply = await post(engine, CHAT, chat(stream=True))
-    assert reply.status == 200
-    assert reply.events[-1]["error"]["code"] == "encoder"
 
 
 async def test_bug_is_a_500_without_details(caplog: pytest.LogCaptureFixture) -> None:
