@@ -171,3 +171,19 @@ async def test_usage_with_every_event(path: str) -> None:
     for body in (alone, body_of(path, stream=True)):
         reported = (await post(FakeEngine(), path, body, always)).events
         assert [event["usage"] for event in reported] == [event["usage"] for event in events]
+
+
+@PATHS
+async def test_text_of_events_is_that_of_the_whole_answer(path: str) -> None:
+    """Also where an event has nothing but text, and is assembled from parts that were encoded before."""
+    texts = ["plain", 'a "quote"', "ümlaut\n", "\x00", "\u2028", "}\\"]
+    engine = FakeEngine(
+        *(OutputDelta(text, [1]) for text in texts), OutputDelta("", [2], None, "stop")
+    )
+    events = (await post(engine, path, body_of(path, stream=True))).events
+    choices = [event["choices"][0] for event in events]
+    found = [choice["delta"]["content"] if path == CHAT else choice["text"] for choice in choices]
+    assert found == [*texts, ""]
+    first, second = ({**event, "choices": None} for event in events[:2])
+    assert first == second
+    assert choices[1].keys() == choices[2].keys() == choices[-1].keys()

@@ -242,7 +242,7 @@ async def test_connection_client_that_stops_reading_is_cut_off(stream: bool) -> 
     text = "x" * (1 << 20)
     last = OutputDelta("x", [1], finish_reason="stop")
     never = [asyncio.Event()] if stream else []
-    engine = FakeEngine(*[OutputDelta(text, [1])] * 24, *never, last)
+    engine = FakeEngine(*[OutputDelta(text, [1])] * 8, *never, last)
     body = msgspec.json.encode(chat(stream=stream))
     request = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
     async with served(engine, send_s=SOON_S) as port, connected(port, 4096) as client:
@@ -254,14 +254,14 @@ async def test_connection_client_that_stops_reading_is_cut_off(stream: bool) -> 
 
 
 async def test_connection_client_that_reads_slowly_gets_everything() -> None:
-    engine = FakeEngine(OutputDelta("x" * (8 << 20), [1]), OutputDelta("", [], None, "stop"))
+    engine = FakeEngine(OutputDelta("x" * (1 << 20), [1]), OutputDelta("", [], None, "stop"))
     body = msgspec.json.encode(chat(stream=True))
     request = HEAD + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body
     async with served(engine) as port, connected(port, 4096) as client:
         await client.send(request)
         received = await client.answer()
     assert received.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
-    assert received.count(b"x") >= 8 << 20
+    assert received.count(b"x") >= 1 << 20
 
 
 # --- the rules of HTTP ---

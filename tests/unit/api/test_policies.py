@@ -11,7 +11,7 @@ from tests.unit.api.fakes import Client, FakeEngine
 from vsched.api import ApiSettings, create_app
 from vsched.errors import RequestRefused
 from vsched.policy import Admission, AdmissionView, ImagePolicy, PositiveCount, RequestPolicy
-from vsched.sim.cluster import SimEngine, small_config
+from vsched.sim.cluster import SimEngine
 from vsched_policies.encoding import ChunkAware
 from vsched_policies.memory import Pinned
 from vsched_policies.requests import TenantFair
@@ -63,64 +63,57 @@ async def test_engine_replaces_policies_while_requests_run() -> None:
         assert engine.engine.policies()["encode.admission"]["use"] == f"{__name__}:OneAtATime"
 
 
-@pytest.mark.sim
-@each_case(
-    ("tables", "message"),
-    [
-        ({}, "no policy is named"),
-        (
-            {"generate.stop": {"use": "in-order"}},
-            "generate.stop: not a policy table: value 'generate.stop', limit",
-        ),
-        ({"generate.step": {}}, "generate.step.use: no policy is named"),
-        ({"generate.step": {"use": "tenant-far"}}, "Did you mean tenant-fair?"),
-        (
-            {"generate.step": {"use": "tenant-fair", "quantum": 1}},
-            "generate.step.quantum: unknown field",
-        ),
-        (
-            {"generate.step": {"use": "tenant-fair", "quantum_tokens": 0}},
-            "value 0, limit int, 1 or more. Remedy:",
-        ),
-        (
-            {"generate.memory": {"use": "auto-profile"}},
-            "generate.memory: cannot be replaced while requests run",
-        ),
-        ({"generate.memory": Pinned(tokens=400)}, "the policy of the start, which is not called"),
-        (
-            {"encode.admission": {"use": "token-budget", "max_tokens": 8}},
-            "value 8 tokens of an image, limit",
-        ),
-        (
-            {"policy": {"use": f"{__name__}:OneAtATime", "seats": ["routing"]}},
-            "policy.seats: not tables for which",
-        ),
-        (
-            {"policy": {"use": f"{__name__}:OneAtATime"}, "encode.admission": {"use": "fifo"}},
-            "also named in this change for encode.admission",
-        ),
-        ({"generate.step": {"use": "nowhere:Mine"}}, "cannot import 'nowhere:Mine'"),
-        ({"generate.step": ChunkAware()}, "not a subclass of vsched.policy.RequestPolicy"),
-    ],
-)
-async def test_invalid_policies_change_nothing(tables: dict[str, Any], message: str) -> None:
-    async with SimEngine() as engine:
-        before = engine.engine.policies()
-        with pytest.raises(RequestRefused) as caught:
-            engine.engine.replace_policies(
-                {"routing": {"use": "round-robin"}, **tables} if tables else {}
-            )
-        assert message in caught.value.message
-        assert (caught.value.status, caught.value.code) == (400, "invalid_policy")
-        assert engine.engine.policies() == before
+INVALID: list[tuple[dict[str, Any], str]] = [
+    ({}, "no policy is named"),
+    (
+        {"generate.stop": {"use": "in-order"}},
+        "generate.stop: not a policy table: value 'generate.stop', limit",
+    ),
+    ({"generate.step": {}}, "generate.step.use: no policy is named"),
+    ({"generate.step": {"use": "tenant-far"}}, "Did you mean tenant-fair?"),
+    (
+        {"generate.step": {"use": "tenant-fair", "quantum": 1}},
+        "generate.step.quantum: unknown field",
+    ),
+    (
+        {"generate.step": {"use": "tenant-fair", "quantum_tokens": 0}},
+        "value 0, limit int, 1 or more. Remedy:",
+    ),
+    (
+        {"generate.memory": {"use": "auto-profile"}},
+        "generate.memory: cannot be replaced while requests run",
+    ),
+    ({"generate.memory": Pinned(tokens=400)}, "the policy of the start, which is not called"),
+    (
+        {"encode.admission": {"use": "token-budget", "max_tokens": 8}},
+        "value 8 tokens of an image, limit",
+    ),
+    (
+        {"policy": {"use": f"{__name__}:OneAtATime", "seats": ["routing"]}},
+        "policy.seats: not tables for which",
+    ),
+    (
+        {"policy": {"use": f"{__name__}:OneAtATime"}, "encode.admission": {"use": "fifo"}},
+        "also named in this change for encode.admission",
+    ),
+    ({"generate.step": {"use": "nowhere:Mine"}}, "cannot import 'nowhere:Mine'"),
+    ({"generate.step": ChunkAware()}, "not a subclass of vsched.policy.RequestPolicy"),
+]
 
 
 @pytest.mark.sim
-async def test_a_class_that_cannot_be_imported_is_refused() -> None:
+async def test_invalid_policies_change_nothing() -> None:
     class Local(ImagePolicy, frozen=True, kw_only=True):
         def select(self, view: Any) -> list[int]:
             return []
 
-    async with SimEngine(small_config()) as engine:
-        with pytest.raises(RequestRefused, match="cannot import"):
-            engine.engine.replace_policy("encode.encoding", Local())
+    async with SimEngine() as engine:
+        before = engine.engine.policies()
+        for tables, message in [*INVALID, ({"encode.encoding": Local()}, "cannot import")]:
+            with pytest.raises(RequestRefused) as caught:
+                engine.engine.replace_policies(
+                    {"routing": {"use": "round-robin"}, **tables} if tables else {}
+                )
+            assert message in caught.value.message
+            assert (caught.value.status, caught.value.code) == (400, "invalid_policy")
+            assert engine.engine.policies() == before

@@ -211,20 +211,6 @@ async def test_cancelling_while_waiting_leaves_the_queue(seam: Seam) -> None:
         await all_back(bench)
 
 
-async def test_cancelling_before_a_thread_begins_gives_back_at_once(seam: Seam) -> None:
-    with closing(bench_with(10**9, threads=1)) as bench:
-        bench.preprocessor.gate.clear()
-        urls = [image_url(), image_url(value=1)]
-        task = asyncio.ensure_future(bench.pipeline.prepare("\x01\x01", urls))
-        await until(bench.preprocessor.entered.is_set)
-        assert decoding(bench) == (work_bytes() + work_bytes(value=1), 0)
-        await give_up(task)
-        assert decoding(bench) == (work_bytes(), 0)
-        bench.preprocessor.gate.set()
-        await all_back(bench)
-        assert len(seam.order) == 1
-
-
 async def test_cancelling_at_work_keeps_the_bytes_until_the_thread_is_done() -> None:
     with closing(bench_with(work_bytes() + SLACK)) as bench:
         bench.preprocessor.gate.clear()
@@ -236,23 +222,6 @@ async def test_cancelling_at_work_keeps_the_bytes_until_the_thread_is_done() -> 
         assert decoding(bench) == (work_bytes(), 1)
         bench.preprocessor.gate.set()
         (await waiting).lease.release()
-        await all_back(bench)
-
-
-async def test_deadline_while_waiting_gives_everything_back() -> None:
-    """Both requests get a 503; the image being processed is not interrupted."""
-    with closing(bench_with(work_bytes() + SLACK, prepare_s=0.02)) as bench:
-        bench.preprocessor.gate.clear()
-        urls = [image_url(), image_url(value=1)]
-        results = await asyncio.gather(
-            *(bench.pipeline.prepare("\x01", [url]) for url in urls), return_exceptions=True
-        )
-        for result in results:
-            assert isinstance(result, RequestRefused)
-            assert (result.code, result.status) == ("prepare_timeout", 503)
-        used, waiting = decoding(bench)
-        assert (used > 0, waiting) == (True, 0)
-        bench.preprocessor.gate.set()
         await all_back(bench)
 
 
