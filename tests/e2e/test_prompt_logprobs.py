@@ -7,18 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-httpx = pytest.importorskip("httpx")
-
-from tests.e2e.asking import TEXTS, Ask, data_url, drawn_image, read  # noqa: E402
-from tests.workers.reference import Reference  # noqa: E402
-from vsched import Engine, SamplingParams  # noqa: E402
-from vsched.aio.streams import PromptToken  # noqa: E402
+from tests.e2e.asking import TEXTS, Ask, data_url, drawn_image, read
+from tests.workers.reference import Reference
+from vsched import Engine, SamplingParams
+from vsched.aio.streams import PromptToken
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
-PLAIN = "/v1/completions"
 TEXT = (
     "What a request tells of its prompt is what the model makes of each token by those before it."
     * 2
@@ -79,36 +76,3 @@ async def test_prompt_logprobs_work_with_images(engine: Engine) -> None:
     assert generation.prompt_report is not None
     reported = list(generation.prompt_report.tokens())
     assert [one.token_id for one in reported] == ask.prompt(engine.preprocessor)[1:]
-
-
-@pytest.mark.parametrize("max_tokens", [0, 1])
-async def test_loglikelihoods_as_lm_eval_requests_them(
-    client: Any, engine: Engine, expected: Callable[[list[int]], Any], max_tokens: int
-) -> None:
-    """Requests of its `local-completions`: batches of token lists, and the fields that it reads."""
-    texts = ["The sky is blue", "One and two are three, and that is all"]
-    prompts = [engine.preprocessor.tokenize(text) for text in texts]
-    body = {
-        "model": engine.model_name,
-        "prompt": prompts,
-        "temperature": 0,
-        "max_tokens": max_tokens,
-        "logprobs": 1,
-        "seed": 1234,
-        "echo": True,
-    }
-    reply = (await client.post(PLAIN, json=body)).json()
-    assert [one["index"] for one in reply["choices"]] == [0, 1]
-    assert reply["usage"]["completion_tokens"] == 2 * max_tokens
-    for choice, token_ids, text in zip(reply["choices"], prompts, texts, strict=True):
-        reported, wanted = choice["logprobs"], expected(token_ids)
-        count = len(token_ids)
-        assert {len(each) for each in reported.values()} == {count + max_tokens}
-        assert choice["text"].startswith(text)
-        assert (choice["text"] == text) == (max_tokens == 0)
-        assert reported["token_logprobs"][0] is reported["top_logprobs"][0] is None
-        own = [wanted[place, token].item() for place, token in enumerate(token_ids[1:])]
-        assert reported["token_logprobs"][1:count] == pytest.approx(own, abs=1e-4)
-        for place in range(1, count):
-            best = max(reported["top_logprobs"][place].values())
-            assert best == pytest.approx(wanted[place - 1].max().item(), abs=1e-4)

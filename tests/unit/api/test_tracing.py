@@ -252,7 +252,6 @@ async def test_invalid_request_ends_in_validation_without_its_contents(
 ) -> None:
     reply, root, phases = await trace_of(collector, FakeEngine(), chat(temperature="my secret"))
     assert reply.status == attributes(root)["http.response.status_code"] == 400
-    assert reply.headers["traceparent"].split("-")[1] == TRACE
     assert [one.name for one in phases] == ["validate"]
     assert attributes(root)["error.type"]
     assert "secret" not in str(root)

@@ -187,14 +187,8 @@ async def test_undecodable_input_is_refused(bench: ArenaBench) -> None:
             assert caught.value.code == code
 
 
-async def test_refusal_names_the_image(bench: ArenaBench) -> None:
-    damaged = data_url(image_bytes(64, 64)[:-30])
-    with pytest.raises(RequestRefused, match="image 1: the image cannot be decoded"):
-        await bench.values(data_url(image_bytes()), damaged)
-    await bench.all_back()
-
-
-async def test_process_that_dies_fails_its_image_alone(bench: ArenaBench) -> None:
+async def test_image_that_fails_fails_alone(bench: ArenaBench) -> None:
+    """Its process dies, its processor raises, or it is damaged."""
     good = [data_url(image_bytes(value=n)) for n in range(1, 5)]
     found = await asyncio.gather(
         *(bench.values(url) for url in [*good, DIES]), return_exceptions=True
@@ -204,13 +198,13 @@ async def test_process_that_dies_fails_its_image_alone(bench: ArenaBench) -> Non
     assert found[4].code == "image_processing_failed"
     assert "its process died (SIGKILL). Remedy: " in found[4].message
     await bench.all_back()
-    assert await bench.values(data_url(image_bytes(value=9))) == [9.0]
-
-
-async def test_processor_that_raises_fails_its_image(bench: ArenaBench) -> None:
     with pytest.raises(RequestFailed, match="could not be processed"):
         await bench.values(data_url(image_bytes(value=FaultyPreprocessor.RAISES)))
+    damaged = data_url(image_bytes(64, 64)[:-30])
+    with pytest.raises(RequestRefused, match="image 1: the image cannot be decoded"):
+        await bench.values(data_url(image_bytes()), damaged)
     await bench.all_back()
+    assert await bench.values(data_url(image_bytes(value=9))) == [9.0]
 
 
 async def test_process_that_hangs_is_killed(hasty: ArenaBench) -> None:
