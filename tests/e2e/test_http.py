@@ -121,7 +121,7 @@ async def test_bad_request_is_a_400(sdk: Any, body: dict[str, Any], words: str) 
 
 async def test_full_queue_is_a_429_with_retry_after(sdk: Any, engine: Engine) -> None:
     """Accepted requests are answered; the others get a time to retry."""
-    ask = Ask(TEXTS[1], count=100)
+    ask = Ask(TEXTS[1], count=60)
     outcomes = await asyncio.gather(*(chat(sdk, ask) for _ in range(60)), return_exceptions=True)
     refused = [one for one in outcomes if isinstance(one, openai.RateLimitError)]
     served = [one for one in outcomes if not isinstance(one, BaseException)]

@@ -41,7 +41,7 @@ async def chat(client: Any, **options: Any) -> Any:
 
 async def test_a_named_function_is_called_with_arguments_that_fit(sdk: Any) -> None:
     replies = await asyncio.gather(
-        *(chat(sdk, tool_choice=NAMED, seed=seed, temperature=1.2) for seed in range(4))
+        *(chat(sdk, tool_choice=NAMED, seed=seed, temperature=1.2) for seed in range(2))
     )
     for reply in replies:
         (choice,) = reply.choices
@@ -51,7 +51,7 @@ async def test_a_named_function_is_called_with_arguments_that_fit(sdk: Any) -> N
         assert (call.type, call.function.name) == ("function", "weather")
         check_weather(call.function.arguments)
     calls = [reply.choices[0].message.tool_calls[0] for reply in replies]
-    assert len({call.id for call in calls}) == len({call.function.arguments for call in calls}) == 4
+    assert len({call.id for call in calls}) == len({call.function.arguments for call in calls}) == 2
 
 
 async def test_stream_of_a_required_call_equals_the_response(sdk: Any) -> None:

@@ -38,7 +38,11 @@ def named_events(reply: Reply) -> list[Any]:
 
 def plain(request: ChatRequest) -> list[dict[str, Any]]:
     """Return messages as builtins, without unset fields."""
-    return [
-        {key: value for key, value in message.items() if value is not None}
-        for message in msgspec.to_builtins(request.messages)
-    ]
+    found: list[dict[str, Any]] = _without_unset(msgspec.to_builtins(request.messages))
+    return found
+
+
+def _without_unset(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_unset(each) for key, each in value.items() if each is not None}
+    return [_without_unset(each) for each in value] if isinstance(value, list) else value

@@ -201,17 +201,10 @@ def test_a_history_with_calls_and_images() -> None:
             },
         ],
     )
-    data = {
-        "type": "image_url",
-        "image_url": "data:image/png;base64,AAAA",
-        "uuid": None,
-        "min_pixels": None,
-        "max_pixels": None,
-        "attention_spans": None,
-    }
+    data = {"type": "image_url", "image_url": "data:image/png;base64,AAAA"}
     calls = [
-        {"id": "1", "function": {"name": "f", "arguments": {"a": 1}}, "type": None, "index": None},
-        {"id": "2", "function": {"name": "f", "arguments": {}}, "type": None, "index": None},
+        {"id": "1", "function": {"name": "f", "arguments": {"a": 1}}},
+        {"id": "2", "function": {"name": "f", "arguments": {}}},
     ]
     assert plain(request) == [
         {"role": "system", "content": "Be short."},

@@ -247,17 +247,7 @@ def test_a_history_of_items() -> None:
             {"role": "developer", "content": "Go on."},
         ]
     )  # fmt: skip
-    parts = [
-        {"type": "text", "text": "See"},
-        {
-            "type": "image_url",
-            "image_url": URL,
-            "uuid": None,
-            "min_pixels": None,
-            "max_pixels": None,
-            "attention_spans": None,
-        },
-    ]
+    parts = [{"type": "text", "text": "See"}, {"type": "image_url", "image_url": URL}]
     messages = plain(request)
     for message in messages:
         calls = message.get("tool_calls", ())
