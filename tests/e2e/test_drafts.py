@@ -155,6 +155,7 @@ async def test_tokens_forced_by_a_grammar_take_no_steps(engine: Engine, plain: P
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 async def test_ranks_of_a_group_draft_the_same(
     configure: Callable[..., Config], checkpoints: Callable[[str], Path]
 ) -> None:

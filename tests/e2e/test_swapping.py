@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.slow]
 
 INT8 = "generate.kv_dtype=int8"
 TWO_RANKS = "generate.tensor_parallel=2"
+YOUNGEST = "generate.preemption.use=youngest"
 SWAPS = ("generate.preemption.mode=swap", "generate.swap_memory=64MiB")
 
 
@@ -39,9 +40,9 @@ async def int8(configure: Callable[..., Config]) -> list[list[int]]:
 @pytest.mark.parametrize(
     "sets",
     [
-        pytest.param((TWO_RANKS, "generate.preemption.use=youngest", *SWAPS), id="swapped"),
-        pytest.param((TWO_RANKS, INT8), id="int8"),
-        pytest.param((INT8, *SWAPS), id="int8 swapped", marks=pytest.mark.thorough),
+        pytest.param((TWO_RANKS, INT8, YOUNGEST, *SWAPS), id="int8 swapped"),
+        pytest.param((TWO_RANKS, YOUNGEST, *SWAPS), id="swapped", marks=pytest.mark.thorough),
+        pytest.param((TWO_RANKS, INT8), id="int8", marks=pytest.mark.thorough),
     ],
 )
 async def test_preempted_requests_get_their_tokens_also_over_a_loss(

@@ -77,25 +77,6 @@ def forwarded(path: str) -> dict[str, Any]:
     return {"method": "GET", "path": path, "query_string": b"", "headers": []}
 
 
-async def test_remote_answer_is_that_of_the_engine(joined: Joined, events: list[Event]) -> None:
-    """Tokens, text, finish reason, usage, and the kernel's events."""
-    (near,) = await ask(joined.engine)
-    wanted = await joined.read(near)
-    received, events[:] = list(events), []
-    (far,) = await ask(joined.remote)
-    found = await joined.read(far)
-    assert [token for delta in found for token in delta.token_ids] == [
-        token for delta in wanted for token in delta.token_ids
-    ]
-    assert "".join(delta.text for delta in found) == "".join(delta.text for delta in wanted)
-    assert found[-1].finish_reason == wanted[-1].finish_reason == "length"
-    assert (far.prompt_tokens, far.output_tokens) == (near.prompt_tokens, near.output_tokens)
-    assert far.prompt_token_ids == near.prompt_token_ids
-    assert (near.cached_tokens, far.cached_tokens) == (0, 4), "the second finds what the first left"
-    assert [type(event) for event in events] == [type(event) for event in received]
-    assert joined.numbers == (0, 0, 0)
-
-
 async def test_subscriber_gets_the_end_and_times_of_an_aborted_answer(joined: Joined) -> None:
     """Traces need both, after the client has left."""
     (far,) = await ask(joined.remote)
@@ -311,14 +292,6 @@ async def test_remote_tokenizes_text_by_itself(joined: Joined) -> None:
     before = len(joined.up.sent)
     assert await joined.remote.tokenize("ab") == [97, 98]
     assert len(joined.up.sent) == before
-
-
-async def test_remote_asks_the_engine_for_what_operators_ask(joined: Joined) -> None:
-    start, body = await joined.remote.ask("forward", forwarded("/admin/replicas"), b"")
-    assert start["status"] == 200
-    assert b'"groups"' in body["body"]
-    start, _ = await joined.remote.ask("forward", forwarded("/admin/nothing"), b"")
-    assert start["status"] == 404
 
 
 async def test_remote_state_is_the_engine_s_once_all_is_loaded(
