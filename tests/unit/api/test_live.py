@@ -74,15 +74,12 @@ def test_state_says_what_waits_and_why_and_has_steps_policies_and_memory() -> No
     assert after.memory["processes"]["engine_resident"] > 0
 
 
-async def changed() -> LiveState:
+@pytest.mark.sim
+async def test_state_has_the_policy_that_was_installed() -> None:
     async with SimEngine() as engine:
         tables = {"generate.admission": {"use": "shortest-first"}}
         await engine.client.request("POST", "/admin/policies", json=tables)
-        return await asked(engine)
-
-
-def test_state_has_the_policy_that_was_installed() -> None:
-    found = {one.table: one.use for one in run(changed()).policies}
+        found = {one.table: one.use for one in (await asked(engine)).policies}
     assert found["generate.admission"] == "shortest-first"
 
 
