@@ -26,6 +26,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from tests.each_case import each_case
+from tests.patience import PATIENCE_S
 from tests.unit.api.fakes import CHAT, PLAIN, Client, FakeEngine, Reply, chat
 from vsched.aio.streams import OutputDelta
 from vsched.api import ApiSettings, create_app
@@ -97,7 +98,9 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def collector() -> Iterator[Collector]:
+def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
+    """A collector for whose answer the end of a server waits, however busy the machine is."""
+    monkeypatch.setattr(spans, "CLOSE_S", PATIENCE_S)
     made = Collector()
     yield made
     made.held.set()
