@@ -7,6 +7,7 @@ import contextlib
 import logging
 import socket
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -376,7 +377,7 @@ WAITS: dict[str, float] = {"receive_s": NEVER_S}
     ],
 )
 async def test_connection_invalid_request_is_refused_with_the_reason(
-    sent: bytes, limits: dict[str, float], status: int, reason: str
+    sent: bytes, limits: dict[str, Any], status: int, reason: str
 ) -> None:
     """Whether its head comes at once, in parts, or without an end."""
     answer = await exchange(sent, **limits)

@@ -107,9 +107,10 @@ async def test_invalid_policies_change_nothing() -> None:
         def select(self, view: Any) -> list[int]:
             return []
 
+    local: dict[str, Any] = {"encode.encoding": Local()}
     async with SimEngine() as engine:
         before = engine.engine.policies()
-        for tables, message in [*INVALID, ({"encode.encoding": Local()}, "cannot import")]:
+        for tables, message in [*INVALID, (local, "cannot import")]:
             with pytest.raises(RequestRefused) as caught:
                 engine.engine.replace_policies(
                     {"routing": {"use": "round-robin"}, **tables} if tables else {}

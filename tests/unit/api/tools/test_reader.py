@@ -109,7 +109,8 @@ def test_reader_finds_the_same_in_every_form_however_it_is_cut(name: str, data: 
     ]
     answer = "".join(data.draw(st.lists(st.sampled_from(marks), max_size=9)))
     cut = data.draw(st.integers(0, len(answer)))
-    for options in ({}, {"reasoning": THINK}, {"reasoning": THINK, "thinking": True}):
+    ways: list[dict[str, Any]] = [{}, {"reasoning": THINK}, {"reasoning": THINK, "thinking": True}]
+    for options in ways:
         whole = read([answer], name, **options)
         assert read([answer[:cut], answer[cut:]], name, **options) == whole
         assert read(list(answer), name, **options) == whole
