@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ LATENT = {
 }
 _WINDOWS = {"sliding_window": WINDOW, "layer_types": ALTERNATING}
 _QWEN_WINDOWS = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}
-_SHARED_KV = {
+SHARED_KV = {
     **_WINDOWS,
     "num_kv_shared_layers": 2,
     "hidden_size_per_layer_input": 16,
@@ -65,7 +65,7 @@ _GPT2 = {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 512, **_ALL_HEA
 
 _EVERY_OTHER = ["linear_attention", "full_attention"] * 2
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 8}
-_DELTA = {
+DELTA = {
     "layer_types": _EVERY_OTHER,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -74,64 +74,31 @@ _DELTA = {
 }
 
 _STATEFUL: Mapping[str, Mapping[str, Any]] = {
-    "bailing_hybrid": {
-        **LATENT,
-        **ROUTED_EXPERTS,
-        "num_experts": 4,
-        "q_lora_rank": 24,
-        "layer_types": _EVERY_OTHER,
-    },
+    "bailing_hybrid": {**LATENT, **ROUTED_EXPERTS, "num_experts": 4, "q_lora_rank": 24}
+    | {"layer_types": _EVERY_OTHER},
     "bamba": {**_MAMBA, "attn_layer_indices": [1]},
     "falcon_h1": {**_MAMBA, "mamba_d_ssm": 128},
-    "granitemoehybrid": {
-        **_MAMBA,
-        "layer_types": ["mamba", "attention"] * 2,
-        "shared_intermediate_size": 64,
-        "num_local_experts": 0,
-    },
-    "jamba": {
-        "num_experts": 2,
-        "attn_layer_period": 2,
-        "attn_layer_offset": 1,
-        "mamba_d_state": 8,
-        "mamba_dt_rank": 8,
-        "use_mamba_kernels": False,
-    },
-    "kimi_linear": {
-        **LATENT,
-        **ROUTED_EXPERTS,
-        "num_experts": 4,
-        "q_lora_rank": None,
-        "layer_types": _EVERY_OTHER,
-        "linear_num_heads": 4,
-        "linear_head_dim": 16,
-    },
+    "granitemoehybrid": {**_MAMBA, "layer_types": ["mamba", "attention"] * 2}
+    | {"shared_intermediate_size": 64, "num_local_experts": 0},
+    "jamba": {"num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1}
+    | {"mamba_d_state": 8, "mamba_dt_rank": 8, "use_mamba_kernels": False},
+    "kimi_linear": {**LATENT, **ROUTED_EXPERTS, "num_experts": 4, "q_lora_rank": None}
+    | {"layer_types": _EVERY_OTHER, "linear_num_heads": 4, "linear_head_dim": 16},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "block_multiple_of": 16},
-    "lfm2_moe": {
-        **EXPERTS,
-        "layer_types": ["conv", "full_attention"] * 2,
-        "num_dense_layers": 1,
-    },
+    "lfm2_moe": {**EXPERTS, "layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
     "lfm3": {},
     "minimax": {**_LOCAL_EXPERTS, "layer_types": _EVERY_OTHER, "block_size": 8},
     "nemotron_h": {
+        **{key: value for key, value in ROUTED_EXPERTS.items() if key != "first_k_dense_replace"},
         "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
-        "mamba_num_heads": 8,
-        "mamba_head_dim": 16,
-        "ssm_state_size": 16,
-        "n_groups": 2,
-        "chunk_size": 8,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
         "moe_shared_expert_intermediate_size": 32,
-        "n_group": 1,
-        "topk_group": 1,
-    },
-    "olmo_hybrid": {**_DELTA, "linear_num_key_heads": 4},
-    "qwen3_5_moe_text": {**EXPERTS, "shared_expert_intermediate_size": 32, **_DELTA},
-    "qwen3_5_text": _DELTA,
-    "qwen3_next": {**EXPERTS, "shared_expert_intermediate_size": 32, **_DELTA},
+    }
+    | {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16}
+    | {"n_groups": 2, "chunk_size": 8},
+    "olmo_hybrid": {**DELTA, "linear_num_key_heads": 4},
+    "qwen3_5_moe_text": {**EXPERTS, "shared_expert_intermediate_size": 32, **DELTA},
+    "qwen3_5_text": DELTA,
+    "qwen3_next": {**EXPERTS, "shared_expert_intermediate_size": 32, **DELTA},
 }
 """The architectures with layers that keep a state."""
 
@@ -150,14 +117,8 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v3": {**LATENT, **ROUTED_EXPERTS, "q_lora_rank": 24},
     "dots1": {**ROUTED_EXPERTS, "n_shared_experts": 1, "routed_scaling_factor": 1.0},
     "ernie4_5": {},
-    "ernie4_5_moe": {
-        "moe_num_experts": 4,
-        "moe_k": 2,
-        "moe_intermediate_size": 32,
-        "moe_num_shared_experts": 1,
-        "moe_layer_start_index": 1,
-        "moe_layer_end_index": 3,
-    },
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32}
+    | {"moe_num_shared_experts": 1, "moe_layer_start_index": 1, "moe_layer_end_index": 3},
     "exaone4": {**_WINDOWS, "sliding_window_pattern": 2},
     "exaone_moe": {**_WINDOWS, **EXPERTS},
     "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
@@ -165,14 +126,9 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     "gemma": {},
     "gemma2": {"sliding_window": WINDOW, "query_pre_attn_scalar": 16},
     "gemma3_text": {**_WINDOWS, "query_pre_attn_scalar": 16},
-    "gemma3n_text": {
-        **_SHARED_KV,
-        "intermediate_size": 96,
-        "altup_num_inputs": 2,
-        "laurel_rank": 8,
-        "activation_sparsity_pattern": [0.0] * 4,
-    },
-    "gemma4_text": {**_SHARED_KV, "global_head_dim": 32, "num_global_key_value_heads": 1},
+    "gemma3n_text": {**SHARED_KV, "altup_num_inputs": 2, "laurel_rank": 8}
+    | {"activation_sparsity_pattern": [0.0] * 4},
+    "gemma4_text": {**SHARED_KV, "global_head_dim": 32, "num_global_key_value_heads": 1},
     "gemma4_unified_text": _WINDOWS,
     "glm": {},
     "glm4": {},
@@ -182,12 +138,8 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     "gpt_bigcode": _GPT2,
     "gpt_neox": _ALL_HEADS,
     "gpt_oss": {**_LOCAL_EXPERTS, **_WINDOWS},
-    "granite": {
-        "embedding_multiplier": 3.0,
-        "residual_multiplier": 0.4,
-        "attention_multiplier": 0.2,
-        "logits_scaling": 4.0,
-    },
+    "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.4}
+    | {"attention_multiplier": 0.2, "logits_scaling": 4.0},
     "granite_swa": _WINDOWS,
     "granitemoe": _LOCAL_EXPERTS,
     "granitemoe_swa": {**_WINDOWS, **_LOCAL_EXPERTS},
@@ -200,22 +152,11 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     "internlm3": {},
     "iquestcoder": {},
     "jais2": {},
-    "kolibri1": {
-        "sliding_window": WINDOW,
-        **_LOCAL_EXPERTS,
-        "shared_expert_intermediate_size": 32,
-    },
+    "kolibri1": {**_LOCAL_EXPERTS, "sliding_window": WINDOW, "shared_expert_intermediate_size": 32},
     "laguna": {**_WINDOWS, **EXPERTS, "shared_expert_intermediate_size": 32},
     "llama": {},
-    "longcat_flash": {
-        **LATENT,
-        "q_lora_rank": 24,
-        "n_routed_experts": 4,
-        "moe_topk": 2,
-        "num_layers": 4,
-        "expert_ffn_hidden_size": 32,
-        "ffn_hidden_size": 96,
-    },
+    "longcat_flash": {**LATENT, "q_lora_rank": 24, "n_routed_experts": 4, "moe_topk": 2}
+    | {"num_layers": 4, "expert_ffn_hidden_size": 32, "ffn_hidden_size": 96},
     "mellum": {**_WINDOWS, **_LOCAL_EXPERTS},
     "minicpm3": {**LATENT, "q_lora_rank": 24},
     "minimax_m2": {**_LOCAL_EXPERTS, "rotary_dim": 8},
@@ -266,31 +207,17 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
 REFUSED: Mapping[str, Mapping[str, Any]] = {
     "bloom": {"n_layer": 4, "n_head": 4},
     "codegen": {**_ALL_HEADS, "rotary_dim": 8},
-    "deepseek_v32": {
-        **LATENT,
-        **ROUTED_EXPERTS,
-        "q_lora_rank": 24,
-        "index_topk": 4,
-        "index_n_heads": 2,
-        "index_head_dim": 16,
-    },
+    "deepseek_v32": {**LATENT, **ROUTED_EXPERTS, "q_lora_rank": 24}
+    | {"index_topk": 4, "index_n_heads": 2, "index_head_dim": 16},
     "diffllama": {},
     "doge": {},
     "falcon": {"num_kv_heads": 2},
-    "gpt_neo": {
-        **_ALL_HEADS,
-        "num_layers": 4,
-        "attention_types": [[["global", "local"], 2]],
-        "window_size": WINDOW,
-    },
+    "gpt_neo": {**_ALL_HEADS, "num_layers": 4, "window_size": WINDOW}
+    | {"attention_types": [[["global", "local"], 2]]},
     "gpt_neox_japanese": {"intermediate_multiple_size": 2},
     "gptj": {**_ALL_HEADS, "rotary_dim": 8},
-    "llama4_text": {
-        "attention_chunk_size": 16,
-        **_LOCAL_EXPERTS,
-        "intermediate_size_mlp": 64,
-        "interleave_moe_layer_step": 2,
-    },
+    "llama4_text": {**_LOCAL_EXPERTS, "attention_chunk_size": 16}
+    | {"intermediate_size_mlp": 64, "interleave_moe_layer_step": 2},
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1, "expand": 2},
     "mpt": {"d_model": 64, "n_heads": 4, "n_layers": 4},
     "recurrent_gemma": {},
@@ -328,17 +255,24 @@ def make_checkpoint(name: str, directory: Path, **changes: Any) -> None:
             if weight.dim() <= 1:
                 weight.add_(torch.randn(weight.shape, generator=generator) * 0.1)
     model.save_pretrained(directory)
-    _tokenizer().save_pretrained(directory)
+    byte_tokenizer(CHAT_TEMPLATE).save_pretrained(directory)
 
 
-def _tokenizer() -> Any:
+def byte_tokenizer(
+    template: str,
+    *,
+    merges: Sequence[tuple[str, str]] = (),
+    special: Mapping[str, str] | None = None,
+) -> Any:
+    """Return a tokenizer of bytes, with some merges and special tokens by their names."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = {"<pad>": 0, "<s>": 1, "</s>": 2}
-    words |= {character: 3 + index for index, character in enumerate(alphabet)}
-    backend = Tokenizer(models.BPE(vocab=words, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    every = ["<pad>", "<s>", "</s>", *alphabet, *(one + other for one, other in merges)]
+    words = {word: index for index, word in enumerate(every)}
+    backend = Tokenizer(models.BPE(vocab=words, merges=list(merges)))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not merges)
     backend.decoder = decoders.ByteLevel()
+    named = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
     make: Any = PreTrainedTokenizerFast
-    made = make(tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
-    made.chat_template = CHAT_TEMPLATE
+    made = make(tokenizer_object=backend, **named, extra_special_tokens=dict(special or {}))
+    made.chat_template = template
     return made

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +27,8 @@ WAYS = ("text", "chunked", "preempted", "prefix_cache", "two_ranks")
 LENGTHS = (5, 23, 37, 14)
 OUTPUTS = 12
 CHUNK = 7
+WHOLE = 512
+"""A chunk that holds any prompt."""
 FIRST_TOKEN, PAST_TOKEN = 10, 299
 WEIGHTS = "model.safetensors"
 _EMPTY_FILE = b"\x02" + bytes(7) + b"{}"
@@ -96,53 +98,45 @@ def answers_so(answers: Sequence[Running], expected: Sequence[Expected]) -> bool
     return close and all(one.output == wanted.output for one, wanted in pairs)
 
 
+def library_model(path: Path | str, *, sees: bool = False) -> Any:
+    """Return transformers' own model in float32; `sees` is set for models that take images, too."""
+    made: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    return made.from_pretrained(path, dtype=torch.float32).eval()
+
+
 @torch.inference_mode()
-def reported_by(model: Any, **inputs: Any) -> list[float]:
-    """Return the log-probability of each token of a prompt but the first, in transformers' model."""
+def expected(model: Any, inputs: Mapping[str, Any], outputs: int = OUTPUTS) -> Expected:
+    """Greedy results of transformers' `generate` for the inputs of one prompt, on the model's device."""
+    inputs = {key: tensor.to(model.device) for key, tensor in inputs.items()}
     ids = inputs["input_ids"]
+    fixed = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    out = model.generate(**inputs, **fixed, max_new_tokens=outputs)
     found = model(**inputs, use_cache=False).logits[0].float().log_softmax(-1)
-    reported: list[float] = found[:-1].gather(1, ids[0, 1:, None])[:, 0].tolist()
-    return reported
+    reported = found[:-1].gather(1, ids[0, 1:, None])[:, 0].tolist()
+    return Expected(out[0, ids.shape[1] :].tolist(), reported)
+
+
+def inputs_of_text(prompt: Sequence[int]) -> dict[str, torch.Tensor]:
+    ids = torch.tensor([list(prompt)])
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def generated(
     path: Path, requested: Sequence[Sequence[int]], *, outputs: int = OUTPUTS
 ) -> list[list[int]]:
     """Greedy outputs of transformers' `generate`."""
-    return [each.output for each in expected_of(path, requested, outputs=outputs)]
-
-
-@torch.inference_mode()
-def expected_of(
-    path: Path,
-    requested: Sequence[Sequence[int]],
-    *,
-    sees: bool = False,
-    outputs: int = OUTPUTS,
-    device: str = "cpu",
-) -> list[Expected]:
-    """Greedy results of transformers' `generate`; `sees` is set for models that take images, too."""
-    made: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
-    model = made.from_pretrained(path, dtype=torch.float32).eval().to(device)
-    found = []
-    for prompt in requested:
-        ids = torch.tensor([list(prompt)], device=device)
-        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        out = model.generate(
-            **inputs,
-            max_new_tokens=outputs,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        answer = out[0, len(prompt) :].tolist()
-        found.append(Expected(answer, reported_by(model, **inputs)))
-    return found
+    model = library_model(path)
+    return [expected(model, inputs_of_text(prompt), outputs).output for prompt in requested]
 
 
 def attention_on(device: str) -> str:
     """Return the attention to compare: on a GPU the kernels that pass their trials."""
     return "exact" if device == "cpu" else "auto"
+
+
+def load_on(device: str, path: str) -> Stage:
+    settings = WorkerSettings(threads=1, device=device)
+    return Stage.load(path, attention=attention_on(device), dtype="float32", settings=settings)
 
 
 def compare(name: str, *, device: str = "cpu", ranks: Ranks | None = None) -> Parity:
@@ -152,33 +146,40 @@ def compare(name: str, *, device: str = "cpu", ranks: Ranks | None = None) -> Pa
         CheckpointError: When the architecture is refused.
     """
     with tempfile.TemporaryDirectory(prefix=f"vsched-{name}-") as folder:
-        path = Path(folder)
-        make_checkpoint(name, path)
-        requested = prompts()
-        wanted = expected_of(path, requested, sees=name in FAMILY_SIZES, device=device)
-        expected = [each.output for each in wanted]
-        distinct = {token for answer in expected for token in answer}
-        assert len(distinct) > len(LENGTHS) // 2, f"{name}: the answers say too little, {distinct}"
-        stage = Stage.load(
-            str(path),
-            attention=attention_on(device),
-            dtype="float32",
-            settings=WorkerSettings(threads=1, device=device),
-        )
-        questions = [Question(prompt, count=OUTPUTS) for prompt in requested]
-        return Parity(
-            path=describe_checkpoint(folder).path,
-            text=tokens_of(Driver(stage, chunk=max(LENGTHS)).run(questions)) == expected,
-            chunked=answers_so(
-                Driver(stage, chunk=CHUNK).run(telling(questions), arrivals=2), wanted
-            ),
-            preempted=tokens_of(
-                Driver(stage, chunk=CHUNK, seed=1).run(questions, arrivals=2, preempts=5)
-            )
-            == expected,
-            prefix_cache=tokens_of(with_cached_prefixes(stage, questions)) == expected,
-            two_ranks=None if ranks is None else on_two_ranks(ranks, folder, questions, expected),
-        )
+        make_checkpoint(name, Path(folder))
+        model = library_model(folder, sees=name in FAMILY_SIZES).to(device)
+        wanted = [expected(model, inputs_of_text(prompt)) for prompt in prompts()]
+        questions = [Question(prompt, count=OUTPUTS) for prompt in prompts()]
+        path, stage = describe_checkpoint(folder).path, load_on(device, folder)
+        found = compared(path, stage, questions, wanted, preempts=5)
+        if ranks is None:
+            return found
+        outputs = [each.output for each in wanted]
+        return found._replace(two_ranks=on_two_ranks(ranks, folder, questions, outputs))
+
+
+def compared(
+    path: str,
+    stage: Stage,
+    questions: Sequence[Question],
+    wanted: Sequence[Expected],
+    *,
+    preempts: int,
+) -> Parity:
+    """Compare the answers to questions in all ways of running them on one rank."""
+    outputs = [each.output for each in wanted]
+    distinct = {token for answer in outputs for token in answer}
+    assert len(distinct) > len(questions) // 2, f"the outputs vary too little, {distinct}"
+    whole = Driver(stage, chunk=WHOLE).run(questions)
+    chunked = Driver(stage, chunk=CHUNK).run(telling(questions), arrivals=2)
+    again = Driver(stage, chunk=CHUNK, seed=1).run(questions, arrivals=2, preempts=preempts)
+    return Parity(
+        path=path,
+        text=tokens_of(whole) == outputs,
+        chunked=answers_so(chunked, wanted),
+        preempted=tokens_of(again) == outputs,
+        prefix_cache=tokens_of(with_cached_prefixes(stage, questions)) == outputs,
+    )
 
 
 def on_two_ranks(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -118,29 +119,30 @@ def listed(begin: str, end: str, kind: str) -> list[str]:
     """Architectures on the page between two marks, of the rows with some first cells."""
     text = PAGE.read_text().partition(begin)[2].partition(end)[0]
     rows = re.findall(rf"^\| (?:{kind}) \| (`[^|]*) \|", text, re.MULTILINE)
-    return [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
+    return sorted(name for row in rows for name in re.findall(r"`([^`]+)`", row))
 
 
-def test_page_lists_every_architecture_and_all_are_equal() -> None:
-    equal = listed(BEGIN, END, r"(?:fused|modules|generic) \| (?:several|one)")
-    assert sorted(equal) == sorted([*FAMILY_SIZES, *ARCHITECTURES]), "run `python -m tests.parity`"
-    assert sorted(listed(BEGIN, END, r"[^|`]+")) == sorted(REFUSED)
+SEEING = {*VISION_ARCHITECTURES} - {*VISION_REFUSED}
+ANY = "fused|modules|generic"
 
 
-def test_page_lists_every_architecture_that_takes_images_and_all_are_equal() -> None:
-    wanted = {*FAMILY_SIZES, *VISION_ARCHITECTURES} - {*VISION_REFUSED}
-    own = listed(SEEING_BEGIN, SEEING_END, r"(?:fused|modules) \| one")
-    others = listed(SEEING_BEGIN, SEEING_END, r"generic \| one")
-    assert sorted(own + others) == sorted(wanted), "run `python -m tests.parity images`"
-    assert set(own) == set(FAMILY_SIZES)
+@pytest.mark.parametrize(
+    ("begin", "end", "kind", "names"),
+    [
+        (BEGIN, END, rf"(?:{ANY}) \| (?:several|one)", [*FAMILY_SIZES, *ARCHITECTURES]),
+        (BEGIN, END, r"[^|`]+", REFUSED),
+        (SEEING_BEGIN, SEEING_END, r"(?:fused|modules) \| one", FAMILY_SIZES),
+        (SEEING_BEGIN, SEEING_END, r"generic \| one", SEEING),
+        (VIDEO_BEGIN, VIDEO_END, ANY, [*FAMILY_SIZES, *WITH_VIDEO]),
+    ],
+    ids=["text", "refused", "own paths with images", "images", "videos"],
+)
+def test_page_lists_every_architecture_and_all_are_equal(
+    begin: str, end: str, kind: str, names: Iterable[str]
+) -> None:
+    assert listed(begin, end, kind) == sorted(names), "run `python -m tests.parity`"
 
 
-def test_page_lists_every_architecture_that_takes_videos_and_all_are_equal() -> None:
-    text = PAGE.read_text().partition(VIDEO_BEGIN)[2].partition(VIDEO_END)[0]
-    rows = re.findall(r"^\| (?:fused|modules|generic) \| (`[^|]*) \|$", text, re.MULTILINE)
-    found = [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
-    assert sorted(found) == sorted([*FAMILY_SIZES, *WITH_VIDEO]), (
-        "run `python -m tests.parity videos`"
-    )
+def test_each_architecture_with_a_video_processor_is_compared() -> None:
     described = {name for each in VIDEO_PROCESSORS.values() for name in each.families}
     assert described == set(WITH_VIDEO)

@@ -12,15 +12,14 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText
 
 from tests.parity.architectures import FAMILY_SIZES, make_checkpoint
-from tests.parity.compare import OUTPUTS, Expected, Parity, attention_on, reported_by
+from tests.parity.compare import OUTPUTS, Parity, expected, inputs_of_text, library_model, load_on
 from tests.parity.vision_checkpoints import make_vision_checkpoint
-from tests.parity.vision_compare import compared
+from tests.parity.vision_compare import compared_in_steps
 from tests.workers.driver import Clip, Driver, Question, Stage, drawn_image, values_of
 from vsched.media.pruning import pruned_group
-from vsched.worker.contract import Arrays, Preprocessor, VideoPlan, WorkerSettings
+from vsched.worker.contract import Arrays, Preprocessor, VideoPlan
 from vsched_workers.checkpoint.description import describe_checkpoint
 from vsched_workers.checkpoint.preprocess import AnyPreprocessor
 from vsched_workers.families.generic import VIDEO_GRID, unpack_metadata
@@ -56,34 +55,17 @@ def questions(name: str) -> list[Question]:
 def compare_video(name: str, *, device: str = "cpu") -> Parity:
     """Create a checkpoint of an architecture and compare."""
     with tempfile.TemporaryDirectory(prefix="vsched-video-") as folder:
-        path = Path(folder)
         make = make_checkpoint if name in FAMILY_SIZES else make_vision_checkpoint
-        make(name, path)
-        stage = Stage.load(
-            folder,
-            attention=attention_on(device),
-            dtype="float32",
-            settings=WorkerSettings(threads=1, device=device),
-        )
-        made: Any = AutoModelForImageTextToText
-        model = made.from_pretrained(path, dtype=torch.float32).eval().to(device)
+        make(name, Path(folder))
+        stage = load_on(device, folder)
+        model = library_model(folder, sees=True).to(device)
         asked = questions(name)
-        expected = []
+        wanted = []
         for question in asked:
             ids = prompt_of(stage, question)
             assert stage.prompt(question)[0] == ids, "the prompt differs from transformers'"
-            inputs = inputs_of(stage, model, question, ids)
-            inputs = {key: tensor.to(device) for key, tensor in inputs.items()}
-            with torch.inference_mode():
-                out = model.generate(
-                    **inputs,
-                    max_new_tokens=OUTPUTS,
-                    do_sample=False,
-                    eos_token_id=None,
-                    pad_token_id=0,
-                )
-            expected.append(Expected(out[0, len(ids) :].tolist(), reported_by(model, **inputs)))
-        return compared(describe_checkpoint(folder).path, stage, asked, expected)
+            wanted.append(expected(model, inputs_of(stage, model, question, ids)))
+        return compared_in_steps(describe_checkpoint(folder).path, stage, asked, wanted)
 
 
 KEPT = ("11111111", "00010011", "00000000", "01101000")
@@ -115,10 +97,7 @@ def answers_about_pruned_video(name: str) -> tuple[list[int], list[int]]:
     with tempfile.TemporaryDirectory(prefix="vsched-pruned-") as folder:
         make = make_checkpoint if name in FAMILY_SIZES else make_vision_checkpoint
         make(name, Path(folder))
-        settings = WorkerSettings(threads=1)
-        stage = Stage.load(folder, attention="exact", dtype="float32", settings=settings)
-        made: Any = AutoModelForImageTextToText
-        model = made.from_pretrained(folder, dtype=torch.float32).eval()
+        stage, model = load_on("cpu", folder), library_model(folder, sees=True)
         question = Question("what moves?", [PrunedClip(frames)], count=OUTPUTS)
         [running] = Driver(stage, chunk=5).run([question])
         whole = Clip(frames)
@@ -144,7 +123,7 @@ def answers_about_pruned_video(name: str) -> tuple[list[int], list[int]]:
                 video_grid_thw=grid - torch.tensor([[1, 0, 0]]),
             )
             embeds, positions = embeds[:, kept], positions[:, :, kept[there]]
-            expected: list[int] = []
+            wanted: list[int] = []
             for _ in range(OUTPUTS):
                 out = model.model.language_model(
                     inputs_embeds=embeds,
@@ -153,11 +132,11 @@ def answers_about_pruned_video(name: str) -> tuple[list[int], list[int]]:
                     use_cache=False,
                 )
                 token = model.lm_head(out.last_hidden_state[:, -1]).argmax(-1)
-                expected.append(int(token))
+                wanted.append(int(token))
                 embeds = torch.cat([embeds, model.get_input_embeddings()(token[None])], 1)
                 after = positions[:, :, -1:].amax(0, keepdim=True).expand(3, 1, 1) + 1
                 positions = torch.cat([positions, after], 2)
-        return running.output, expected
+        return running.output, wanted
 
 
 def prompt_of(stage: Stage, question: Question) -> list[int]:
@@ -210,8 +189,7 @@ def inputs_of(
         made = video_inputs(stage, each, apart=apart) if is_video else image_inputs(stage, each)
         for key, tensor in made.items():
             given.setdefault(key, []).append(tensor)
-    tokens = torch.tensor([list(ids)])
-    inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    inputs = inputs_of_text(ids)
     inputs["mm_token_type_ids"] = types_of(stage, ids)
     for key, tensors in given.items():
         across = int(key in LISTED and not apart and len(tensors[0]) == 1)

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,14 @@ import numpy.typing as npt
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
-from tests.parity.architectures import EXPERTS, LATENT, ROUTED_EXPERTS
+from tests.parity.architectures import (
+    COMMON,
+    DELTA,
+    EXPERTS,
+    LATENT,
+    ROUTED_EXPERTS,
+    SHARED_KV,
+)
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -26,82 +34,54 @@ IMAGE, START, END, VIDEO = 5, 6, 7, 8
 SIZES = ((4, 8), (8, 4), (6, 4), (4, 4))
 """Heights and widths of the images, in patches."""
 
-_TEXT: Mapping[str, Any] = {
-    "vocab_size": 300,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 1024,
-    "initializer_range": 0.35,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-_LATENT = {**LATENT, "q_lora_rank": 24}
-_WINDOWS = {
-    "sliding_window": 9,
-    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-}
-_LINEAR = {
+Options = dict[str, Any]
+
+_TEXT: Options = {**COMMON, "num_hidden_layers": 3, "max_position_embeddings": 1024}
+_SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
+_WINDOWS: Options = {"sliding_window": 9, "layer_types": _SLIDING}
+_LINEAR: Options = {
+    **DELTA,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
 }
-_SMALL = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-}
-_SQUARE = {**_SMALL, "image_size": 28, "patch_size": 7}
-_CLIP = {
-    **_SQUARE,
-    "model_type": "clip_vision_model",
-    "num_hidden_layers": 3,
-    "initializer_range": 0.2,
-}
-_SIGLIP = {**_SQUARE, "model_type": "siglip_vision_model", "num_hidden_layers": 3}
-_PIXTRAL = {
+_SMALL: Options = {"hidden_size": 32, "intermediate_size": 48}
+_SMALL |= {"num_hidden_layers": 2, "num_attention_heads": 2}
+_SQUARE: Options = {**_SMALL, "image_size": 28, "patch_size": 7}
+_CLIP: Options = {**_SQUARE, "model_type": "clip_vision_model", "num_hidden_layers": 3}
+_CLIP |= {"initializer_range": 0.2}
+_SIGLIP: Options = {**_SQUARE, "model_type": "siglip_vision_model", "num_hidden_layers": 3}
+_MERGED: Options = {**_SMALL, "patch_size": 14, "spatial_merge_size": 2}
+_PIXTRAL: Options = {
     **_SMALL,
     "model_type": "pixtral",
     "image_size": 112,
     "patch_size": 14,
     "head_dim": 16,
 }
-_QWEN = {
+_QWEN: Options = {
     "depth": 2,
     "hidden_size": 32,
     "embed_dim": 32,
     "num_heads": 2,
     "intermediate_size": 48,
-    "patch_size": 14,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
 }
-_OUT = {"out_hidden_size": 64}
-_DEEPSTACK = {**_QWEN, **_OUT, "deepstack_visual_indexes": [0, 1]}
-_GLM = {**_QWEN, **_OUT, "image_size": 112}
-_VISION_TOKENS = {
-    "image_token_id": IMAGE,
-    "video_token_id": VIDEO,
-    "vision_start_token_id": START,
-    "vision_end_token_id": END,
+_QWEN |= {"patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2}
+_OUT: Options = {"out_hidden_size": 64}
+_AUDIO: Options = {
+    "d_model": 32,
+    "encoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 48,
 }
-_GLM_TOKENS = {
-    "image_token_id": IMAGE,
-    "video_token_id": VIDEO,
-    "image_start_token_id": START,
-    "image_end_token_id": END,
-    "video_start_token_id": 9,
-    "video_end_token_id": 10,
-}
-_INDEX = {"image_token_index": IMAGE, "image_token_id": IMAGE}
-_PINPOINTS = {"image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]]}
+_AUDIO |= {"output_dim": 64, "num_mel_bins": 16}
+_VIDEO: Options = {"video_token_id": VIDEO}
+_SPAN: Options = {"image_start_token_id": START, "image_end_token_id": END}
+_VISION_TOKENS = {**_VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
+_GLM_TOKENS = {**_VIDEO, **_SPAN, "video_start_token_id": 9, "video_end_token_id": 10}
+_MARKED: Options = {"boi_token_index": START, "eoi_token_index": END}
+_AUDIO_TOKENS: Options = {"audio_token_id": 9, "audio_start_token_id": 10}
+_INDEX: Options = {"image_token_index": IMAGE}
+_LAST: Options = {"vision_feature_layer": -1}
+_PINPOINTS: Options = {"image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]]}
 
 
 def _text(kind: str, **options: Any) -> dict[str, Any]:
@@ -180,354 +160,189 @@ class VisionArchitecture:
     family: str = ""
 
 
+def _architecture(
+    text: Mapping[str, Any],
+    vision: Mapping[str, Any],
+    image: Callable[[int, int, int], Arrays],
+    others: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    family: str = "",
+) -> VisionArchitecture:
+    """Return the architecture of a text model, a tower, and other entries of the configuration."""
+    return VisionArchitecture({**text, "vision_config": vision, **others}, image, family)
+
+
+_PATCHES = _patches(3 * 14 * 14)
+_PAIRS = _patches(3 * 2 * 14 * 14)
+_ROPE = _rope((4, 2, 2))
+_WHOLE_ROPE = _rope((4, 2, 2), partial_rotary_factor=1.0)
+_HALF_ROPE = _rope((2, 1, 1), mrope_interleaved=True, partial_rotary_factor=0.5)
+_SHARED_EXPERT = {**EXPERTS, "shared_expert_intermediate_size": 32}
+_GLM = {**_QWEN, **_OUT, "image_size": 112}
+_SCALED: Options = {"scale_factor": 2}
+
 VISION_ARCHITECTURES: Mapping[str, VisionArchitecture] = {
-    "aria": VisionArchitecture(
-        {
-            **_text("aria_text", moe_num_experts=4, moe_topk=2, moe_num_shared_experts=1),
-            **_INDEX,
-            "vision_config": {**_SQUARE, "model_type": "idefics3_vision"},
-            "projector_patch_to_query_dict": {16: 8},
-            "vision_feature_layer": -1,
-        },
+    "aria": _architecture(
+        _text("aria_text", moe_num_experts=4, moe_topk=2, moe_num_shared_experts=1),
+        {**_SQUARE, "model_type": "idefics3_vision"},
         _square(),
+        {**_INDEX, **_LAST, "projector_patch_to_query_dict": {16: 8}},
     ),
-    "aya_vision": VisionArchitecture(
-        {
-            **_text("cohere2", **_WINDOWS),
-            **_INDEX,
-            "vision_config": _SIGLIP,
-            "vision_feature_layer": -1,
-            "downsample_factor": 2,
-            "adapter_layer_norm_eps": 1e-5,
-        },
+    "aya_vision": _architecture(
+        _text("cohere2", **_WINDOWS),
+        _SIGLIP,
         _square(),
+        {**_INDEX, **_LAST, "downsample_factor": 2, "adapter_layer_norm_eps": 1e-5},
     ),
-    "cohere2_vision": VisionArchitecture(
-        {
-            **_text("cohere2", **_WINDOWS),
-            "vision_config": _SIGLIP,
-            "image_token_id": IMAGE,
-            "downsample_factor": 2,
-            "alignment_intermediate_size": 64,
-        },
+    "cohere2_vision": _architecture(
+        _text("cohere2", **_WINDOWS),
+        _SIGLIP,
         _square(),
+        {"downsample_factor": 2, "alignment_intermediate_size": 64},
     ),
-    "deepseek_vl": VisionArchitecture(
-        {**_text("llama"), "vision_config": _SIGLIP, "image_token_id": IMAGE}, _square()
+    "deepseek_vl": _architecture(_text("llama"), _SIGLIP, _square()),
+    "ernie4_5_vl_moe": _architecture(
+        _text(
+            "ernie4_5_vl_moe_text",
+            **_rope((2, 2, 4)),
+            moe_num_experts=4,
+            moe_k=2,
+            moe_intermediate_size=[32, 32],
+            moe_layer_start_index=1,
+            moe_layer_end_index=2,
+        ),
+        _QWEN,
+        _PATCHES,
+        {**_SPAN, **_VIDEO},
     ),
-    "ernie4_5_vl_moe": VisionArchitecture(
-        {
-            **_text(
-                "ernie4_5_vl_moe_text",
-                **_rope((2, 2, 4)),
-                moe_num_experts=4,
-                moe_k=2,
-                moe_intermediate_size=[32, 32],
-                moe_layer_start_index=1,
-                moe_layer_end_index=2,
-            ),
-            "vision_config": _QWEN,
-            "image_start_token_id": START,
-            "image_end_token_id": END,
-            "image_token_id": IMAGE,
-            "video_token_id": VIDEO,
-        },
-        _patches(3 * 14 * 14),
-    ),
-    "gemma3": VisionArchitecture(
-        {
-            **_text("gemma3_text", **_WINDOWS, query_pre_attn_scalar=16),
-            **_INDEX,
-            "vision_config": _SIGLIP,
-            "mm_tokens_per_image": 4,
-            "boi_token_index": START,
-            "eoi_token_index": END,
-            "tie_word_embeddings": False,  # if tied, its scaled embeddings make it repeat each token
-        },
+    "gemma3": _architecture(
+        _text("gemma3_text", **_WINDOWS, query_pre_attn_scalar=16),
+        _SIGLIP,
         _square(),
+        # With tied embeddings, which are scaled, it would repeat each token.
+        {**_INDEX, **_MARKED, "mm_tokens_per_image": 4, "tie_word_embeddings": False},
     ),
-    "gemma4": VisionArchitecture(
-        {
-            **_text(
-                "gemma4_text",
-                sliding_window=9,
-                layer_types=["sliding_attention", "full_attention", "full_attention"],
-                hidden_size_per_layer_input=16,
-                vocab_size_per_layer_input=300,
-                num_kv_shared_layers=0,
-                global_head_dim=32,
-                num_global_key_value_heads=1,
-            ),
-            "vision_config": {**_SMALL, "num_key_value_heads": 2, "head_dim": 16},
-            "audio_config": None,
-            "image_token_id": IMAGE,
-        },
+    "gemma4": _architecture(
+        _text(
+            "gemma4_text",
+            **{**SHARED_KV, "layer_types": [*_SLIDING[:2], "full_attention"]},
+            num_kv_shared_layers=0,
+            global_head_dim=32,
+            num_global_key_value_heads=1,
+        ),
+        {**_SMALL, "num_key_value_heads": 2, "head_dim": 16},
         _places,
+        {"audio_config": None},
     ),
-    "glm4v": VisionArchitecture(
-        {
-            **_text("glm4v_text", **_rope((4, 2, 2), partial_rotary_factor=1.0)),
-            "vision_config": _GLM,
-            **_GLM_TOKENS,
-        },
-        _patches(3 * 2 * 14 * 14),
+    "glm4v": _architecture(_text("glm4v_text", **_WHOLE_ROPE), _GLM, _PAIRS, _GLM_TOKENS),
+    "glm4v_moe": _architecture(
+        _text("glm4v_moe_text", **_WHOLE_ROPE, **ROUTED_EXPERTS), _GLM, _PAIRS, _GLM_TOKENS
     ),
-    "glm4v_moe": VisionArchitecture(
-        {
-            **_text(
-                "glm4v_moe_text", **_rope((4, 2, 2), partial_rotary_factor=1.0), **ROUTED_EXPERTS
-            ),
-            "vision_config": _GLM,
-            **_GLM_TOKENS,
-        },
-        _patches(3 * 2 * 14 * 14),
-    ),
-    "got_ocr2": VisionArchitecture(
-        {
-            **_text("qwen2"),
-            **_INDEX,
-            "vision_config": {
-                "hidden_size": 32,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 2,
-                "image_size": 128,
-                "patch_size": 8,
-                "output_channels": 16,
-                "mlp_dim": 48,
-                "window_size": 4,
-                "global_attn_indexes": [1],
-            },
-        },
+    "got_ocr2": _architecture(
+        _text("qwen2"),
+        {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "mlp_dim": 48}
+        | {"image_size": 128, "patch_size": 8, "output_channels": 16}
+        | {"window_size": 4, "global_attn_indexes": [1]},
         _square(128),
+        _INDEX,
     ),
-    "idefics3": VisionArchitecture(
-        {
-            **_text("llama"),
-            "vision_config": _SQUARE,
-            "scale_factor": 2,
-            "image_token_id": IMAGE,
-        },
-        _square(lead=(1, 3)),
-    ),
-    "internvl": VisionArchitecture(
-        {
-            **_text("qwen2"),
-            "vision_config": {**_SMALL, "image_size": [28, 28], "patch_size": [7, 7]},
-            "image_token_id": IMAGE,
-            "downsample_ratio": 0.5,
-        },
+    "idefics3": _architecture(_text("llama"), _SQUARE, _square(lead=(1, 3)), _SCALED),
+    "internvl": _architecture(
+        _text("qwen2"),
+        {**_SMALL, "image_size": [28, 28], "patch_size": [7, 7]},
         _square(lead=(3,)),
+        {"downsample_ratio": 0.5},
     ),
-    "llava": VisionArchitecture(
-        {**_text("llama"), **_INDEX, "vision_config": _CLIP, "vision_feature_layer": -2},
-        _square(),
+    "llava": _architecture(
+        _text("llama"), _CLIP, _square(), {**_INDEX, "vision_feature_layer": -2}
     ),
-    "llava (Pixtral)": VisionArchitecture(
-        {
-            **_text("mistral", sliding_window=None),
-            **_INDEX,
-            "vision_config": _PIXTRAL,
-            "vision_feature_layer": -1,
-            "vision_feature_select_strategy": "full",
-        },
+    "llava (Pixtral)": _architecture(
+        _text("mistral", sliding_window=None),
+        _PIXTRAL,
         _any_size,
+        {**_INDEX, **_LAST, "vision_feature_select_strategy": "full"},
         family="llava",
     ),
-    "llava_next": VisionArchitecture(
-        {**_text("llama"), **_INDEX, "vision_config": _CLIP, **_PINPOINTS}, _any_resolution
-    ),
-    "llava_next_video": VisionArchitecture(
-        {
-            **_text("llama"),
-            **_INDEX,
-            "vision_config": _CLIP,
-            "video_token_id": VIDEO,
-            "video_token_index": VIDEO,
-            **_PINPOINTS,
-        },
+    "llava_next": _architecture(_text("llama"), _CLIP, _any_resolution, {**_INDEX, **_PINPOINTS}),
+    "llava_next_video": _architecture(
+        _text("llama"),
+        _CLIP,
         _any_resolution,
+        {**_INDEX, **_VIDEO, "video_token_index": VIDEO, **_PINPOINTS},
     ),
-    "llava_onevision": VisionArchitecture(
-        {
-            **_text("qwen2"),
-            **_INDEX,
-            "vision_config": _SIGLIP,
-            "video_token_id": VIDEO,
-            **_PINPOINTS,
-        },
-        _any_resolution,
+    "llava_onevision": _architecture(
+        _text("qwen2"), _SIGLIP, _any_resolution, {**_INDEX, **_VIDEO, **_PINPOINTS}
     ),
-    "mistral3": VisionArchitecture(
-        {
-            **_text("mistral", sliding_window=None),
-            **_INDEX,
-            "vision_config": _PIXTRAL,
-            "vision_feature_layer": -1,
-            "spatial_merge_size": 2,
-        },
+    "mistral3": _architecture(
+        _text("mistral", sliding_window=None),
+        _PIXTRAL,
         _any_size,
+        {**_INDEX, **_LAST, "spatial_merge_size": 2},
     ),
-    "ovis2": VisionArchitecture(
-        {
-            **_text("qwen2"),
-            "vision_config": {
-                **_SQUARE,
-                "hidden_stride": 2,
-                "vocab_size": 64,
-                "num_visual_indicator_tokens": 5,
-            },
-            "image_token_id": IMAGE,
-            "hidden_size": 64,
-            "visual_indicator_token_ids": [20, 21, 22, 23, 24],
-        },
+    "ovis2": _architecture(
+        _text("qwen2"),
+        {**_SQUARE, "hidden_stride": 2, "vocab_size": 64, "num_visual_indicator_tokens": 5},
         _square(),
+        {"hidden_size": 64, "visual_indicator_token_ids": [20, 21, 22, 23, 24]},
     ),
-    "paddleocr_vl": VisionArchitecture(
-        {
-            **_text("paddleocr_vl_text", **_rope((4, 2, 2))),
-            "vision_config": {
-                **_SMALL,
-                "image_size": 112,
-                "patch_size": 14,
-                "spatial_merge_size": 2,
-            },
-            **_VISION_TOKENS,
-        },
+    "paddleocr_vl": _architecture(
+        _text("paddleocr_vl_text", **_ROPE),
+        {**_MERGED, "image_size": 112},
         _patches(3, 14, 14),
+        _VISION_TOKENS,
     ),
-    "paligemma": VisionArchitecture(
-        {
-            **_text("gemma"),
-            **_INDEX,
-            "vision_config": {**_SIGLIP, "projection_dim": 64},
-            "projection_dim": 64,
-        },
+    "paligemma": _architecture(
+        _text("gemma"),
+        {**_SIGLIP, "projection_dim": 64},
         _square(),
+        {**_INDEX, "projection_dim": 64},
     ),
-    "qwen2_vl": VisionArchitecture(
-        {
-            **_text("qwen2_vl_text", **_rope((4, 2, 2))),
-            "vision_config": {**_QWEN, "hidden_size": 64, "mlp_ratio": 2},
-            **_VISION_TOKENS,
-        },
-        _patches(3 * 2 * 14 * 14),
+    "qwen2_vl": _architecture(
+        _text("qwen2_vl_text", **_ROPE),
+        {**_QWEN, "hidden_size": 64, "mlp_ratio": 2},
+        _PAIRS,
+        _VISION_TOKENS,
     ),
-    "qwen3_5": VisionArchitecture(
-        {
-            **_text(
-                "qwen3_5_text",
-                **_rope((2, 1, 1), mrope_interleaved=True, partial_rotary_factor=0.5),
-                **_LINEAR,
-            ),
-            "vision_config": {**_QWEN, **_OUT},
-            **_VISION_TOKENS,
-        },
-        _patches(3 * 2 * 14 * 14),
+    "qwen3_5": _architecture(
+        _text("qwen3_5_text", **_HALF_ROPE, **_LINEAR), {**_QWEN, **_OUT}, _PAIRS, _VISION_TOKENS
     ),
-    "qwen3_5_moe": VisionArchitecture(
-        {
-            **_text(
-                "qwen3_5_moe_text",
-                **_rope((2, 1, 1), mrope_interleaved=True, partial_rotary_factor=0.5),
-                **_LINEAR,
-                **EXPERTS,
-                shared_expert_intermediate_size=32,
-            ),
-            "vision_config": {**_QWEN, **_OUT},
-            **_VISION_TOKENS,
-        },
-        _patches(3 * 2 * 14 * 14),
+    "qwen3_5_moe": _architecture(
+        _text("qwen3_5_moe_text", **_HALF_ROPE, **_LINEAR, **_SHARED_EXPERT),
+        {**_QWEN, **_OUT},
+        _PAIRS,
+        _VISION_TOKENS,
     ),
-    "qwen2_5_omni_thinker": VisionArchitecture(
-        {
-            **_text("qwen2_5_omni_text", **_rope((4, 2, 2))),
-            "vision_config": {**_QWEN, **_OUT, "fullatt_block_indexes": [1], "window_size": 56},
-            "audio_config": {
-                "d_model": 32,
-                "encoder_layers": 1,
-                "encoder_attention_heads": 2,
-                "encoder_ffn_dim": 48,
-                "output_dim": 64,
-                "num_mel_bins": 16,
-            },
-            **_INDEX,
-            **_VISION_TOKENS,
-            "video_token_index": VIDEO,
-            "audio_token_index": 9,
-            "audio_token_id": 9,
-            "audio_start_token_id": 10,
-            "audio_end_token_id": 11,
-        },
-        _patches(3 * 2 * 14 * 14),
+    "qwen2_5_omni_thinker": _architecture(
+        _text("qwen2_5_omni_text", **_ROPE),
+        {**_QWEN, **_OUT, "fullatt_block_indexes": [1], "window_size": 56},
+        _PAIRS,
+        {**_INDEX, **_VISION_TOKENS, **_AUDIO_TOKENS, "audio_config": _AUDIO}
+        | {"video_token_index": VIDEO, "audio_token_index": 9, "audio_end_token_id": 11},
     ),
-    "qwen3_omni_moe_thinker": VisionArchitecture(
-        {
-            **_text("qwen3_omni_moe_text", **_rope((4, 2, 2), mrope_interleaved=True), **EXPERTS),
-            "vision_config": _DEEPSTACK,
-            "audio_config": {
-                "d_model": 32,
-                "encoder_layers": 1,
-                "encoder_attention_heads": 2,
-                "encoder_ffn_dim": 48,
-                "output_dim": 64,
-                "num_mel_bins": 16,
-                "downsample_hidden_size": 16,
-            },
-            **_VISION_TOKENS,
-            "audio_token_id": 9,
-            "audio_start_token_id": 10,
-        },
-        _patches(3 * 2 * 14 * 14),
+    "qwen3_omni_moe_thinker": _architecture(
+        _text("qwen3_omni_moe_text", **_rope((4, 2, 2), mrope_interleaved=True), **EXPERTS),
+        {**_QWEN, **_OUT, "deepstack_visual_indexes": [0, 1]},
+        _PAIRS,
+        {**_VISION_TOKENS, **_AUDIO_TOKENS}
+        | {"audio_config": {**_AUDIO, "downsample_hidden_size": 16}},
     ),
-    "kimi_k25": VisionArchitecture(
-        {
-            **_text("deepseek_v3", **_LATENT, **ROUTED_EXPERTS),
-            "vision_config": {
-                **_SMALL,
-                "patch_size": 14,
-                "pos_emb_height": 6,
-                "pos_emb_width": 6,
-                "merge_kernel_size": [2, 2],
-            },
-            "projection_hidden_size": 32,
-            **_VISION_TOKENS,
-        },
+    "kimi_k25": _architecture(
+        _text("deepseek_v3", **LATENT, q_lora_rank=24, **ROUTED_EXPERTS),
+        {**_SMALL, "patch_size": 14, "merge_kernel_size": [2, 2]}
+        | {"pos_emb_height": 6, "pos_emb_width": 6},
         _patches(3, 14, 14),
+        {**_VISION_TOKENS, "projection_hidden_size": 32},
     ),
-    "lfm2_vl": VisionArchitecture(
-        {
-            **_text("lfm2", layer_types=["conv", "full_attention", "conv"], block_multiple_of=16),
-            "vision_config": {
-                **_SMALL,
-                "model_type": "siglip2_vision_model",
-                "patch_size": 7,
-                "num_patches": 64,
-            },
-            "image_token_id": IMAGE,
-            "downsample_factor": 2,
-            "projector_hidden_size": 64,
-        },
+    "lfm2_vl": _architecture(
+        _text("lfm2", layer_types=["conv", "full_attention", "conv"], block_multiple_of=16),
+        {**_SMALL, "model_type": "siglip2_vision_model", "patch_size": 7, "num_patches": 64},
         _padded,
+        {"downsample_factor": 2, "projector_hidden_size": 64},
     ),
-    "hunyuan_vl": VisionArchitecture(
-        {
-            **_text("hunyuan_vl_text", **_rope((2, 3, 3))),
-            "vision_config": {**_SMALL, **_OUT, "patch_size": 14, "spatial_merge_size": 2},
-            "image_token_id": IMAGE,
-            "image_start_token_id": START,
-            "image_end_token_id": END,
-        },
-        _patches(3 * 14 * 14),
+    "hunyuan_vl": _architecture(
+        _text("hunyuan_vl_text", **_rope((2, 3, 3))), {**_MERGED, **_OUT}, _PATCHES, _SPAN
     ),
-    "smolvlm": VisionArchitecture(
-        {
-            **_text("llama"),
-            "vision_config": _SQUARE,
-            "scale_factor": 2,
-            "image_token_id": IMAGE,
-        },
-        _square(lead=(1, 3)),
-    ),
+    "smolvlm": _architecture(_text("llama"), _SQUARE, _square(lead=(1, 3)), _SCALED),
 }
 
 
@@ -544,16 +359,21 @@ def images_of(name: str) -> list[Arrays]:
     return [make(seed, *size) for seed, size in enumerate(SIZES)]
 
 
-def make_model(
+def config_of(
     name: str, *, image_token_id: int = IMAGE, vocab_size: int = 300, **options: Any
 ) -> Any:
-    """Return a model of random float32 weights, in which every parameter has an influence."""
+    """Return the configuration of a model of transformers."""
     architecture = VISION_ARCHITECTURES[name]
     chosen = {**architecture.options, **options, "image_token_id": image_token_id}
     if "image_token_index" in chosen:
         chosen["image_token_index"] = image_token_id
     chosen["text_config"] = {**chosen["text_config"], "vocab_size": vocab_size}
-    config = CONFIG_MAPPING[architecture.family or name](**chosen)
+    return CONFIG_MAPPING[architecture.family or name](**chosen)
+
+
+def make_model(name: str, **options: Any) -> Any:
+    """Return a model of random float32 weights, in which every parameter has an influence."""
+    config = config_of(name, **options)
     torch.manual_seed(0)
     model: Any = AutoModelForImageTextToText.from_config(config).eval()
     noise = torch.Generator().manual_seed(1)

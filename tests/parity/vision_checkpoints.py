@@ -8,10 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
-
-from tests.parity.vision_architectures import VISION_ARCHITECTURES, make_model
+from tests.parity.architectures import byte_tokenizer
+from tests.parity.vision_architectures import VISION_ARCHITECTURES, config_of, make_model
 
 PARTS_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {% if message['content'] is string %}"
@@ -72,19 +70,13 @@ _QWEN_TOKENS = {
     "vision_start_token": "<|vision_start|>",
     "vision_end_token": "<|vision_end|>",
 }
-_CELLS = {
-    f"cell_{row}_{column}": f"<row_{row}_col_{column}>"
-    for row in range(1, 7)
-    for column in range(1, 7)
-}
-_TILES = {
-    f"tile_{row}_{column}": f"<|img_row_{row}_col_{column}|>"
-    for row in range(1, 5)
-    for column in range(1, 5)
-}
-_IDEFICS = {
-    "size": {"longest_edge": 84},
-    "max_image_size": {"longest_edge": 28},
+_PLACES = [(row, column) for row in range(1, 7) for column in range(1, 7)]
+_CELLS = {f"cell_{row}_{column}": f"<row_{row}_col_{column}>" for row, column in _PLACES}
+_TILES = {f"tile_{row}_{at}": f"<|img_row_{row}_col_{at}|>" for row, at in _PLACES if max(row, at) < 5}
+_IDEFICS = {"size": {"longest_edge": 84}, "max_image_size": {"longest_edge": 28}}
+_FULL = {"vision_feature_select_strategy": "full"}
+_WITHOUT_CLASS: Mapping[str, Any] = {"patch_size": 7, "num_additional_image_tokens": 1} | {
+    "vision_feature_select_strategy": "default"
 }
 _CELL_TOKENS = {
     **_IMAGE,
@@ -98,28 +90,17 @@ _PINPOINTS = {"image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]]}
 PROCESSING: Mapping[str, Processing] = {
     "cohere2_vision": Processing(
         "<|IMG_PATCH|>",
-        {
-            "image_token": "<|IMG_PATCH|>",
-            "boi_token": "<|START_OF_IMG|>",
-            "eoi_token": "<|END_OF_IMG|>",
-            "img_line_break_token": "<|IMG_LINE_BREAK|>",
-        },
+        {"image_token": "<|IMG_PATCH|>", "img_line_break_token": "<|IMG_LINE_BREAK|>"}
+        | {"boi_token": "<|START_OF_IMG|>", "eoi_token": "<|END_OF_IMG|>"},
         {"processor_class": "Cohere2VisionProcessor"},
-        {
-            "image_processor_type": "Cohere2VisionImageProcessorFast",
-            **_SIDE,
-            "max_patches": 4,
-            "patch_size": 2,
-        },
+        {"image_processor_type": "Cohere2VisionImageProcessorFast", **_SIDE}
+        | {"max_patches": 4, "patch_size": 2},
         torchvision=True,
     ),
     "gemma3": Processing(
         "<start_of_image>",
-        {
-            "image_token": "<image_soft_token>",
-            "boi_token": "<start_of_image>",
-            "eoi_token": "<end_of_image>",
-        },
+        {"image_token": "<image_soft_token>"}
+        | {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
         {"processor_class": "Gemma3Processor", "image_seq_length": 4},
         {"image_processor_type": "Gemma3ImageProcessor", **_SIDE},
         placeholder="<image_soft_token>",
@@ -143,12 +124,8 @@ PROCESSING: Mapping[str, Processing] = {
     ),
     "internvl": Processing(
         "<IMG_CONTEXT>",
-        {
-            "start_image_token": "<img>",
-            "end_image_token": "</img>",
-            "context_image_token": "<IMG_CONTEXT>",
-            "video_token": "<video>",
-        },
+        {"start_image_token": "<img>", "end_image_token": "</img>"}
+        | {"context_image_token": "<IMG_CONTEXT>", "video_token": "<video>"},
         {"processor_class": "InternVLProcessor", "image_seq_length": 4},
         {"image_processor_type": "GotOcr2ImageProcessorFast", **_SIDE, "max_patches": 6},
         video="<video>",
@@ -156,47 +133,24 @@ PROCESSING: Mapping[str, Processing] = {
     ),
     "lfm2_vl": Processing(
         "<image>",
-        {
-            **_IMAGE,
-            "image_start_token": "<|image_start|>",
-            "image_end_token": "<|image_end|>",
-            "image_thumbnail": "<|img_thumbnail|>",
-            **_TILES,
-        },
+        {**_IMAGE, "image_start_token": "<|image_start|>", "image_end_token": "<|image_end|>"}
+        | {"image_thumbnail": "<|img_thumbnail|>", **_TILES},
         {"processor_class": "Lfm2VlProcessor"},
-        {
-            "image_processor_type": "Lfm2VlImageProcessorFast",
-            "tile_size": 56,
-            "encoder_patch_size": 7,
-            "downsample_factor": 2,
-            "max_num_patches": 64,
-            "min_tiles": 2,
-            "max_tiles": 4,
-            "min_image_tokens": 4,
-            "max_image_tokens": 16,
-        },
+        {"image_processor_type": "Lfm2VlImageProcessorFast", "tile_size": 56}
+        | {"encoder_patch_size": 7, "downsample_factor": 2, "max_num_patches": 64}
+        | {"min_tiles": 2, "max_tiles": 4, "min_image_tokens": 4, "max_image_tokens": 16},
         torchvision=True,
     ),
     "llava": Processing(
         "<image>",
         _IMAGE,
-        {
-            "processor_class": "LlavaProcessor",
-            "patch_size": 7,
-            "num_additional_image_tokens": 1,
-            "vision_feature_select_strategy": "default",
-        },
+        {"processor_class": "LlavaProcessor", **_WITHOUT_CLASS},
         {"image_processor_type": "CLIPImageProcessor", **_CLIP_SIZE},
     ),
     "llava_next_video": Processing(
         "<image>",
         _VIDEO,
-        {
-            "processor_class": "LlavaNextVideoProcessor",
-            "patch_size": 7,
-            "num_additional_image_tokens": 1,
-            "vision_feature_select_strategy": "default",
-        },
+        {"processor_class": "LlavaNextVideoProcessor", **_WITHOUT_CLASS},
         {"image_processor_type": "LlavaNextImageProcessor", **_CLIP_SIZE, **_PINPOINTS},
         video="<video>",
         videos={"video_processor_type": "LlavaNextVideoVideoProcessor", **_CLIP_SIZE},
@@ -204,13 +158,9 @@ PROCESSING: Mapping[str, Processing] = {
     "llava_onevision": Processing(
         "<image>",
         _VIDEO,
-        {
-            "processor_class": "LlavaOnevisionProcessor",
-            "num_image_tokens": 16,
-            "vision_feature_select_strategy": "full",
-        },
+        {"processor_class": "LlavaOnevisionProcessor", "num_image_tokens": 16, **_FULL},
         {"image_processor_type": "LlavaOnevisionImageProcessor", **_SIDE, **_PINPOINTS},
-        options={"vision_feature_select_strategy": "full"},
+        options=_FULL,
         video="<video>",
         videos={"video_processor_type": "LlavaOnevisionVideoProcessor", **_SIDE},
     ),
@@ -222,11 +172,8 @@ PROCESSING: Mapping[str, Processing] = {
             "image_end_token": "[IMG_END]",
         },
         {"processor_class": "PixtralProcessor", "patch_size": 14, "spatial_merge_size": 2},
-        {
-            "image_processor_type": "PixtralImageProcessorFast",
-            "patch_size": 14,
-            "size": {"longest_edge": 112},
-        },
+        {"image_processor_type": "PixtralImageProcessorFast", "patch_size": 14}
+        | {"size": {"longest_edge": 112}},
     ),
     "paligemma": Processing(
         "<image>",
@@ -272,16 +219,16 @@ def make_vision_checkpoint(name: str, directory: Path, *, weights: bool = True) 
     processing = PROCESSING[name]
     tokenizer = _tokenizer(processing)
     image = tokenizer.convert_tokens_to_ids(processing.placeholder or processing.marker)
-    options = dict(processing.options)
+    options: dict[str, Any] = {**processing.options}
     if "video_token_id" in VISION_ARCHITECTURES[name].options:
         options["video_token_id"] = tokenizer.convert_tokens_to_ids(
             processing.tokens["video_token"]
         )
-    model = make_model(name, image_token_id=image, vocab_size=len(tokenizer), **options)
+    options |= {"image_token_id": image, "vocab_size": len(tokenizer)}
     if weights:
-        model.save_pretrained(directory)
+        make_model(name, **options).save_pretrained(directory)
     else:
-        model.config.save_pretrained(directory)
+        config_of(name, **options).save_pretrained(directory)
         (directory / "model.safetensors").write_bytes(_NO_TENSORS)
     tokenizer.save_pretrained(directory)
     for file, content in (
@@ -295,23 +242,8 @@ def make_vision_checkpoint(name: str, directory: Path, *, weights: bool = True) 
 
 
 def _tokenizer(processing: Processing) -> Any:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = {"<pad>": 0, "<s>": 1, "</s>": 2}
-    words |= {character: 3 + index for index, character in enumerate(alphabet)}
-    # Adjacent line breaks are tokenized together, as with the tokenizers of large models.
-    words["ĊĊ"] = len(words)
-    words["ĊĊĊ"] = len(words)
-    backend = Tokenizer(models.BPE(vocab=words, merges=[("Ċ", "Ċ"), ("ĊĊ", "Ċ")]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    make: Any = PreTrainedTokenizerFast
-    made = make(
-        tokenizer_object=backend,
-        pad_token="<pad>",
-        bos_token="<s>",
-        eos_token="</s>",
-        extra_special_tokens=dict(processing.tokens),
-    )
     template = processing.template.replace("MARKER", processing.marker)
-    made.chat_template = template.replace("VIDEO", processing.video)
-    return made
+    template = template.replace("VIDEO", processing.video)
+    # Adjacent line breaks are tokenized together, as with the tokenizers of large models.
+    merges = [("Ċ", "Ċ"), ("ĊĊ", "Ċ")]
+    return byte_tokenizer(template, merges=merges, special=processing.tokens)

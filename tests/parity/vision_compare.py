@@ -10,20 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForImageTextToText
 
 from tests.parity.architectures import make_checkpoint
 from tests.parity.compare import (
     CHUNK,
     OUTPUTS,
+    WHOLE,
     Expected,
     Parity,
-    answers_so,
     attention_on,
-    reported_by,
-    telling,
-    tokens_of,
-    with_cached_prefixes,
+    compared,
+    expected,
+    inputs_of_text,
+    library_model,
+    load_on,
 )
 from tests.parity.vision_architectures import (
     END,
@@ -34,7 +34,7 @@ from tests.parity.vision_architectures import (
     images_of,
     save_model,
 )
-from tests.workers.driver import BLOCK_SIZE, BLOCKS, SLOTS, Driver, Question, Stage, drawn_image
+from tests.workers.driver import BLOCK_SIZE, BLOCKS, SLOTS, Question, Stage, drawn_image
 from tests.workers.reference import Reference
 from vsched.types import ArraySpec, ModelInfo, Spans
 from vsched.worker.contract import ImagePlan, WorkerSettings
@@ -55,9 +55,6 @@ ASKED = ((0,), (1,), (2, 3), ())
 
 PICTURES = ((60, 40), (40, 90), (84, 56), (56, 56))
 """Widths and heights of pictures for families with a path of their own."""
-
-WHOLE = 512
-"""A chunk that holds any prompt."""
 
 
 @dataclass(frozen=True)
@@ -127,30 +124,6 @@ def _words(count: int, seed: int) -> list[int]:
     return found
 
 
-@torch.inference_mode()
-def expected_of(
-    path: Path, name: str, requested: Sequence[Sequence[int]], images: Sequence[Arrays], device: str
-) -> list[Expected]:
-    """Greedy results of transformers' `generate` with the complete model and pixels."""
-    made: Any = AutoModelForImageTextToText
-    model = made.from_pretrained(path, dtype=torch.float32).eval().to(device)
-    found = []
-    for prompt, which in zip(requested, ASKED, strict=True):
-        ids = torch.tensor([list(prompt)])
-        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        inputs |= inputs_of_images(model, name, ids, [images[index] for index in which])
-        inputs = {key: tensor.to(device) for key, tensor in inputs.items()}
-        out = model.generate(
-            **inputs,
-            max_new_tokens=OUTPUTS,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        found.append(Expected(out[0, len(prompt) :].tolist(), reported_by(model, **inputs)))
-    return found
-
-
 def inputs_of_images(
     model: Any, name: str, ids: torch.Tensor, images: Sequence[Arrays], *, image_token: int = IMAGE
 ) -> dict[str, Any]:
@@ -213,9 +186,8 @@ def _info(path: Path, family: str) -> ModelInfo:
     )
 
 
-def load_stage(path: Path, name: str, *, device: str = "cpu") -> VisionStage:
+def load_stage(path: Path, family: str, images: Any, device: str) -> VisionStage:
     """Load the parts of a checkpoint without a processor."""
-    family = VISION_ARCHITECTURES[name].family or name
     info = _info(path, family)
     settings = WorkerSettings(
         device=device,
@@ -227,21 +199,11 @@ def load_stage(path: Path, name: str, *, device: str = "cpu") -> VisionStage:
     generator = plugin.load_generator(info, settings, lambda _label, _fraction: None)
     generator.build_kv(blocks=BLOCKS, block_size=BLOCK_SIZE)
     encoder = plugin.load_encoder(info, settings, lambda _label, _fraction: None)
-    images = images_of(name)
-    made: Any = MadeImages(images, rows_of(path, images))
-    return VisionStage(info, made, encoder, generator)
-
-
-@torch.inference_mode()
-def rows_of(path: Path, images: Sequence[Arrays]) -> list[int]:
-    """Return the number of rows of each image in the complete model of transformers."""
-    made: Any = AutoModelForImageTextToText
-    tower = AnyTower(made.from_pretrained(path, dtype=torch.float32).eval(), torch.float32)
-    return [len(tower(image)) for image in images]
+    return VisionStage(info, images, encoder, generator)
 
 
 def compare_vision(name: str, *, device: str = "cpu") -> Parity:
-    """Create a model of an architecture and compare.
+    """Create a model of an architecture and compare with the complete model of transformers, and pixels.
 
     Raises:
         CheckpointError: When the architecture is refused.
@@ -249,15 +211,22 @@ def compare_vision(name: str, *, device: str = "cpu") -> Parity:
     with tempfile.TemporaryDirectory(prefix="vsched-vision-") as folder:
         path = Path(folder)
         save_model(name, path)
-        stage = load_stage(path, name, device=device)
-        made: Any = stage.preprocessor
-        requested = prompts(made.rows)
-        expected = expected_of(path, name, requested, made.images, device)
-        questions = [
-            Question(prompt, images=[MadeImage(index) for index in which], count=OUTPUTS)
-            for prompt, which in zip(requested, ASKED, strict=True)
-        ]
-        return compared("generic", stage, questions, expected)
+        model, images = library_model(path, sees=True), images_of(name)
+        with torch.inference_mode():
+            tower = AnyTower(model, torch.float32)
+            made = MadeImages(images, [len(tower(image)) for image in images])
+        family = VISION_ARCHITECTURES[name].family or name
+        stage = load_stage(path, family, made, device)
+        model = model.to(device)
+        questions, wanted = [], []
+        for prompt, which in zip(prompts(made.rows), ASKED, strict=True):
+            shown = [MadeImage(index) for index in which]
+            questions.append(Question(prompt, images=shown, count=OUTPUTS))
+            inputs = inputs_of_text(prompt)
+            ids = inputs["input_ids"]
+            more = inputs_of_images(model, name, ids, [images[index] for index in which])
+            wanted.append(expected(model, inputs | more))
+        return compared_in_steps("generic", stage, questions, wanted)
 
 
 def compare_own(name: str, *, device: str = "cpu") -> Parity:
@@ -265,45 +234,23 @@ def compare_own(name: str, *, device: str = "cpu") -> Parity:
     with tempfile.TemporaryDirectory(prefix="vsched-own-") as folder:
         path = Path(folder)
         make_checkpoint(name, path)
-        stage = Stage.load(
-            folder,
-            attention=attention_on(device),
-            dtype="float32",
-            settings=WorkerSettings(threads=1, device=device),
-        )
+        stage = load_on(device, folder)
         pictures = [drawn_image(seed, *size) for seed, size in enumerate(PICTURES)]
         questions = [
             Question(f"what is {number}?", [pictures[index] for index in which], count=OUTPUTS)
             for number, which in enumerate(ASKED)
         ]
         reference = Reference(path, device)
-        expected = [
-            Expected(
-                reference.generate(prompt, each.images, OUTPUTS),
-                reported_by(reference.model, **reference.inputs(prompt, each.images)),
-            )
+        wanted = [
+            expected(reference.model, reference.inputs(stage.prompt(each)[0], each.images))
             for each in questions
-            for prompt in [stage.prompt(each)[0]]
         ]
-        return compared(describe_checkpoint(folder).path, stage, questions, expected)
+        return compared_in_steps(describe_checkpoint(folder).path, stage, questions, wanted)
 
 
-def compared(
+def compared_in_steps(
     path: str, stage: Stage, questions: Sequence[Question], wanted: Sequence[Expected]
 ) -> Parity:
-    """Compare the answers to questions in all ways of running them."""
-    expected = [each.output for each in wanted]
-    distinct = {token for answer in expected for token in answer}
-    assert len(distinct) > len(ASKED) // 2, f"the outputs vary too little, {distinct}"
-    # Each request must advance between two preemptions.
+    """Compare, with preemptions so rare that each request advances between two."""
     preempts = 5 + max(len(stage.prompt(each)[0]) for each in questions) // CHUNK
-    return Parity(
-        path=path,
-        text=tokens_of(Driver(stage, chunk=WHOLE).run(questions)) == expected,
-        chunked=answers_so(Driver(stage, chunk=CHUNK).run(telling(questions), arrivals=2), wanted),
-        preempted=tokens_of(
-            Driver(stage, chunk=CHUNK, seed=1).run(questions, arrivals=2, preempts=preempts)
-        )
-        == expected,
-        prefix_cache=tokens_of(with_cached_prefixes(stage, questions)) == expected,
-    )
+    return compared(path, stage, questions, wanted, preempts=preempts)

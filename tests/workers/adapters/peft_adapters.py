@@ -8,22 +8,19 @@ from typing import Any
 
 import peft
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from tests.parity.compare import OUTPUTS, generated
+from tests.parity.compare import expected, generated, inputs_of_text, library_model
 from tests.workers.reference import Reference
 
 
 def make_adapter(base: Path, folder: Path, seed: int, **settings: Any) -> None:
     """Write an adapter of all linear layers, or as configured, that changes the output."""
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    _save_random(model, folder, seed, settings)
+    _save_random(library_model(base), folder, seed, settings)
 
 
 def make_whole_adapter(base: Path, folder: Path, seed: int, **settings: Any) -> Any:
     """Write an adapter that changes tower and language model; return PEFT's model."""
-    model = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32)
-    return _save_random(model, folder, seed, settings)
+    return _save_random(library_model(base, sees=True), folder, seed, settings)
 
 
 def _save_random(model: Any, folder: Path, seed: int, settings: Mapping[str, Any]) -> Any:
@@ -42,16 +39,8 @@ def expected_tokens(base: Path, adapter: Path | None, prompt: list[int]) -> list
     """Return the output of `generate` with PEFT's adapter."""
     if adapter is None:
         return generated(base, [prompt])[0]
-    model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
-    model = peft.PeftModel.from_pretrained(model, str(adapter))
-    ids = torch.tensor([prompt])
-    fixed = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    with torch.inference_mode():
-        out = model.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=OUTPUTS, **fixed
-        )
-    found: list[int] = out[0, len(prompt) :].tolist()
-    return found
+    model = peft.PeftModel.from_pretrained(library_model(base), str(adapter))
+    return expected(model, inputs_of_text(prompt)).output
 
 
 LANGUAGE_LAYERS = r".*language_model\.layers.*\.(q_proj|v_proj|o_proj|up_proj|down_proj)"
