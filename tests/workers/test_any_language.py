@@ -348,15 +348,3 @@ def test_preprocessor_takes_text_and_refuses_images(llama: Path) -> None:
     ):
         with pytest.raises(RequestRefused, match="takes no images"):
             refused()
-
-
-def test_chat_without_a_template_is_refused_and_a_prompt_is_not(
-    edited: Callable[..., Path],
-) -> None:
-    path = edited()
-    (path / "chat_template.jinja").unlink()
-    front = plugin.load_preprocessor(inspect(path))
-    with pytest.raises(RequestRefused, match="no chat template. Remedy: ") as caught:
-        front.render([{"role": "user", "content": "hi"}])
-    assert caught.value.code == "chat_template_missing"
-    assert front.tokenize("hi")

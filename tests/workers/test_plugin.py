@@ -47,7 +47,7 @@ from vsched_workers.plugin import plugin
 if sys.argv[2] == "lean":
     plugin.forgo_models(sys.argv[1])
 made = plugin.load_preprocessor(plugin.inspect(sys.argv[1], dtype="auto", item_tokens_max=0))
-print(made.settings_digest.hex(), made.image_recipe().settings.hex(), hash(made._tokenizer.backend_tokenizer.to_str()))
+print(made.settings_digest.hex(), made.image_recipe().settings.hex(), made._tokenizer.backend_tokenizer.to_str())
 print(made.render([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "hi"}]}]))
 print(made.tokenize("Ein Ümlaut, <|im_end|> and 日本"))
 print("torch:", sys.modules.get("torch") is not None, file=sys.stderr)
@@ -58,7 +58,7 @@ print("torch:", sys.modules.get("torch") is not None, file=sys.stderr)
 def test_plugin_that_forgoes_models_has_the_same_preprocessor(
     checkpoints: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Also if transformers loads the tokenizer, as for one with names of older files."""
+    """Also if transformers loads the tokenizer, as for one with names of older files; with any hash seed."""
     folder = shutil.copytree(checkpoints("nano25"), tmp_path / "nano25")
     (folder / "special_tokens_map.json").write_text("{}")
     found = {}
@@ -68,7 +68,7 @@ def test_plugin_that_forgoes_models_has_the_same_preprocessor(
             check=True,
             capture_output=True,
             text=True,
-            env={"PYTHONHASHSEED": "0", "PYTHONPATH": ":".join(sys.path)},
+            env={"PYTHONHASHSEED": str(len(way)), "PYTHONPATH": ":".join(sys.path)},
         )
     assert found["lean"].stdout == found["whole"].stdout
     assert "torch: False" in found["lean"].stderr

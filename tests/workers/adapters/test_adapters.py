@@ -112,25 +112,6 @@ def test_rows_of_different_adapters_answer_in_one_pass_as_peft_answers_each(save
     assert len({tuple(each) for each in tokens}) == 4, "each adapter changes the answer"
 
 
-def test_removed_adapters_leave_no_trace(saved: Path) -> None:
-    prompts = prompts_of(2)
-    model, module = serve(saved, ["plain", "rslora"])
-    before = adapted(model, module, prompts, ["rslora", None])
-    module.remove("plain")
-    after = adapted(model, module, prompts, ["rslora", None])
-    assert torch.equal(before[1], after[1])
-    module.remove("rslora")
-    assert not any(child._forward_hooks for child in model.modules())
-    assert torch.equal(greedy(model, prompts)[1], greedy(base_model(), prompts)[1])
-    assert not module.names
-
-
-def test_a_pass_over_other_rows_than_announced_is_an_error(saved: Path) -> None:
-    model, module = serve(saved, ["plain"])
-    with pytest.raises(AssertionError, match="5 rows in a pass of 1"), module.rows(["plain"]):
-        model(input_ids=prompts_of(1))
-
-
 def test_too_many_adapters_and_equal_names_are_refused(saved: Path) -> None:
     _, module = serve(saved, ["plain"], count_max=2)
     other = read_adapter(saved / "rslora", rank_max=8)
@@ -139,11 +120,6 @@ def test_too_many_adapters_and_equal_names_are_refused(saved: Path) -> None:
     module.add("other", other)
     with pytest.raises(CheckpointError, match="adapters: value 3, limit 2. Remedy: remove one"):
         module.add("third", other)
-
-
-def test_a_rank_above_the_limit_is_refused(saved: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"the rank of model.*: value 8, limit 4. Remedy: "):
-        read_adapter(saved / "rslora", rank_max=4)
 
 
 @pytest.mark.parametrize(
@@ -251,9 +227,3 @@ def test_an_adapter_that_does_not_fit_changes_nothing(
         adapted_module.add("other", read_adapter(tmp_path, rank_max=8))
     assert not adapted_module.names
     assert not any(child._forward_hooks for child in model.modules())
-
-
-def test_names_are_found_behind_the_prefix_of_a_part(saved: Path) -> None:
-    module = AdaptedModule(base_model().model, prefixes=("model.",), count_max=1, rank_max=8)
-    module.add("plain", read_adapter(saved / "plain", rank_max=8))
-    assert module.names == ["plain"]

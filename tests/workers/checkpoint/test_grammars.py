@@ -15,6 +15,7 @@ import pytest
 from tests.fuzz.schemas import damaged, fits, random_schema
 from tests.unit.api.tools.test_reader import read_with
 from tests.unit.api.tools.written_calls import written_calls
+from tests.workers.checkpoint.draws import TOKENS_MAX, allowed, drawn, drawn_from, encoded
 from vsched.api.errors import ParameterRefused
 from vsched.api.request_schema import FunctionTool
 from vsched.api.structured_outputs import constraint_from_schema
@@ -25,14 +26,11 @@ from vsched.types import FinishReason, ModelInfo
 from vsched_workers.checkpoint.preprocess import grammars as grammars_module
 from vsched_workers.checkpoint.preprocess.grammars import (
     RECENT_MAX,
-    OutputMatcher,
     TokenGrammars,
     load_grammars,
 )
 from vsched_workers.checkpoint.tokenize import TokenTable
 from vsched_workers.plugin import TRAINED, plugin
-
-TOKENS_MAX = 400
 
 
 @pytest.fixture(scope="module")
@@ -50,23 +48,6 @@ def grammars(info: ModelInfo) -> TokenGrammars:
 @pytest.fixture(scope="module")
 def text_of(info: ModelInfo) -> Callable[[list[int]], str]:
     return plugin.load_preprocessor(info).detokenize
-
-
-def allowed(matcher: OutputMatcher) -> list[int]:
-    bits = np.unpackbits(matcher.mask.view(np.uint8), bitorder="little")
-    return [int(token) for token in np.flatnonzero(bits)]
-
-
-def drawn(grammars: TokenGrammars, grammar: str, seed: int) -> tuple[list[int], FinishReason]:
-    """Return an output of random tokens that the grammar allows."""
-    rng, matcher = random.Random(seed), grammars.matcher(grammar)
-    tokens: list[int] = []
-    while len(tokens) < TOKENS_MAX:
-        tokens.append(rng.choice(allowed(matcher)))
-        reason = matcher.follow(tokens[-1:])
-        if reason is not None:
-            return tokens, reason
-    raise AssertionError("it found no end")
 
 
 def test_matcher_tokenizes_only_the_beginning_of_a_long_forced_text() -> None:
@@ -91,16 +72,6 @@ def test_matcher_tokenizes_only_the_beginning_of_a_long_forced_text() -> None:
 
 
 @pytest.mark.parametrize(
-    "grammar",
-    ['start[max_tokens=9]: "a"', '?start: "a"', '!start: "a"', 'root ::= "a"', 'start: "a"'],
-)
-def test_grammars_are_lark_unless_they_have_rules_of_gbnf(
-    grammars: TokenGrammars, grammar: str
-) -> None:
-    grammars.check(encoded(grammar=grammar))
-
-
-@pytest.mark.parametrize(
     ("grammar", "text"),
     [
         ({"choice": ["a<|im_end|>b"]}, "a<|im_end|>b"),
@@ -117,9 +88,7 @@ def test_matcher_writes_a_literal_of_a_special_token_as_text(
     text: str,
 ) -> None:
     """The special token would end the output there."""
-    tokens, reason = drawn(grammars, encoded(**grammar), 0)
-    assert reason is FinishReason.STOP
-    assert "".join(text_of(tokens).split()) == text
+    assert "".join(text_of(drawn(grammars, encoded(**grammar), 0)).split()) == text
 
 
 @pytest.mark.parametrize("wanted", [[], [5, 6, 7]])
@@ -154,10 +123,6 @@ def test_matcher_foresees_what_is_wanted_as_far_as_it_may_come(grammars: TokenGr
     assert matcher.foresee([outside, letters[0]], 4) == []
 
 
-def encoded(**kind: Any) -> str:
-    return msgspec.json.encode(kind).decode()
-
-
 POINT = {
     "type": "object",
     "properties": {
@@ -170,28 +135,28 @@ POINT = {
 
 
 @pytest.mark.parametrize(
-    ("grammar", "pattern"),
+    ("kind", "grammar", "pattern"),
     [
-        (encoded(regex=r"[0-9]{3}-[a-z]{2}"), r"[0-9]{3}-[a-z]{2}"),
-        (
-            encoded(choice=["left", "right", 'say "hi"\n', "né 日本"]),
-            'left|right|say "hi"\n|né 日本',
-        ),
-        (encoded(grammar='start: "yes" | "no" /[0-9]{2}/'), r"yes|no[0-9]{2}"),
-        (encoded(grammar='root ::= "a" | "b" [0-9]'), r"a|b[0-9]"),
+        ("regex", r"[0-9]{3}-[a-z]{2}", r"[0-9]{3}-[a-z]{2}"),
+        ("choice", ["left", 'say "hi"\n', "né 日本"], 'left|say "hi"\n|né 日本'),
+        ("grammar", 'start: "yes" | "no" /[0-9]{2}/', r"yes|no[0-9]{2}"),
+        ("grammar", '?start: "a" | "b" /[0-9]/', r"a|b[0-9]"),
+        ("grammar", '!start: "a" | "b" /[0-9]/', r"a|b[0-9]"),
+        ("grammar", 'start[max_tokens=9]: "a" /[0-9]/', r"a[0-9]"),
+        ("grammar", 'root ::= "a" | "b" [0-9]', r"a|b[0-9]"),
     ],
 )
-@pytest.mark.parametrize("seed", range(3))
 def test_token_grammars_hold_blind_draws_to_texts(
     grammars: TokenGrammars,
     text_of: Callable[[list[int]], str],
-    grammar: str,
+    kind: str,
+    grammar: Any,
     pattern: str,
-    seed: int,
 ) -> None:
-    tokens, reason = drawn(grammars, grammar, seed)
-    assert reason is FinishReason.STOP
-    assert re.fullmatch(pattern, text_of(tokens)), text_of(tokens)
+    """A grammar is Lark's unless it has rules of GBNF."""
+    for seed in range(3):
+        text = text_of(drawn(grammars, encoded(**{kind: grammar}), seed))
+        assert re.fullmatch(pattern, text), text
 
 
 def test_an_output_that_may_go_on_is_ended_by_an_end_token_alone(
@@ -224,7 +189,7 @@ def test_a_repeated_grammar_is_compiled_once_and_its_outputs_are_independent(
 def test_following_again_gives_the_same_mask(grammars: TokenGrammars) -> None:
     """A rank that follows all tokens at once after a loss gets the same result as step by step."""
     grammar = constraint_from_schema(POINT)
-    tokens, _ = drawn(grammars, grammar, 3)
+    tokens = drawn(grammars, grammar, 3)
     stepwise = grammars.matcher(grammar)
     for count, token in enumerate(tokens[:-1], start=1):
         stepwise.follow([token])
@@ -292,8 +257,7 @@ def test_random_schemas_hold_blind_draws(
 ) -> None:
     for seed in range(40):
         schema = random_schema(random.Random(seed), 3)
-        tokens, reason = drawn(grammars, constraint_from_schema(schema), seed)
-        assert reason is FinishReason.STOP, (seed, schema)
+        tokens = drawn(grammars, constraint_from_schema(schema), seed)
         assert fits(json.loads(text_of(tokens)), schema), (seed, schema, text_of(tokens))
 
 
@@ -337,13 +301,8 @@ def test_token_grammars_hold_what_follows_a_thought(
     matcher = grammars.matcher(encoded(thought={"end": "</think>", "answer": answer}))
     thought = front.tokenize("Any text {\n at all </thin> </think>", images=False)
     assert matcher.follow(thought) is None
-    rng = random.Random(1)
-    tokens: list[int] = []
-    while len(tokens) < TOKENS_MAX:
-        tokens.append(rng.choice(allowed(matcher)))
-        if matcher.follow(tokens[-1:]) is not None:
-            break
-    assert re.fullmatch(rf"(\n\n)?{pattern}", text_of(tokens), re.DOTALL), text_of(tokens)
+    text = text_of(drawn_from(matcher, 1))
+    assert re.fullmatch(rf"(\n\n)?{pattern}", text, re.DOTALL), text
 
 
 IN_OTHER_FORMS = [name for name, known in CALL_FORMATS.items() if known.arguments is not None]
@@ -365,22 +324,12 @@ SCHEMA: dict[str, Any] = {
     "required": ["city", "days"],
     "additionalProperties": False,
 }
-EMPTY: dict[str, Any] = {
-    "type": "object",
-    "properties": {},
-    "required": [],
-    "additionalProperties": False,
-}
+EMPTY: dict[str, Any] = {"type": "object", "properties": {}, "required": []}
+EMPTY |= {"additionalProperties": False}
 FUNCTIONS = [FunctionTool("weather", parameters=SCHEMA), FunctionTool("now", parameters=EMPTY)]
 TOOLS = {"weather": SCHEMA, "now": EMPTY}
-WHOLE: dict[str, Any] = {
-    "city": "São 'P'",
-    "unit": "F",
-    "days": 3,
-    "exact": True,
-    "tags": ["a", "é"],
-    "place": {"lat": 4},
-}
+WHOLE: dict[str, Any] = {"city": "São 'P'", "unit": "F", "days": 3, "exact": True}
+WHOLE |= {"tags": ["a", "é"], "place": {"lat": 4}}
 
 
 @pytest.fixture(scope="module")
@@ -401,66 +350,59 @@ def taken(grammars: TokenGrammars, grammar: str, tokens: list[int], ends: set[in
     return reason is FinishReason.STOP or (reason is None and bool(mask))
 
 
-def less(count: int) -> dict[str, Any]:
-    return {key: WHOLE[key] for key in list(WHOLE)[:count]}
-
-
 @pytest.mark.parametrize("name", CALL_FORMATS)
 def test_calls_written_in_a_format_match_its_grammar(
     name: str, grammars: TokenGrammars, tokens_of: Callable[[str], list[int]], info: ModelInfo
 ) -> None:
     known, ends = CALL_FORMATS[name], set(info.stop_token_ids)
     some = {"city": "", "days": 0}
-    good: list[list[tuple[str, dict[str, Any]]]] = [
-        [("weather", WHOLE)],
-        [("weather", some)],
-        [("weather", less(4))],
-        [("weather", {**some, "tags": []})],
-        [("weather", {**some, "place": {"lat": 1}})],
-        [("now", {})],
+    good: list[dict[str, Any]] = [
+        WHOLE,
+        some,
+        {key: WHOLE[key] for key in list(WHOLE)[:4]},
+        {**some, "tags": []},
+        {**some, "place": {"lat": 1}},
     ]
+    bad: list[dict[str, Any]] = [
+        {"city": "x"},
+        {"days": 3},
+        {**some, "days": 100},
+        {**some, "days": "x"},
+        {"city": "x" * 13, "days": 1},
+        {"city": "x", "unit": "K", "days": 3},
+        {**some, "exact": None},
+        {**some, "tags": ["a", "b", "c"]},
+        {**some, "place": {}},
+        {**some, "more": 1},
+    ]
+    accepted = [[("weather", arguments)] for arguments in good] + [[("now", {})]]
+    refused = [[("weather", arguments)] for arguments in bad] + [[("later", {})]]
     several: list[tuple[str, dict[str, Any]]] = [("now", {}), ("weather", some)]
-    bad: list[list[tuple[str, dict[str, Any]]]] = [
-        [("weather", {"city": "x"})],
-        [("weather", {"days": 3})],
-        [("weather", {**some, "days": 100})],
-        [("weather", {**some, "days": "x"})],
-        [("weather", {"city": "x" * 13, "days": 1})],
-        [("weather", {"city": "x", "unit": "K", "days": 3})],
-        [("weather", {**some, "exact": None})],
-        [("weather", {**some, "tags": ["a", "b", "c"]})],
-        [("weather", {**some, "place": {}})],
-        [("weather", {**some, "more": 1})],
-        [("later", {})],
-    ]
-    grammar = forced_calls(known, FUNCTIONS, single=False)
+    (refused if known.alone else accepted).append(several)
+    grammar, alone = (forced_calls(known, FUNCTIONS, single=one) for one in (False, True))
     grammars.check(grammar)
-    (bad if known.alone else good).append(several)
-    alone = forced_calls(known, FUNCTIONS, single=True)
     assert not taken(grammars, alone, tokens_of(written_calls(known, several)), ends)
-    for calls in good:
+    for calls in accepted:
         answer = written_calls(known, calls)
         assert taken(grammars, grammar, tokens_of(answer), ends), answer
         assert not taken(grammars, grammar, tokens_of(answer)[:-1], ends), answer
-    for calls in bad:
+    for calls in refused:
         answer = written_calls(known, calls)
         assert not taken(grammars, grammar, tokens_of(answer), ends), answer
 
 
-@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", CALL_FORMATS)
 def test_blind_draws_of_forced_calls_are_read_as_calls_that_fit(
-    name: str, seed: int, grammars: TokenGrammars, text_of: Callable[[list[int]], str]
+    name: str, grammars: TokenGrammars, text_of: Callable[[list[int]], str]
 ) -> None:
     known = CALL_FORMATS[name]
-    tokens, reason = drawn(grammars, forced_calls(known, FUNCTIONS, single=True), seed)
-    assert reason is FinishReason.STOP
-    answer = text_of(tokens)
-    for parts in ([answer], list(answer)):
-        message = read_with(known, parts, tools=TOOLS)
-        assert message["content"] == ""
-        ((called, text),) = message["calls"]
-        assert fits(msgspec.json.decode(text), {"exact": {}, **TOOLS[called]}), answer
+    for seed in range(3):
+        answer = text_of(drawn(grammars, forced_calls(known, FUNCTIONS, single=True), seed))
+        for parts in ([answer], list(answer)):
+            message = read_with(known, parts, tools=TOOLS)
+            assert message["content"] == ""
+            ((called, text),) = message["calls"]
+            assert fits(msgspec.json.decode(text), {"exact": {}, **TOOLS[called]}), answer
 
 
 @pytest.mark.parametrize(
@@ -472,19 +414,15 @@ def test_blind_draws_of_forced_calls_are_read_as_calls_that_fit(
         {"minItems": 2, "minimum": 3, "properties": {"a": {"type": "boolean"}}},
     ],
 )
-@pytest.mark.parametrize("seed", range(4))
 def test_arguments_are_an_object_if_their_schema_has_no_type(
-    schema: dict[str, Any],
-    seed: int,
-    grammars: TokenGrammars,
-    text_of: Callable[[list[int]], str],
+    schema: dict[str, Any], grammars: TokenGrammars, text_of: Callable[[list[int]], str]
 ) -> None:
     known = CALL_FORMATS["hermes"]
     grammar = forced_calls(known, [FunctionTool("f", parameters=schema)], single=True)
-    answer = text_of(drawn(grammars, grammar, seed)[0])
-    message = read_with(known, [answer], tools={"f": schema})
-    ((_, text),) = message["calls"]
-    assert isinstance(msgspec.json.decode(text), dict), answer
+    for seed in range(4):
+        answer = text_of(drawn(grammars, grammar, seed))
+        ((_, text),) = read_with(known, [answer], tools={"f": schema})["calls"]
+        assert isinstance(msgspec.json.decode(text), dict), answer
 
 
 REFERRING: dict[str, Any] = {
@@ -529,32 +467,28 @@ def test_references_and_unions_are_kept_to(
     assert not fits_it({})
 
 
-@pytest.mark.parametrize("name", IN_OTHER_FORMS)
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"type": "nothing"},
-        {"type": "string", "maxLength": "x"},
-        {"type": "string", "minLength": 5, "maxLength": 1},
-        {"type": "string", "pattern": "("},
-        {"type": "array", "items": {"type": "integer"}, "minItems": "x"},
-        {"type": "array", "items": {"type": "nothing"}},
-    ],
-)
-def test_schemas_that_cannot_be_used_are_refused(
-    name: str, bad: dict[str, Any], grammars: TokenGrammars
-) -> None:
-    schema = {"type": "object", "properties": {"a": bad}, "required": ["a"]}
-    grammar = forced_calls(CALL_FORMATS[name], [FunctionTool("f", parameters=schema)], single=True)
-    with pytest.raises(RequestRefused, match="cannot be used: .*Remedy"):
-        grammars.check(grammar)
+UNUSABLE: list[dict[str, Any]] = [
+    {"type": "nothing"},
+    {"type": "string", "maxLength": "x"},
+    {"type": "string", "minLength": 5, "maxLength": 1},
+    {"type": "string", "pattern": "("},
+    {"type": "array", "items": {"type": "integer"}, "minItems": "x"},
+    {"type": "array", "items": {"type": "nothing"}},
+]
 
 
 @pytest.mark.parametrize("name", IN_OTHER_FORMS)
-def test_constraints_on_all_arguments_together_are_refused(name: str) -> None:
+def test_schemas_that_cannot_be_used_are_refused(name: str, grammars: TokenGrammars) -> None:
+    """Of one argument, or of all arguments together."""
+    known = CALL_FORMATS[name]
+    for bad in UNUSABLE:
+        schema = {"type": "object", "properties": {"a": bad}, "required": ["a"]}
+        grammar = forced_calls(known, [FunctionTool("f", parameters=schema)], single=True)
+        with pytest.raises(RequestRefused, match="cannot be used: .*Remedy"):
+            grammars.check(grammar)
     schema = {"type": "object", "properties": {}, "anyOf": [{"required": ["a"]}]}
     with pytest.raises(ParameterRefused, match="anyOf.*Remedy"):
-        forced_calls(CALL_FORMATS[name], [FunctionTool("f", parameters=schema)], single=True)
+        forced_calls(known, [FunctionTool("f", parameters=schema)], single=True)
 
 
 def is_refused(grammars: TokenGrammars, name: str, schema: dict[str, Any]) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import codecs
 import functools
 import json
-import os
 import random
 import shutil
 import subprocess
@@ -21,7 +20,7 @@ import pytest
 import safetensors.numpy
 import safetensors.torch
 import torch
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models
@@ -39,10 +38,7 @@ from vsched_workers.checkpoint.preprocess.qwen import QwenPreprocessor
 from vsched_workers.checkpoint.preprocess.text import TemplateParser
 from vsched_workers.checkpoint.tokenize import ByteDetokenizer, TokenTable
 from vsched_workers.families.qwen_image import (
-    ASPECT_RATIO_MAX,
     PIXELS,
-    ResizeLimits,
-    clamp_limits,
     grid_of,
     image_processing,
 )
@@ -106,38 +102,6 @@ def test_plan_image_agrees_with_process_image(
     assert 1 <= plan.tokens <= budget
 
 
-SIDES = st.integers(1, 20_000) | st.integers(1, 200)
-BUDGETS = st.integers(1, 16_384) | st.integers(1, 200)
-
-
-@pytest.mark.slow
-@given(width=SIDES, height=SIDES, budget=BUDGETS)
-@example(width=19_000, height=100, budget=64)
-@example(width=200, height=1, budget=199)
-@example(width=1, height=1, budget=1)
-@example(width=20_000, height=20_000, budget=16_384)
-@REPEATABLE
-def test_any_size_under_any_budget_is_within_it_or_refused(
-    checkpoints: Callable[[str], Path], size: str, width: int, height: int, budget: int
-) -> None:
-    """The preprocessing's tokens equal those of the clamped processor, and never exceed the budget."""
-    info = plugin.inspect(str(checkpoints(size)), dtype="auto", item_tokens_max=budget)
-    assert info.item_tokens_max <= budget
-    preprocessor, processor = plugin.load_preprocessor(info), processor_of(checkpoints(size))
-    factor = processor.patch_size * processor.merge_size
-    own = ResizeLimits(processor.size["shortest_edge"], processor.size["longest_edge"])
-    clamped = clamp_limits(own, tokens=budget, factor=factor)
-    limits = {"min_pixels": clamped.minimum, "max_pixels": clamped.maximum}
-    too_thin = max(width, height) / min(width, height) > ASPECT_RATIO_MAX
-    if too_thin or encoder_tokens(processor, width, height, limits) > budget:
-        with pytest.raises(RequestRefused, match="Remedy"):
-            preprocessor.plan_image(width, height)
-        return
-    plan = preprocessor.plan_image(width, height)
-    assert 1 <= plan.tokens <= budget
-    assert plan.tokens == encoder_tokens(processor, width, height, limits)
-
-
 @pytest.mark.parametrize(("least", "most"), [(None, 24), (40, None), (16, 20), (4, 6)], ids=str)
 @pytest.mark.parametrize("shape", [(90, 60), (28, 28), (300, 17), (448, 300)])
 def test_bounds_of_a_request_are_those_of_transformers(
@@ -176,12 +140,6 @@ def test_bounds_of_a_request_are_those_of_transformers(
 @functools.cache
 def processor_of(path: Path) -> Any:
     return AutoImageProcessor.from_pretrained(path, backend="pil")
-
-
-def encoder_tokens(processor: Any, width: int, height: int, limits: dict[str, int | None]) -> int:
-    """Return the number of tokens of an image by transformers' own arithmetic."""
-    patches = processor.get_number_of_image_patches(height, width, limits)
-    return int(patches // processor.merge_size**2)
 
 
 @pytest.mark.parametrize(
@@ -266,12 +224,7 @@ def test_expand_refuses_other_numbers(load: Load, images: int) -> None:
     with pytest.raises(RequestRefused, match=f"value 2, limit {images}") as refusal:
         preprocessor.expand([mark, 8, mark], [ImagePlan((), 2)] * images)
     assert refusal.value.code == "image_count_mismatch"
-
-
-def test_expand_refuses_placeholders_that_touch(load: Load) -> None:
-    """A model could not determine the boundary between two adjacent images."""
-    preprocessor = load("nano25")
-    mark = preprocessor.info.placeholder
+    # A model could not determine the boundary between two adjacent images.
     with pytest.raises(RequestRefused) as refusal:
         preprocessor.expand([mark, mark], [ImagePlan((), 2)] * 2)
     assert refusal.value.code == "image_placeholders_touch"
@@ -314,11 +267,6 @@ def test_render_refuses_text_that_cannot_fit_before_the_template_runs(
     text = [{"type": "text", "text": "a" * (parts + 1)}]
     with pytest.raises(RequestRefused, match="longer than the context"):
         preprocessor.render([*fits, {"role": "user", "content": text}])
-
-
-def test_render_passes_template_arguments_on(load: Load) -> None:
-    messages = [{"role": "user", "content": "x"}]
-    assert not load("nano25").render(messages, add_generation_prompt=False).endswith("assistant\n")
 
 
 @pytest.mark.parametrize("text", ["It is", "It is <|im_end|> and", "two\nlines"])
@@ -368,16 +316,6 @@ def _tokenizer(path: Path) -> Any:
     return AutoTokenizer.from_pretrained(path)
 
 
-def test_detokenizer_holds_half_a_character_back(load: Load) -> None:
-    preprocessor = load("nano25")
-    ids = preprocessor.tokenize("€")
-    assert len(ids) == 3
-    detokenizer = preprocessor.detokenizer()
-    assert [detokenizer.push([token]) for token in ids] == ["", "", "€"]
-    detokenizer.push(ids[:2])
-    assert detokenizer.flush() == "\ufffd"
-
-
 def test_token_bytes_of_special_and_unknown_tokens(load: Load) -> None:
     preprocessor = load("nano25")
     assert preprocessor.token_bytes(preprocessor.info.placeholder) == b"<|image_pad|>"
@@ -396,26 +334,6 @@ def test_settings_digest_tells_settings_apart(load: Load) -> None:
         made = plugin.load_preprocessor(msgspec.structs.replace(info, family=family))
         assert (made.settings_digest in digests) == (family == info.family)
     assert {len(digest) for digest in digests} == {32}
-
-
-@pytest.mark.slow
-def test_settings_digest_is_the_same_in_another_process(
-    load: Load, checkpoints: Callable[[str], Path]
-) -> None:
-    """Equal across processes with any hash seed."""
-    code = (
-        "import sys; from vsched_workers.plugin import plugin as p; "
-        "i = p.inspect(sys.argv[1], dtype='auto', item_tokens_max=0); "
-        "print(p.load_preprocessor(i).settings_digest.hex())"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", code, str(checkpoints("nano25"))],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=os.environ | {"PYTHONHASHSEED": "77", "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert run.stdout.strip() == load("nano25").settings_digest.hex()
 
 
 def test_load_preprocessor_refuses_a_tokenizer_larger_than_the_model(
@@ -460,34 +378,35 @@ BYTES = [bytes([byte]) for byte in range(256)]
 WORDS = [*BYTES, " wörd".encode(), "日本".encode(), "日".encode()[:2], b"\xff\xfe", b""]
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_detokenizer_gives_what_the_codec_gives(seed: int) -> None:
-    rng = random.Random(seed)
-    detokenizer = ByteDetokenizer(TokenTable(WORDS, WORDS))
-    codec = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    for _ in range(200):
-        likely = range(256, len(WORDS)) if rng.random() < 0.5 else range(len(WORDS))
-        token_ids = rng.choices([*likely, -1, 10_000], k=rng.choice((1, 1, 1, 2, 5)))
-        joined = b"".join(WORDS[one] for one in token_ids if 0 <= one < len(WORDS))
-        assert detokenizer.push(token_ids) == codec.decode(joined)
-    assert detokenizer.flush() == codec.decode(b"", final=True)
+def test_detokenizer_gives_what_the_codec_gives() -> None:
+    rng = random.Random(0)
+    for _ in range(20):
+        detokenizer = ByteDetokenizer(TokenTable(WORDS, WORDS))
+        codec = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        for _ in range(200):
+            likely = range(256, len(WORDS)) if rng.random() < 0.5 else range(len(WORDS))
+            token_ids = rng.choices([*likely, -1, 10_000], k=rng.choice((1, 1, 1, 2, 5)))
+            joined = b"".join(WORDS[one] for one in token_ids if 0 <= one < len(WORDS))
+            assert detokenizer.push(token_ids) == codec.decode(joined)
+        assert detokenizer.flush() == codec.decode(b"", final=True)
 
 
 @pytest.mark.parametrize(
-    ("tokens", "text"),
+    ("tokens", "text", "template"),
     [
-        (["<|tool_call>", "call:", "<tool_call|>", "<|turn>"], "<|tool_call>call:<tool_call|>"),
-        (["<|channel|>", "<|end|>", "<|return|>"], "<|channel|><|end|>"),
-        (["<|end|>", "<|message|>", "a"], "a"),
+        (["<|tool_call>", "call:", "<tool_call|>", "<|turn>"], "<|tool_call>call:<tool_call|>", ""),
+        (["<|channel|>", "<|end|>", "<|return|>"], "<|channel|><|end|>", ""),
+        (["<|end|>", "<|message|>", "a"], "a", ""),
+        (["<mull>", "</mull>", "<pad>"], "<mull></mull>", '{"open": "<mull>", "close": "</mull>"}'),
     ],
 )
-def test_texts_show_the_marks_of_calls_and_of_channels_if_there_are_any(
-    tokens: list[str], text: str
+def test_texts_show_the_marks_of_calls_of_channels_and_of_the_template(
+    tokens: list[str], text: str, template: str
 ) -> None:
     backend = Tokenizer(models.BPE())
     backend.decoder = decoders.ByteLevel()
     backend.add_tokens([AddedToken(each, special=each.startswith("<")) for each in tokens])
-    table = TokenTable.of_tokenizer(backend)
+    table = TokenTable.of_tokenizer(backend, shown=template)
     assert table.decode([backend.get_vocab()[each] for each in tokens]) == text
 
 
@@ -538,19 +457,8 @@ def test_answers_are_read_as_their_checkpoint_says(answer: str, wanted: dict[str
 
 
 def test_constructs_begun_in_the_prompt_are_continued() -> None:
-    assert read(["A.</mull>Yes."], "<user>Hi<assistant><mull>") == {
-        "reasoning": "A.",
-        "content": "Yes.",
-    }
-
-
-def test_texts_show_the_special_tokens_that_a_template_names() -> None:
-    backend = Tokenizer(models.BPE())
-    backend.decoder = decoders.ByteLevel()
-    tokens = ["<mull>", "</mull>", "<pad>"]
-    backend.add_tokens([AddedToken(each, special=True) for each in tokens])
-    table = TokenTable.of_tokenizer(backend, shown=json.dumps(TEMPLATE))
-    assert table.decode([backend.get_vocab()[each] for each in tokens]) == "<mull></mull>"
+    reported = read(["A.</mull>Yes."], "<user>Hi<assistant><mull>")
+    assert reported == {"reasoning": "A.", "content": "Yes."}
 
 
 def test_a_checkpoint_without_a_template_reads_no_answers() -> None:
@@ -575,16 +483,6 @@ def test_brought_rows_may_come_from_numpy_or_torch(stages: Callable[..., Stage])
     read = [read_embedding(file, front, MediaConfig()) for file in files]
     assert {plan for _, plan in read} == {front.plan_embedding((1, 4, 6))}
     assert bytes(read[0][0].data) == bytes(read[1][0].data) == rows.tobytes()
-
-
-def test_missing_offsets_are_computed(stages: Callable[..., Stage]) -> None:
-    """A client sends no offsets: they are the positions of the placeholders, in text and in token ids."""
-    stage = stages("nano25")
-    mark = stage.info.placeholder
-    plans = [ImagePlan((), 3), ImagePlan((), 2)]
-    ids, spans = stage.preprocessor.expand([7, mark, 8, 9, mark], plans)
-    assert ids == [7, mark, mark, mark, 8, 9, mark, mark]
-    assert spans == [((1, 4),), ((6, 8),)]
 
 
 @pytest.mark.parametrize("name", ["llava", "llava_onevision", "internvl"])

@@ -8,15 +8,14 @@ import re
 from decimal import Decimal
 from typing import Any
 
-import msgspec
-import numpy as np
 import pytest
 
 from tests.each_case import each_case
 from tests.fuzz.schemas import fits, random_schema
+from tests.workers.checkpoint.draws import allowed, encoded
 from vsched.errors import RequestRefused
 from vsched.types import FinishReason
-from vsched_workers.checkpoint.preprocess.grammars import OutputMatcher, TokenGrammars
+from vsched_workers.checkpoint.preprocess.grammars import TokenGrammars
 from vsched_workers.checkpoint.preprocess.schemas import rewrite_schema
 from vsched_workers.checkpoint.tokenize import TokenTable
 
@@ -29,17 +28,6 @@ def grammars() -> TokenGrammars:
     """Grammars over bytes."""
     raw = [bytes([each]) for each in range(END)]
     return TokenGrammars(TokenTable([*raw, b"<end>"], [*raw, b""]), vocab_size=END + 1, ends=[END])
-
-
-def encoded(**kind: Any) -> str:
-    return msgspec.json.encode(kind).decode()
-
-
-def allowed(matcher: OutputMatcher) -> list[int]:
-    return [
-        int(each)
-        for each in np.flatnonzero(np.unpackbits(matcher.mask.view(np.uint8), bitorder="little"))
-    ]
 
 
 def accepts(grammars: TokenGrammars, grammar: str, text: str) -> bool:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import base64
 import json
-import random
 import re
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
+from tests.workers.checkpoint.draws import drawn, encoded
 from vsched.api.structured_outputs import constraint_from_schema
 from vsched.errors import CheckpointError
 from vsched.types import FinishReason
@@ -70,17 +69,14 @@ def own(folder: Path) -> Any:
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_sentencepiece_is_converted_token_by_token(tokenizer: Any, own: Any, text: str) -> None:
+    """The space before a text is part of the text if it continues a prompt."""
     backend = tokenizer.backend_tokenizer
+    table = TokenTable.of_tokenizer(backend)
     ids = backend.encode(text, add_special_tokens=False).ids
     assert ids == own.encode(text)
-    assert TokenTable.of_tokenizer(backend).decode(ids) == text
-
-
-@pytest.mark.parametrize("text", TEXTS)
-def test_sentencepiece_is_decoded_as_it_comes(tokenizer: Any, own: Any, text: str) -> None:
-    """The space before a text is part of the text if it continues a prompt."""
-    detokenizer = ByteDetokenizer(TokenTable.of_tokenizer(tokenizer.backend_tokenizer))
-    pieces = [detokenizer.push([token]) for token in own.encode(text)]
+    assert table.decode(ids) == text
+    detokenizer = ByteDetokenizer(table)
+    pieces = [detokenizer.push([token]) for token in ids]
     assert "".join(pieces) + detokenizer.flush() == f" {text}"
 
 
@@ -96,23 +92,16 @@ def test_prompts_begin_as_the_tokenizer_begins_texts(tokenizer: Any) -> None:
     assert special.ids(special.unmark("red")) == plain
 
 
+BLANKS = decoders.Replace("▁", " ")
+
+
 @pytest.mark.parametrize(
     ("decoder", "text"),
     [
         (decoders.Metaspace(), "a b"),
         (decoders.Metaspace(prepend_scheme="never"), " a b"),
-        (
-            decoders.Sequence(
-                [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-            ),
-            " a b",
-        ),
-        (
-            decoders.Sequence(
-                [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-            ),
-            "a b",
-        ),
+        (decoders.Sequence([BLANKS, decoders.ByteFallback(), decoders.Fuse()]), " a b"),
+        (decoders.Sequence([BLANKS, decoders.Fuse(), decoders.Strip(" ", 1, 0)]), "a b"),
     ],
 )
 def test_blanks_are_written_in_several_ways(decoder: Any, text: str) -> None:
@@ -150,7 +139,7 @@ def test_tiktoken_is_converted(tmp_path: Path) -> None:
         assert TokenTable.of_tokenizer(backend).decode(ids) == text
 
 
-SMALL_WORDS, TOKENS_MAX = 380, 600
+SMALL_WORDS = 380
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -182,29 +171,18 @@ def grammars(either: Path) -> TokenGrammars:
     return loaded
 
 
-def drawn(grammars: TokenGrammars, table: TokenTable, grammar: str, seed: int) -> str:
+def streamed(grammars: TokenGrammars, table: TokenTable, grammar: str, seed: int) -> str:
     """Return an output of random tokens that the grammar allows, as streamed."""
-    rng, matcher, detokenizer = (
-        random.Random(seed),
-        grammars.matcher(grammar),
-        ByteDetokenizer(table),
-    )
-    pieces: list[str] = []
-    for _ in range(TOKENS_MAX):
-        bits = np.unpackbits(matcher.mask.view(np.uint8), bitorder="little")
-        token = int(rng.choice(np.flatnonzero(bits).tolist()))
-        pieces.append(detokenizer.push([token]))
-        if (reason := matcher.follow([token])) is not None:
-            assert reason is FinishReason.STOP, matcher.error
-            return "".join(pieces) + detokenizer.flush()
-    raise AssertionError("it found no end")
+    detokenizer = ByteDetokenizer(table)
+    pieces = [detokenizer.push([token]) for token in drawn(grammars, grammar, seed)]
+    return "".join(pieces) + detokenizer.flush()
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_blind_draws_keep_to_a_schema(
     grammars: TokenGrammars, table: TokenTable, seed: int
 ) -> None:
-    found = json.loads(drawn(grammars, table, constraint_from_schema(SCHEMA), seed))
+    found = json.loads(streamed(grammars, table, constraint_from_schema(SCHEMA), seed))
     assert list(found) == ["the red square", "größe"]
     assert 2 <= len(found["the red square"]) <= 9
     assert found["größe"] in {"klein und größer", "日本 🎉"}
@@ -225,8 +203,7 @@ def test_blind_draws_keep_to_a_schema(
 def test_blind_draws_keep_to_texts(
     grammars: TokenGrammars, table: TokenTable, kind: str, value: Any, pattern: str, seed: int
 ) -> None:
-    grammar = msgspec.json.encode({kind: value}).decode()
-    text = drawn(grammars, table, grammar, seed)
+    text = streamed(grammars, table, encoded(**{kind: value}), seed)
     assert re.fullmatch(pattern, text), text
 
 
@@ -235,7 +212,7 @@ def test_texts_of_the_tokenizer_itself_are_followed(
 ) -> None:
     """The tokens of the model's training: its own tokens of the text, after the space that begins every text."""
     own = sentencepiece.SentencePieceProcessor(model_file=str(either / "tokenizer.model"))
-    matcher = grammars.matcher(msgspec.json.encode({"choice": [" the red 日本"]}).decode())
+    matcher = grammars.matcher(encoded(choice=[" the red 日本"]))
     ids = own.encode("the red 日本")
     assert [matcher.follow([token]) for token in ids] == [None] * (len(ids) - 1) + [
         FinishReason.STOP

@@ -19,8 +19,6 @@ import torch
 import torch.distributed
 from safetensors.torch import load_file, save_file
 
-from tests.parity.architectures import make_checkpoint as make_text
-from tests.parity.compare import OUTPUTS, generated, prompts
 from tests.patience import NEVER_S, PATIENCE_S, wait_until
 from tests.workers.driver import Driver, Question, Stage, drawn_image
 from tests.workers.parallel import ranks as on_rank
@@ -468,18 +466,6 @@ def test_four_ranks_equal_one(ranks: Ranks, four_heads: Callable[[str], Path], s
     check_equal(ranks, four_heads(size), 4)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_two_ranks_of_a_decoder_only_model_equal_one(
-    ranks: Ranks, name: str, tmp_path: Path
-) -> None:
-    """A text model with a decoder description: chunks, preemption, biases, tied and untied heads."""
-    tied = name == "qwen3"
-    make_text(name, tmp_path, attention_bias=True, tie_word_embeddings=tied, sliding_window=None)
-    questions = [Question(prompt, count=OUTPUTS) for prompt in prompts()]
-    found = ranks.run(on_rank.answer_text, str(tmp_path), questions)
-    assert found[0] == found[1] == generated(tmp_path, prompts())
-
-
 @pytest.mark.parametrize("fails", ["", "early", "at the end"])
 def test_ranks_pause_in_a_batch(
     ranks: Ranks, checkpoints: Callable[[str], Path], size: str, fails: str
@@ -489,12 +475,3 @@ def test_ranks_pause_in_a_batch(
     errors = ["ValueError", "PeerFailed"] if fails else ["", ""]
     assert [error.partition(":")[0] for error, _ in found] == errors
     assert all(same for _, same in found)
-
-
-def test_ranks_agree_in_bfloat16(
-    ranks: Ranks, checkpoints: Callable[[str], Path], size: str
-) -> None:
-    """Packed layers are split like the others; every rank draws the same tokens."""
-    first, second = ranks.run(on_rank.answer, str(checkpoints(size)), QUESTIONS, "bfloat16")
-    assert first[0] == second[0]
-    assert [len(each) for each in first[0]] == [12, 12, 8]

@@ -161,19 +161,6 @@ def needs(
     return {*language_needs(WorkerSettings(**settings), dtype, dtype, config, decoder, kinds)}
 
 
-def test_needs_follow_settings() -> None:
-    def names(dtype: torch.dtype, **given: Any) -> set[str]:
-        return {each[0] for each in needs(dtype, decoder=None, **given)}
-
-    assert names(torch.float32) == {"sampler", "decode attention of modules"}
-    assert "product" in names(torch.float32, weights="int4")
-    for activations in ("float", "int8"):
-        found = needs(torch.float32, decoder=None, weights="int4", activations=activations)
-        assert ("product", "float32", "int4", activations) in found
-    assert "low rank" in names(torch.bfloat16, adapters=1)
-    assert [*tower_needs(WorkerSettings(), torch.float32, None)] == []
-
-
 def test_tiles_are_needed_if_weights_are_widened_for_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -327,13 +314,6 @@ def test_a_file_that_was_moved_has_kernels_of_its_own(tmp_path: Path) -> None:
         function.__module__ = module
         kept.append(kernel_store._KernelCache(function, tmp_path)._prefix)
     assert kept[0] != kept[1]
-
-
-def test_folder_is_the_users_own(cache: Path) -> None:
-    folder = kernel_folder()
-    assert folder is not None
-    assert folder.parent == cache
-    assert folder.stat().st_mode & 0o777 == 0o700
 
 
 def test_unused_folders_are_deleted_when_a_new_one_is_made(cache: Path) -> None:

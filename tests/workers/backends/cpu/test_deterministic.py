@@ -104,11 +104,7 @@ class Recorded:
 def test_logits_are_the_same_alone_among_others_in_any_chunks_and_recomputed(
     load: Load, name: str, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_invariant(Recorded(load(name, threads), monkeypatch))
-
-
-def check_invariant(recorded: Recorded) -> None:
-    """Check requests alone, in a batch, in chunks of other sizes, and recomputed."""
+    recorded = Recorded(load(name, threads), monkeypatch)
     requested = questions(32)
     together = recorded.run(requested, chunk=40, seed=3)
     alone = [recorded.run([requested[n]], chunk=1000)[0] for n in range(6)]

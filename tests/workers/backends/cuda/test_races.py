@@ -46,43 +46,6 @@ def nothing(*_: object, **__: object) -> None:
 # --- the detector itself ---
 
 
-def test_synchronized_streams_are_no_race(machine: Machine) -> None:
-    rows, other = torch.zeros(8, device="cpu"), machine.stream()
-    ready = machine.event()
-    ready.record(machine.current)
-    with machine.on(other):
-        other.wait_event(ready)
-        rows.add_(1)
-    machine.current.wait_stream(other)
-    assert rows.sum().item() == 8
-
-
-@pytest.mark.parametrize("writes", [False, True])
-def test_two_streams_that_do_not_wait_are_a_race(machine: Machine, writes: bool) -> None:
-    rows = torch.zeros(8, device="cpu")
-    machine.current.synchronize()  # the zeros are known to all
-    with machine.on(machine.stream()):
-        rows[:4].add_(1)
-    rows[4:].add_(1)  # other bytes
-    with pytest.raises(RaceError, match="in no order"):
-        rows[3:].add_(1) if writes else rows[3:].clone()
-
-
-def test_host_synchronizes_reads_and_writes(machine: Machine) -> None:
-    there = torch.zeros(8, pin_memory=True)
-    rows = torch.ones(8, device="cpu")
-    there.copy_(rows, non_blocking=True)
-    with pytest.raises(RaceError):
-        there.numpy()
-    machine.current.synchronize()
-    there.numpy()
-    rows.copy_(there, non_blocking=True)
-    with pytest.raises(RaceError):
-        there.numpy()
-    rows.copy_(there)  # this one waits
-    there.numpy()
-
-
 # --- copies of rows, swapping ---
 
 

@@ -7,11 +7,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("numba")
 
@@ -22,11 +21,9 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import cgutils
 
 from tests.patience import PATIENCE_S, wait_until
-from tests.workers.backends.cpu.test_products import weight_of
 from vsched_workers.backends.cpu.kernels import thread_pool as layout
 from vsched_workers.backends.cpu.kernels.thread_pool import UNITS_MAX, add, load, now_ns, spread
-from vsched_workers.backends.cpu.products import QuantizedProduct, make_product
-from vsched_workers.backends.cpu.threads import ThreadPool, process_pool
+from vsched_workers.backends.cpu.threads import ThreadPool
 
 pytestmark = pytest.mark.slow  # kernels are compiled
 
@@ -285,35 +282,3 @@ def test_a_process_with_a_pool_ends_as_any_other(how: str, code: int) -> None:
     )
     assert left.returncode == code, left.stderr
     assert ("ValueError: an error" in left.stderr) == (how == "error")
-
-
-def _panels(threads: int) -> Any:
-    weight = torch.randn(1000, 544, generator=torch.Generator().manual_seed(1)).bfloat16()
-    return make_product(weight, None, threads=threads)
-
-
-def _whole_numbers(threads: int) -> Any:
-    return QuantizedProduct(
-        weight_of("int4 32", 1000, 544), None, threads=threads, int8_activations=True
-    )
-
-
-def _widened(threads: int) -> Any:
-    return QuantizedProduct(weight_of("int8", 1000, 544), None, threads=threads)
-
-
-@pytest.mark.parametrize("make", [_panels, _whole_numbers, _widened])
-def test_products_have_the_same_bits_on_any_number_of_threads(make: Callable[[int], Any]) -> None:
-    alone, product = make(1), make(3)
-    if alone is None:
-        pytest.skip("oneDNN multiplies all rows on this processor")
-    pool = process_pool()
-    try:
-        for rows in (1, 3, 16, 100, 300):
-            given = torch.randn(rows, 544, generator=torch.Generator().manual_seed(rows)).bfloat16()
-            wanted = alone(given)
-            for threads in (1, 2, 3, 2, 1, 3):
-                pool.use(threads)
-                assert torch.equal(product(given), wanted)
-    finally:
-        pool.use(pool.threads)
