@@ -112,7 +112,9 @@ def test_rows_of_different_adapters_answer_in_one_pass_as_peft_answers_each(save
     assert len({tuple(each) for each in tokens}) == 4, "each adapter changes the answer"
 
 
-def test_too_many_adapters_and_equal_names_are_refused(saved: Path) -> None:
+def test_too_many_adapters_equal_names_and_high_ranks_are_refused(saved: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"the rank of model.*: value 8, limit 4. Remedy: "):
+        read_adapter(saved / "rslora", rank_max=4)
     _, module = serve(saved, ["plain"], count_max=2)
     other = read_adapter(saved / "rslora", rank_max=8)
     with pytest.raises(CheckpointError, match="there is an adapter 'plain'"):

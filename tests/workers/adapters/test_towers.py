@@ -154,28 +154,6 @@ def test_modules_of_neither_part_are_refused_by_name(stages: Stages) -> None:
             module.add("one", Adapter({name: pair}))
 
 
-def test_rows_of_an_image_are_all_its_adapters(stages: Stages) -> None:
-    """Two consecutive images with different adapters: no row of the second has the first one's adapter."""
-    stage = stages("nano25")
-    tower, module = tower_of(stage)
-    places = module_places(tower.module, {})
-    prefix = FAMILIES[stage.info.family].vision_prefixes[0]
-    for seed, each in enumerate(("one", "two")):
-        module.add(each, random_tower_adapter(places, prefix, seed))
-    jobs = jobs_of(stage)[:2]
-    found = []
-    with torch.inference_mode():
-        for name in ("one", "two", None, "one"):
-            with module.all_rows(name):
-                found.append([tower.encode([job]) for job in jobs])
-    assert all(torch.equal(*pair) for pair in zip(found[0], found[3], strict=True))
-    assert all(
-        not torch.allclose(*pair, atol=0.01) for pair in zip(found[0], found[1], strict=True)
-    )
-    module.remove("one")
-    module.remove("two")
-
-
 @pytest.mark.parametrize(
     ("family", "names", "changes"),
     [

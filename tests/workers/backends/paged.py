@@ -23,12 +23,16 @@ def filled_cache(
     contexts: Sequence[int],
     block_size: int,
     device: str = "cpu",
+    value_dim: int = 0,
 ) -> tuple[KvCache, PagedStep]:
-    """Return a cache with random contents and a step over sequences with scattered blocks."""
-    width = -(-max(contexts) // block_size)
-    blocks = width * len(contexts)
+    """Return a cache with random contents and a step over sequences with scattered blocks.
+
+    Values have the size of keys unless `value_dim` is another one.
+    """
+    columns = -(-max(contexts) // block_size)
+    blocks = columns * len(contexts)
     cache = KvCache(
-        [KvShape(kv_heads, head_dim, head_dim)] * 2,
+        [KvShape(kv_heads, head_dim, value_dim or head_dim)] * 2,
         blocks=blocks,
         block_size=block_size,
         dtype=dtype,
@@ -36,13 +40,14 @@ def filled_cache(
     )
     generator = torch.Generator().manual_seed(0)
     for tensor in (*cache.keys, *cache.values):
-        drawn = torch.randn(*tensor.shape[:2], head_dim, generator=generator)
+        width = tensor.shape[2] if dtype != torch.int8 else head_dim
+        drawn = torch.randn(*tensor.shape[:2], width, generator=generator)
         tensor.copy_(to_int8(drawn) if dtype == torch.int8 else drawn)
     shuffled = np.random.default_rng(0).permutation(blocks).astype(np.int32)
-    tables = np.zeros((len(contexts), width), dtype=np.int32)
+    tables = np.zeros((len(contexts), columns), dtype=np.int32)
     for row, context in enumerate(contexts):
         count = -(-context // block_size)
-        tables[row, :count] = shuffled[row * width : row * width + count]
+        tables[row, :count] = shuffled[row * columns : row * columns + count]
     step = PagedStep(
         cache=cache,
         decode=decode_by_gather,

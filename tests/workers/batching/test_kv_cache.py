@@ -14,15 +14,11 @@ from vsched.worker.memory import status_bytes
 from vsched_workers.batching import kv_cache
 from vsched_workers.batching.kv_cache import (
     LEVELS,
-    RUN_MAX,
     KvCache,
     KvShape,
     Pairs,
     SwapArea,
     from_int8,
-    kept_dim,
-    kept_width,
-    runs,
     shared_pages,
     to_int8,
 )
@@ -60,14 +56,6 @@ def test_int8_head_of_no_numbers_stays_one() -> None:
     given = torch.ones(2, 8)
     given[0, 3], given[1, 5] = torch.nan, torch.inf
     assert from_int8(to_int8(given), torch.float32).isnan().any(-1).all()
-
-
-def test_width_of_a_head() -> None:
-    for dtype, width in ((torch.float32, 64), (torch.bfloat16, 64), (torch.int8, 66)):
-        assert kept_width(64, dtype) == width
-        assert kept_dim(width, dtype) == 64
-    assert KvShape(2, 64, 32).kept_bytes(torch.bfloat16) == 2 * 2 * 96
-    assert KvShape(2, 64, 32).kept_bytes(torch.int8) == 2 * (96 + 4)
 
 
 @pytest.mark.parametrize("kept", [torch.float32, torch.int8])
@@ -168,12 +156,3 @@ def test_swap_area_is_refused_if_the_host_has_too_little(
     monkeypatch.setattr(kv_cache, "host_available", lambda: 4096)
     with pytest.raises(DeviceOutOfMemory, match=r"generate\.swap_memory.*4096 bytes.*lower"):
         SwapArea(make_cache(), 1000)
-
-
-def test_runs_are_of_places_in_a_row() -> None:
-    """Sorted, and not longer than the maximum that is gathered at a time."""
-    found = [(place, blocks.tolist()) for place, blocks in runs(pairs((5, 1), (4, 7), (9, 2)))]
-    assert found == [(4, [7, 1]), (9, [2])]
-    many = pairs(*((place, place) for place in range(RUN_MAX + 3)))
-    assert [(place, len(blocks)) for place, blocks in runs(many)] == [(0, RUN_MAX), (RUN_MAX, 3)]
-    assert list(runs(NOTHING)) == []

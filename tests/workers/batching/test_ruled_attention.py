@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 
-import numpy as np
 import pytest
 import torch
 
+from tests.workers.backends.paged import filled_cache
 from vsched_workers.batching import paged_attention
-from vsched_workers.batching.kv_cache import KvCache, KvShape, LayerKv
+from vsched_workers.batching.kv_cache import LayerKv
 from vsched_workers.batching.paged_attention import (
-    ContextIndex,
+    PagedStep,
     ScoreRule,
     context_slots,
     decode_by_rule,
@@ -51,44 +51,35 @@ def expected(
     return torch.stack(out)
 
 
-def cache_and_tables() -> tuple[KvCache, np.ndarray[tuple[int, int], np.dtype[np.int32]]]:
-    shape = KvShape(KV_HEADS, KEY_DIM, VALUE_DIM)
-    cache = KvCache(
-        [shape] * 2, blocks=40, block_size=BLOCK, dtype=torch.float32, allocate=torch.zeros
+@pytest.fixture
+def step() -> PagedStep:
+    """Return a step over a cache with random contents, and values that are shorter than keys."""
+    _, made = filled_cache(
+        torch.float32, KV_HEADS, KEY_DIM, contexts=CONTEXTS, block_size=BLOCK, value_dim=VALUE_DIM
     )
-    generator = torch.Generator().manual_seed(0)
-    for tensor in (*cache.keys, *cache.values):
-        tensor.copy_(torch.randn(tensor.shape, generator=generator))
-    blocks = np.random.default_rng(0).permutation(40).astype(np.int32)
-    return cache, blocks.reshape(4, 10)[:, : -(-max(CONTEXTS) // BLOCK)]
+    return made
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_decode_is_the_rule_written_out(rule: ScoreRule) -> None:
-    cache, tables = cache_and_tables()
+def test_decode_is_the_rule_written_out(step: PagedStep, rule: ScoreRule) -> None:
+    cache = step.cache
     query = torch.randn(len(CONTEXTS), HEADS, KEY_DIM, generator=torch.Generator().manual_seed(1))
-    index = ContextIndex.of(
-        tables,
-        np.array(CONTEXTS, np.int32),
-        block_size=BLOCK,
-        window=rule.window,
-        device=query.device,
-    )
+    index = step.context_index(rule.window, query.device)
     if rule.window is not None:
         assert index.slots.shape[1] <= rule.window, "what lies before the window is not read"
     found = decode_by_rule(query, cache.layers[1], index, rule)
     for row, context in enumerate(CONTEXTS):
-        slots = context_slots(tables[row], context, BLOCK)
+        slots = context_slots(step.tables[row], context, BLOCK)
         wanted = expected(query[row], cache.keys[1][slots], cache.values[1][slots], rule)
         torch.testing.assert_close(found[row], wanted)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("rows", [1, 5, 30])
-def test_prefill_is_the_rule_written_out(rule: ScoreRule, rows: int) -> None:
-    cache, tables = cache_and_tables()
+def test_prefill_is_the_rule_written_out(step: PagedStep, rule: ScoreRule, rows: int) -> None:
+    cache = step.cache
     query = torch.randn(HEADS, rows, KEY_DIM, generator=torch.Generator().manual_seed(1))
-    slots = torch.from_numpy(context_slots(tables[2], 30, BLOCK))
+    slots = torch.from_numpy(context_slots(step.tables[2], 30, BLOCK))
     keys, values = cache.keys[0], cache.values[0]
     found = prefill_by_rule(query, LayerKv(keys, values), slots, rule)
     for row in range(rows):

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -33,13 +32,9 @@ from vsched_workers.families.qwen_image import (
 )
 from vsched_workers.memory.out_of_memory import require_available, typed_out_of_memory
 from vsched_workers.memory.sparse_runs import (
-    at_most,
-    attended_contexts,
-    is_left_out,
-    pieces,
     sparsely,
 )
-from vsched_workers.memory.worst_case import compose, worst_batches
+from vsched_workers.memory.worst_case import worst_batches
 from vsched_workers.plugin import plugin
 
 
@@ -149,37 +144,13 @@ def test_worst_batches_use_the_budget_up(
     assert max(sum(plan.tokens for plan in batch) for batch in few) == 128
     small = batches(items=8, tokens=200, pixels_max=3000, item_tokens_max=64)
     assert max(plan.tokens for batch in small for plan in batch) < 64
-
-
-def test_worst_batches_without_a_token_budget_fill_the_count(
-    batches: Callable[..., list[list[ImagePlan]]],
-) -> None:
-    """Then only the count limits."""
-    found = batches(items=3, tokens=0, pixels_max=64_000_000, item_tokens_max=64)
-    assert [plan.tokens for plan in found[0]] == [64, 64, 64]
-
-
-def test_worst_batches_let_an_image_above_the_budget_run_alone(
-    batches: Callable[..., list[list[ImagePlan]]],
-) -> None:
-    """It is encoded, so it is a candidate."""
-    found = batches(items=8, tokens=40, pixels_max=64_000_000, item_tokens_max=64)
-    assert [plan.tokens for plan in found[0]] == [64]
-    for batch in found:
-        assert len(batch) == 1 or sum(plan.tokens for plan in batch) <= 40
-
-
-def test_worst_batches_of_no_images_are_none(
-    batches: Callable[..., list[list[ImagePlan]]],
-) -> None:
+    unlimited = batches(items=3, tokens=0, **caps)
+    assert [plan.tokens for plan in unlimited[0]] == [64, 64, 64]
+    # An image above the budget is encoded alone, so it is a candidate.
+    above = batches(items=8, tokens=40, **caps)
+    assert [plan.tokens for plan in above[0]] == [64]
+    assert all(len(each) == 1 or sum(plan.tokens for plan in each) <= 40 for each in above)
     assert batches(items=8, tokens=40, pixels_max=0, item_tokens_max=64) == []
-
-
-def test_compose_tries_strips_where_they_are_something_else() -> None:
-    """The longest image is a candidate, too, unless it is about as large as the largest."""
-    found = compose({1: 60, 8: 10}, least=1, items=4, tokens=100)
-    assert [batch[0] for batch in found] == [(8, 10), (1, 25), (1, 60)]
-    assert len(compose({1: 79, 8: 10}, least=1, items=4, tokens=100)) == 2
 
 
 @pytest.mark.parametrize(
@@ -247,30 +218,6 @@ def test_require_available_keeps_the_cache_if_there_is_room_next_to_it() -> None
     memory.cached = 40
     require_available(memory, 60, "what is free")
     assert memory.cached == 40
-
-
-def test_nothing_is_left_out_unless_runs_are_sparse() -> None:
-    contexts = np.arange(8, dtype=np.int32)
-    assert pieces(range(5)) == range(5)
-    assert at_most(9, 2) == 9
-    assert attended_contexts(contexts, 1) is contexts
-    assert not any(is_left_out("kind") for _ in range(5))
-
-
-def test_sparse_runs_compute_the_first_and_last_piece_two_layers_of_a_kind_and_a_row_for_each_thread() -> (
-    None
-):
-    with sparsely():
-        assert pieces(range(5)) == (0, 4)
-        assert pieces(range(2)) == range(2)
-        assert at_most(9, 2) == 2
-        kinds = ["window", "window", "whole", "window", "whole", "whole"]
-        assert [is_left_out(kind) for kind in kinds] == [False, False, False, True, False, True]
-        contexts = np.full(8, 7, dtype=np.int32)
-        assert attended_contexts(contexts, 2).tolist() == [7, 0, 0, 0, 7, 0, 0, 0]
-        assert attended_contexts(contexts[:1], 2).tolist() == [7]
-    with sparsely():
-        assert not is_left_out("window"), "each run begins anew"
 
 
 def test_sparse_steps_take_the_first_and_the_last_block_of_rows_through_the_layers() -> None:

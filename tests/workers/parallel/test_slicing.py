@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import safetensors
 import torch
@@ -17,50 +16,9 @@ from vsched.worker.contract import WorkerSettings
 from vsched_workers.checkpoint.random_init import SIZES
 from vsched_workers.checkpoint.weights import WeightIndex, load_head, load_tensors
 from vsched_workers.families import FAMILIES
-from vsched_workers.families.sharing import Sharing, Split
-from vsched_workers.parallel.slicing import Cut, cut_of, slice_module
+from vsched_workers.families.sharing import Sharing
+from vsched_workers.parallel.slicing import cut_of, slice_module
 from vsched_workers.plugin import plugin
-
-
-def test_cut_of_a_fused_layer_takes_each_part_by_itself() -> None:
-    """Queries, keys and values of a rank's heads, not the first rows of the stack."""
-    assert cut_of(24, ranks=2, rank=1, parts=3).spans == ((4, 8), (12, 16), (20, 24))
-    assert cut_of(24, ranks=2, rank=1).spans == ((12, 24),)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize(("dimension", "parts"), [(0, 1), (1, 1), (0, 3)])
-def test_cuts_of_all_ranks_make_the_whole(ranks: int, dimension: int, parts: int) -> None:
-    whole = torch.arange(24 * 24).reshape(24, 24)
-    cuts = [
-        cut_of(24, ranks=ranks, rank=rank, dimension=dimension, parts=parts)
-        for rank in range(ranks)
-    ]
-    shares = [cut.read(whole).chunk(parts, dimension) for cut in cuts]
-    by_part = [share[part] for part in range(parts) for share in shares]
-    assert torch.equal(torch.cat(by_part, dimension), whole)
-    assert all(cut.shape_before((24 // ranks,) * 2)[dimension] == 24 for cut in cuts)
-
-
-def test_cut_asserts_the_shape_that_it_promises() -> None:
-    """A tensor that is shorter than the cut, or a module of another size, is an error."""
-    cut = Cut(dimension=0, whole=8, spans=((4, 8),))
-    with pytest.raises(AssertionError, match="is not cut to"):
-        cut.read(torch.zeros(6, 2))
-    with pytest.raises(AssertionError, match="is not cut to"):
-        cut.shape_before((5, 2))
-    with pytest.raises(AssertionError, match="do not divide by 3 ranks"):
-        cut_of(8, ranks=3, rank=0)
-
-
-def test_slice_module_asserts_that_every_name_is_there() -> None:
-    """A renamed layer is not silently kept whole, and a number of heads must be divisible."""
-    module = nn.Sequential(nn.Linear(4, 4))
-    with pytest.raises(AssertionError, match="down"):
-        slice_module(module, Sharing({"0": Split.COLUMN, "down": Split.ROW}, ()), ranks=2, rank=0)
-    module.heads = 3  # type: ignore[assignment]
-    with pytest.raises(AssertionError, match="heads does not divide by 2 ranks"):
-        slice_module(module, Sharing({"0": Split.ROW}, (), {"": ("heads",)}), ranks=2, rank=0)
 
 
 def build(checkpoints: Callable[[str], Path], size: str, stage: str) -> tuple[nn.Module, Sharing]:
@@ -69,24 +27,6 @@ def build(checkpoints: Callable[[str], Path], size: str, stage: str) -> tuple[nn
         if stage == "encode":
             return family.build_vision(path, "sdpa"), family.vision_sharing
         return family.build_language(path, "sdpa"), family.language_sharing
-
-
-@pytest.mark.parametrize("stage", ["encode", "generate"])
-def test_slice_module_shapes(checkpoints: Callable[[str], Path], size: str, stage: str) -> None:
-    """Every layer in the table has half of one dimension; all other tensors are unchanged."""
-    whole, sharing = build(checkpoints, size, stage)
-    half, _ = build(checkpoints, size, stage)
-    cuts = slice_module(half, sharing, ranks=2, rank=1)
-    assert cuts
-    before = {name: tuple(each.shape) for name, each in whole.state_dict().items()}
-    for name, tensor in half.state_dict().items():
-        wanted = list(before[name])
-        if name in cuts:
-            wanted[cuts[name].dimension] //= 2
-            assert cuts[name].shape_before(tuple(tensor.shape)) == before[name]
-        assert list(tensor.shape) == wanted, name
-    left = {name for name in before if name not in cuts and name.endswith("weight")}
-    assert not any("_proj" in name or "qkv" in name or "mlp" in name for name in left)
 
 
 class Recorder:
@@ -185,17 +125,6 @@ def test_load_head_reads_the_own_part_of_the_vocabulary(
     assert recorder.read == {"lm_head.weight": 3 * 3 * 4}
 
 
-def test_load_head_that_is_tied_takes_no_memory(tmp_path: Path) -> None:
-    model = nn.Module()
-    model.embed_tokens = nn.Embedding(6, 3)
-    cut = cut_of(6, ranks=2, rank=1)
-    index = WeightIndex(tmp_path, {}, tied=True)
-    head = load_head(model, index, dtype=torch.float32, device="cpu", cut=cut)
-    embedding = model.embed_tokens.weight
-    assert torch.equal(head, embedding[3:])
-    assert head.untyped_storage().data_ptr() == embedding.untyped_storage().data_ptr()
-
-
 def test_load_tensors_names_the_whole_shape(untied: WeightIndex) -> None:
     with pytest.raises(CheckpointError, match=r"has shape \[6, 3\], config.json asks for \[8, 3\]"):
         load_tensors(
@@ -225,15 +154,8 @@ def test_check_parallel_names_what_does_not_divide(
     checkpoints: Callable[[str], Path], size: str, stage: str, ranks: int, words: list[str]
 ) -> None:
     info = plugin.inspect(str(checkpoints(size)), dtype="auto", item_tokens_max=0)
+    for fits in (1, 2):
+        plugin.check_parallel(info, stage=stage, ranks=fits)
     with pytest.raises(CheckpointError) as caught:
         plugin.check_parallel(info, stage=stage, ranks=ranks)
     assert all(word in str(caught.value) for word in words), caught.value
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("stage", ["encode", "generate"])
-def test_check_parallel_lets_pass_what_divides(
-    checkpoints: Callable[[str], Path], size: str, stage: str, ranks: int
-) -> None:
-    info = plugin.inspect(str(checkpoints(size)), dtype="auto", item_tokens_max=0)
-    plugin.check_parallel(msgspec.structs.replace(info, dtype="float32"), stage=stage, ranks=ranks)

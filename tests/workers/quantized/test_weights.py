@@ -16,7 +16,6 @@ from vsched_workers.parallel.slicing import cut_of
 from vsched_workers.quantized.layers import QuantizedLinear, merged_quantized, plain_weight
 from vsched_workers.quantized.weights import (
     QuantizedWeight,
-    exact_scales,
     merged_weights,
     quantize,
 )
@@ -145,14 +144,6 @@ def test_merged_weights_with_and_without_offsets() -> None:
     wanted = torch.cat([one.dequantized() + 0.5, other.dequantized()])
     torch.testing.assert_close(merged.dequantized(), wanted)
     assert merged.nbytes == merged.values.nbytes + 2 * merged.scales.nbytes
-
-
-def test_exact_scales_are_halves_if_that_changes_none() -> None:
-    halves = torch.tensor([0.0, 0.5, 3.0])
-    assert exact_scales(halves)[0].dtype == torch.float16
-    assert exact_scales(torch.tensor([0.1]))[0].dtype == torch.float32
-    assert exact_scales(halves, torch.tensor([1e-6, 0.0, 1.0]))[0].dtype == torch.float32
-    assert exact_scales(torch.tensor([1e6]))[0].dtype == torch.float32
 
 
 EMBEDDINGS = ("embed_tokens.weight", "lm_head.weight", "wte.weight")

@@ -18,7 +18,7 @@ from tests.workers.backends.cpu.kernels.operands import (
     use_operand,
     with_operand,
 )
-from tests.workers.backends.paged import written_out
+from tests.workers.backends.paged import filled_cache, written_out
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.choice import choose_backend
 from vsched_workers.backends.cpu import attention
@@ -54,34 +54,8 @@ def choose_prefill(settings: WorkerSettings, dtype: torch.dtype) -> PrefillKerne
     return choose_backend(settings, dtype).choose_attention(NO_CACHE, 1).prefill
 
 
-def filled(dtype: torch.dtype, kv_heads: int, head_dim: int) -> tuple[KvCache, PagedStep]:
-    """Return a cache with random contents and a step over sequences with scattered blocks."""
-    cache = KvCache(
-        [KvShape(kv_heads, head_dim, head_dim)] * 2,
-        blocks=60,
-        block_size=BLOCK_SIZE,
-        dtype=dtype,
-        allocate=torch.zeros,
-    )
-    generator = torch.Generator().manual_seed(0)
-    for tensor in (*cache.keys, *cache.values):
-        tensor.copy_(torch.randn(tensor.shape, generator=generator))
-    blocks = np.random.default_rng(0).permutation(60).astype(np.int32)
-    tables = np.full((len(CONTEXTS), 12), -1, dtype=np.int32)
-    for row, context in enumerate(CONTEXTS):
-        count = -(-context // BLOCK_SIZE)
-        tables[row, :count] = blocks[row * 12 : row * 12 + count]
-    step = PagedStep(
-        cache=cache,
-        decode=decode_by_gather,
-        prefill=prefill_by_gather,
-        slots=torch.zeros(0, dtype=torch.int64),
-        decode_rows=len(CONTEXTS),
-        tables=tables,
-        contexts=np.array(CONTEXTS, dtype=np.int32),
-        segments=[],
-    )
-    return cache, step
+def filled(dtype: torch.dtype, kv_heads: int, head_dim: int) -> PagedStep:
+    return filled_cache(dtype, kv_heads, head_dim, contexts=CONTEXTS, block_size=BLOCK_SIZE)[1]
 
 
 @pytest.mark.parametrize("kernel", ["exact", "auto"])
@@ -99,7 +73,7 @@ def test_decode_equals_attention_written_out(
     threads: int,
 ) -> None:
     """Grouped heads, contexts from one token to several blocks, tables with unused entries at the end."""
-    _, step = filled(dtype, kv_heads, head_dim)
+    step = filled(dtype, kv_heads, head_dim)
     decode = choose_decode(WorkerSettings(attention=kernel, threads=threads), dtype)
     generator = torch.Generator().manual_seed(1)
     query = torch.randn(len(CONTEXTS), heads, head_dim, generator=generator).to(dtype)
@@ -112,7 +86,7 @@ def test_decode_equals_attention_written_out(
 
 def test_numba_survives_scores_far_apart() -> None:
     """The softmax subtracts the maximum score; much lower scores vanish and do not overflow."""
-    _, step = filled(torch.float32, 1, 8)
+    step = filled(torch.float32, 1, 8)
     query = torch.full((len(CONTEXTS), 1, 8), 1e4)
     decode = choose_decode(WorkerSettings(), torch.float32)
     found = decode(query, 0, step, 1.0)
@@ -176,7 +150,8 @@ def test_prefill_equals_attention_written_out(
 
     Heads of eight values are left to torch.
     """
-    cache, step = filled(dtype, kv_heads, head_dim)
+    step = filled(dtype, kv_heads, head_dim)
+    cache = step.cache
     segment = Segment(
         step.tables[3], start=0, first=first, last=first + rows, block_size=BLOCK_SIZE, device="cpu"
     )
@@ -197,7 +172,7 @@ def test_prefill_equals_attention_written_out(
 @pytest.mark.parametrize("operand", [FLOAT32, pytest.param(None, marks=needs_tiles, id="tiles")])
 def test_skipped_rows_of_a_sparse_run_are_valid_numbers(operand: Operand) -> None:
     """Tokens are sampled from it, and logits that are not finite end a rank."""
-    _, step = filled(torch.bfloat16, 2, 16)
+    step = filled(torch.bfloat16, 2, 16)
     rows = BLOCK + 12
     segment = Segment(
         step.tables[3], start=0, first=0, last=rows, block_size=BLOCK_SIZE, device="cpu"

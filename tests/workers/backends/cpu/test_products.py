@@ -7,7 +7,6 @@ import re
 from typing import Any
 
 import numba
-import numpy as np
 import pytest
 import torch
 from llvmlite import binding, ir  # type: ignore[import-untyped]
@@ -309,26 +308,25 @@ def test_vnni_is_written_as_its_instruction() -> None:
 
 
 @pytest.mark.parametrize(
-    ("activations", "dtype", "wanted"),
+    ("activations", "dtype", "best", "wanted"),
     [
-        ("float", torch.bfloat16, False),
-        ("int8", torch.float32, True),
-        ("auto", torch.float32, False),
-        ("auto", torch.bfloat16, True),
+        ("float", torch.bfloat16, VNNI, False),
+        ("int8", torch.float32, VNNI, True),
+        ("auto", torch.float32, VNNI, False),
+        ("auto", torch.bfloat16, VNNI, True),
+        ("auto", torch.bfloat16, PLAIN, False),
     ],
 )
 def test_rows_are_made_into_8_bits_as_requested(
-    activations: str, dtype: torch.dtype, *, wanted: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(products, "instructions", lambda: VNNI)
-    assert quantizes_activations(activations, dtype) is wanted
-
-
-def test_rows_stay_floats_by_themselves_without_instructions(
+    activations: str,
+    dtype: torch.dtype,
+    best: Any,
+    *,
+    wanted: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(products, "instructions", lambda: PLAIN)
-    assert not quantizes_activations("auto", torch.bfloat16)
+    monkeypatch.setattr(products, "instructions", lambda: best)
+    assert quantizes_activations(activations, dtype) is wanted
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -355,14 +353,3 @@ def test_int8_rows_are_refused_if_there_is_no_product(given: dict[str, Any]) -> 
     dtype = given.pop("dtype", torch.bfloat16)
     with pytest.raises(ConfigError, match=r"activations: int8 is not possible on .* Remedy"):
         choose_backend(WorkerSettings(activations="int8", **given), dtype)
-
-
-def test_instructions_are_those_of_the_processor_that_is_compiled_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    config: Any = numba.config
-    monkeypatch.setattr(config, "CPU_NAME", "generic")
-    assert instructions.__wrapped__() is PLAIN
-    assert {VNNI.dtype, PLAIN.dtype, block_sums.PAIRS.dtype} == {
-        np.dtype(each) for each in ("int8", "int16", "int32")
-    }

@@ -15,6 +15,7 @@ import torch
 
 from vsched.worker.contract import WorkerSettings
 from vsched_workers import language, vision
+from vsched_workers.backends.choice import choose_backend
 from vsched_workers.backends.cuda.attention_trials import try_kernels
 from vsched_workers.backends.cuda.backend import CudaBackend
 from vsched_workers.backends.cuda.device import parts_off
@@ -56,3 +57,16 @@ def install() -> None:
     workers: list[Any] = [language, vision]
     for module in workers:
         module.choose_backend = CudaOnHost
+
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+"""Where kernels of Triton run: on the device, or in the interpreter."""
+
+
+def backend_here(**given: Any) -> Any:
+    """Return the CUDA backend on this machine's device, or on the host."""
+    backend: Any = choose_backend(WorkerSettings(device="cuda", **given), torch.float32)
+    backend.device = DEVICE
+    if backend._quantizer is not None:
+        backend._quantizer._device = DEVICE
+    return backend

@@ -20,7 +20,6 @@ from vsched_workers.backends.cuda.attention_trials import (
     WITHIN,
     AttentionTrial,
     first_right,
-    layers_of_shapes,
     passes,
     try_kernels,
 )
@@ -61,21 +60,23 @@ class Greedy(Right):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
 
-def small_cache() -> KvCache:
-    cache = KvCache(
-        [KvShape(2, 8, 8)] * 2,
+def shaped_cache(*shapes: tuple[int, int, int]) -> KvCache:
+    return KvCache(
+        [KvShape(*shape) for shape in shapes],
         blocks=9,
         block_size=4,
         dtype=torch.float32,
         allocate=torch.zeros,
     )
-    assert not cache.keys[0].any()
-    return cache
+
+
+def small_trial() -> AttentionTrial:
+    return AttentionTrial.over(shaped_cache((2, 8, 8), (2, 8, 8)), 4)
 
 
 def choose(*kernels: Right) -> object:
     loaded: Sequence[Any] = [functools.partial(lambda each: each, each) for each in kernels]
-    with AttentionTrial.over(small_cache(), 4) as trial:
+    with small_trial() as trial:
         return first_right("decode", loaded, decode_by_gather, trial.decode)
 
 
@@ -95,7 +96,7 @@ def test_first_kernel_that_is_right_is_used(bad: Right, caplog: pytest.LogCaptur
 def test_kernel_that_is_not_installed_is_left_out() -> None:
     good = Right()
     loaders: Sequence[Any] = [missing, lambda: good]
-    with AttentionTrial.over(small_cache(), 4) as trial:
+    with small_trial() as trial:
         found: object = first_right("decode", loaders, decode_by_gather, trial.decode)
     assert found is good
 
@@ -104,24 +105,6 @@ def test_trials_report_out_of_memory() -> None:
     """A cache that leaves no memory for its kernel is too large."""
     with pytest.raises(DeviceOutOfMemory, match="trying kernels"):
         choose(Greedy(), Right())
-
-
-def shaped_cache(*shapes: tuple[int, int, int]) -> KvCache:
-    return KvCache(
-        [KvShape(*shape) for shape in shapes],
-        blocks=8,
-        block_size=4,
-        dtype=torch.float32,
-        allocate=torch.zeros,
-    )
-
-
-def test_trials_are_of_one_layer_of_each_shape_that_has_keys() -> None:
-    """Recurrent layers keep no keys, and those of multi-head latent attention have narrower values."""
-    cache = shaped_cache((0, 0, 0), (2, 8, 8), (4, 24, 16), (2, 8, 8), (1, 16, 16), (3, 8, 8))
-    assert layers_of_shapes(cache, heads=4) == [1, 2, 4]
-    assert not AttentionTrial.over(cache, 4, 2).plain
-    assert AttentionTrial.over(cache, 4, 4).plain
 
 
 class ByRule(Right):
@@ -165,7 +148,7 @@ def test_steps_use_the_rules_of_a_kernel_for_decode_rows() -> None:
 
 
 def test_trial_leaves_the_cache_as_it_was() -> None:
-    cache = small_cache()
+    cache = shaped_cache((2, 8, 8), (2, 8, 8))
     with AttentionTrial.over(cache, 4) as trial:
         assert trial.decode(decode_by_gather).abs().sum() > 0
         assert trial.prefill(prefill_by_gather).shape == (4, 18, 8)
@@ -249,6 +232,28 @@ def step_of(contexts: list[int]) -> PagedStep:
     return filled_cache(torch.float32, 2, 16, contexts=contexts, block_size=4)[1]
 
 
+def with_chunks(step: PagedStep, *spans: tuple[int, int, int]) -> int:
+    """Add chunks, each of a table from a first to a last position, after the decode rows; return the rows."""
+    rows = step.decode_rows
+    for index, first, last in spans:
+        where = {"start": rows, "first": first, "last": last}
+        step.segments.append(Segment(step.tables[index], **where, block_size=4, device="cpu"))
+        rows = step.segments[-1].stop
+    return rows
+
+
+def counting(kernel: FlashPrefill) -> list[int]:
+    """Return the numbers of keys that each call of a kernel reads."""
+    attend, read = kernel._attend, list[int]()
+
+    def noted(query: Any, key: Any, *given: Any, **options: Any) -> Any:
+        read.append(len(key))
+        return attend(query, key, *given, **options)
+
+    kernel._attend = noted
+    return read
+
+
 @pytest.mark.usefixtures("varlen")
 @pytest.mark.parametrize(("first", "rows"), [(0, 9), (31, 6), (36, 1), (4, 33)])
 def test_flash_prefill_equals_gather(first: int, rows: int) -> None:
@@ -269,17 +274,10 @@ def test_flash_prefill_equals_gather(first: int, rows: int) -> None:
 @pytest.mark.usefixtures("varlen")
 def test_flash_prefill_takes_several_chunks_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a decode row; one after the other if contexts are too long to be gathered together."""
-    step, calls = step_of([7, 9, 37]), 0
-    tables, step.decode_rows = step.tables, 1
-    step.tables, step.contexts = tables[:1], step.contexts[:1]
-    spans = [(1, 0, 9), (2, 30, 37)]
-    rows = 1
-    for index, first, last in spans:
-        segment = Segment(
-            tables[index], start=rows, first=first, last=last, block_size=4, device="cpu"
-        )
-        step.segments.append(segment)
-        rows = segment.stop
+    step = step_of([7, 9, 37])
+    step.decode_rows, step.contexts = 1, step.contexts[:1]
+    rows = with_chunks(step, (1, 0, 9), (2, 30, 37))
+    step.tables = step.tables[:1]
     own = torch.zeros(2, 2, rows, 16)
     for segment in step.segments:
         slots = segment.slots()[segment.first :]
@@ -287,22 +285,15 @@ def test_flash_prefill_takes_several_chunks_in_one_call(monkeypatch: pytest.Monk
             mine[:, segment.start : segment.stop] = held[1][slots].transpose(0, 1)
     query = torch.randn(6, rows, 16, generator=torch.Generator().manual_seed(1))
     wanted = attend_plainly(query, own[0], own[1], 1, step, 0.3)
-    step.prefill = FlashPrefill()
-    attend = step.prefill._attend
-
-    def counted(*given: Any, **options: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        return attend(*given, **options)
-
-    step.prefill._attend = counted
+    step.prefill = kernel = FlashPrefill()
+    calls = counting(kernel)
     for limit, expected in ((1 << 20, 1), (0, 2)):
         monkeypatch.setattr(attention, "GATHERED_BYTES", limit)
         step.scratch.clear()
-        calls = 0
+        calls.clear()
         found = attend_plainly(query, own[0], own[1], 1, step, 0.3)
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
-        assert calls == expected
+        assert len(calls) == expected
 
 
 @pytest.mark.usefixtures("varlen")
@@ -310,25 +301,13 @@ def test_flash_prefill_takes_several_chunks_in_one_call(monkeypatch: pytest.Monk
 def test_flash_prefill_in_a_window_reads_no_more_than_the_window(window: int) -> None:
     """A step with two chunks and a window equals torch's attention."""
     step = step_of([9, 37])
-    tables, step.decode_rows = step.tables, 0
-    rows = 0
-    for index, first, last in [(0, 0, 9), (1, 30, 37)]:
-        segment = Segment(
-            tables[index], start=rows, first=first, last=last, block_size=4, device="cpu"
-        )
-        step.segments.append(segment)
-        rows = segment.stop
+    step.decode_rows = 0
+    rows = with_chunks(step, (0, 0, 9), (1, 30, 37))
     query = torch.randn(6, rows, 16, generator=torch.Generator().manual_seed(1))
     rule = ScoreRule(0.3, window)
     wanted = attend_by_rule(query, 1, step, rule)
     step.prefill = kernel = FlashPrefill()
-    attend, read = kernel._attend, []
-
-    def noted(query: Any, key: Any, *given: Any, **options: Any) -> Any:
-        read.append(len(key))
-        return attend(query, key, *given, **options)
-
-    kernel._attend = noted
+    read = counting(kernel)
     torch.testing.assert_close(attend_by_rule(query, 1, step, rule), wanted, atol=1e-5, rtol=1e-5)
     assert read == [9, min(37, 7 + window - 1)]
 

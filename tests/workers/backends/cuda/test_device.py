@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import types
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,44 +12,20 @@ from vsched.errors import DeviceOutOfMemory
 from vsched_workers.backends.cuda.device import CudaMemory
 
 
-class FakeCuda:
-    """A fake `torch.cuda`."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def mem_get_info(self, _device: object) -> tuple[int, int]:
-        return 600, 1000
-
-    def memory_reserved(self, _device: object) -> int:
-        return 300
-
-    def memory_allocated(self, _device: object) -> int:
-        return 200
-
-    def max_memory_reserved(self, _device: object) -> int:
-        return 350
-
-    def reset_peak_memory_stats(self, _device: object) -> None:
-        self.calls.append("reset")
-
-    def synchronize(self, _device: object) -> None:
-        self.calls.append("synchronize")
-
-    def empty_cache(self) -> None:
-        self.calls.append("empty")
-
-    def get_device_properties(self, _device: object) -> object:
-        return types.SimpleNamespace(uuid="1234-5678")
-
-
 def test_cuda_memory_asks_allocator_and_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     """The allocator's cache is reserved, not available; the rest belongs to other processes. Not on a GPU."""
-    cuda = FakeCuda()
-    for name in dir(cuda):
-        if not name.startswith("_") and name != "calls":
-            monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
-    clear = functools.partial(cuda.calls.append, "workspaces")
+    calls: list[str] = []
+    answers = {
+        "mem_get_info": (600, 1000),
+        "memory_reserved": 300,
+        "memory_allocated": 200,
+        "max_memory_reserved": 350,
+        "get_device_properties": SimpleNamespace(uuid="1234-5678"),
+    }
+    for name in (*answers, "reset_peak_memory_stats", "synchronize", "empty_cache"):
+        answer = functools.partial(lambda name, *_: answers.get(name) or calls.append(name), name)
+        monkeypatch.setattr(torch.cuda, name, answer)
+    clear = functools.partial(calls.append, "workspaces")
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", clear, raising=False)
     memory = CudaMemory("cuda:0")
     assert memory.pool == "cuda:GPU-1234-5678"
@@ -57,7 +33,7 @@ def test_cuda_memory_asks_allocator_and_driver(monkeypatch: pytest.MonkeyPatch) 
     assert (memory.allocated(), memory.peak()) == (200, 350)
     memory.reset_peak()
     memory.release()
-    assert cuda.calls == ["reset", "synchronize", "workspaces", "empty"]
+    assert calls == ["reset_peak_memory_stats", "synchronize", "workspaces", "empty_cache"]
 
 
 def test_cuda_memory_holds_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 from tests.bench.gpu.kernels import compiled
 from tests.parity.architectures import make_checkpoint
 from tests.workers.backends.cpu.twins import Twins
+from tests.workers.backends.cuda.on_host import DEVICE
 from tests.workers.backends.cuda.races import check_not_used
 from tests.workers.driver import Driver, Question, Stage
 from tests.workers.test_language import mixed_questions
@@ -25,7 +26,6 @@ from vsched_workers.backends.cuda.fused_layers import FusedLayers, fits, merge, 
 from vsched_workers.backends.reference.backend import Backend
 from vsched_workers.families.decoders import Decoder
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.slow]
 in_the_interpreter = pytest.mark.skipif(
     DEVICE == "cuda", reason="whole models run on the host; those on a GPU are in test_gpu.py"

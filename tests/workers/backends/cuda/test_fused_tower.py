@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from tests.bench.gpu.kernels import compiled
+from tests.workers.backends.cuda.on_host import DEVICE, backend_here
 from tests.workers.backends.cuda.races import check_not_used
 from tests.workers.backends.cuda.test_attention_trials import varlen_on_cpu
 from tests.workers.driver import Driver, Question, Stage, drawn_image
@@ -35,7 +36,6 @@ from vsched_workers.backends.cuda.fused_tower import (
 )
 from vsched_workers.families import FAMILIES, family_of_rank
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.filterwarnings("default")
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
@@ -92,12 +92,8 @@ def encoded(request: pytest.FixtureRequest, tmp_path: Path) -> Encoded:
 
 def prepared(tower: nn.Module, **given: Any) -> Any:
     """Return a copy of a tower, prepared by the CUDA backend on this machine's device or on the host."""
-    backend: Any = choose_backend(WorkerSettings(device="cuda", **given), torch.float32)
-    backend.device = DEVICE
-    if backend._quantizer is not None:
-        backend._quantizer._device = DEVICE
     tower = copy.deepcopy(tower)
-    assert backend.prepare_tower(tower) > 0
+    assert backend_here(**given).prepare_tower(tower) > 0
     return tower
 
 

@@ -31,7 +31,6 @@ from vsched_workers.batching.paged_attention import AttentionKernels, PagedStep
 from vsched_workers.batching.recurrent_state import RecurrentStates
 
 Stages = Callable[..., Stage]
-GREEDY = SamplingParams(temperature=0.0)
 SETTINGS = WorkerSettings(threads=1, adapters=1, adapter_rank_max=4)
 TRIED_STEPS = 2
 """Replays in the trial of captured steps, at a load."""
@@ -78,70 +77,103 @@ class CapturingBackend(Backend):
 
 @dataclasses.dataclass
 class Captured:
-    """A stage with captured decode steps, and their graph stream."""
+    """A stage with captured decode steps, and their graph stream.
+
+    Attributes:
+        begun: Steps that were not started ahead.
+        ahead: Whether each start of a step was ahead of its batch.
+    """
 
     stage: Stage
     stream: LateStream
+    begun: list[Batch] = dataclasses.field(default_factory=list)
+    ahead: list[bool] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        begin, start = self.graphs._begin, self.graphs._start
+
+        def noted_begin(batch: Batch) -> object:
+            self.begun.append(batch)
+            return begin(batch)
+
+        def noted_start(rows: object, **given: bool) -> object:
+            self.ahead.append(given.get("ahead", False))
+            return start(rows, **given)
+
+        self.graphs._begin, self.graphs._start = noted_begin, noted_start
+
+    @property
+    def graphs(self) -> Any:
+        return self.stage.generator._captured  # type: ignore[attr-defined]
+
+    @property
+    def steps(self) -> int:
+        """Number of captured steps, without those of the trial."""
+        return self.stream.starts - TRIED_STEPS
 
     def build(self) -> None:
         self.stage.generator.build_kv(blocks=BLOCKS, block_size=BLOCK_SIZE)
 
 
 @pytest.fixture
+def generic(monkeypatch: pytest.MonkeyPatch) -> list[CapturingBackend]:
+    """Return the list of backends, all with captured steps, of models that the test loads."""
+    made: list[CapturingBackend] = []
+
+    def choose(settings: WorkerSettings, dtype: torch.dtype, *_: str) -> CapturingBackend:
+        made.append(CapturingBackend(settings, dtype))
+        return made[-1]
+
+    monkeypatch.setattr(language, "choose_backend", choose)
+    return made
+
+
+@pytest.fixture
 def captured(
-    checkpoints: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    checkpoints: Callable[[str], Path], generic: list[CapturingBackend]
 ) -> Callable[[str], Captured]:
     def load(size: str) -> Captured:
-        with (
-            monkeypatch.context() as patched
-        ):  # stages that are loaded later, for comparison, are not captured
-            patched.setattr(
-                language,
-                "choose_backend",
-                lambda settings, dtype, _: CapturingBackend(settings, dtype),
-            )
-            stage = Stage.load(
-                str(checkpoints(size)), attention="exact", dtype="float32", settings=SETTINGS
-            )
-        backend = stage.generator._backend  # type: ignore[attr-defined]
-        return Captured(stage, backend.stream)
+        path = str(checkpoints(size))
+        stage = Stage.load(path, attention="exact", dtype="float32", settings=SETTINGS)
+        return Captured(stage, generic[-1].stream)
 
     return load
 
 
-def lone(count: int) -> Question:
-    return Question("How many objects are there?", count=count, sampling=GREEDY)
+@pytest.fixture
+def plain(stages: Stages) -> Callable[..., list[list[int]]]:
+    """Return the outputs of eager steps."""
+    eager = {size: stages(size) for size in ("nano25", "nano3")}
+    return lambda size, questions, **options: outputs(run(eager[size], questions, **options))
+
+
+def lone(count: int, **sampling: Any) -> Question:
+    chosen = SamplingParams(**{"temperature": 0.0, **sampling})
+    return Question("How many objects are there?", count=count, sampling=chosen)
 
 
 def run(stage: Stage, questions: list[Question], **options: int) -> list[Running]:
     return Driver(stage, chunk=options.pop("chunk", 48), seed=1).run(questions, **options)
 
 
+Plain = Callable[..., list[list[int]]]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"arrivals": 2}, {"preempts": 5}, {"chunk": 1000}])
+@pytest.mark.parametrize("options", [{"arrivals": 2}, {"preempts": 5, "chunk": 1000}])
 def test_captured_steps_equal_eager_ones(
-    stages: Stages, captured: Callable[[str], Captured], size: str, options: dict[str, int]
+    plain: Plain, captured: Callable[[str], Captured], size: str, options: dict[str, int]
 ) -> None:
     """Padded rows, mixed with steps that have chunks: the same tokens as in eager steps."""
     found = captured(size)
-    questions = [dataclasses.replace(each, count=20) for each in mixed_questions(GREEDY)]
-    expected = outputs(run(stages(size), questions, **options))
+    questions = [dataclasses.replace(each, count=20) for each in mixed_questions()]
+    expected = plain(size, questions, **options)
     assert outputs(run(found.stage, questions, **options)) == expected
-    assert found.stream.starts > TRIED_STEPS
-
-
-def test_captured_steps_draw_what_eager_ones_draw(
-    stages: Stages, captured: Callable[[str], Captured]
-) -> None:
-    found = captured("nano25")
-    sampling = SamplingParams(seed=8, temperature=0.7, top_p=0.9, frequency_penalty=0.5)
-    questions = [*mixed_questions(sampling)[:2], lone(12)]
-    assert outputs(run(found.stage, questions)) == outputs(run(stages("nano25"), questions))
-    assert found.stream.starts > TRIED_STEPS
+    assert found.steps > 0
 
 
 def test_steps_with_an_adapter_are_not_captured_and_others_still_are(
-    stages: Stages, captured: Callable[[str], Captured], checkpoints: Callable[[str], Path]
+    plain: Plain, captured: Callable[[str], Captured], checkpoints: Callable[[str], Path]
 ) -> None:
     """An adapter is added and removed while steps run ahead: graphs neither refer to it nor omit it."""
     found = captured("nano25")
@@ -149,114 +181,79 @@ def test_steps_with_an_adapter_are_not_captured_and_others_still_are(
     adapter = random_adapter(config.text_config, rank=4, seed=1, prefix="model.language_model.")
     alone, other = lone(24), dataclasses.replace(lone(9), adapter=1)
     add_adapters(found.stage, [adapter])
-    plain = outputs(run(stages("nano25"), [alone]))
+    (expected,) = plain("nano25", [alone])
     first, second = outputs(run(found.stage, [alone, other], arrivals=8))
-    assert first == plain[0]
-    assert second != plain[0][:9]
-    assert 10 < found.stream.starts - TRIED_STEPS < 24, "the steps of one alone are captured"
+    assert first == expected
+    assert second != expected[:9]
+    assert 10 < found.steps < 24, "the steps of one alone are captured"
     before = found.stream.starts
     assert outputs(run(found.stage, [other])) == [second]
     assert found.stream.starts == before
 
 
 def test_steady_rows_need_no_input_from_the_host(
-    stages: Stages, captured: Callable[[str], Captured]
+    plain: Plain, captured: Callable[[str], Captured]
 ) -> None:
     """Tokens stay on the device; the host only sends something when a sequence enters a new block."""
     found = captured("nano25")
-    question = lone(41)
-    assert outputs(run(found.stage, [question])) == outputs(run(stages("nano25"), [question]))
+    assert outputs(run(found.stage, [lone(41)])) == plain("nano25", [lone(41)])
     blocks = 40 // BLOCK_SIZE
-    assert 40 <= found.stream.starts - TRIED_STEPS <= 42
+    assert 40 <= found.steps <= 42
     assert found.stream.uploads <= 2 * (blocks + 2)
 
 
 def test_steps_start_early_and_their_results_are_used(
-    stages: Stages, captured: Callable[[str], Captured], monkeypatch: pytest.MonkeyPatch
+    plain: Plain, captured: Callable[[str], Captured]
 ) -> None:
     """When a sequence ends, the others take their tokens from the step in flight."""
     found = captured("nano25")
     questions = [lone(18), dataclasses.replace(lone(30), text="Compare."), lone(26)]
-    started: list[Batch] = []
-    graphs = found.stage.generator._captured  # type: ignore[attr-defined]
-    begin = graphs._begin
-
-    def noted(batch: Batch) -> object:
-        started.append(batch)
-        return begin(batch)
-
-    monkeypatch.setattr(graphs, "_begin", noted)
-    assert outputs(run(found.stage, questions)) == outputs(run(stages("nano25"), questions))
+    assert outputs(run(found.stage, questions)) == plain("nano25", questions)
     steps = 29
-    assert len(started) < steps
-    assert found.stream.starts - TRIED_STEPS <= steps + 3
+    assert len(found.begun) < steps
+    assert found.steps <= steps + 3
 
 
-SAMPLED: dict[str, dict[str, Any]] = {
-    "temperature": {"seed": 3},
-    "nucleus": {"seed": 4, "top_p": 0.9, "top_k": 40},
-    # The last token matters: two likely tokens alternate.
-    "penalties": {
-        "seed": 5,
-        "repetition_penalty": 1.3,
-        "frequency_penalty": 2.0,
-        "logit_bias": ((9, 7.0), (11, 7.0)),
-    },
-    "bounded": {"seed": 6, "min_tokens": 9, "bad_words": ((7,),), "min_p": 0.01},
-}
-
-
-@pytest.mark.parametrize("fields", SAMPLED.values(), ids=SAMPLED)
-@pytest.mark.parametrize("options", [{}, {"preempts": 5}, {"arrivals": 7}])
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [
+        ({"seed": 3}, {"preempts": 5}),
+        ({"seed": 4, "top_p": 0.9, "top_k": 40}, {"arrivals": 7}),
+        (
+            # The last token matters: two likely tokens alternate.
+            {"seed": 5, "repetition_penalty": 1.3, "frequency_penalty": 2.0}
+            | {"logit_bias": ((9, 7.0), (11, 7.0))},
+            {},
+        ),
+        ({"seed": 6, "min_tokens": 9, "bad_words": ((7,),), "min_p": 0.01}, {"preempts": 5}),
+    ],
+    ids=["temperature", "nucleus", "penalties", "bounded"],
+)
 def test_sampled_rows_run_ahead(
-    stages: Stages,
+    plain: Plain,
     captured: Callable[[str], Captured],
-    monkeypatch: pytest.MonkeyPatch,
     fields: dict[str, Any],
     options: dict[str, int],
 ) -> None:
     """Greedy and sampled rows in one batch; also with dropped steps after a preemption or a new request."""
-    sampling = SamplingParams(temperature=0.5, **fields)
     found = captured("nano25")
-    questions = [lone(30), *(dataclasses.replace(lone(n), sampling=sampling) for n in (18, 26))]
-    graphs = found.stage.generator._captured  # type: ignore[attr-defined]
-    started: list[Batch] = []
-    begin = graphs._begin
-
-    def noted(batch: Batch) -> object:
-        started.append(batch)
-        return begin(batch)
-
-    monkeypatch.setattr(graphs, "_begin", noted)
-    expected = outputs(run(stages("nano25"), questions, **options))
+    sampled = {"temperature": 0.5, **fields}
+    questions = [lone(30), lone(18, **sampled), lone(26, **sampled)]
+    expected = plain("nano25", questions, **options)
     assert outputs(run(found.stage, questions, **options)) == expected
-    assert expected[1] != run(stages("nano25"), [lone(18)])[0].output, "it was sampled"
-    taken = found.stream.starts - TRIED_STEPS - len(started)
-    assert taken > (12 if not options else 2)
+    assert expected[1] != plain("nano25", [lone(18)])[0], "it was sampled"
+    assert found.steps - len(found.begun) > (2 if options else 12)
 
 
 @pytest.mark.parametrize("fields", [{"logprobs": 2}, {"bad_words": ((7, 9),)}])
 def test_rows_that_the_host_must_see_stop_running_ahead(
-    stages: Stages,
-    captured: Callable[[str], Captured],
-    monkeypatch: pytest.MonkeyPatch,
-    fields: dict[str, Any],
+    plain: Plain, captured: Callable[[str], Captured], fields: dict[str, Any]
 ) -> None:
     found = captured("nano25")
-    questions = [lone(20), dataclasses.replace(lone(20), sampling=SamplingParams(seed=1, **fields))]
-    graphs = found.stage.generator._captured  # type: ignore[attr-defined]
-    ahead: list[bool] = []
-    start = graphs._start
-
-    def noted(rows: object, *, ahead_of: list[bool] = ahead, **given: bool) -> object:
-        ahead_of.append(given.get("ahead", False))
-        return start(rows, **given)
-
-    monkeypatch.setattr(graphs, "_start", noted)
-    expected = outputs(run(stages("nano25"), questions))
-    assert outputs(run(found.stage, questions)) == expected
-    assert ahead
-    assert not any(ahead)
+    questions = [lone(20), lone(20, temperature=1.0, seed=1, **fields)]
+    assert outputs(run(found.stage, questions)) == plain("nano25", questions)
+    assert found.ahead
+    assert not any(found.ahead)
 
 
 def test_padding_touches_nobodys_blocks(captured: Callable[[str], Captured]) -> None:
@@ -273,14 +270,14 @@ def test_padding_touches_nobodys_blocks(captured: Callable[[str], Captured]) -> 
 
 
 def test_capture_that_fails_leaves_eager_steps(
-    stages: Stages, captured: Callable[[str], Captured], caplog: pytest.LogCaptureFixture
+    plain: Plain, captured: Callable[[str], Captured], caplog: pytest.LogCaptureFixture
 ) -> None:
     found = captured("nano25")
     found.stream.failure = RuntimeError("operation not permitted when stream is capturing")
     found.build()
     with caplog.at_level(logging.WARNING):
         got = outputs(run(found.stage, [lone(12)]))
-    assert got == outputs(run(stages("nano25"), [lone(12)]))
+    assert got == plain("nano25", [lone(12)])
     assert found.stream.starts == 0
     assert [each.getMessage() for each in caplog.records] == [
         (
@@ -316,14 +313,14 @@ def test_graphs_go_before_the_cache_and_come_back(captured: Callable[[str], Capt
 @pytest.mark.parametrize("factor", [2.0, float("nan")])
 def test_steps_that_replay_other_logits_than_eager_ones_are_dropped(
     factor: float,
-    stages: Stages,
+    plain: Plain,
     captured: Callable[[str], Captured],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """As those of a model whose code depends on a position that the host knew during the capture."""
     found = captured("nano25")
-    graphs = found.stage.generator._captured  # type: ignore[attr-defined]
+    graphs = found.graphs
     run_model = graphs._run
 
     def by_position(ids: torch.Tensor, at: torch.Tensor, step: PagedStep) -> torch.Tensor:
@@ -340,21 +337,8 @@ def test_steps_that_replay_other_logits_than_eager_ones_are_dropped(
     monkeypatch.setattr(found.stream, "capture", once)
     with caplog.at_level(logging.WARNING):
         got = outputs(run(found.stage, [lone(12)]))
-    assert got == outputs(run(stages("nano25"), [lone(12)]))
+    assert got == plain("nano25", [lone(12)])
     assert "replayed logits are wrong" in caplog.text
-
-
-@pytest.fixture
-def generic(monkeypatch: pytest.MonkeyPatch) -> list[CapturingBackend]:
-    """Return the list of backends, all with captured steps, of models that the test loads."""
-    made: list[CapturingBackend] = []
-
-    def choose(settings: WorkerSettings, dtype: torch.dtype, *_: str) -> CapturingBackend:
-        made.append(CapturingBackend(settings, dtype))
-        return made[-1]
-
-    monkeypatch.setattr(language, "choose_backend", choose)
-    return made
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -15,8 +14,7 @@ from torch import nn
 pytest.importorskip("triton")
 
 from tests.bench.gpu.kernels import compiled
-from vsched.worker.contract import WorkerSettings
-from vsched_workers.backends.choice import choose_backend
+from tests.workers.backends.cuda.on_host import DEVICE, backend_here
 from vsched_workers.backends.cuda.products import (
     FEW_ROWS_MAX,
     ProductPlan,
@@ -28,7 +26,6 @@ from vsched_workers.families.decoders import Decoder
 from vsched_workers.quantized.layers import QuantizedLinear
 from vsched_workers.quantized.weights import QuantizedWeight, quantize
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.filterwarnings("default")
 
 
@@ -133,15 +130,6 @@ def processors(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: facts)
 
 
-def backend_on_host(**given: Any) -> Any:
-    """Return the CUDA backend on this machine's device, or on the host."""
-    backend: Any = choose_backend(WorkerSettings(device="cuda", **given), torch.float32)
-    backend.device = DEVICE
-    if backend._quantizer is not None:
-        backend._quantizer._device = DEVICE
-    return backend
-
-
 @pytest.mark.usefixtures("processors")
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_model_is_made_into_few_bits_on_loading(kind: str) -> None:
@@ -155,7 +143,7 @@ def test_model_is_made_into_few_bits_on_loading(kind: str) -> None:
             few = quantize(weight.detach(), "int8" if of_head else kind)
             weight.data = few.dequantized()
     before = sum(each.nbytes for each in model.parameters())
-    backend = backend_on_host(weights=kind)
+    backend = backend_here(weights=kind)
     assert set(backend.lays_out(model)) == {"up.weight", "down.weight"}
     made = backend.prepare_language(
         model.to(DEVICE), model.embed_tokens.weight, Decoder(experts=True)
@@ -177,7 +165,7 @@ def test_published_layers_stay_in_their_bits_and_others_as_they_are() -> None:
     model.up = QuantizedLinear(model.up, weight)
     model.up.register_forward_hook(lambda _module, _given, found: found * 2)
     plain = 2 * nn.functional.linear(model.embed_tokens.weight, weight.dequantized(), model.up.bias)
-    size = backend_on_host().prepare_tower(model.to(DEVICE))
+    size = backend_here().prepare_tower(model.to(DEVICE))
     assert isinstance(model.up, QuantizedLayer)
     assert type(model.down) is nn.Linear
     assert size == weight.nbytes + sum(each.nbytes for each in model.parameters())

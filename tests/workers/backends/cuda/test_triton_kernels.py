@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.bench.gpu.kernels import SHARED_BYTES_MAX, compiled
+from tests.workers.backends.cuda.on_host import DEVICE
 from tests.workers.backends.paged import filled_cache, written_out
 from vsched_workers.backends.cuda.attention import ContextSplit, TritonDecode, split_of_contexts
-from vsched_workers.backends.reference.attention import decode_by_gather, prefill_by_gather
-from vsched_workers.batching.kv_cache import KvCache, KvShape
-from vsched_workers.batching.paged_attention import (
-    ContextIndex,
-    PagedStep,
-    ScoreRule,
-    decode_by_rule,
-)
+from vsched_workers.batching.paged_attention import ScoreRule, decode_by_rule
 
 pytest.importorskip("triton")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Warnings of torch and Triton on a new machine are not a failure of the tested code.
 pytestmark = pytest.mark.filterwarnings("default")
 HEAD_DIMS = (16, 64, 80, 96, 128, 256)
@@ -136,36 +127,22 @@ def test_triton_attends_by_score_rules_as_torch_does(
     processors: int,
 ) -> None:
     """Windows, soft-capping, sinks, and values of another size than keys, in any combination."""
-    kv_heads, key_dim, _ = shape
+    kv_heads, key_dim, value_dim = shape
     chance = torch.Generator().manual_seed(len(contexts))
-    width = -(-max(contexts) // 16)
-    cache = KvCache(
-        [KvShape(*shape)],
-        blocks=width * len(contexts),
+    cache, step = filled_cache(
+        torch.float32,
+        kv_heads,
+        key_dim,
+        contexts=contexts,
         block_size=16,
-        dtype=torch.float32,
-        allocate=functools.partial(torch.zeros, device=DEVICE),
-    )
-    for held in (cache.keys[0], cache.values[0]):
-        held.copy_(torch.randn(held.shape, generator=chance))
-    tables = torch.randperm(cache.blocks, generator=chance).int().view(-1, width).numpy()
-    step = PagedStep(
-        cache=cache,
-        decode=decode_by_gather,
-        prefill=prefill_by_gather,
-        slots=torch.empty(0, dtype=torch.int64),
-        decode_rows=len(contexts),
-        tables=tables,
-        contexts=np.array(contexts, dtype=np.int32),
-        segments=[],
+        device=DEVICE,
+        value_dim=value_dim,
     )
     heads = kv_heads * group
     query = torch.randn(len(contexts), heads, key_dim, generator=chance).to(DEVICE)
     sinks = torch.randn(heads, generator=chance).to(DEVICE) if has_sinks else None
     rule = ScoreRule(0.3, window, softcap, sinks)
-    index = ContextIndex.of(
-        tables, step.contexts, block_size=16, window=window, device=query.device
-    )
+    index = step.context_index(window, query.device)
     wanted = decode_by_rule(query, cache.layers[0], index, rule)
     found = TritonDecode(processors).by_rule(query, 0, step, rule)
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)

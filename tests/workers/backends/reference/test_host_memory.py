@@ -197,12 +197,6 @@ def test_host_memory_maps_pieces_that_are_not_to_leave_holes() -> None:
     assert usual >= 12
 
 
-def test_host_memory_drifts_with_what_was_measured() -> None:
-    """Fragmentation adds a share, and the interpreter a constant."""
-    assert HostMemory().drift(0) == 8 << 20
-    assert HostMemory().drift(30 << 20) == 23 << 20
-
-
 def test_huge_pages_hold_pieces_behind_one_another_and_little_is_left_over() -> None:
     pages = HugePages()
     draw = random.Random(1)

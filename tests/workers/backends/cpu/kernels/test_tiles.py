@@ -12,7 +12,6 @@ pytest.importorskip("numba")
 from tests.workers.backends.cpu.test_products import KINDS, drawn, product_of, weight_of
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.cpu.backend import CpuBackend
-from vsched_workers.backends.cpu.kernels.simd import LINE
 from vsched_workers.backends.cpu.products import (
     PanelProduct,
     QuantizedProduct,
@@ -23,16 +22,11 @@ from vsched_workers.backends.cpu.quantized.widened import ROWS_MIN
 from vsched_workers.backends.cpu.tiles.kernel import (
     HALF,
     OWN_ROWS_MAX,
-    STEP_BYTES,
     STEP_INPUTS,
     TILE_ROWS,
-    Parts,
-    fetched_by,
-    fetches_itself,
     has_tiles,
     multiply_in_tiles,
     parts_of,
-    turn_of,
 )
 from vsched_workers.memory.sparse_runs import sparsely
 from vsched_workers.quantized.weights import QuantizedWeight
@@ -121,36 +115,6 @@ def test_a_last_part_may_have_no_whole_step() -> None:
     assert product is not None
     sums = product_of(taken, weight, None)
     assert torch.allclose(product(taken).double(), sums, atol=2e-3 * inputs**0.5, rtol=2**-7)
-
-
-@pytest.mark.parametrize("pieces", [0, 1, 7, 9])
-@pytest.mark.parametrize("count", [1, 2, 3])
-@pytest.mark.parametrize("together", [1, 3, 20])
-def test_each_part_of_each_piece_has_its_turn(pieces: int, count: int, together: int) -> None:
-    """The parts of a piece come in order, and accumulators of `together` pieces are stored at a time."""
-    parts = Parts(8 * count, 8, count, together, 0)
-    turns = [turn_of(turn, pieces, parts) for turn in range(pieces * count)]
-    every = [(piece, part) for piece in range(pieces) for part in range(count)]
-    assert sorted((piece, part) for piece, part, _ in turns) == every
-    kept: dict[int, list[int]] = {}
-    for piece, part, place in turns:
-        assert place < together
-        kept.setdefault(place, []).extend([piece] * (part == 0))
-        assert kept[place][-1] == piece
-
-
-@pytest.mark.parametrize("rows", [17, 33, 48, 49, 64, 100, 112, 240, 345, 496, 1024])
-def test_weights_are_fetched_just_once(rows: int) -> None:
-    """By the rows that are multiplied by them, or by passes of the previous turn, a part each."""
-    tiles = -(-rows // TILE_ROWS)
-    assert fetches_itself(0, rows)
-    for turn in range(4):
-        done = 0
-        for index in range(-(-tiles // 2)):
-            lines, before = fetched_by(index, tiles, fetches_itself(turn, rows))
-            assert not lines or before == done
-            done += lines
-        assert done == (0 if fetches_itself(turn + 1, rows) else STEP_BYTES // LINE)
 
 
 @pytest.mark.parametrize("count", [5, ROWS_MIN, 100])
