@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tests.parity.architectures import FAMILY_SIZES, make_checkpoint
-from tests.workers.driver import Driver, Question, Running, Stage
+from tests.workers.driver import Driver, Question, Running, Stage, inspect, load_generator
 from tests.workers.parallel import ranks as on_rank
 from tests.workers.parallel.ranks import Ranks
 from vsched.errors import CheckpointError
@@ -187,7 +187,7 @@ def on_two_ranks(
 ) -> bool | None:
     """Return True if both of two ranks have the expected output; None if they cannot share the model."""
     try:
-        info = plugin.inspect(path, dtype="auto", item_tokens_max=0)
+        info = inspect(path)
         plugin.check_parallel(info, stage="generate", ranks=2)
         found = ranks.run(on_rank.answer_text, path, questions)
     except CheckpointError:
@@ -224,7 +224,7 @@ def refusal_of(name: str) -> str:
         (path / WEIGHTS).write_bytes(_EMPTY_FILE)
         try:
             info = plugin.inspect(folder, dtype="auto", item_tokens_max=0)
-            plugin.load_generator(info, WorkerSettings(), lambda _label, _fraction: None)
+            load_generator(info)
         except CheckpointError as error:
             found = re.search(r"model_type '[\w-]+' has (.*), and cannot be served", str(error))
             return found[1] if found else ""

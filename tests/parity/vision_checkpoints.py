@@ -72,7 +72,9 @@ _QWEN_TOKENS = {
 }
 _PLACES = [(row, column) for row in range(1, 7) for column in range(1, 7)]
 _CELLS = {f"cell_{row}_{column}": f"<row_{row}_col_{column}>" for row, column in _PLACES}
-_TILES = {f"tile_{row}_{at}": f"<|img_row_{row}_col_{at}|>" for row, at in _PLACES if max(row, at) < 5}
+_TILES = {
+    f"tile_{row}_{at}": f"<|img_row_{row}_col_{at}|>" for row, at in _PLACES if max(row, at) < 5
+}
 _IDEFICS = {"size": {"longest_edge": 84}, "max_image_size": {"longest_edge": 28}}
 _FULL = {"vision_feature_select_strategy": "full"}
 _WITHOUT_CLASS: Mapping[str, Any] = {"patch_size": 7, "num_additional_image_tokens": 1} | {

@@ -34,7 +34,16 @@ from tests.parity.vision_architectures import (
     images_of,
     save_model,
 )
-from tests.workers.driver import BLOCK_SIZE, BLOCKS, SLOTS, Question, Stage, drawn_image
+from tests.workers.driver import (
+    BLOCK_SIZE,
+    BLOCKS,
+    SLOTS,
+    Question,
+    Stage,
+    drawn_image,
+    load_encoder,
+    load_generator,
+)
 from tests.workers.reference import Reference
 from vsched.types import ArraySpec, ModelInfo, Spans
 from vsched.worker.contract import ImagePlan, WorkerSettings
@@ -48,7 +57,6 @@ from vsched_workers.families.generic import (
     unpack_metadata,
     vision_facts,
 )
-from vsched_workers.plugin import plugin
 
 ASKED = ((0,), (1,), (2, 3), ())
 """The images of each prompt."""
@@ -196,9 +204,9 @@ def load_stage(path: Path, family: str, images: Any, device: str) -> VisionStage
         slots=SLOTS,
         state_snapshots=SLOTS,
     )
-    generator = plugin.load_generator(info, settings, lambda _label, _fraction: None)
+    generator = load_generator(info, settings)
     generator.build_kv(blocks=BLOCKS, block_size=BLOCK_SIZE)
-    encoder = plugin.load_encoder(info, settings, lambda _label, _fraction: None)
+    encoder = load_encoder(info, settings)
     return VisionStage(info, images, encoder, generator)
 
 

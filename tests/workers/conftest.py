@@ -24,7 +24,7 @@ def stages(checkpoints: Callable[[str], Path]) -> Callable[..., Stage]:
 
     @functools.cache
     def load(size: str, attention: str = "exact", dtype: str = "float32") -> Stage:
-        return Stage.load(str(checkpoints(size)), attention=attention, dtype=dtype)
+        return Stage.load(checkpoints(size), attention=attention, dtype=dtype)
 
     return load
 

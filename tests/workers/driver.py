@@ -11,6 +11,7 @@ import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -133,6 +134,22 @@ class Running:
         return [int(token) for token in self.sequence.outputs]
 
 
+def inspect(path: Path | str, dtype: str = "auto", item_tokens_max: int = 0) -> ModelInfo:
+    return plugin.inspect(str(path), dtype=dtype, item_tokens_max=item_tokens_max)
+
+
+def load_generator(info: ModelInfo, settings: WorkerSettings | None = None) -> Any:
+    return plugin.load_generator(info, settings or WorkerSettings(), unreported)
+
+
+def load_encoder(info: ModelInfo, settings: WorkerSettings | None = None) -> Any:
+    return plugin.load_encoder(info, settings or WorkerSettings(), unreported)
+
+
+def unreported(_label: str, _fraction: float) -> None:
+    """Take a report of progress."""
+
+
 @dataclass
 class Stage:
     """The loaded parts of one checkpoint."""
@@ -150,14 +167,14 @@ class Stage:
     @classmethod
     def load(
         cls,
-        path: str,
+        path: Path | str,
         *,
-        attention: str,
-        dtype: str,
+        attention: str = "exact",
+        dtype: str = "float32",
         settings: WorkerSettings | None = None,
         kv_dtype: str = "auto",
     ) -> Stage:
-        info = plugin.inspect(path, dtype=dtype, item_tokens_max=0)
+        info = inspect(path, dtype)
         if kv_dtype == "int8":
             info = info.with_int8_kv
         settings = settings or WorkerSettings(threads=1)
@@ -166,11 +183,11 @@ class Stage:
         )
         kept_by = settings.ranks if info.shares_kv else 1
         share = msgspec.structs.replace(info, kv_bytes_per_token=info.kv_bytes_per_token // kept_by)
-        generator = plugin.load_generator(share, settings, lambda _label, _fraction: None)
+        generator = load_generator(share, settings)
         generator.build_kv(blocks=BLOCKS, block_size=BLOCK_SIZE)
         encoder = None
         if info.takes_images:
-            encoder = plugin.load_encoder(info, settings, lambda _label, _fraction: None)
+            encoder = load_encoder(info, settings)
         return cls(info, plugin.load_preprocessor(info), encoder, generator)
 
     def prompt(self, question: Question) -> tuple[list[int], list[Spans]]:

@@ -12,12 +12,11 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 from transformers import AutoModelForCausalLM
 
 from tests.parity.architectures import make_checkpoint
 from tests.parity.compare import generated, prompts
-from tests.workers.driver import Driver, Question, Stage
+from tests.workers.driver import Driver, Question, Stage, inspect, load_generator
 from vsched.errors import CheckpointError, ConfigError, RequestRefused
 from vsched.types import ModelInfo
 from vsched.worker.contract import ImagePlan, WorkerSettings
@@ -25,7 +24,6 @@ from vsched_workers.backends.reference.backend import Backend
 from vsched_workers.backends.reference.host_memory import HostMemory
 from vsched_workers.backends.reference.packed_weights import PackedLinear
 from vsched_workers.checkpoint.description import describe_checkpoint
-from vsched_workers.checkpoint.whole_model import _own_memory
 from vsched_workers.language import _load_any
 from vsched_workers.plugin import plugin
 
@@ -65,14 +63,8 @@ def edit(made: Path, to: Path, **changes: Any) -> Path:
     return to
 
 
-def inspect(path: Path) -> ModelInfo:
-    return plugin.inspect(str(path), dtype="auto", item_tokens_max=0)
-
-
 def load(path: Path, **settings: Any) -> Any:
-    return plugin.load_generator(
-        inspect(path), WorkerSettings(**settings), lambda _label, _fraction: None
-    )
+    return load_generator(inspect(path), WorkerSettings(**settings))
 
 
 def test_facts_of_a_model_of_text(llama: Path) -> None:
@@ -101,7 +93,7 @@ def test_weights_in_many_files_and_heads_of_both_kinds(
     (tmp_path / "model.safetensors").unlink()
     model.save_pretrained(tmp_path, max_shard_size="100KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    stage = Stage.load(str(tmp_path), attention="exact", dtype="auto")
+    stage = Stage.load(tmp_path, attention="exact", dtype="auto")
     held = sum(weight.nbytes for weight in model.parameters())  # tied weights count once
     assert stage.generator.weights_bytes == held
     questions = [Question(prompt, count=6) for prompt in prompts()]
@@ -142,19 +134,6 @@ def test_context_ends_where_frequencies_would_change_for_a_whole_step(
     assert inspect(edited(rope_parameters=rope)).context_tokens == 128
 
 
-def test_check_parallel_refuses_several_ranks(generic: Path) -> None:
-    with pytest.raises(
-        CheckpointError, match="one rank only: .* no plan .* Remedy: set generate.tensor_par"
-    ):
-        plugin.check_parallel(inspect(generic), stage="generate", ranks=2)
-
-
-def test_check_parallel_of_the_usual_make(llama: Path) -> None:
-    plugin.check_parallel(inspect(llama), stage="generate", ranks=2)
-    with pytest.raises(CheckpointError, match="num_key_value_heads is 2, .* one of 1, 2."):
-        plugin.check_parallel(inspect(llama), stage="generate", ranks=4)
-
-
 @pytest.mark.parametrize(
     ("changes", "path"),
     [
@@ -173,23 +152,16 @@ def test_description_reports_the_path(
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"deterministic": True}, "model.deterministic: "), ({"device": "cuda"}, "generate.device: ")],
+    [
+        ({"deterministic": True}, "model.deterministic: "),
+        ({"device": "cuda"}, "generate.device: "),
+    ],
 )
 def test_load_refuses_features_that_such_models_cannot(
     generic: Path, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         load(generic, **settings)
-
-
-def test_deterministic_is_refused_before_weights_are_read(generic: Path, tmp_path: Path) -> None:
-    """Even if the device and the processor support it."""
-    path = edit(generic, tmp_path)
-    (path / "model.safetensors").write_bytes(b"no tensors at all")
-    backend = Backend(WorkerSettings(), torch.float32)
-    requested = WorkerSettings(deterministic=True)
-    with pytest.raises(ConfigError, match="model.deterministic: .* cannot do so. Remedy"):
-        _load_any(inspect_written(generic, path), requested, backend, lambda *_: None)
 
 
 def test_remedy_of_ranks_that_share_a_decoder_by_plan_is_one_rank(tmp_path: Path) -> None:
@@ -203,11 +175,6 @@ def test_remedy_of_ranks_that_share_a_decoder_by_plan_is_one_rank(tmp_path: Path
     )
     with pytest.raises(ConfigError, match=message):
         _load_any(inspect(tmp_path), requested, backend, lambda *_: None)
-
-
-def inspect_written(made: Path, path: Path) -> ModelInfo:
-    """Return the properties of a checkpoint for its copy without weights."""
-    return msgspec.structs.replace(inspect(made), path=str(path))
 
 
 def test_load_reports_a_missing_tensor_and_one_of_another_shape(
@@ -243,7 +210,7 @@ def test_load_reports_layers_that_keep_more_than_declared(
         | {"kv_bytes_per_token": 77}
     )
     with pytest.raises(CheckpointError, match="keep 1024 bytes of a token.*tells 77"):
-        plugin.load_generator(wrong, WorkerSettings(), lambda _label, _fraction: None)
+        load_generator(wrong)
 
 
 def test_load_reports_states_other_than_declared(tmp_path: Path) -> None:
@@ -256,7 +223,7 @@ def test_load_reports_states_other_than_declared(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").unlink()
     wrong = msgspec.structs.replace(info, state_bytes=77)
     with pytest.raises(CheckpointError, match="keep 1536 bytes of a sequence.*tells 77"):
-        plugin.load_generator(wrong, WorkerSettings(), lambda _label, _fraction: None)
+        load_generator(wrong)
 
 
 def test_states_of_all_slots_stand_with_the_cache_and_go_with_it(tmp_path: Path) -> None:
@@ -297,16 +264,6 @@ def test_weights_that_are_packed_are_memory_of_the_process_alone(
     worker = load(path)
     assert any(isinstance(each, PackedLinear) for each in worker.module.modules())
     assert str(path) not in Path("/proc/self/maps").read_text()
-
-
-def test_a_weight_with_two_names_is_copied_unless_both_are_packed() -> None:
-    head, embedding = nn.Linear(2, 3, bias=False), nn.Embedding(3, 2)
-    embedding.weight = head.weight
-    model, before = nn.ModuleDict({"head": head, "embedding": embedding}), head.weight.data_ptr()
-    _own_memory(model, ["head.weight", "embedding.weight"])
-    assert head.weight.data_ptr() == before
-    _own_memory(model, ["head.weight"])
-    assert embedding.weight.data_ptr() == head.weight.data_ptr() != before
 
 
 @pytest.mark.parametrize("name", ["stablelm", "deepseek_v3", "cohere2"])

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.workers.driver import inspect
 from vsched.errors import ConfigError
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.choice import check_device, threads_here
@@ -70,7 +71,7 @@ def test_load_looks_at_the_device_first(
     gpus: Callable[[int, str | None], None], checkpoints: Callable[[str], Path], stage: str
 ) -> None:
     gpus(0, None)
-    info = plugin.inspect(str(checkpoints("nano25")), dtype="auto", item_tokens_max=0)
+    info = inspect(checkpoints("nano25"))
     load = {"encode": plugin.load_encoder, "generate": plugin.load_generator}[stage]
     with pytest.raises(ConfigError, match=f"{stage}.device: this build of torch"):
         load(info, WorkerSettings(device="cuda:0"), lambda _label, _fraction: None)
@@ -86,7 +87,7 @@ def test_workers_report_the_threads_of_their_process(
 ) -> None:
     """With kernels, the threads in use of the pool, which may be fewer; otherwise torch's, which are constant."""
     monkeypatch.setattr(threads, "_POOL", [])
-    info = plugin.inspect(str(checkpoints("nano25")), dtype="auto", item_tokens_max=0)
+    info = inspect(checkpoints("nano25"))
     load = {"encode": plugin.load_encoder, "generate": plugin.load_generator}[stage]
     settings = WorkerSettings(attention=attention, threads=2)
     worker = load(info, settings, lambda _label, _fraction: None)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.patience import PATIENCE_S
+from tests.workers.driver import load_generator
 from vsched.fork_server import rank_environment
 from vsched.types import ModelInfo
 from vsched.wire import SizeKv
@@ -30,7 +31,7 @@ IMAGE = image_plan((1, 8, 8), merge=2, patch=1, channels=1)
 
 def load_language(path: Path, dtype: str = "float32") -> tuple[LanguageWorker, ModelInfo]:
     info = plugin.inspect(str(path), dtype=dtype, item_tokens_max=64)
-    worker = plugin.load_generator(info, WorkerSettings(threads=1), lambda _label, _fraction: None)
+    worker = load_generator(info, WorkerSettings(threads=1))
     assert isinstance(worker, LanguageWorker)
     return worker, info
 

@@ -27,6 +27,8 @@ from tests.workers.driver import (
     Running,
     Stage,
     drawn_image,
+    inspect,
+    load_generator,
 )
 from tests.workers.reference import Reference
 from vsched.errors import ConfigError, DeviceOutOfMemory
@@ -176,23 +178,23 @@ def test_prepare_reports_out_of_memory(stages: Stages, monkeypatch: pytest.Monke
 
 def test_build_kv_refuses_input_that_cannot_fit(checkpoints: Callable[[str], Path]) -> None:
     """Value, limit and remedy; nothing is allocated."""
-    info = plugin.inspect(str(checkpoints("nano25")), dtype="auto", item_tokens_max=0)
-    worker = plugin.load_generator(info, WorkerSettings(), lambda _label, _fraction: None)
+    info = inspect(checkpoints("nano25"))
+    worker = load_generator(info)
     with pytest.raises(DeviceOutOfMemory, match=r"value \d+, limit \d+. Remedy: "):
         worker.build_kv(blocks=1 << 34, block_size=BLOCK_SIZE)
 
 
 def test_load_refuses_an_unknown_kernel(checkpoints: Callable[[str], Path]) -> None:
-    info = plugin.inspect(str(checkpoints("nano25")), dtype="auto", item_tokens_max=0)
+    info = inspect(checkpoints("nano25"))
     settings = WorkerSettings(attention="fastest")
     with pytest.raises(ConfigError, match="'fastest'.*auto, exact"):
-        plugin.load_generator(info, settings, lambda _label, _fraction: None)
+        load_generator(info, settings)
 
 
 def test_load_reports_progress_and_holds_no_vision_weights(
     checkpoints: Callable[[str], Path], size: str
 ) -> None:
-    info = plugin.inspect(str(checkpoints(size)), dtype="auto", item_tokens_max=0)
+    info = inspect(checkpoints(size))
     received: list[tuple[str, float]] = []
     worker = plugin.load_generator(
         info, WorkerSettings(), lambda label, fraction: received.append((label, fraction))
@@ -286,14 +288,14 @@ def test_drafts_give_what_single_rows_give_in_any_model(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_checkpoint(name, tmp_path)
-    stage = Stage.load(str(tmp_path), attention="auto", dtype="auto")
+    stage = Stage.load(tmp_path, attention="auto", dtype="auto")
     check(stage, monkeypatch)
 
 
 def test_plugin_verifies_no_drafts_on_a_gpu_or_with_a_state(
     checkpoints: Callable[[str], Path],
 ) -> None:
-    info = plugin.inspect(str(checkpoints("nano25")), dtype="auto", item_tokens_max=0)
+    info = inspect(checkpoints("nano25"))
     assert plugin.verifies_drafts(info, device="cpu")
     assert not plugin.verifies_drafts(info, device="cuda:0")
     keeps = msgspec.structs.replace(info, state_bytes=64)

@@ -25,7 +25,7 @@ from tests.parity.vision_architectures import (
     save_model,
 )
 from tests.parity.vision_checkpoints import make_vision_checkpoint
-from tests.workers.driver import ROWS_A_PAGE, Stage, drawn_image, values_of
+from tests.workers.driver import ROWS_A_PAGE, Stage, drawn_image, inspect, load_encoder, values_of
 from tests.workers.reference import Reference
 from vsched.errors import CheckpointError
 from vsched.types import ModelInfo
@@ -108,7 +108,7 @@ def test_encode_gives_the_same_in_parts(
     """A token limit splits a batch; an image's rows do not depend on the other images."""
     stage = stages("nano3")
     settings = WorkerSettings(encode_tokens_max=tokens_max)
-    worker = plugin.load_encoder(stage.info, settings, lambda _label, _fraction: None)
+    worker = load_encoder(stage.info, settings)
     jobs = jobs_of(stage)
     found, alone = empty_pages(stage.info), empty_pages(stage.info)
     worker.encode(jobs, found)
@@ -128,7 +128,7 @@ def test_encode_pauses_between_blocks(
     """Bit-identical rows, written at the end; between slices the thread is not in inference mode."""
     stage = stages(size)
     settings = WorkerSettings(attention=attention)
-    worker = plugin.load_encoder(stage.info, settings, lambda _label, _fraction: None)
+    worker = load_encoder(stage.info, settings)
     assert worker.pauses
     jobs = jobs_of(stage)
     whole, found = empty_pages(stage.info), empty_pages(stage.info)
@@ -159,7 +159,7 @@ def test_encode_without_pauses_needs_no_greenlets(
     stages("nano25").encoder.encode(jobs, expected)
     monkeypatch.setattr(vision, "choose_backend", BehindBackend)
     monkeypatch.setitem(sys.modules, "vsched_workers.batching.sliced_run", None)
-    stage = Stage.load(str(checkpoints("nano25")), attention="exact", dtype="float32")
+    stage = Stage.load(checkpoints("nano25"))
     assert not stage.encoder.pauses
     found = empty_pages(stage.info)
     stage.encoder.encode(jobs, found)
@@ -169,7 +169,7 @@ def test_encode_without_pauses_needs_no_greenlets(
 def test_encode_that_fails_within_a_batch_takes_the_next(stages: Stages) -> None:
     """The error is raised by the failing layer; an abandoned batch leaves nothing behind."""
     stage = stages("nano25")
-    worker = plugin.load_encoder(stage.info, WorkerSettings(), lambda _label, _fraction: None)
+    worker = load_encoder(stage.info)
     assert worker.pauses
     jobs = jobs_of(stage)
     wrong = replace(jobs[0], tokens=jobs[0].tokens - 1)
@@ -279,10 +279,10 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelInfo, AnyPre
     """Properties, preprocessor and encode worker of a checkpoint with images of variable size."""
     path = tmp_path_factory.mktemp("served")
     make_vision_checkpoint("mistral3", path)
-    info = plugin.inspect(str(path), dtype="auto", item_tokens_max=0)
+    info = inspect(path)
     preprocessor = plugin.load_preprocessor(info)
     assert isinstance(preprocessor, AnyPreprocessor)
-    worker = plugin.load_encoder(info, WorkerSettings(), lambda _label, _fraction: None)
+    worker = load_encoder(info)
     return info, preprocessor, worker
 
 
@@ -347,8 +347,8 @@ def test_worst_batch_is_a_real_image_of_the_most_tokens(encoder: Any) -> None:
 def test_reservation_encodes_the_worst_image(tmp_path: Path, name: str) -> None:
     """The model skips crops of padding alone: zeros would have reserved too little."""
     make_vision_checkpoint(name, tmp_path)
-    info = plugin.inspect(str(tmp_path), dtype="auto", item_tokens_max=0)
-    worker = plugin.load_encoder(info, WorkerSettings(), lambda _label, _fraction: None)
+    info = inspect(tmp_path)
+    worker = load_encoder(info)
     batches = plugin.worst_batches(info, items=2, tokens=0, pixels_max=1 << 18)
     arena = BatchArena(info, batches, plugin.sample_arrays)
     for batch in arena.batches:

@@ -35,7 +35,7 @@ SETTINGS = WorkerSettings(threads=1, adapters=3, adapter_rank_max=8)
 
 
 def load(path: Path, kind: str) -> Stage:
-    stage = Stage.load(str(path), attention=kind, dtype="bfloat16", settings=SETTINGS)
+    stage = Stage.load(path, attention=kind, dtype="bfloat16", settings=SETTINGS)
     config = AutoConfig.from_pretrained(path)
     add_adapters(stage, [random_adapter(config, **settings) for settings in ADAPTERS])
     return stage
@@ -74,7 +74,7 @@ def test_adapters_change_fused_answers_and_leave_no_trace(tmp_path: Path) -> Non
         same = [Question(prompts()[0], count=12, adapter=each) for each in requested]
         return [each.output for each in Driver(stage, chunk=40).run(same)]
 
-    plain = Stage.load(str(tmp_path), attention="auto", dtype="bfloat16")
+    plain = Stage.load(tmp_path, attention="auto", dtype="bfloat16")
     (alone,) = Driver(plain, chunk=40).run([Question(prompts()[0])])
     found = answers([0, 1, 2, 3])
     assert found[0] == alone.output
@@ -95,7 +95,7 @@ def test_deterministic_answers_have_the_same_bits_alone_and_next_to_other_adapte
     monkeypatch.setattr(driver, "BLOCK_SIZE", 16)
     make_checkpoint("llama", tmp_path, initializer_range=0.1)
     settings = dataclasses.replace(SETTINGS, deterministic=True)
-    stage = Stage.load(str(tmp_path), attention="auto", dtype="bfloat16", settings=settings)
+    stage = Stage.load(tmp_path, attention="auto", dtype="bfloat16", settings=settings)
     config = AutoConfig.from_pretrained(tmp_path)
     add_adapters(stage, [random_adapter(config, **each) for each in ADAPTERS])
     sampling = SamplingParams(temperature=0.0, logprobs=4)

@@ -57,9 +57,7 @@ def test_chunks_decodes_and_preemptions_keep_to_the_adapters_of_their_requests(
         for each in ASKED
     }
     assert len({tuple(tokens) for tokens in found.values()}) == 3, "each changes the answer"
-    stage = Stage.load(
-        str(tmp_path / "base"), attention="exact", dtype="float32", settings=SETTINGS
-    )
+    stage = Stage.load(tmp_path / "base", settings=SETTINGS)
     worker = adapter_worker(stage)
     for number in (1, 2):
         worker.add_adapter(number, str(tmp_path / str(number)))
@@ -79,9 +77,7 @@ def test_memory_for_adapters_is_taken_once_and_is_enough_for_the_highest_rank(
     tmp_path: Path,
 ) -> None:
     make_all("llama", tmp_path)
-    stage = Stage.load(
-        str(tmp_path / "base"), attention="exact", dtype="float32", settings=SETTINGS
-    )
+    stage = Stage.load(tmp_path / "base", settings=SETTINGS)
     worker = adapter_worker(stage)
     taken = worker.adapter_bytes
     assert taken > 0
@@ -104,9 +100,7 @@ def test_an_adapter_that_does_not_fit_leaves_nothing_behind(tmp_path: Path) -> N
     last = max(name for name in tensors if "lora_A" in name)
     tensors[last] = tensors[last][:, 1:].contiguous()
     save_file(tensors, damaged / WEIGHTS_FILE)
-    stage = Stage.load(
-        str(tmp_path / "base"), attention="exact", dtype="float32", settings=SETTINGS
-    )
+    stage = Stage.load(tmp_path / "base", settings=SETTINGS)
     worker = adapter_worker(stage)
     for _ in range(3):
         with pytest.raises(CheckpointError, match=r"inputs and outputs.*Remedy"):
@@ -118,9 +112,7 @@ def test_an_adapter_that_does_not_fit_leaves_nothing_behind(tmp_path: Path) -> N
 
 def test_the_head_and_what_sees_other_rows_than_a_step_are_refused_by_name(tmp_path: Path) -> None:
     make_all("stablelm", tmp_path)
-    stage = Stage.load(
-        str(tmp_path / "base"), attention="exact", dtype="float32", settings=SETTINGS
-    )
+    stage = Stage.load(tmp_path / "base", settings=SETTINGS)
     worker = adapter_worker(stage)
     tensors = load_file(tmp_path / "1" / WEIGHTS_FILE)
     sides = {"lora_A": torch.ones(2, 64), "lora_B": torch.ones(300, 2)}
@@ -134,9 +126,7 @@ def test_adapters_of_experts_are_refused_by_name(tmp_path: Path) -> None:
     make_all("qwen3_moe", tmp_path)
     experts = {**ATTENTION, "target_parameters": ["mlp.experts.gate_up_proj"]}
     make_adapter(tmp_path / "base", tmp_path / "experts", 1, **experts)
-    stage = Stage.load(
-        str(tmp_path / "base"), attention="exact", dtype="float32", settings=SETTINGS
-    )
+    stage = Stage.load(tmp_path / "base", settings=SETTINGS)
     with pytest.raises(CheckpointError, match="target_parameters is .*not served. Remedy"):
         adapter_worker(stage).add_adapter(1, str(tmp_path / "experts"))
 
@@ -144,9 +134,7 @@ def test_adapters_of_experts_are_refused_by_name(tmp_path: Path) -> None:
 def test_layers_that_run_sequence_by_sequence_are_refused_by_name(tmp_path: Path) -> None:
     """A Mamba mixer is called with the rows of one sequence at a time; the layers around it are supported."""
     make_all("bamba", tmp_path)
-    stage = Stage.load(
-        str(tmp_path / "base"), attention="exact", dtype="float32", settings=SETTINGS
-    )
+    stage = Stage.load(tmp_path / "base", settings=SETTINGS)
     with pytest.raises(CheckpointError, match=r"mamba\.\w+, a Linear here; only linear.*Remedy"):
         adapter_worker(stage).add_adapter(1, str(tmp_path / "1"))
 
@@ -154,9 +142,7 @@ def test_layers_that_run_sequence_by_sequence_are_refused_by_name(tmp_path: Path
 def test_the_profiling_run_proves_steps_with_an_adapter_in_all_rows(tmp_path: Path) -> None:
     """Also if a worker's peak is measured with a few layers only; afterwards all places are free."""
     make_all("llama", tmp_path)
-    stage = Stage.load(
-        str(tmp_path / "base"), attention="exact", dtype="float32", settings=SETTINGS
-    )
+    stage = Stage.load(tmp_path / "base", settings=SETTINGS)
     limits = StepLimits(slots=2, batch_tokens=32, chunk_tokens=16, context_tokens=64, block_size=4)
     sizing = KvBuilder(stage.generator, stage.info, limits)
     sized = sizing.carry_out(SizeKv(256, profile=True, headroom_bytes=0))

@@ -32,7 +32,7 @@ def test_published_models_with_adapters_answer_as_peft(tmp_path: Path, name: str
     for seed, adapter in enumerate(adapters):
         make_adapter(twin, adapter, seed)
     settings = WorkerSettings(threads=1, adapters=2, adapter_rank_max=4)
-    stage = Stage.load(str(quantized), attention="auto", dtype="float32", settings=settings)
+    stage = Stage.load(quantized, attention="auto", dtype="float32", settings=settings)
     for number, adapter in enumerate(adapters, start=1):
         stage.generator.add_adapter(number, str(adapter))
     prompt, requested = prompts()[1], (0, 1, 2, 1)

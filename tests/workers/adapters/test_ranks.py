@@ -33,7 +33,7 @@ ALONE = WorkerSettings(threads=1)
 def load(settings: WorkerSettings, path: str, adapters: Sequence[str]) -> Stage:
     """Load a model that has these adapters, numbered from 1."""
     settings = dataclasses.replace(settings, adapters=len(adapters), adapter_rank_max=4)
-    stage = Stage.load(path, attention="exact", dtype="float32", settings=settings)
+    stage = Stage.load(path, settings=settings)
     workers = [stage.generator, *([stage.vision] if stage.vision is not None else [])]
     for worker in workers:
         for number, adapter in enumerate(adapters, start=1):
@@ -90,7 +90,7 @@ def test_images_and_text_answer_as_peft_on_one_rank_and_on_two(
     """Tower and language model each get their part of one file, with concurrent requests without an adapter."""
     base = checkpoints(size)
     reference = Reference(base)
-    stage = Stage.load(str(base), attention="exact", dtype="float32")
+    stage = Stage.load(base)
     adapters = [str(tmp_path / each) for each in ("one", "two")]
     models = [reference.model]
     models += [make_whole_adapter(base, Path(path), seed) for seed, path in enumerate(adapters)]

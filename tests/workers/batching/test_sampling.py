@@ -46,21 +46,6 @@ def greedy(**options: Any) -> SamplingParams:
     return SamplingParams(temperature=0.0, **options)
 
 
-def test_sample_takes_the_argmax_of_plain_rows() -> None:
-    logits = torch.zeros(3, VOCABULARY)
-    logits[[0, 1, 2], [7, 3, 49]] = 1.0
-    found = sample(logits.to(torch.bfloat16), [])
-    assert found.tokens.tolist() == [7, 3, 49]
-    assert found.tokens.dtype == np.int32
-
-
-def test_sample_leaves_plain_rows_alone() -> None:
-    logits = torch.zeros(2, VOCABULARY)
-    logits[0, 4] = 1.0
-    found = sample(logits, [special(1, SamplingParams(seed=5))])
-    assert found.tokens[0] == 4
-
-
 def test_repetition_penalty_counts_prompt_and_output() -> None:
     """Positive logits are divided, negative ones multiplied."""
     logits = logits_of({3: 2.0, 4: 1.9, 5: 1.8})
@@ -102,11 +87,6 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
     top = torch.topk(wanted, 5)
     assert [token for token, _ in entry.top] == top.indices.tolist()
     assert [value for _, value in entry.top] == pytest.approx(top.values.tolist())
-
-
-def test_logprobs_of_zero_alternatives() -> None:
-    found = sample(logits_of({3: 1.0}), [special(0, greedy(logprobs=0))])
-    assert found.logprobs[0].top == []
 
 
 def draws(sampling: SamplingParams, logits: torch.Tensor, count: int = 300) -> list[int]:

@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import pre_tokenizers
 
-from tests.workers.driver import Driver, Question, Stage
+from tests.workers.driver import Driver, Question, Stage, inspect, load_encoder, load_generator
 from vsched.errors import CheckpointError, ConfigError, RequestRefused
 from vsched.types import ModelInfo, SamplingDefaults
-from vsched.worker.contract import Preprocessor, WorkerSettings
+from vsched.worker.contract import Preprocessor
 from vsched_workers.checkpoint.facts import sampling_defaults, stop_token_ids
 from vsched_workers.checkpoint.random_init import (
     SIZES,
@@ -46,10 +46,6 @@ def copy(checkpoints: Checkpoints, tmp_path: Path) -> Callable[..., Path]:
     return copy_one
 
 
-def inspect(path: Path, dtype: str = "auto", item_tokens_max: int = 0) -> ModelInfo:
-    return plugin.inspect(str(path), dtype=dtype, item_tokens_max=item_tokens_max)
-
-
 def edit(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
     content = json.loads(file.read_text()) if file.is_file() else {}
     change(content)
@@ -69,8 +65,7 @@ def write_tensors(path: Path, held: dict[str, torch.Tensor]) -> None:
 
 
 def load(path: Path, stage: str) -> object:
-    loader = plugin.load_generator if stage == "generate" else plugin.load_encoder
-    return loader(inspect(path), WorkerSettings(), lambda _label, _fraction: None)
+    return (load_generator if stage == "generate" else load_encoder)(inspect(path))
 
 
 def test_inspect_reports_the_facts(checkpoints: Checkpoints) -> None:
@@ -225,7 +220,7 @@ def test_load_names_a_truncated_file(copy: Callable[..., Path]) -> None:
     whole = (path / WEIGHTS).read_bytes()
     (path / WEIGHTS).write_bytes(whole[: len(whole) // 2])
     with pytest.raises(CheckpointError, match=f"{WEIGHTS} is corrupt.*Remedy"):
-        plugin.load_generator(info, WorkerSettings(), lambda _label, _fraction: None)
+        load_generator(info)
 
 
 def shard(path: Path) -> dict[str, str]:
@@ -407,7 +402,7 @@ def front_end(path: Path, *, chat_template: str = "") -> Preprocessor:
 
 def answer(path: Path) -> tuple[list[int], int]:
     """Return a checkpoint's output, and the bytes of its language model."""
-    stage = Stage.load(str(path), attention="exact", dtype="auto")
+    stage = Stage.load(path, attention="exact", dtype="auto")
     said = Driver(stage, chunk=64).run(QUESTIONS)[0].output
     return said, stage.generator.weights_bytes
 
@@ -443,8 +438,7 @@ def test_a_head_that_differs_from_the_embedding_is_not_tied(
     head[-1] += 1.0  # one row after all compared blocks
     write_tensors(path, {**held, "lm_head.weight": head})
     stages = [
-        Stage.load(str(each), attention="exact", dtype="auto")
-        for each in (path, checkpoints("nano25"))
+        Stage.load(each, attention="exact", dtype="auto") for each in (path, checkpoints("nano25"))
     ]
     assert stages[0].generator.weights_bytes == stages[1].generator.weights_bytes + head.nbytes
 

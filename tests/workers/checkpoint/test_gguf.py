@@ -205,8 +205,7 @@ def test_gguf_that_stays_quantised_computes_what_its_dequantised_weights_do(
         kept = {name for name in written.keys() if name.endswith("weight_levels")}  # noqa: SIM118
     assert len(kept) == len(names) == 7 * LAYERS
     pair = [
-        Stage.load(str(tmp_path / path), attention="auto", dtype="float32")
-        for path in ("plain", "kept")
+        Stage.load(tmp_path / path, attention="auto", dtype="float32") for path in ("plain", "kept")
     ]
     twins = Twins(*(each.generator for each in pair))
     questions = [Question(range(3, 3 + length), count=6) for length in (5, 40)]

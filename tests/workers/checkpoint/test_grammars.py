@@ -16,6 +16,7 @@ from tests.fuzz.schemas import damaged, fits, random_schema
 from tests.unit.api.tools.test_reader import read_with
 from tests.unit.api.tools.written_calls import written_calls
 from tests.workers.checkpoint.draws import TOKENS_MAX, allowed, drawn, drawn_from, encoded
+from tests.workers.driver import inspect
 from vsched.api.errors import ParameterRefused
 from vsched.api.request_schema import FunctionTool
 from vsched.api.structured_outputs import constraint_from_schema
@@ -35,7 +36,7 @@ from vsched_workers.plugin import TRAINED, plugin
 
 @pytest.fixture(scope="module")
 def info() -> ModelInfo:
-    return plugin.inspect(str(TRAINED), dtype="auto", item_tokens_max=0)
+    return inspect(TRAINED)
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import AutoImageProcessor, AutoTokenizer
 
 from tests.parity.vision_checkpoints import make_vision_checkpoint
-from tests.workers.driver import Stage, drawn_image, values_of
+from tests.workers.driver import Stage, drawn_image, inspect, values_of
 from tests.workers.properties import REPEATABLE
 from vsched.config import MediaConfig
 from vsched.errors import CheckpointError, RequestRefused
@@ -340,7 +340,7 @@ def test_load_preprocessor_refuses_a_tokenizer_larger_than_the_model(
     checkpoints: Callable[[str], Path],
 ) -> None:
     """Otherwise an id beyond the embedding would crash the worker with the first prompt that contains it."""
-    info = plugin.inspect(str(checkpoints("nano25")), dtype="auto", item_tokens_max=0)
+    info = inspect(checkpoints("nano25"))
     smaller = msgspec.structs.replace(info, vocab_size=300)
     with pytest.raises(CheckpointError, match=r"value 383, limit 299\. Remedy"):
         plugin.load_preprocessor(smaller)
@@ -363,7 +363,7 @@ def test_load_preprocessor_refuses_incomplete_checkpoints(
 ) -> None:
     path = tmp_path / "broken"
     shutil.copytree(checkpoints("nano25"), path)
-    info = plugin.inspect(str(path), dtype="auto", item_tokens_max=0)
+    info = inspect(path)
     if change is None:
         (path / name).unlink()
     else:
@@ -462,7 +462,7 @@ def test_constructs_begun_in_the_prompt_are_continued() -> None:
 
 
 def test_a_checkpoint_without_a_template_reads_no_answers() -> None:
-    info: ModelInfo = plugin.inspect(str(TRAINED), dtype="auto", item_tokens_max=0)
+    info: ModelInfo = inspect(TRAINED)
     front = plugin.load_preprocessor(info)
     assert not front.parses_answers
 
@@ -489,7 +489,7 @@ def test_brought_rows_may_come_from_numpy_or_torch(stages: Callable[..., Stage])
 def test_brought_rows_are_planned_by_the_size_of_their_image(name: str, tmp_path: Path) -> None:
     """For an architecture without a grid: the plan equals that for the image itself."""
     make_vision_checkpoint(name, tmp_path, weights=False)
-    info = plugin.inspect(str(tmp_path), dtype="auto", item_tokens_max=0)
+    info = inspect(tmp_path)
     front = plugin.load_preprocessor(info)
     assert front.companion is not None
     plan = front.plan_image(90, 30)

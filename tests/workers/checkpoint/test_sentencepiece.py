@@ -13,6 +13,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from tests.workers.checkpoint.draws import drawn, encoded
+from tests.workers.driver import inspect
 from vsched.api.structured_outputs import constraint_from_schema
 from vsched.errors import CheckpointError
 from vsched.types import FinishReason
@@ -25,7 +26,7 @@ from vsched_workers.checkpoint.tokenize import (
     TokenTable,
 )
 from vsched_workers.checkpoint.tokenizer_files import load_tokenizer
-from vsched_workers.plugin import TRAINED, plugin
+from vsched_workers.plugin import TRAINED
 
 sentencepiece: Any = pytest.importorskip("sentencepiece")
 TEXTS = ["The red square.", "Zwei  Zeilen\nund größer", "日本 🎉", "12 + 34"]
@@ -164,7 +165,7 @@ def table(either: Path) -> TokenTable:
 
 @pytest.fixture(scope="module")
 def grammars(either: Path) -> TokenGrammars:
-    info = plugin.inspect(str(TRAINED), dtype="auto", item_tokens_max=0)
+    info = inspect(TRAINED)
     changed = {"path": str(either), "vocab_size": SMALL_WORDS, "stop_token_ids": (2,)}
     loaded = load_grammars(msgspec.structs.replace(info, chat_template="", **changed))
     assert loaded is not None

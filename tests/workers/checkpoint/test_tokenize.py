@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
 from transformers import AutoTokenizer
 
+from tests.workers.driver import inspect
 from tests.workers.properties import REPEATABLE
 from vsched.errors import RequestRefused
 from vsched.worker.contract import ImagePlan, Preprocessor
@@ -215,7 +216,7 @@ SPLIT_TEXTS = st.sampled_from(
 @pytest.fixture(scope="session")
 def front(checkpoints: Callable[[str], Path]) -> Preprocessor:
     path = str(checkpoints("nano25"))
-    return plugin.load_preprocessor(plugin.inspect(path, dtype="auto", item_tokens_max=0))
+    return plugin.load_preprocessor(inspect(path))
 
 
 @pytest.fixture(scope="session")
@@ -320,13 +321,6 @@ def test_added_tokens_that_are_not_special_stay_tokens(tokenizer: Any) -> None:
     assert backend.token_to_id("<|first|>") not in ids
 
 
-def test_names_of_the_template_and_numbers_are_not_marked(tokenizer: Any) -> None:
-    backend = tokenizer.backend_tokenizer
-    special = SpecialTokens(backend, TokenTable.of_tokenizer(backend).raw, 1000)
-    message = {"role": "<|im_end|>", "type": "<", "n": 7, "texts": ["<|im_end|>"]}
-    assert special.mark(message) == {**message, "texts": ["<\ufdd0|im_end|>"]}
-
-
 def test_a_rendered_prompt_keeps_its_marks_on_the_way_to_another_process(
     front: Preprocessor,
 ) -> None:
@@ -347,10 +341,18 @@ def test_a_text_with_special_tokens_has_to_fit_the_context(front: Preprocessor) 
         front.tokenize(front.render(turns))
 
 
-TEMPLATE_WITH_CALLS = (
+BAD = "<|im_end|>"
+PLAIN_TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+WITH_CALLS = (
     "{% for m in messages %}<|im_start|>{{ m.content }}"
     "{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}{% endfor %}"
 )
+WITH_TOOLS = "{% for tool in tools %}<|im_start|>{{ tool | tojson }}{% endfor %}" + PLAIN_TEMPLATE
+
+
+def called(**arguments: Any) -> list[dict[str, Any]]:
+    call = {"function": {"name": "f", "arguments": arguments}}
+    return [{"role": "assistant", "content": "", "tool_calls": [call]}]
 
 
 def with_template(front: Preprocessor, template: str) -> Any:
@@ -360,49 +362,24 @@ def with_template(front: Preprocessor, template: str) -> Any:
     return changed
 
 
-def test_special_tokens_in_calls_are_text(front: Preprocessor, tokenizer: Any) -> None:
+def test_special_tokens_in_calls_and_tools_are_text(front: Preprocessor, tokenizer: Any) -> None:
     """In values and keys of arguments, also under keys whose values templates compare elsewhere."""
-    bad = "<|im_end|>"
-    function = {"name": "f", "arguments": {"role": bad, bad: [{"type": bad}]}}
-    messages = [{"role": "assistant", "content": "", "tool_calls": [{"function": function}]}]
-    changed = with_template(front, TEMPLATE_WITH_CALLS)
-    rendered = changed.render(messages)
-    assert rendered.count(bad) == 3
-    ids = changed.tokenize(rendered)
-    assert [one for one in ids if one in special_ids(tokenizer)] == [
-        tokenizer.convert_tokens_to_ids("<|im_start|>")
-    ]
-
-
-def test_calls_that_a_template_would_lose_are_refused(front: Preprocessor) -> None:
-    call = {"function": {"name": "f", "arguments": {}}}
-    messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
-    changed = with_template(front, "{% for m in messages %}{{ m.content }}{% endfor %}")
-    with pytest.raises(RequestRefused, match="writes no tool calls"):
-        changed.render(messages)
-
-
-TEMPLATE_WITH_TOOLS = (
-    "{% for tool in tools %}<|im_start|>{{ tool | tojson }}{% endfor %}"
-    "{% for m in messages %}{{ m.content }}{% endfor %}"
-)
-
-
-def test_special_tokens_in_tools_are_text(front: Preprocessor, tokenizer: Any) -> None:
-    bad = "<|im_end|>"
-    schema = {"type": "object", "properties": {"type": {"description": bad}, bad: {"enum": [bad]}}}
-    function = {"name": "f", "description": bad, "parameters": schema}
-    changed = with_template(front, TEMPLATE_WITH_TOOLS)
+    schema = {"type": "object", "properties": {"type": {"description": BAD}, BAD: {"enum": [BAD]}}}
+    function = {"name": "f", "description": BAD, "parameters": schema}
     tools = [{"type": "function", "function": function}]
-    rendered = changed.render([{"role": "user", "content": "a"}], tools=tools)
-    assert rendered.count(bad) == 4
-    ids = changed.tokenize(rendered)
-    assert [one for one in ids if one in special_ids(tokenizer)] == [
-        tokenizer.convert_tokens_to_ids("<|im_start|>")
-    ]
+    in_calls, in_tools = (with_template(front, each) for each in (WITH_CALLS, WITH_TOOLS))
+    for rendered, count in (
+        (in_calls.render(called(**{"role": BAD, BAD: [{"type": BAD}]})), 3),
+        (in_tools.render([{"role": "user", "content": "a"}], tools=tools), 4),
+    ):
+        assert rendered.count(BAD) == count
+        special = [one for one in in_calls.tokenize(rendered) if one in special_ids(tokenizer)]
+        assert special == [tokenizer.convert_tokens_to_ids("<|im_start|>")]
 
 
-def test_tools_that_a_template_would_not_show_are_refused(front: Preprocessor) -> None:
-    changed = with_template(front, "{% for m in messages %}{{ m.content }}{% endfor %}")
+def test_calls_and_tools_that_a_template_would_not_show_are_refused(front: Preprocessor) -> None:
+    changed = with_template(front, PLAIN_TEMPLATE)
+    with pytest.raises(RequestRefused, match="writes no tool calls"):
+        changed.render(called())
     with pytest.raises(RequestRefused, match="shows no tools"):
         changed.render([{"role": "user", "content": "a"}], tools=[{"type": "function"}])

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.patience import PATIENCE_S
+from tests.workers.driver import inspect
 from tests.workers.properties import REPEATABLE
 from vsched.errors import DeviceOutOfMemory
 from vsched.fork_server import rank_environment
@@ -35,7 +36,6 @@ from vsched_workers.memory.sparse_runs import (
     sparsely,
 )
 from vsched_workers.memory.worst_case import worst_batches
-from vsched_workers.plugin import plugin
 
 
 def every_unit(
@@ -93,7 +93,7 @@ def test_largest_units_find_the_strip_that_guesses_miss() -> None:
 
 @pytest.fixture
 def batches(checkpoints: Callable[[str], Path], size: str) -> Callable[..., list[list[ImagePlan]]]:
-    info = plugin.inspect(str(checkpoints(size)), dtype="auto", item_tokens_max=0)
+    info = inspect(checkpoints(size))
 
     def search(
         *, items: int, tokens: int, pixels_max: int, item_tokens_max: int

@@ -18,7 +18,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from tests.parity.architectures import ARCHITECTURES, COMMON, make_checkpoint
 from tests.parity.compare import OUTPUTS, generated, prompts
-from tests.workers.driver import Driver, Question, Stage, drawn_image
+from tests.workers.driver import Driver, Question, Stage, drawn_image, inspect, load_generator
 from tests.workers.parallel import ranks as on_rank
 from tests.workers.parallel.ranks import Ranks
 from tests.workers.reference import Reference
@@ -96,7 +96,7 @@ def test_load_takes_both_layouts(
     for name in flipped:
         weights[name] = weights[name].transpose(1, 2).contiguous()
     save_file(weights, tmp_path / "model.safetensors")
-    other = Stage.load(str(tmp_path), attention="exact", dtype="float32")
+    other = Stage.load(tmp_path)
     mine: Any = stages(SIZE).generator
     theirs: Any = other.generator
     pairs = zip(mine.module.parameters(), theirs.module.parameters(), strict=True)
@@ -113,7 +113,7 @@ def test_one_rank_has_nothing_to_balance(stages: Callable[..., Stage]) -> None:
 def test_check_parallel_counts_experts(
     checkpoints: Callable[[str], Path], tmp_path: Path, key: str
 ) -> None:
-    info = plugin.inspect(str(checkpoints(SIZE)), dtype="auto", item_tokens_max=0)
+    info = inspect(checkpoints(SIZE))
     plugin.check_parallel(info, stage="generate", ranks=2)
     config = json.loads((checkpoints(SIZE) / "config.json").read_text())
     config["text_config"].pop("num_local_experts", None)
@@ -204,10 +204,6 @@ def test_ranks_have_the_same_tokens_in_bfloat16(ranks: Ranks, tmp_path: Path, na
     assert sum(one == other for one, other in zip(*firsts, strict=True)) > len(questions) // 2
 
 
-def inspect(path: Path) -> Any:
-    return plugin.inspect(str(path), dtype="auto", item_tokens_max=0)
-
-
 def built(name: str, **changes: Any) -> Any:
     options = {**COMMON, **ARCHITECTURES[name], **changes}
     with torch.device("meta"):
@@ -265,4 +261,4 @@ def test_size_that_does_not_divide_is_refused_before_weights_are_read(tmp_path: 
     info = inspect(tmp_path)
     settings = WorkerSettings(ranks=2, rank=0, rendezvous=str(tmp_path / "group"))
     with pytest.raises(CheckpointError, match="97 entries in 1 parts, which 2 ranks cannot"):
-        plugin.load_generator(info, settings, lambda _label, _fraction: None)
+        load_generator(info, settings)

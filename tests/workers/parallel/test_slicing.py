@@ -11,6 +11,7 @@ import safetensors
 import torch
 from torch import nn
 
+from tests.workers.driver import inspect
 from vsched.errors import CheckpointError
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.checkpoint.random_init import SIZES
@@ -153,7 +154,7 @@ def test_load_tensors_names_the_whole_shape(untied: WeightIndex) -> None:
 def test_check_parallel_names_what_does_not_divide(
     checkpoints: Callable[[str], Path], size: str, stage: str, ranks: int, words: list[str]
 ) -> None:
-    info = plugin.inspect(str(checkpoints(size)), dtype="auto", item_tokens_max=0)
+    info = inspect(checkpoints(size))
     for fits in (1, 2):
         plugin.check_parallel(info, stage=stage, ranks=fits)
     with pytest.raises(CheckpointError) as caught:

@@ -266,7 +266,7 @@ def test_published_models_answer_as_their_dequantized_twins(
     publish(tmp_path / "source", quantized, twin, name)
     settings = WorkerSettings(threads=1)
     wanted, found = (
-        Stage.load(str(path), attention="auto", dtype=kind, settings=settings)
+        Stage.load(path, attention="auto", dtype=kind, settings=settings)
         for path, kind in ((twin, "float32"), (quantized, dtype))
     )
     twins = Twins(found.generator, wanted.generator)
@@ -332,7 +332,7 @@ def test_published_weights_are_refused_if_there_is_no_product(
     publish(tmp_path / "source", tmp_path / "quantized", tmp_path / "twin", "gptq")
     options: dict[str, Any] = {"attention": "auto", "dtype": "bfloat16"} | given
     with pytest.raises(ConfigError, match=r"config.json: gptq is not possible on"):
-        Stage.load(str(tmp_path / "quantized"), **options)
+        Stage.load(tmp_path / "quantized", **options)
 
 
 def test_description_reports_what_weights_take(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 
@@ -25,8 +24,6 @@ from vsched_workers.backends.cpu import attention
 from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32
 from vsched_workers.backends.cpu.kernels.prefill_attention import BLOCK
 from vsched_workers.backends.cpu.threads import process_pool
-from vsched_workers.backends.cpu.tiles import attention as tile_attention
-from vsched_workers.backends.cuda.backend import CudaBackend
 from vsched_workers.backends.reference.attention import decode_by_gather, prefill_by_gather
 from vsched_workers.batching.kv_cache import KvCache, KvShape
 from vsched_workers.batching.paged_attention import (
@@ -92,14 +89,6 @@ def test_numba_survives_scores_far_apart() -> None:
     found = decode(query, 0, step, 1.0)
     assert torch.isfinite(found).all()
     assert torch.allclose(found, decode_by_gather(query, 0, step, 1.0), atol=1e-5)
-
-
-def test_segment_keeps_nothing_on_a_cpu() -> None:
-    """Memory kept per chunk would add up over the chunks of a step, unlike in the profiling run of one long chunk."""
-    table: npt.NDArray[np.int32] = np.arange(4, dtype=np.int32)
-    segment = Segment(table, start=0, first=3, last=6, block_size=4, device="cpu")
-    assert segment.mask(torch.float32) is not segment.mask(torch.float32)
-    assert segment.slots() is not segment.slots()
 
 
 def test_choose_decode_falls_back_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,17 +180,6 @@ def test_skipped_rows_of_a_sparse_run_are_valid_numbers(operand: Operand) -> Non
         torch.use_deterministic_algorithms(False)
     assert attended.isfinite().all()
     assert out.isfinite().all()
-
-
-@needs_tiles
-def test_tiles_are_compiled_once_whatever_is_faster_without_them() -> None:
-    """The first chunk of a prompt does not wait for compilation, and nothing is timed."""
-    attention.warm_up()
-    compiled = len(tile_attention.attend_in_tiles.overloads)
-    patches = torch.randn(1, 1, 8, 16).bfloat16()
-    attend = with_operand(None, attention.attend_patches)
-    attend(patches, patches, patches, 1.0, torch.empty(1, 8, 1, 16).bfloat16())
-    assert len(tile_attention.attend_in_tiles.overloads) == compiled
 
 
 @needs_tiles
@@ -301,11 +279,3 @@ def _in_chunks(
         parts.append(made.transpose(0, 1))
         first = last
     return torch.cat(parts)
-
-
-def test_prefill_kernels_by_type_and_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
-    assert choose_prefill(WorkerSettings(), torch.bfloat16) is attention.prefill
-    assert choose_prefill(WorkerSettings(), torch.float32) is prefill_by_gather
-    assert isinstance(choose_backend(WorkerSettings(device="cuda:0"), torch.bfloat16), CudaBackend)
-    assert choose_prefill(WorkerSettings(attention="exact"), torch.bfloat16) is prefill_by_gather

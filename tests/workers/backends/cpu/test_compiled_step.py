@@ -20,6 +20,7 @@ import numba
 
 from tests.parity.architectures import make_checkpoint
 from tests.workers.backends.cpu.test_products import weight_of
+from tests.workers.driver import load_generator
 from vsched.types import SamplingParams
 from vsched.worker.contract import Batch, Chunk, SequenceState, WorkerSettings
 from vsched_workers.adapters.places import NOBODY, PassRows
@@ -92,7 +93,7 @@ def load(path: str, *, threads: int = 1, kv_dtype: str = "auto", **given: Any) -
     info = plugin.inspect(path, dtype="bfloat16", item_tokens_max=0)
     info = info.with_int8_kv if kv_dtype == "int8" else info
     settings = WorkerSettings(threads=threads, **given)
-    worker: Any = plugin.load_generator(info, settings, lambda _label, _fraction: None)
+    worker: Any = load_generator(info, settings)
     worker.build_kv(blocks=ROWS_MAX * 4 + FAR // BLOCK, block_size=BLOCK)
     generator = torch.Generator().manual_seed(0)
     for kept in (*worker._cache.keys, *worker._cache.values):

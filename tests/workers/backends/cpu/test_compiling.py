@@ -11,39 +11,32 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Self
 
 import msgspec
 import numba
 import pytest
-import torch
 
 import vsched_workers
 from tests.patience import PATIENCE_S
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.cpu import compiling as compiling_module
-from vsched_workers.backends.cpu import kernel_store, products
+from vsched_workers.backends.cpu import kernel_store
 from vsched_workers.backends.cpu.compiling import (
     Need,
     compile_ahead,
-    language_needs,
     missing,
-    tower_needs,
 )
 from vsched_workers.backends.cpu.kernel_store import SOURCES as KEYED
 from vsched_workers.backends.cpu.kernel_store import content_key, kernel_folder
 from vsched_workers.backends.cpu.kernels import compilation
 from vsched_workers.checkpoint.random_init import make_checkpoint
-from vsched_workers.families.decoders import Decoder
-from vsched_workers.quantized.layers import HEAD_FORMAT
 
 pytest.importorskip("numba")
 
 GREEDY, NORM = ("greedy sampler",), ("norm",)
-FUSED = Decoder()
 LEFT = """
 import sys
 from numba.core import event
@@ -146,59 +139,6 @@ def test_nothing_is_compiled_ahead_where_it_cannot_be_kept(
     monkeypatch.setattr(compiling_module, "kernel_folder", lambda: Path("/proc"))
     assert compile_ahead([GREEDY], quiet) == 0
     assert processes.requested == []
-
-
-def needs(
-    dtype: torch.dtype = torch.bfloat16,
-    kinds: Sequence[str] = (),
-    *,
-    decoder: Decoder | None = FUSED,
-    head_dim: int = 64,
-    **settings: Any,
-) -> set[Need]:
-    """Return the kernels of a language model."""
-    config = SimpleNamespace(head_dim=head_dim, hidden_act="silu")
-    return {*language_needs(WorkerSettings(**settings), dtype, dtype, config, decoder, kinds)}
-
-
-def test_tiles_are_needed_if_weights_are_widened_for_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """For each kind of weights, on any processor."""
-    monkeypatch.setattr(products, "has_tiles", lambda: True)
-
-    def of(dtype: torch.dtype = torch.bfloat16, **given: Any) -> set[Need]:
-        given |= {"weights": "int4", "threads": 2}
-        wanted = needs(dtype, ["fp8"], **given)
-        wanted |= {*tower_needs(WorkerSettings(**given), dtype, None)}
-        return {each for each in wanted if each[0] == "product in tiles"}
-
-    both = {("product in tiles", kind) for kind in ("int4", "fp8", HEAD_FORMAT)}
-    assert of() == of(activations="float") == both
-    assert of(activations="int8") == of(torch.float32) == of(deterministic=True) == set()
-
-
-def test_attention_of_many_rows_is_needed_as_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In tiles if available and allowed; other head dimensions are left to torch."""
-    kernels = {("attention in tiles",), ("prefill attention",)}
-    for has_tiles, kernel in ((True, "attention in tiles"), (False, "prefill attention")):
-        monkeypatch.setattr(compiling_module, "has_tiles", lambda has=has_tiles: has)
-        assert needs() & kernels == {(kernel,)}
-        assert not (needs(head_dim=20) | needs(deterministic=True)) & kernels
-
-
-def test_products_and_the_step_in_one_call_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = ("product", "bfloat16", "int4", "int8")
-    assert whole in needs(weights="int4", activations="int8")
-    assert whole in needs(kinds=["int4"], activations="int8")
-    assert whole not in needs(weights="int4", activations="float")
-    for has_dot in (True, False):
-        monkeypatch.setattr(compiling_module, "has_bf16_dot", lambda has_dot=has_dot: has_dot)
-        assert (("product of panels",) in needs()) == has_dot
-        assert (("product", "bfloat16", "bfloat16") in needs()) != has_dot
-    step = ("decode step", "bfloat16")
-    assert step in needs() & needs(weights="int8") & needs(deterministic=True)
-    assert step not in needs(ranks=2)
 
 
 @pytest.mark.slow

@@ -79,7 +79,7 @@ def test_fused_layers_equal_the_modules(made: str, tmp_path: Path) -> None:
     name, changes = MADE[made]
     make_checkpoint(name, tmp_path, initializer_range=0.1, **changes)
     exact, fused = (
-        Stage.load(str(tmp_path), attention=kind, dtype="bfloat16") for kind in ("exact", "auto")
+        Stage.load(tmp_path, attention=kind, dtype="bfloat16") for kind in ("exact", "auto")
     )
     assert isinstance(exact.generator._layers, ModuleLayers)  # type: ignore[attr-defined]
     assert isinstance(fused.generator._layers, FusedLanguage)  # type: ignore[attr-defined]
@@ -108,9 +108,9 @@ def test_language_parts_of_vision_models_are_fused(
         key: weight * 0.3 if weight.dim() == 2 else weight for key, weight in weights.items()
     }
     save_file(smaller, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    fused = Stage.load(str(tmp_path), attention="auto", dtype="bfloat16")
+    fused = Stage.load(tmp_path, attention="auto", dtype="bfloat16")
     monkeypatch.setattr(ImageInputs, "only_places_rows", lambda *_: False)
-    exact = Stage.load(str(tmp_path), attention="exact", dtype="bfloat16")
+    exact = Stage.load(tmp_path, attention="exact", dtype="bfloat16")
     assert isinstance(exact.generator._layers, WholeModel)  # type: ignore[attr-defined]
     assert isinstance(fused.generator._layers, FusedLanguage)  # type: ignore[attr-defined]
     twins = Twins(exact.generator, fused.generator)
@@ -128,7 +128,7 @@ def test_language_parts_that_see_more_or_have_axes_stay_as_they_are(
     name: str, tmp_path: Path
 ) -> None:
     make_vision_checkpoint(name, tmp_path)
-    stage = Stage.load(str(tmp_path), attention="auto", dtype="bfloat16")
+    stage = Stage.load(tmp_path, attention="auto", dtype="bfloat16")
     assert isinstance(stage.generator._layers, WholeModel)  # type: ignore[attr-defined]
 
 
@@ -158,7 +158,7 @@ def test_logits_are_divided_and_bent_as_by_transformers(name: str, tmp_path: Pat
     make_checkpoint(
         name, tmp_path, **({"final_logit_softcapping": 5.0} if name == "gemma2" else {})
     )
-    stage = Stage.load(str(tmp_path), attention="exact", dtype="float32")
+    stage = Stage.load(tmp_path)
     generator: Any = stage.generator
     head = generator._head
     kept: list[torch.Tensor] = []

@@ -38,7 +38,7 @@ def load(checkpoints: Callable[[str], Path]) -> Load:
     def stage(name: str, threads: int = 1, *, deterministic: bool = True) -> Stage:
         path = TRAINED if name == "demo" else checkpoints(name)
         settings = WorkerSettings(threads=threads, deterministic=deterministic)
-        return Stage.load(str(path), attention="auto", dtype="bfloat16", settings=settings)
+        return Stage.load(path, attention="auto", dtype="bfloat16", settings=settings)
 
     return stage
 
@@ -126,7 +126,7 @@ def test_a_model_of_text_alone_leaves_no_trace(
     """
     make_checkpoint(name, tmp_path)
     settings = WorkerSettings(threads=1, deterministic=True)
-    stage = Stage.load(str(tmp_path), attention="auto", dtype="bfloat16", settings=settings)
+    stage = Stage.load(tmp_path, attention="auto", dtype="bfloat16", settings=settings)
     recorded = Recorded(stage, monkeypatch)
     requested = [Question(prompt, count=8) for prompt in prompts()]
     together = recorded.run(requested, chunk=7, arrivals=1, preempts=4)
@@ -233,7 +233,7 @@ def test_amx_is_not_used(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (attention, products):
         monkeypatch.setattr(module, "has_tiles", lambda: True)
     settings = WorkerSettings(threads=1, deterministic=True)
-    stage = Stage.load(str(TRAINED), attention="auto", dtype="bfloat16", settings=settings)
+    stage = Stage.load(TRAINED, attention="auto", dtype="bfloat16", settings=settings)
     assert Recorded(stage, monkeypatch).run(requested, chunk=40) == wanted
 
 
@@ -293,6 +293,4 @@ def test_refuses_a_processor_without_the_kernels(monkeypatch: pytest.MonkeyPatch
 def test_refuses_a_mixture_of_experts(checkpoints: Callable[[str], Path]) -> None:
     settings = WorkerSettings(deterministic=True)
     with pytest.raises(ConfigError, match="experts"):
-        Stage.load(
-            str(checkpoints("nano3moe")), attention="auto", dtype="bfloat16", settings=settings
-        )
+        Stage.load(checkpoints("nano3moe"), attention="auto", dtype="bfloat16", settings=settings)

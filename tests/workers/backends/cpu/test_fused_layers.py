@@ -17,7 +17,7 @@ from tests.workers.driver import Driver, Stage, drawn_image
 from tests.workers.parallel.ranks import Ranks
 from tests.workers.test_language import mixed_questions
 from vsched.worker.contract import EncodeJob
-from vsched_workers.backends.cpu import attention, language_layers, products
+from vsched_workers.backends.cpu import products
 from vsched_workers.backends.cpu.kernels.activation import swiglu
 from vsched_workers.backends.cpu.kernels.bf16 import FLOAT32
 from vsched_workers.backends.cpu.kernels.norm import add_norm
@@ -173,7 +173,7 @@ def test_fused_layers_equal_the_modules_without_the_bfloat16_instructions(
 
 def _exact_and_fused(checkpoint: Path) -> list[Stage]:
     kinds = ("exact", "auto")
-    return [Stage.load(str(checkpoint), attention=kind, dtype="bfloat16") for kind in kinds]
+    return [Stage.load(checkpoint, attention=kind, dtype="bfloat16") for kind in kinds]
 
 
 @pytest.mark.slow
@@ -192,33 +192,6 @@ def test_packed_weights_are_no_second_copy(stages: Stages, size: str) -> None:
     exact = stages(size, "exact", "bfloat16").generator
     head = fused._head
     assert fused.weights_bytes < 1.3 * exact.weights_bytes + head.size_bytes
-
-
-def test_last_layer_attends_for_rows_that_are_requested(
-    stages: Stages, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The middle of a prompt yields no token: the last layer writes keys and values and computes nothing further."""
-    stage = stages("nano25", "auto", "bfloat16")
-    attended: dict[int, list[int]] = {}
-    ruled = attention.prefill_by_rule
-
-    def watch(query: torch.Tensor, layer: int, *others: Any) -> None:
-        attended.setdefault(layer, []).append(query.shape[1])
-        ruled(query, layer, *others)
-
-    monkeypatch.setattr(language_layers, "prefill_by_rule", watch)
-    layers: Any = stage.generator
-    layers = layers._layers
-    last = len(layers._layers) - 1
-    Driver(stage, chunk=9).run(mixed_questions()[:1])
-    assert attended == {last: [1]}, "one call runs the layers before"
-    monkeypatch.setattr(layers, "_compiled_step", None)
-    attended.clear()
-    Driver(stage, chunk=9).run(mixed_questions()[:1])
-    assert attended[last] == [1]
-    assert last > 0
-    assert len({tuple(attended[layer]) for layer in range(last)}) == 1
-    assert len(attended[0]) > 1
 
 
 def test_one_call_computes_chunks_with_images_as_layer_by_layer(

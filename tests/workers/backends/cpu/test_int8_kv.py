@@ -115,7 +115,7 @@ def test_kernels_keep_heads_as_torch_does(dim: int) -> None:
 
 
 def load(path: Path, dtype: str = "float32", attention: str = "auto", **given: Any) -> Stage:
-    return Stage.load(str(path), attention=attention, dtype=dtype, **given)
+    return Stage.load(path, attention=attention, dtype=dtype, **given)
 
 
 @pytest.mark.slow

@@ -87,9 +87,7 @@ def test_outputs_do_not_depend_on_unwritten_memory(
     # Attention runs on all threads for any number of values.
     monkeypatch.setattr(language_layers, "DECODE_VALUES_MIN", 0)
     settings = WorkerSettings(threads=threads, deterministic=deterministic)
-    stage = Stage.load(
-        str(checkpoints(name)), attention="auto", dtype="bfloat16", settings=settings
-    )
+    stage = Stage.load(checkpoints(name), attention="auto", dtype="bfloat16", settings=settings)
     for chunk in (17, 64):
         wanted = answers(Driver(stage, chunk=chunk).run(QUESTIONS, arrivals=2))
         generator: Any = stage.generator

@@ -34,8 +34,8 @@ def test_quantized_model_equals_its_dequantized_twin(
     source = checkpoints(size)
     twin = dequantized_twin(source, tmp_path / "twin", torch.float32, kind, group)
     settings = WorkerSettings(threads=1, weights=kind, weights_group=group)
-    plain = Stage.load(str(twin), attention="exact", dtype="float32")
-    quantized = Stage.load(str(source), attention="auto", dtype="float32", settings=settings)
+    plain = Stage.load(twin)
+    quantized = Stage.load(source, attention="auto", dtype="float32", settings=settings)
     twins = Twins(plain.generator, quantized.generator)
     stage = dataclasses.replace(plain, generator=twins)
     Driver(stage, chunk=30).run(mixed_questions(), arrivals=2)
@@ -58,8 +58,8 @@ def test_quantized_fused_layers_equal_their_dequantized_twin(
     source = checkpoints(size)
     twin = dequantized_twin(source, tmp_path / "twin", torch.bfloat16, kind, 0)
     settings = WorkerSettings(threads=2, weights=kind)
-    plain = Stage.load(str(twin), attention="auto", dtype="float32")
-    quantized = Stage.load(str(source), attention="auto", dtype="bfloat16", settings=settings)
+    plain = Stage.load(twin, attention="auto", dtype="float32")
+    quantized = Stage.load(source, attention="auto", dtype="bfloat16", settings=settings)
     twins = Twins(quantized.generator, plain.generator)
     stage = dataclasses.replace(quantized, generator=twins)
     questions = [Question(range(300, 300 + length), count=12) for length in (5, 40, 70)]
@@ -72,9 +72,7 @@ def test_quantized_weights_weigh_less(checkpoints: Callable[[str], Path], size: 
     sizes: dict[str, list[int]] = {}
     for kind in ("auto", "int8", "int4"):
         settings = WorkerSettings(threads=1, weights=kind)
-        stage = Stage.load(
-            str(checkpoints(size)), attention="auto", dtype="bfloat16", settings=settings
-        )
+        stage = Stage.load(checkpoints(size), attention="auto", dtype="bfloat16", settings=settings)
         sizes[kind] = [stage.generator.weights_bytes, stage.encoder.weights_bytes]
     for plain, int8, int4 in zip(*sizes.values(), strict=True):
         assert int4 < int8 < plain
@@ -89,8 +87,8 @@ def test_quantized_models_of_any_architecture_answer_as_their_twins(
     source = tmp_path / name
     make_checkpoint(name, source)
     settings = WorkerSettings(threads=1, weights="int8", weights_group=32)
-    stage = Stage.load(str(source), attention="auto", dtype="float32", settings=settings)
-    plain = Stage.load(str(source), attention="exact", dtype="float32")
+    stage = Stage.load(source, attention="auto", dtype="float32", settings=settings)
+    plain = Stage.load(source)
     twins = Twins(plain.generator, stage.generator)
     questions = [Question(range(3, 3 + length), count=4) for length in (5, 21)]
     Driver(dataclasses.replace(plain, generator=twins), chunk=30).run(questions)

@@ -50,9 +50,7 @@ def test_answers_have_the_same_bits_with_any_number_of_threads(
     monkeypatch.setattr(driver, "BLOCK_SIZE", 16)
     monkeypatch.setattr(language_layers, "DECODE_VALUES_MIN", 0)
     settings = WorkerSettings(threads=3, deterministic=deterministic)
-    stage = Stage.load(
-        str(checkpoints("tiny25")), attention="auto", dtype="bfloat16", settings=settings
-    )
+    stage = Stage.load(checkpoints("tiny25"), attention="auto", dtype="bfloat16", settings=settings)
     process_pool().use(1)
     wanted = answers(Driver(stage, chunk=64).run(QUESTIONS, arrivals=2))
     for number in (2, 3):

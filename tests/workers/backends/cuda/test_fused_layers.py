@@ -48,11 +48,11 @@ class FusedOnHost(Backend):
 
 
 def twins_of(path: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Stage, Twins]:
-    exact = Stage.load(path, attention="exact", dtype="float32")
+    exact = Stage.load(path)
     monkeypatch.setattr(
         language, "choose_backend", lambda settings, dtype, _: FusedOnHost(settings, dtype)
     )
-    fused = Stage.load(path, attention="exact", dtype="float32")
+    fused = Stage.load(path)
     twins = Twins(exact.generator, fused.generator)
     return dataclasses.replace(exact, generator=twins), twins
 

@@ -32,7 +32,6 @@ from vsched_workers.backends.cuda.fused_tower import (
     INNER_MULTIPLE,
     FusedTower,
     fits,
-    pad_inner,
 )
 from vsched_workers.families import FAMILIES, family_of_rank
 
@@ -153,23 +152,6 @@ def test_padded_modules_without_triton_equal_the_modules(
     encoded.check(tower)
 
 
-def test_only_inner_sizes_that_are_not_aligned_are_padded(encoded: Encoded) -> None:
-    def widths(kind: torch.dtype, size: int) -> set[int]:
-        tower: Any = nn.Module()
-        tower.blocks = [nn.Module()]
-        tower.blocks[0].mlp = nn.Module()
-        for name, shape in (("linear_fc1", (32, size)), ("linear_fc2", (size, 32))):
-            setattr(tower.blocks[0].mlp, name, nn.Linear(*shape, device=DEVICE, dtype=kind))
-        pad_inner(tower)
-        mlp = tower.blocks[0].mlp
-        return {mlp.linear_fc1.out_features, mlp.linear_fc2.in_features}
-
-    assert widths(torch.bfloat16, 40) == {40}
-    assert widths(torch.bfloat16, 44) == {64}
-    assert widths(torch.float32, 44) == {44}
-    assert widths(torch.bfloat16, 129) == {192}
-
-
 @pytest.mark.parametrize(("adapters", "off"), [(1, ""), (0, "tower")])
 def test_towers_with_adapters_or_turned_off_keep_their_modules_and_sizes(
     encoded: Encoded, monkeypatch: pytest.MonkeyPatch, adapters: int, off: str
@@ -232,7 +214,7 @@ def test_flash_gives_the_rows_of_attention_window_by_window(
     counted.__signature__ = inspect.signature(varlen_on_cpu)  # type: ignore[attr-defined]
     monkeypatch.setattr(varlen, "varlen_attn", counted)
     fused_tower.register()
-    flash = Stage.load(str(checkpoints(size)), attention="exact", dtype="float32")
+    flash = Stage.load(checkpoints(size))
     fused_tower.switch(flash.encoder._tower.module)  # type: ignore[attr-defined]
     question = Question("Compare.", [drawn_image(2, 200, 70), drawn_image(4, 31, 150)])
     rows = []

@@ -58,7 +58,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def load(tiny: Path) -> Callable[[str], Stage]:
     def make(dtype: str) -> Stage:
-        return Stage.load(str(tiny), attention="auto", dtype=dtype, settings=SETTINGS)
+        return Stage.load(tiny, attention="auto", dtype=dtype, settings=SETTINGS)
 
     return make
 
@@ -119,7 +119,7 @@ def test_adapters_on_a_gpu_equal_those_on_a_cpu(tiny: Path) -> None:
     found = []
     for device, attention in (("cpu", "exact"), (DEVICE, "auto")):
         settings = WorkerSettings(device=device, threads=1, adapters=2, adapter_rank_max=4)
-        stage = Stage.load(str(tiny), attention=attention, dtype="float32", settings=settings)
+        stage = Stage.load(tiny, attention=attention, dtype="float32", settings=settings)
         add_adapters(stage, adapters)
         found.append(outputs(Driver(stage, chunk=48, seed=1).run(questions, arrivals=2)))
     assert found[0] == found[1]

@@ -134,7 +134,7 @@ def captured(
 ) -> Callable[[str], Captured]:
     def load(size: str) -> Captured:
         path = str(checkpoints(size))
-        stage = Stage.load(path, attention="exact", dtype="float32", settings=SETTINGS)
+        stage = Stage.load(path, settings=SETTINGS)
         return Captured(stage, generic[-1].stream)
 
     return load
@@ -363,7 +363,7 @@ def test_states_do_not_advance_in_a_step_that_is_dropped(
     """A request arrives while another decodes steadily: a step that ran ahead would be dropped, and computed again."""
     make_checkpoint("qwen3_next", tmp_path)
     asked = prompts()[:2]
-    stage = Stage.load(str(tmp_path), attention="exact", dtype="float32", settings=SETTINGS)
+    stage = Stage.load(tmp_path, settings=SETTINGS)
     questions = [Question(prompt, count=24) for prompt in asked]
     found = outputs(Driver(stage, chunk=48).run(questions, arrivals=9))
     assert found == generated(tmp_path, asked, outputs=24)

@@ -205,7 +205,7 @@ def stage(
             patched.setattr(
                 language, "choose_backend", lambda settings, dtype, _: GraphBackend(settings, dtype)
             )
-            return Stage.load(path, attention="exact", dtype="float32", settings=settings)
+            return Stage.load(path, settings=settings)
 
     return load
 

@@ -22,11 +22,9 @@ from vsched_workers.backends.reference.packed_weights import (
     PackedProduct,
     Weight,
     block_activations,
-    block_starts,
     pack_linears,
     warm_up,
 )
-from vsched_workers.memory.sparse_runs import sparsely
 
 
 def test_host_memory_sees_an_allocation_and_its_peak() -> None:
@@ -272,18 +270,3 @@ def test_blocked_activation_sees_few_numbers_of_rows(rows: int, dtype: torch.dty
     given = torch.randn(1, rows, 24).to(dtype)
     assert torch.equal(tower[0](given), nn.functional.gelu(given))
     assert set(seen) <= set(BlockedActivation.SIZES)
-
-
-def test_blocks_of_rows_are_of_about_the_same_size() -> None:
-    """Each block reads the weight."""
-    sizes = {
-        count: [min(start + starts.step, count) - start for start in starts]
-        for count in (0, 1, 1024, 1025, 2500)
-        for starts in [block_starts(count)]
-    }
-    assert sizes == {0: [], 1: [1], 1024: [1024], 1025: [544, 481], 2500: [864, 864, 772]}
-    product = _Watched(torch.zeros(4, 8), None)
-    assert product(torch.zeros(25, 100, 8)).shape == (25, 100, 4)
-    assert product.counts == sizes[2500]
-    with sparsely():
-        assert block_starts(1300).step == 1024, "1024 rows take more than 1300"
