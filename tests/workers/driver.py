@@ -423,3 +423,23 @@ def last_end(sequence: SequenceState) -> int:
 
 def int32(values: Sequence[int]) -> npt.NDArray[np.int32]:
     return np.array(values, dtype=np.int32)
+
+
+def reported(every: Sequence[Running]) -> list[tuple[list[int], str]]:
+    """Return tokens and all digits of the log-probabilities of requests; the bits of their logits decide both."""
+    return [(each.output, str([(one.logprob, one.top) for one in each.logprobs])) for each in every]
+
+
+def encode_jobs(
+    preprocessor: Preprocessor, images: Sequence[Image.Image], *, last_page: int
+) -> list[EncodeJob]:
+    """Return one job per image, each with its own pages in descending order."""
+    jobs: list[EncodeJob] = []
+    for image in images:
+        plan = preprocessor.plan_image(*image.size)
+        count = -(-plan.tokens // ROWS_A_PAGE)
+        pages = list(range(last_page, last_page - count, -1))
+        last_page -= count
+        arrays = preprocessor.process_image(image)
+        jobs.append(EncodeJob(b"", plan.tokens, arrays, plan.metadata, pages))
+    return jobs

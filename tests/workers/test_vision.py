@@ -25,7 +25,15 @@ from tests.parity.vision_architectures import (
     save_model,
 )
 from tests.parity.vision_checkpoints import make_vision_checkpoint
-from tests.workers.driver import ROWS_A_PAGE, Stage, drawn_image, inspect, load_encoder, values_of
+from tests.workers.driver import (
+    ROWS_A_PAGE,
+    Stage,
+    drawn_image,
+    encode_jobs,
+    inspect,
+    load_encoder,
+    values_of,
+)
 from tests.workers.reference import Reference
 from vsched.errors import CheckpointError
 from vsched.types import ModelInfo
@@ -46,17 +54,7 @@ IMAGES = [drawn_image(1, 90, 60), drawn_image(2, 200, 70), drawn_image(3, 33, 33
 
 
 def jobs_of(stage: Stage) -> list[EncodeJob]:
-    """Return one job per image, each with its own pages in descending order."""
-    jobs: list[EncodeJob] = []
-    page = 100
-    for image in IMAGES:
-        plan = stage.preprocessor.plan_image(*image.size)
-        count = -(-plan.tokens // ROWS_A_PAGE)
-        pages = list(range(page, page - count, -1))
-        page -= count
-        arrays = stage.preprocessor.process_image(image)
-        jobs.append(EncodeJob(b"", plan.tokens, arrays, plan.metadata, pages))
-    return jobs
+    return encode_jobs(stage.preprocessor, IMAGES, last_page=100)
 
 
 def empty_pages(info: ModelInfo) -> npt.NDArray[np.uint8]:
@@ -294,24 +292,13 @@ def test_forked_ranks_have_the_modules_of_all_parts(encoder: Any) -> None:
         importlib.import_module(name)
 
 
-def generic_jobs(preprocessor: AnyPreprocessor) -> list[EncodeJob]:
-    """Return a job for each of three images, with pages of two rows in falling order."""
-    jobs: list[EncodeJob] = []
-    page = 39
-    for seed, size in enumerate(((60, 40), (30, 90), (100, 100))):
-        plan = preprocessor.plan_image(*size)
-        arrays = preprocessor.process_image(drawn_image(seed, *size))
-        count = -(-plan.tokens // ROWS_A_PAGE)
-        pages = range(page, page - count, -1)
-        jobs.append(EncodeJob(b"", plan.tokens, arrays, plan.metadata, pages))
-        page -= count
-    return jobs
+GENERIC_IMAGES = [drawn_image(0, 60, 40), drawn_image(1, 30, 90), drawn_image(2, 100, 100)]
 
 
 @torch.inference_mode()
 def test_worker_writes_the_rows_of_each_image_and_nothing_next_to_them(encoder: Any) -> None:
     info, preprocessor, worker = encoder
-    jobs = generic_jobs(preprocessor)
+    jobs = encode_jobs(preprocessor, GENERIC_IMAGES, last_page=39)
     found = np.full((40, ROWS_A_PAGE, info.embedding_row_bytes), 0xA5, np.uint8)
     worker.encode(jobs, found)
     model: Any = AutoModelForImageTextToText.from_pretrained(info.path).eval()

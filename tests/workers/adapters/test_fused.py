@@ -17,7 +17,7 @@ from tests.parity.compare import prompts
 from tests.workers import driver
 from tests.workers.adapters.random_adapters import add_adapters, random_adapter
 from tests.workers.backends.cpu.twins import Twins
-from tests.workers.driver import Driver, Question, Stage
+from tests.workers.driver import Driver, Question, Stage, reported
 from vsched.types import SamplingParams
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.adapters.places import CallRows, Carrier, Part, TorchSums, own_memory
@@ -104,12 +104,9 @@ def test_deterministic_answers_have_the_same_bits_alone_and_next_to_other_adapte
         for each in questions([prompts()[1], prompts()[2], *prompts()])
     ]
 
-    def reported(some: Sequence[Question], chunk: int) -> list[str]:
-        running = Driver(stage, chunk=chunk).run(some, arrivals=1)
-        return [str([(one.logprob, one.top) for one in each.logprobs]) for each in running]
-
-    together = reported(requested, 9)
-    assert [reported([each], 100)[0] for each in requested] == together
+    together = reported(Driver(stage, chunk=9).run(requested, arrivals=1))
+    alone = [reported(Driver(stage, chunk=100).run([each]))[0] for each in requested]
+    assert alone == together
 
 
 def sums_of(kind: Any, seed: int, inputs: int, sizes: Sequence[int]) -> Any:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.workers import driver
-from tests.workers.driver import Question, Stage, drawn_image
+from tests.workers.driver import Question, Stage, drawn_image, reported
 from tests.workers.parallel.ranks import Ranks, driver_of
 from vsched.types import SamplingParams
 from vsched.worker.contract import WorkerSettings
@@ -44,7 +44,7 @@ def four_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def answers(
     settings: WorkerSettings, path: str, runs: Sequence[tuple[int, int, int]]
-) -> list[list[str]]:
+) -> list[list[tuple[list[int], str]]]:
     """Return the log-probabilities of the first `count` questions, for runs of (count, chunk size, preempts)."""
     settings = dataclasses.replace(settings, deterministic=True)
     found = []
@@ -56,7 +56,7 @@ def answers(
             one = driver_of(settings, stage, chunk)
             running = one.run(QUESTIONS[:count], arrivals=min(preempts, 1), preempts=preempts)
             assert all(len(each.logprobs) == len(each.output) for each in running)
-            found.append([str([(e.logprob, e.top) for e in each.logprobs]) for each in running])
+            found.append(reported(running))
     return found
 
 

@@ -17,9 +17,18 @@ from tests.parity.architectures import make_checkpoint
 from tests.parity.compare import prompts
 from tests.workers import driver
 from tests.workers.backends.cpu.kernels.operands import needs_bf16_dot
-from tests.workers.driver import Driver, Question, Running, Stage, drawn_image
+from tests.workers.driver import (
+    Driver,
+    Question,
+    Running,
+    Stage,
+    drawn_image,
+    encode_jobs,
+    reported,
+)
 from vsched.errors import ConfigError
-from vsched.worker.contract import EncodeJob, WorkerSettings
+from vsched.types import SamplingParams
+from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.choice import choose_backend
 from vsched_workers.backends.cpu import attention, products
 from vsched_workers.backends.cpu.kernels import simd
@@ -43,83 +52,46 @@ def load(checkpoints: Callable[[str], Path]) -> Load:
     return stage
 
 
+SAMPLING = SamplingParams(temperature=0.0, logprobs=4)
+
+
+def asked(text: str | Sequence[int], images: Sequence[Any] = (), count: int = 12) -> Question:
+    return Question(text, images, count, SAMPLING)
+
+
 def questions(count: int) -> list[Question]:
     """Return questions of various lengths, some about images."""
     kinds = [
-        Question("What is in the picture?", [drawn_image(1, 90, 61)]),
-        Question("Why? " * 6),
-        Question("Compare these two.", [drawn_image(2, 56, 84), drawn_image(3, 30, 30)]),
+        asked("What is in the picture?", [drawn_image(1, 90, 61)]),
+        asked("Why? " * 6),
+        asked("Compare these two.", [drawn_image(2, 56, 84), drawn_image(3, 30, 30)]),
     ]
-    return [
-        kinds[n % 3] if n < 3 else Question(f"{n}?" * (1 + n % 3), count=8) for n in range(count)
-    ]
+    return kinds[:count] + [asked(f"{n}?" * (1 + n % 3), count=8) for n in range(3, count)]
 
 
-class Recorded:
-    """Logits of each request, by the index of its token, as the worker computed them."""
-
-    def __init__(self, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.stage = stage
-        self._last: list[torch.Tensor] = []
-        worker: Any = stage.generator
-        head = worker._head
-
-        def kept(hidden: torch.Tensor) -> torch.Tensor:
-            logits: torch.Tensor = head(hidden)
-            self._last.append(logits.clone())
-            return logits
-
-        monkeypatch.setattr(worker, "_head", kept)
-
-    def run(self, requested: Sequence[Question], **options: Any) -> list[list[bytes]]:
-        """Return the logits of each request, token by token; a recomputed token must have the same logits."""
-        arrivals, preempts = options.pop("arrivals", 0), options.pop("preempts", 0)
-        one = options.pop("driver", None) or Driver(self.stage, **options)
-        found: dict[int, dict[int, bytes]] = {}
-        step = functools.partial(Driver.step, one)
-
-        def watched(active: Sequence[Running]) -> None:
-            before = {each.sequence.number: each.sequence.length for each in active}
-            decoding = sorted(
-                (e for e in active if e.computed == e.sequence.length - 1 and e.output),
-                key=lambda each: each.slot,
-            )
-            order = [*decoding, *(each for each in active if each not in decoding)]
-            self._last.clear()
-            step(active)
-            rows = [e for e in order if e.sequence.length > before[e.sequence.number]]
-            for row, each in enumerate(rows):
-                number = each.sequence.number
-                bits = self._last[0][row].view(torch.int16).numpy().tobytes()
-                found.setdefault(number, {})[before[number]] = bits
-
-        one.step = watched  # type: ignore[method-assign]
-        every = one.run(requested, arrivals=arrivals, preempts=preempts)
-        assert all(len(found[n]) == len(each.output) for n, each in enumerate(every))
-        return [[found[n][place] for place in sorted(found[n])] for n in range(len(every))]
+def run(
+    stage: Stage, requested: Sequence[Question], *, chunk: int = 1000, seed: int = 0, **options: int
+) -> list[tuple[list[int], str]]:
+    return reported(Driver(stage, chunk=chunk, seed=seed).run(requested, **options))
 
 
 @needs_bf16_dot
 @pytest.mark.parametrize(("name", "threads"), [("demo", 2), ("nano25", 2), ("nano3", 1)])
 def test_logits_are_the_same_alone_among_others_in_any_chunks_and_recomputed(
-    load: Load, name: str, threads: int, monkeypatch: pytest.MonkeyPatch
+    load: Load, name: str, threads: int
 ) -> None:
-    recorded = Recorded(load(name, threads), monkeypatch)
-    requested = questions(32)
-    together = recorded.run(requested, chunk=40, seed=3)
-    alone = [recorded.run([requested[n]], chunk=1000)[0] for n in range(6)]
-    assert alone == together[:6]
+    stage, requested = load(name, threads), questions(32)
+    together = run(stage, requested, chunk=40, seed=3)
+    assert [run(stage, [requested[n]])[0] for n in range(6)] == together[:6]
     for chunk in CHUNKS:
-        assert recorded.run(requested[:4], chunk=chunk, seed=chunk) == together[:4]
+        assert run(stage, requested[:4], chunk=chunk, seed=chunk) == together[:4]
     # A preempted request is recomputed from prompt and output, as after the loss of its rank.
-    assert recorded.run(requested[:6], chunk=40, arrivals=1, preempts=4) == together[:6]
+    assert run(stage, requested[:6], chunk=40, arrivals=1, preempts=4) == together[:6]
 
 
 @needs_bf16_dot
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_a_model_of_text_alone_leaves_no_trace(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_of_text_alone_leaves_no_trace(name: str, tmp_path: Path) -> None:
     """For decoder-only models of any family: alone in one chunk, or in a batch with small chunks, preempted.
 
     gemma2 has sliding windows and soft-capping.
@@ -127,61 +99,52 @@ def test_a_model_of_text_alone_leaves_no_trace(
     make_checkpoint(name, tmp_path)
     settings = WorkerSettings(threads=1, deterministic=True)
     stage = Stage.load(tmp_path, attention="auto", dtype="bfloat16", settings=settings)
-    recorded = Recorded(stage, monkeypatch)
-    requested = [Question(prompt, count=8) for prompt in prompts()]
-    together = recorded.run(requested, chunk=7, arrivals=1, preempts=4)
-    assert [recorded.run([each], chunk=1000)[0] for each in requested] == together
+    requested = [asked(prompt, count=8) for prompt in prompts()]
+    together = run(stage, requested, chunk=7, arrivals=1, preempts=4)
+    assert [run(stage, [each])[0] for each in requested] == together
 
 
 @needs_bf16_dot
 @pytest.mark.parametrize("threads", [1, 2])
-def test_borders_of_chunks_leave_no_trace(
-    load: Load, threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_borders_of_chunks_leave_no_trace(load: Load, threads: int) -> None:
     """Chunks end within and at the ends of blocks of keys, and of images; some are one row."""
-    recorded = Recorded(load("demo", threads), monkeypatch)
-    long = Question("Which one? " * 40, [drawn_image(1, 200, 180)], count=4)
-    assert len(recorded.stage.prompt(long)[0]) > 260
-    whole = recorded.run([long], chunk=1000)
+    stage = load("demo", threads)
+    long = asked("Which one? " * 40, [drawn_image(1, 200, 180)], 4)
+    assert len(stage.prompt(long)[0]) > 260
     for chunk in (1, 13, 129):
-        assert recorded.run([long], chunk=chunk) == whole, chunk
+        assert run(stage, [long], chunk=chunk) == run(stage, [long]), chunk
 
 
 @needs_bf16_dot
-def test_a_cached_prefix_leaves_no_trace(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cached_prefix_leaves_no_trace(load: Load) -> None:
     """A request reuses the first blocks of another one, written in chunks or by decode steps."""
-    recorded = Recorded(load("demo"), monkeypatch)
-    first = Question("Why? " * 40, [drawn_image(1, 90, 61)], count=40)
+    stage = load("demo")
+    first = asked("Why? " * 40, [drawn_image(1, 90, 61)], 40)
     second = dataclasses.replace(first, count=6)
-    (wanted,) = recorded.run([second], chunk=1000)
+    wanted = run(stage, [second])
     for chunk in (40, 1000):
-        one = Driver(recorded.stage, chunk=chunk)
+        one = Driver(stage, chunk=chunk)
         (owner,) = one.run([first])
-        blocks = owner.sequence.prompt_length // driver.BLOCK_SIZE
-        assert blocks > 4
-        for shared in (
-            1,
-            blocks // 2,
-            blocks - (owner.sequence.prompt_length % driver.BLOCK_SIZE == 0),
-        ):
+        last = (owner.sequence.prompt_length - 1) // driver.BLOCK_SIZE
+        assert last > 4
+        for shared in (1, last // 2, last):
             _give_blocks(one, owner, shared)
-            assert recorded.run([second], driver=one) == [wanted]
+            assert reported(one.run([second])) == wanted
 
 
 @needs_bf16_dot
-def test_a_cached_answer_leaves_no_trace(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cached_answer_leaves_no_trace(load: Load) -> None:
     """Blocks written by decode steps are the prefix of the next turn of a conversation."""
-    recorded = Recorded(load("demo"), monkeypatch)
-    one = Driver(recorded.stage, chunk=40)
-    (owner,) = one.run([Question("Why? " * 6, count=40)])
+    stage = load("demo")
+    one = Driver(stage, chunk=40)
+    (owner,) = one.run([asked("Why? " * 6, count=40)])
     blocks = (owner.sequence.length - 1) // driver.BLOCK_SIZE
     assert blocks * driver.BLOCK_SIZE > owner.sequence.prompt_length + 16
-    tokens = owner.sequence.tokens[: owner.sequence.length].tolist()
-    monkeypatch.setattr(recorded.stage, "prompt", lambda _question: (tokens, []))
+    again = asked(owner.sequence.tokens[: owner.sequence.length].tolist(), count=4)
     found = []
     for shared in (blocks, 0):
         _give_blocks(one, owner, shared)
-        found.append(recorded.run([Question("", count=4)], driver=one))
+        found.append(reported(one.run([again])))
     assert found[0] == found[1]
 
 
@@ -228,13 +191,12 @@ class _Operations(TorchDispatchMode):
 def test_amx_is_not_used(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     """A processor with AMX computes as one without."""
     requested = questions(3)
-    wanted = Recorded(load("demo"), monkeypatch).run(requested, chunk=40)
-    monkeypatch.undo()
+    wanted = run(load("demo"), requested, chunk=40)
     for module in (attention, products):
         monkeypatch.setattr(module, "has_tiles", lambda: True)
     settings = WorkerSettings(threads=1, deterministic=True)
     stage = Stage.load(TRAINED, attention="auto", dtype="bfloat16", settings=settings)
-    assert Recorded(stage, monkeypatch).run(requested, chunk=40) == wanted
+    assert run(stage, requested, chunk=40) == wanted
 
 
 @needs_bf16_dot
@@ -248,24 +210,19 @@ def test_an_image_is_the_same_alone_and_among_others(load: Load, name: str, thre
 
 def encoded(stage: Stage, images: Sequence[Any]) -> list[bytes]:
     """Return the embeddings of images encoded in one batch."""
-    jobs, used = [], 0
-    for image in images:
-        plan = stage.preprocessor.plan_image(*image.size)
-        pages = list(range(used, used + -(-plan.tokens // 4)))
-        used += len(pages)
-        arrays = stage.preprocessor.process_image(image)
-        jobs.append(EncodeJob(b"", plan.tokens, arrays, plan.metadata, pages))
-    embeddings = np.zeros((used, 4, stage.info.embedding_row_bytes), dtype=np.uint8)
+    jobs = encode_jobs(stage.preprocessor, images, last_page=driver.PAGES - 1)
+    shape = (driver.PAGES, driver.ROWS_A_PAGE, stage.info.embedding_row_bytes)
+    embeddings = np.zeros(shape, dtype=np.uint8)
     stage.encoder.encode(jobs, embeddings)
     return [embeddings[job.pages].tobytes() for job in jobs]
 
 
 @needs_bf16_dot
-def test_logits_differ_without_it(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded = Recorded(load("demo", deterministic=False), monkeypatch)
-    requested = [*questions(6), Question("Why? " * 20)]
-    together = recorded.run(requested, chunk=40, arrivals=1, preempts=4)
-    assert [recorded.run([one], chunk=1000)[0] for one in requested] != together
+def test_logits_differ_without_it(load: Load) -> None:
+    stage = load("demo", deterministic=False)
+    requested = [*questions(6), asked("Why? " * 20)]
+    together = run(stage, requested, chunk=40, arrivals=1, preempts=4)
+    assert [run(stage, [one])[0] for one in requested] != together
 
 
 @pytest.mark.parametrize(

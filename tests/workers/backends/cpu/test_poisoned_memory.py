@@ -13,7 +13,7 @@ import torch
 
 from tests.workers import driver
 from tests.workers.backends.cpu.kernels.operands import needs_bf16_dot
-from tests.workers.driver import Driver, Question, Running, Stage, drawn_image
+from tests.workers.driver import Driver, Question, Stage, drawn_image, reported
 from vsched.types import SamplingParams
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.cpu import language_layers
@@ -66,10 +66,6 @@ def poisoned_tensors() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def answers(every: list[Running]) -> list[Any]:
-    return [(each.output, [(one.logprob, one.top) for one in each.logprobs]) for each in every]
-
-
 @pytest.mark.parametrize(
     ("name", "block_size", "threads", "deterministic"),
     [("tiny25", 16, 2, False), ("tiny25", 16, 2, True), ("nano3", 4, 1, False)],
@@ -89,11 +85,11 @@ def test_outputs_do_not_depend_on_unwritten_memory(
     settings = WorkerSettings(threads=threads, deterministic=deterministic)
     stage = Stage.load(checkpoints(name), attention="auto", dtype="bfloat16", settings=settings)
     for chunk in (17, 64):
-        wanted = answers(Driver(stage, chunk=chunk).run(QUESTIONS, arrivals=2))
+        wanted = reported(Driver(stage, chunk=chunk).run(QUESTIONS, arrivals=2))
         generator: Any = stage.generator
         with poisoned_tensors():
             generator.build_kv(blocks=driver.BLOCKS, block_size=block_size)
             for cached in (*generator._cache.keys, *generator._cache.values):
                 cached.fill_(torch.nan)
-            found = answers(PoisonedDriver(stage, chunk=chunk).run(QUESTIONS, arrivals=2))
+            found = reported(PoisonedDriver(stage, chunk=chunk).run(QUESTIONS, arrivals=2))
         assert found == wanted

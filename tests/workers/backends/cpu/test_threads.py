@@ -14,8 +14,8 @@ import pytest
 
 from tests.workers import driver
 from tests.workers.backends.cpu.kernels.operands import needs_bf16_dot
-from tests.workers.backends.cpu.test_poisoned_memory import QUESTIONS, answers
-from tests.workers.driver import Driver, Stage
+from tests.workers.backends.cpu.test_poisoned_memory import QUESTIONS
+from tests.workers.driver import Driver, Stage, reported
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.cpu import language_layers
 from vsched_workers.backends.cpu.threads import (
@@ -52,11 +52,11 @@ def test_answers_have_the_same_bits_with_any_number_of_threads(
     settings = WorkerSettings(threads=3, deterministic=deterministic)
     stage = Stage.load(checkpoints("tiny25"), attention="auto", dtype="bfloat16", settings=settings)
     process_pool().use(1)
-    wanted = answers(Driver(stage, chunk=64).run(QUESTIONS, arrivals=2))
+    wanted = reported(Driver(stage, chunk=64).run(QUESTIONS, arrivals=2))
     for number in (2, 3):
         process_pool().use(number)
-        assert answers(Driver(stage, chunk=64).run(QUESTIONS, arrivals=2)) == wanted
-    assert answers(ChangingDriver(stage, chunk=64).run(QUESTIONS, arrivals=2)) == wanted
+        assert reported(Driver(stage, chunk=64).run(QUESTIONS, arrivals=2)) == wanted
+    assert reported(ChangingDriver(stage, chunk=64).run(QUESTIONS, arrivals=2)) == wanted
     process_pool().use(1)
 
 

@@ -16,11 +16,12 @@ pytest.importorskip("numba")
 from tests.workers.backends.cpu.kernels.operands import OPERANDS, Operand, bits, draw, use_operand
 from vsched_workers.backends.cpu import attention
 from vsched_workers.backends.cpu.kernels import activation
-from vsched_workers.backends.cpu.kernels.activation import gelu, gelu_tanh
+from vsched_workers.backends.cpu.kernels.activation import gelu, gelu_tanh, swiglu
 from vsched_workers.backends.cpu.kernels.decode_attention import decode
 from vsched_workers.backends.cpu.kernels.norm import add_normed, norm_parts
 from vsched_workers.backends.cpu.kernels.rope import RopeRows, heads_of
 from vsched_workers.backends.cpu.layer_parts import Norm
+from vsched_workers.backends.cpu.threads import pool_of
 from vsched_workers.batching.kv_cache import KvCache, KvShape, LayerKv
 from vsched_workers.batching.paged_attention import (
     ScoreRule,
@@ -195,20 +196,24 @@ def test_loops_of_activations_have_names_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("kernel", "function"),
     [
+        (swiglu, functional.silu),
         (gelu, functional.gelu),
         (gelu_tanh, lambda rows: functional.gelu(rows, approximate="tanh")),
     ],
-    ids=["exact", "tanh"],
+    ids=["silu", "gelu", "tanh"],
 )
-def test_gelu_equals_the_modules(
-    kernel: Any, function: Callable[[torch.Tensor], torch.Tensor]
+@pytest.mark.parametrize(
+    ("threads", "rows"), [(0, 7), pytest.param(2, 3000, marks=pytest.mark.slow)]
+)
+def test_activations_equal_the_modules(
+    kernel: Any, function: Callable[[torch.Tensor], torch.Tensor], threads: int, rows: int
 ) -> None:
-    """Far from zero it is the identity, or zero."""
-    rows, up = draw(7, 64) * 4, draw(7, 64, seed=1)
-    rows[0, :6] = torch.tensor([0.0, -0.0, 300.0, -300.0, 17.0, -17.0])
-    active = function(rows.float()).bfloat16()
-    wanted = active * up
-    kernel(0, rows.data_ptr(), up.data_ptr(), 7, 64)
+    """Far from zero they are the identity, or zero; the exponential neither overflows nor yields NaN."""
+    gate, up = draw(rows, 37) * 4, draw(rows, 37, seed=1)
+    gate[0, :6] = torch.tensor([0.0, -0.0, 300.0, -300.0, 17.0, -17.0])
+    wanted = function(gate.float()).bfloat16() * up
+    pool = pool_of(threads) if threads else 0
+    kernel(pool, gate.data_ptr(), up.data_ptr(), rows, 37)
     clear = wanted.abs() > 1e-3  # torch subtracts two nearly equal numbers
-    assert (rows == wanted)[clear].float().mean() > 0.95
-    torch.testing.assert_close(rows, wanted, rtol=0.01, atol=1e-6)
+    assert (gate == wanted)[clear].float().mean() > 0.95
+    torch.testing.assert_close(gate, wanted, rtol=0.01, atol=1e-6)
