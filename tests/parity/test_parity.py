@@ -8,15 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity.__main__ import (
-    BEGIN,
-    END,
-    PAGE,
-    SEEING_BEGIN,
-    SEEING_END,
-    VIDEO_BEGIN,
-    VIDEO_END,
-)
+from tests.parity.__main__ import BEGIN, END, PAGE, SEEING_BEGIN, SEEING_END, VIDEO_BEGIN, VIDEO_END
 from tests.parity.architectures import ARCHITECTURES, FAMILY_SIZES, REFUSED, SAMPLE
 from tests.parity.compare import compare, refusal_of
 from tests.parity.video_compare import answers_about_pruned_video, compare_video

@@ -17,14 +17,7 @@ import numpy.typing as npt
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
-from tests.parity.architectures import (
-    COMMON,
-    DELTA,
-    EXPERTS,
-    LATENT,
-    ROUTED_EXPERTS,
-    SHARED_KV,
-)
+from tests.parity.architectures import COMMON, DELTA, EXPERTS, LATENT, ROUTED_EXPERTS, SHARED_KV
 
 Arrays = dict[str, npt.NDArray[Any]]
 

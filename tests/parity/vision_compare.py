@@ -198,11 +198,7 @@ def load_stage(path: Path, family: str, images: Any, device: str) -> VisionStage
     """Load the parts of a checkpoint without a processor."""
     info = _info(path, family)
     settings = WorkerSettings(
-        device=device,
-        threads=1,
-        attention=attention_on(device),
-        slots=SLOTS,
-        state_snapshots=SLOTS,
+        device=device, threads=1, attention=attention_on(device), slots=SLOTS, state_snapshots=SLOTS
     )
     generator = load_generator(info, settings)
     generator.build_kv(blocks=BLOCKS, block_size=BLOCK_SIZE)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,9 @@ from vsched.worker.contract import (
 from vsched_workers.families.qwen_image import PIXELS, flat_patches
 from vsched_workers.families.qwen_levels import pixel_values
 from vsched_workers.plugin import plugin
+
+Checkpoints = Callable[[str], Path]
+"""The fixture `checkpoints`: from a size to the folder of a checkpoint."""
 
 BLOCK_SIZE = 4
 ROWS_A_PAGE = 3

@@ -152,10 +152,7 @@ def test_description_reports_the_path(
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [
-        ({"deterministic": True}, "model.deterministic: "),
-        ({"device": "cuda"}, "generate.device: "),
-    ],
+    [({"deterministic": True}, "model.deterministic: "), ({"device": "cuda"}, "generate.device: ")],
 )
 def test_load_refuses_features_that_such_models_cannot(
     generic: Path, settings: dict[str, Any], message: str

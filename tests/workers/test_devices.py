@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from tests.workers.driver import inspect
+from tests.workers.driver import Checkpoints, inspect
 from vsched.errors import ConfigError
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.choice import check_device, threads_here
@@ -47,11 +46,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, str | None], None]:
     ],
 )  # fmt: skip
 def test_device_that_is_not_there_is_refused_with_a_remedy(
-    gpus: Callable[[int, str | None], None],
-    device: str,
-    count: int,
-    cuda: str | None,
-    message: str,
+    gpus: Callable[[int, str | None], None], device: str, count: int, cuda: str | None, message: str
 ) -> None:
     gpus(count, cuda)
     with pytest.raises(ConfigError, match=message):
@@ -68,7 +63,7 @@ def test_device_that_is_there_is_accepted(
 
 @pytest.mark.parametrize("stage", ["encode", "generate"])
 def test_load_looks_at_the_device_first(
-    gpus: Callable[[int, str | None], None], checkpoints: Callable[[str], Path], stage: str
+    gpus: Callable[[int, str | None], None], checkpoints: Checkpoints, stage: str
 ) -> None:
     gpus(0, None)
     info = inspect(checkpoints("nano25"))
@@ -80,10 +75,7 @@ def test_load_looks_at_the_device_first(
 @pytest.mark.parametrize("stage", ["encode", "generate"])
 @pytest.mark.parametrize("attention", ["auto", "exact"])
 def test_workers_report_the_threads_of_their_process(
-    checkpoints: Callable[[str], Path],
-    monkeypatch: pytest.MonkeyPatch,
-    stage: str,
-    attention: str,
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, stage: str, attention: str
 ) -> None:
     """With kernels, the threads in use of the pool, which may be fewer; otherwise torch's, which are constant."""
     monkeypatch.setattr(threads, "_POOL", [])

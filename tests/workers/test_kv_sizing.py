@@ -5,13 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.patience import PATIENCE_S
-from tests.workers.driver import load_generator
+from tests.workers.driver import Checkpoints, load_generator
 from vsched.fork_server import rank_environment
 from vsched.types import ModelInfo
 from vsched.wire import SizeKv
@@ -40,9 +40,7 @@ def tokens_of(info: ModelInfo, size: int) -> int:
     return size // info.kv_bytes_per_token // 16 * 16
 
 
-def test_carry_out_returns_the_memory_and_proves_it(
-    checkpoints: Callable[[str], Path], size: str
-) -> None:
+def test_carry_out_returns_the_memory_and_proves_it(checkpoints: Checkpoints, size: str) -> None:
     """A dropped cache is no longer resident; the next one takes its place."""
     worker, info = load_language(checkpoints(size))
     sizing = KvBuilder(worker, info, LOAD, image=IMAGE)
@@ -54,7 +52,7 @@ def test_carry_out_returns_the_memory_and_proves_it(
     assert first.memory.reserved_bytes - second.memory.reserved_bytes > 56 * MIB
 
 
-def test_carry_out_finds_a_view_that_keeps_the_cache(checkpoints: Callable[[str], Path]) -> None:
+def test_carry_out_finds_a_view_that_keeps_the_cache(checkpoints: Checkpoints) -> None:
     """A view of one layer is enough."""
     worker, info = load_language(checkpoints("nano25"))
     sizing = KvBuilder(worker, info, LOAD)
@@ -69,7 +67,7 @@ def test_carry_out_finds_a_view_that_keeps_the_cache(checkpoints: Callable[[str]
 
 
 def test_carry_out_holds_the_canary_over_real_steps(
-    checkpoints: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Resident while the steps run."""
     worker, info = load_language(checkpoints("nano25"))
@@ -129,13 +127,10 @@ def in_process(script: str, *arguments: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("size", "dtype"),
-    [
-        ("nano25", "float32"),
-        pytest.param("nano3", "bfloat16", marks=pytest.mark.thorough),
-    ],
+    [("nano25", "float32"), pytest.param("nano3", "bfloat16", marks=pytest.mark.thorough)],
 )
 def test_profiling_run_is_frugal_without_missing_the_peak(
-    checkpoints: Callable[[str], Path], size: str, dtype: str
+    checkpoints: Checkpoints, size: str, dtype: str
 ) -> None:
     """Two layers and one long chunk reach the same peak as all layers and all chunks at the longest context.
 
@@ -180,7 +175,7 @@ print(sizing.carry_out(SizeKv(tokens, profile=True, headroom_bytes=0, probe=True
 
 
 def test_kv_cache_is_touched_if_no_thread_can_start(
-    checkpoints: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Near the limit there may be no memory for a thread's stack, which is not fatal."""
 
@@ -199,7 +194,7 @@ def test_kv_cache_is_touched_if_no_thread_can_start(
     [("float32", (42, 10, 1)), ("bfloat16", (33, 1))],
 )
 def test_carry_out_survives_real_out_of_memory(
-    checkpoints: Callable[[str], Path], dtype: str, rooms: Sequence[int]
+    checkpoints: Checkpoints, dtype: str, rooms: Sequence[int]
 ) -> None:
     """Under a real limit, the allocator's own failure becomes the outcome, and the rank continues."""
     path = str(checkpoints("nano25"))

@@ -22,6 +22,7 @@ from tests.workers.driver import (
     BLOCK_SIZE,
     BLOCKS,
     SLOTS,
+    Checkpoints,
     Driver,
     Question,
     Running,
@@ -176,7 +177,7 @@ def test_prepare_reports_out_of_memory(stages: Stages, monkeypatch: pytest.Monke
         generator.prepare(sequence)
 
 
-def test_build_kv_refuses_input_that_cannot_fit(checkpoints: Callable[[str], Path]) -> None:
+def test_build_kv_refuses_input_that_cannot_fit(checkpoints: Checkpoints) -> None:
     """Value, limit and remedy; nothing is allocated."""
     info = inspect(checkpoints("nano25"))
     worker = load_generator(info)
@@ -184,7 +185,7 @@ def test_build_kv_refuses_input_that_cannot_fit(checkpoints: Callable[[str], Pat
         worker.build_kv(blocks=1 << 34, block_size=BLOCK_SIZE)
 
 
-def test_load_refuses_an_unknown_kernel(checkpoints: Callable[[str], Path]) -> None:
+def test_load_refuses_an_unknown_kernel(checkpoints: Checkpoints) -> None:
     info = inspect(checkpoints("nano25"))
     settings = WorkerSettings(attention="fastest")
     with pytest.raises(ConfigError, match="'fastest'.*auto, exact"):
@@ -192,7 +193,7 @@ def test_load_refuses_an_unknown_kernel(checkpoints: Callable[[str], Path]) -> N
 
 
 def test_load_reports_progress_and_holds_no_vision_weights(
-    checkpoints: Callable[[str], Path], size: str
+    checkpoints: Checkpoints, size: str
 ) -> None:
     info = inspect(checkpoints(size))
     received: list[tuple[str, float]] = []
@@ -292,9 +293,7 @@ def test_drafts_give_what_single_rows_give_in_any_model(
     check(stage, monkeypatch)
 
 
-def test_plugin_verifies_no_drafts_on_a_gpu_or_with_a_state(
-    checkpoints: Callable[[str], Path],
-) -> None:
+def test_plugin_verifies_no_drafts_on_a_gpu_or_with_a_state(checkpoints: Checkpoints) -> None:
     info = inspect(checkpoints("nano25"))
     assert plugin.verifies_drafts(info, device="cpu")
     assert not plugin.verifies_drafts(info, device="cuda:0")

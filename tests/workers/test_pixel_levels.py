@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from PIL import Image
 from transformers import AutoImageProcessor
 
 from tests.each_case import each_case
-from tests.workers.driver import drawn_image, values_of
+from tests.workers.driver import Checkpoints, drawn_image, values_of
 from vsched.errors import RequestRefused
 from vsched.worker.contract import Arrays, FrameSize, VideoFacts, VideoSampling
 from vsched_workers.checkpoint.preprocess.video_rules import (
@@ -44,7 +43,7 @@ SETTINGS = {
 
 @pytest.mark.parametrize("changed", SETTINGS.values(), ids=SETTINGS)
 def test_pixel_levels_are_those_of_the_processor(
-    checkpoints: Callable[[str], Path], size: str, tmp_path: Path, changed: dict[str, Any]
+    checkpoints: Checkpoints, size: str, tmp_path: Path, changed: dict[str, Any]
 ) -> None:
     """All 256 values in each channel, in patches of a picture; the processor handles the picture itself."""
     shutil.copytree(checkpoints(size), tmp_path / "changed")

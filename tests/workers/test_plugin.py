@@ -7,12 +7,13 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from tests.workers.driver import Checkpoints
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.reference.backend import Backend
 from vsched_workers.lean_torch import DEFERRED
@@ -29,7 +30,7 @@ print(heavy)
 
 
 @pytest.mark.slow
-def test_inspect_imports_nothing_heavy(checkpoints: Callable[[str], Path]) -> None:
+def test_inspect_imports_nothing_heavy(checkpoints: Checkpoints) -> None:
     """Listing sizes and inspecting a checkpoint stay quick: neither torch nor transformers is imported."""
     run = subprocess.run(
         [sys.executable, "-c", CODE, str(checkpoints("nano25"))],
@@ -56,7 +57,7 @@ print("torch:", sys.modules.get("torch") is not None, file=sys.stderr)
 
 @pytest.mark.slow
 def test_plugin_that_forgoes_models_has_the_same_preprocessor(
-    checkpoints: Callable[[str], Path], tmp_path: Path
+    checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
     """Also if transformers loads the tokenizer, as for one with names of older files; with any hash seed."""
     folder = shutil.copytree(checkpoints("nano25"), tmp_path / "nano25")
@@ -77,7 +78,7 @@ def test_plugin_that_forgoes_models_has_the_same_preprocessor(
 
 @pytest.mark.parametrize("stage", ["vision", "language"])
 def test_weights_are_loaded_without_leaving_holes(
-    checkpoints: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, stage: str
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
     """Otherwise memory that loading frees, as much as the weights, would stay in the heap, lost to the KV cache."""
     module = importlib.import_module(f"vsched_workers.{stage}")

@@ -27,6 +27,7 @@ from tests.parity.vision_architectures import (
 from tests.parity.vision_checkpoints import make_vision_checkpoint
 from tests.workers.driver import (
     ROWS_A_PAGE,
+    Checkpoints,
     Stage,
     drawn_image,
     encode_jobs,
@@ -101,7 +102,7 @@ def test_encode_equals_the_whole_model(
 
 @pytest.mark.parametrize("tokens_max", [0, 1, 16])
 def test_encode_gives_the_same_in_parts(
-    stages: Stages, checkpoints: Callable[[str], Path], tokens_max: int
+    stages: Stages, checkpoints: Checkpoints, tokens_max: int
 ) -> None:
     """A token limit splits a batch; an image's rows do not depend on the other images."""
     stage = stages("nano3")
@@ -150,7 +151,7 @@ class BehindBackend(Backend):
 
 
 def test_encode_without_pauses_needs_no_greenlets(
-    checkpoints: Callable[[str], Path], stages: Stages, monkeypatch: pytest.MonkeyPatch
+    checkpoints: Checkpoints, stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With GPUs, greenlet may not be installed: the module that needs it is not even imported."""
     jobs, expected = jobs_of(stages("nano25")), empty_pages(stages("nano25").info)

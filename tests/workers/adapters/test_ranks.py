@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,7 @@ import pytest
 from tests.parity.architectures import make_checkpoint
 from tests.parity.compare import OUTPUTS, prompts, tokens_of
 from tests.workers.adapters.peft_adapters import expected_tokens, make_adapter, make_whole_adapter
-from tests.workers.driver import Driver, Question, Stage, drawn_image
+from tests.workers.driver import Checkpoints, Driver, Question, Stage, drawn_image
 from tests.workers.parallel.ranks import Ranks, driver_of
 from tests.workers.reference import Reference
 from vsched.worker.contract import WorkerSettings
@@ -85,7 +85,7 @@ def test_two_ranks_answer_as_peft(ranks: Ranks, tmp_path: Path, name: str) -> No
 
 
 def test_images_and_text_answer_as_peft_on_one_rank_and_on_two(
-    ranks: Ranks, checkpoints: Callable[[str], Path], tmp_path: Path, size: str
+    ranks: Ranks, checkpoints: Checkpoints, tmp_path: Path, size: str
 ) -> None:
     """Tower and language model each get their part of one file, with concurrent requests without an adapter."""
     base = checkpoints(size)

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from tests.parity.vision_architectures import VISION_ARCHITECTURES, images_of, save_model
 from tests.workers.adapters.peft_adapters import make_whole_adapter
-from tests.workers.driver import Stage, values_of
+from tests.workers.driver import Checkpoints, Stage, values_of
 from tests.workers.test_vision import jobs_of
 from vsched.errors import CheckpointError
 from vsched_workers.adapters.files import (
@@ -34,7 +34,6 @@ from vsched_workers.plugin import TransformersPlugin
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 
 Stages = Callable[..., Stage]
-Checkpoints = Callable[[str], Path]
 
 
 def tower_of(stage: Stage, **options: Any) -> tuple[Any, AdaptedModule]:
@@ -67,9 +66,7 @@ def test_images_have_the_rows_of_pefts_tower(
     with module.all_rows("one"):
         found = tower.encode([job])
     out = whole.base_model.model.get_image_features(
-        values_of([job.arrays]),
-        torch.tensor([grid_of(job.metadata)]),
-        return_dict=True,
+        values_of([job.arrays]), torch.tensor([grid_of(job.metadata)]), return_dict=True
     )
     levels = [out.pooler_output[0], *(each[0] for each in getattr(out, "deepstack_features", ()))]
     torch.testing.assert_close(found, torch.cat(levels, -1), rtol=1e-4, atol=1e-4)

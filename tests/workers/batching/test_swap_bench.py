@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 
 from tests.bench.swap.__main__ import main
+from tests.workers.driver import Checkpoints
 
 
 @pytest.mark.slow
 def test_swap_bench_has_a_row_for_each_length(
-    checkpoints: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+    checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [str(checkpoints("nano25")), "--dtype", "float32", "--rounds", "1"]
     rows = main([*words, "--lengths", "20", "48", "--chunk", "16"])

@@ -15,7 +15,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import pre_tokenizers
 
-from tests.workers.driver import Driver, Question, Stage, inspect, load_encoder, load_generator
+from tests.workers.driver import (
+    Checkpoints,
+    Driver,
+    Question,
+    Stage,
+    inspect,
+    load_encoder,
+    load_generator,
+)
 from vsched.errors import CheckpointError, ConfigError, RequestRefused
 from vsched.types import ModelInfo, SamplingDefaults
 from vsched.worker.contract import Preprocessor
@@ -32,8 +40,6 @@ from vsched_workers.plugin import plugin
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-
-Checkpoints = Callable[[str], Path]
 
 
 @pytest.fixture

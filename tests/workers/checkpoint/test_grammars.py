@@ -25,11 +25,7 @@ from vsched.api.tools.formats import CALL_FORMATS
 from vsched.errors import RequestRefused
 from vsched.types import FinishReason, ModelInfo
 from vsched_workers.checkpoint.preprocess import grammars as grammars_module
-from vsched_workers.checkpoint.preprocess.grammars import (
-    RECENT_MAX,
-    TokenGrammars,
-    load_grammars,
-)
+from vsched_workers.checkpoint.preprocess.grammars import RECENT_MAX, TokenGrammars, load_grammars
 from vsched_workers.checkpoint.tokenize import TokenTable
 from vsched_workers.plugin import TRAINED, plugin
 
@@ -83,10 +79,7 @@ def test_matcher_tokenizes_only_the_beginning_of_a_long_forced_text() -> None:
     ],
 )
 def test_matcher_writes_a_literal_of_a_special_token_as_text(
-    grammars: TokenGrammars,
-    text_of: Callable[[list[int]], str],
-    grammar: dict[str, Any],
-    text: str,
+    grammars: TokenGrammars, text_of: Callable[[list[int]], str], grammar: dict[str, Any], text: str
 ) -> None:
     """The special token would end the output there."""
     assert "".join(text_of(drawn(grammars, encoded(**grammar), 0)).split()) == text

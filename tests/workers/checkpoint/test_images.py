@@ -87,7 +87,7 @@ def copy(made: Callable[[str], Path], tmp_path: Path) -> Callable[[str], Path]:
     params=[
         pytest.param(name, marks=[without_torchvision] if PROCESSING[name].torchvision else [])
         for name in sorted(PROCESSING)
-    ],
+    ]
 )
 def loaded(request: pytest.FixtureRequest, front: Front) -> Any:
     """Return the name of an architecture and its preprocessor."""
@@ -389,9 +389,7 @@ def test_planning_takes_no_memory_for_the_pixels(loaded_generic: AnyPreprocessor
     assert peak < 5 * sum(spec.nbytes for spec in plan.arrays) + 300_000
 
 
-def test_processor_that_needs_pixels_gets_no_more_than_allowed(
-    made: Callable[[str], Path],
-) -> None:
+def test_processor_that_needs_pixels_gets_no_more_than_allowed(made: Callable[[str], Path]) -> None:
     """A larger image is shrunk, consistently in the plan and in processing."""
     preprocessor = load(made("mistral3"))
     processor = preprocessor.processor

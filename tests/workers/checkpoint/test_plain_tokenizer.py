@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from tests.workers.driver import Checkpoints
 from vsched_workers.checkpoint.chat_templates import render_template
 from vsched_workers.checkpoint.plain_tokenizer import _QWEN_STEPS, load_plain
 
@@ -30,7 +31,7 @@ ADDED = {
 
 
 @pytest.fixture
-def folder(checkpoints: Callable[[str], Path], tmp_path: Path) -> Path:
+def folder(checkpoints: Checkpoints, tmp_path: Path) -> Path:
     """Return a copy of a checkpoint without its weights."""
     for file in checkpoints("nano25").iterdir():
         if file.suffix != ".safetensors":
@@ -176,7 +177,7 @@ def test_rendering_equals_transformers(template: str) -> None:
             )
 
 
-def test_preprocessing_does_not_import_transformers(checkpoints: Callable[[str], Path]) -> None:
+def test_preprocessing_does_not_import_transformers(checkpoints: Checkpoints) -> None:
     """Neither is it imported at the first request, nor by a rank's modules."""
     program = """
 import sys

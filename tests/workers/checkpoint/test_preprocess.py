@@ -27,7 +27,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import AutoImageProcessor, AutoTokenizer
 
 from tests.parity.vision_checkpoints import make_vision_checkpoint
-from tests.workers.driver import Stage, drawn_image, inspect, values_of
+from tests.workers.driver import Checkpoints, Stage, drawn_image, inspect, values_of
 from tests.workers.properties import REPEATABLE
 from vsched.config import MediaConfig
 from vsched.errors import CheckpointError, RequestRefused
@@ -37,18 +37,14 @@ from vsched.worker.contract import AnswerPart, ImagePlan, ItemPlan, PixelBounds,
 from vsched_workers.checkpoint.preprocess.qwen import QwenPreprocessor
 from vsched_workers.checkpoint.preprocess.text import TemplateParser
 from vsched_workers.checkpoint.tokenize import ByteDetokenizer, TokenTable
-from vsched_workers.families.qwen_image import (
-    PIXELS,
-    grid_of,
-    image_processing,
-)
+from vsched_workers.families.qwen_image import PIXELS, grid_of, image_processing
 from vsched_workers.plugin import TRAINED, plugin
 
 Load = Callable[..., Preprocessor]
 
 
 @pytest.fixture(scope="session")
-def load(checkpoints: Callable[[str], Path]) -> Load:
+def load(checkpoints: Checkpoints) -> Load:
     @functools.cache
     def load_one(size: str, budget: int = 0) -> Preprocessor:
         path = str(checkpoints(size))
@@ -59,7 +55,7 @@ def load(checkpoints: Callable[[str], Path]) -> Load:
 
 @pytest.mark.parametrize("shape", [(90, 60), (28, 28), (1, 1), (300, 17), (448, 300)])
 def test_process_image_equals_transformers(
-    load: Load, checkpoints: Callable[[str], Path], size: str, shape: tuple[int, int]
+    load: Load, checkpoints: Checkpoints, size: str, shape: tuple[int, int]
 ) -> None:
     """Bit-identical pixels, after the lookup of their values by a rank, and the planned grid."""
     image = drawn_image(1, *shape)
@@ -106,7 +102,7 @@ def test_plan_image_agrees_with_process_image(
 @pytest.mark.parametrize("shape", [(90, 60), (28, 28), (300, 17), (448, 300)])
 def test_bounds_of_a_request_are_those_of_transformers(
     load: Load,
-    checkpoints: Callable[[str], Path],
+    checkpoints: Checkpoints,
     size: str,
     shape: tuple[int, int],
     least: int | None,
@@ -295,7 +291,7 @@ def test_detokenizer_gives_the_text_back_piece_by_piece(load: Load, text: str) -
 @given(ids=st.lists(st.integers(0, 383), max_size=30))
 @REPEATABLE
 def test_detokenize_equals_transformers(
-    load: Load, checkpoints: Callable[[str], Path], ids: list[int]
+    load: Load, checkpoints: Checkpoints, ids: list[int]
 ) -> None:
     """For any tokens, including incomplete characters: the same text as from transformers."""
     preprocessor = load("nano25")
@@ -337,7 +333,7 @@ def test_settings_digest_tells_settings_apart(load: Load) -> None:
 
 
 def test_load_preprocessor_refuses_a_tokenizer_larger_than_the_model(
-    checkpoints: Callable[[str], Path],
+    checkpoints: Checkpoints,
 ) -> None:
     """Otherwise an id beyond the embedding would crash the worker with the first prompt that contains it."""
     info = inspect(checkpoints("nano25"))
@@ -355,11 +351,7 @@ def test_load_preprocessor_refuses_a_tokenizer_larger_than_the_model(
     ],
 )
 def test_load_preprocessor_refuses_incomplete_checkpoints(
-    checkpoints: Callable[[str], Path],
-    tmp_path: Path,
-    name: str,
-    change: dict[str, Any] | None,
-    message: str,
+    checkpoints: Checkpoints, tmp_path: Path, name: str, change: dict[str, Any] | None, message: str
 ) -> None:
     path = tmp_path / "broken"
     shutil.copytree(checkpoints("nano25"), path)

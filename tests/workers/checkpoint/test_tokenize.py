@@ -6,7 +6,6 @@ import copy
 import functools
 import pickle
 import unicodedata
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
 from transformers import AutoTokenizer
 
-from tests.workers.driver import inspect
+from tests.workers.driver import Checkpoints, inspect
 from tests.workers.properties import REPEATABLE
 from vsched.errors import RequestRefused
 from vsched.worker.contract import ImagePlan, Preprocessor
@@ -66,7 +65,7 @@ def backend_of(directory: Path, kind: str) -> Tokenizer:
 
 
 @pytest.fixture(scope="module", params=["checkpoint", "qwen", "llama", "smollm"])
-def backend(request: pytest.FixtureRequest, checkpoints: Any) -> Tokenizer:
+def backend(request: pytest.FixtureRequest, checkpoints: Checkpoints) -> Tokenizer:
     return backend_of(checkpoints("nano25"), request.param)
 
 
@@ -151,11 +150,8 @@ def test_a_stretch_without_a_cut_is_bounded(
     assert len(subject.ids(",;" * 500)) > 1
 
 
-def test_tokens_that_take_what_is_next_to_them_leave_no_bound(checkpoints: Any) -> None:
-    for special in (
-        AddedToken("<strips>", lstrip=True),
-        AddedToken("<strips>", rstrip=True),
-    ):
+def test_tokens_that_take_what_is_next_to_them_leave_no_bound(checkpoints: Checkpoints) -> None:
+    for special in (AddedToken("<strips>", lstrip=True), AddedToken("<strips>", rstrip=True)):
         backend = backend_of(checkpoints("nano25"), "qwen")
         backend.add_tokens([special])
         subject = text_tokenizer(backend)
@@ -175,7 +171,7 @@ def test_tokens_that_take_what_is_next_to_them_leave_no_bound(checkpoints: Any) 
     ],
 )
 def test_a_tokenizer_of_another_kind_is_not_cut(
-    checkpoints: Any, part: str, value: Any, bounded: bool
+    checkpoints: Checkpoints, part: str, value: Any, bounded: bool
 ) -> None:
     backend = backend_of(checkpoints("nano25"), "qwen")
     setattr(backend, part, value)
@@ -183,7 +179,7 @@ def test_a_tokenizer_of_another_kind_is_not_cut(
     assert (bool(subject.bytes_per_token_max), subject.cuts) == (bounded, False)
 
 
-def test_a_token_across_a_cut_forbids_cutting(checkpoints: Any) -> None:
+def test_a_token_across_a_cut_forbids_cutting(checkpoints: Checkpoints) -> None:
     backend = backend_of(checkpoints("nano25"), "qwen")
     backend.add_tokens([AddedToken("two words", normalized=False)])
     assert not text_tokenizer(backend).cuts
@@ -214,13 +210,13 @@ SPLIT_TEXTS = st.sampled_from(
 
 
 @pytest.fixture(scope="session")
-def front(checkpoints: Callable[[str], Path]) -> Preprocessor:
+def front(checkpoints: Checkpoints) -> Preprocessor:
     path = str(checkpoints("nano25"))
     return plugin.load_preprocessor(inspect(path))
 
 
 @pytest.fixture(scope="session")
-def tokenizer(checkpoints: Callable[[str], Path]) -> Any:
+def tokenizer(checkpoints: Checkpoints) -> Any:
     return AutoTokenizer.from_pretrained(checkpoints("nano25"))
 
 

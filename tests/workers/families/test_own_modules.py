@@ -18,6 +18,7 @@ from torch.nn import functional
 from transformers import AttentionInterface
 
 from tests.patience import PATIENCE_S
+from tests.workers.driver import Checkpoints
 from vsched.errors import CheckpointError
 from vsched.types import ItemPlace
 from vsched.worker.contract import WorkerSettings
@@ -33,7 +34,6 @@ from vsched_workers.families.qwen_image import _GRID, with_time
 NAME = "qwen2_5_vl"
 LIBRARY = FAMILIES[NAME]
 CAUSAL = "causal attention of this test"
-Checkpoints = Callable[[str], Path]
 
 
 @pytest.fixture
@@ -104,10 +104,7 @@ def test_language_model_equals_transformers(
     )
     model.attend_by(causal)
     token_ids = torch.arange(40)[None]
-    given: dict[str, Any] = {
-        "position_ids": torch.randint(0, 900, (4, 1, 40)),
-        "use_cache": False,
-    }
+    given: dict[str, Any] = {"position_ids": torch.randint(0, 900, (4, 1, 40)), "use_cache": False}
     found, expected = (
         each(inputs_embeds=each.embed_tokens(token_ids), **given).last_hidden_state
         for each in (model, library)

@@ -6,7 +6,6 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -15,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.patience import PATIENCE_S
-from tests.workers.driver import inspect
+from tests.workers.driver import Checkpoints, inspect
 from tests.workers.properties import REPEATABLE
 from vsched.errors import DeviceOutOfMemory
 from vsched.fork_server import rank_environment
@@ -32,9 +31,7 @@ from vsched_workers.families.qwen_image import (
     resized,
 )
 from vsched_workers.memory.out_of_memory import require_available, typed_out_of_memory
-from vsched_workers.memory.sparse_runs import (
-    sparsely,
-)
+from vsched_workers.memory.sparse_runs import sparsely
 from vsched_workers.memory.worst_case import worst_batches
 
 
@@ -92,7 +89,7 @@ def test_largest_units_find_the_strip_that_guesses_miss() -> None:
 
 
 @pytest.fixture
-def batches(checkpoints: Callable[[str], Path], size: str) -> Callable[..., list[list[ImagePlan]]]:
+def batches(checkpoints: Checkpoints, size: str) -> Callable[..., list[list[ImagePlan]]]:
     info = inspect(checkpoints(size))
 
     def search(
@@ -131,9 +128,7 @@ def test_worst_batches_stay_within_every_cap(
             assert plan.tokens == frames * rows * columns // 4 <= item_tokens_max
 
 
-def test_worst_batches_use_the_budget_up(
-    batches: Callable[..., list[list[ImagePlan]]],
-) -> None:
+def test_worst_batches_use_the_budget_up(batches: Callable[..., list[list[ImagePlan]]]) -> None:
     """The tighter limit binds, and the rest of the budget is used."""
     caps = {"pixels_max": 64_000_000, "item_tokens_max": 64}
     full = batches(items=8, tokens=200, **caps)
@@ -277,7 +272,7 @@ print(memory.peak() - loaded.reserved_bytes, reservation.growth_bytes)
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.thorough), "bfloat16"])
 def test_a_sparse_reservation_is_what_whole_batches_take(
-    checkpoints: Callable[[str], Path], size: str, dtype: str
+    checkpoints: Checkpoints, size: str, dtype: str
 ) -> None:
     """The same peak, apart from fragmentation, which the reservation allows for."""
     done = subprocess.run(

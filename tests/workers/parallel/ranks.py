@@ -103,10 +103,7 @@ def answer(
     stage = load(settings, path, dtype, kv_dtype)
     driver = driver_of(settings, stage, 40)
     running = driver.run(questions, arrivals=2, preempts=7)
-    held = {
-        "encode": stage.encoder.weights_bytes,
-        "generate": stage.generator.weights_bytes,
-    }
+    held = {"encode": stage.encoder.weights_bytes, "generate": stage.generator.weights_bytes}
     return [each.output for each in running], np.array(driver.embeddings), held
 
 

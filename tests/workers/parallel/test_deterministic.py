@@ -16,10 +16,7 @@ from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
 from vsched_workers.checkpoint.random_init import SIZES, make_checkpoint
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not has_bf16_dot(), reason="needs avx512_bf16"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not has_bf16_dot(), reason="needs avx512_bf16")]
 
 SAMPLING = SamplingParams(temperature=0.0, logprobs=4)
 QUESTIONS = [

@@ -18,7 +18,15 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from tests.parity.architectures import ARCHITECTURES, COMMON, make_checkpoint
 from tests.parity.compare import OUTPUTS, generated, prompts
-from tests.workers.driver import Driver, Question, Stage, drawn_image, inspect, load_generator
+from tests.workers.driver import (
+    Checkpoints,
+    Driver,
+    Question,
+    Stage,
+    drawn_image,
+    inspect,
+    load_generator,
+)
 from tests.workers.parallel import ranks as on_rank
 from tests.workers.parallel.ranks import Ranks
 from tests.workers.reference import Reference
@@ -85,7 +93,7 @@ def test_step_equals_generate(
 
 @pytest.mark.slow
 def test_load_takes_both_layouts(
-    stages: Callable[..., Stage], checkpoints: Callable[[str], Path], tmp_path: Path
+    stages: Callable[..., Stage], checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
     """Published checkpoints have the last two dimensions of experts swapped."""
     for file in checkpoints(SIZE).iterdir():
@@ -110,9 +118,7 @@ def test_one_rank_has_nothing_to_balance(stages: Callable[..., Stage]) -> None:
 
 
 @pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
-def test_check_parallel_counts_experts(
-    checkpoints: Callable[[str], Path], tmp_path: Path, key: str
-) -> None:
+def test_check_parallel_counts_experts(checkpoints: Checkpoints, tmp_path: Path, key: str) -> None:
     info = inspect(checkpoints(SIZE))
     plugin.check_parallel(info, stage="generate", ranks=2)
     config = json.loads((checkpoints(SIZE) / "config.json").read_text())
@@ -153,7 +159,7 @@ def balanced_answer(
 
 @pytest.mark.slow
 def test_experts_move_and_the_tokens_stay(
-    ranks: Ranks, checkpoints: Callable[[str], Path], stages: Callable[..., Stage]
+    ranks: Ranks, checkpoints: Checkpoints, stages: Callable[..., Stage]
 ) -> None:
     """Collective work between two steps; experts change ranks, and no token changes."""
     questions = [Question("What is it?", [drawn_image(1, 90, 60)]), Question("How many are there?")]

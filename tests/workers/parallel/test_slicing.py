@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import safetensors
 import torch
 from torch import nn
 
-from tests.workers.driver import inspect
+from tests.workers.driver import Checkpoints, inspect
 from vsched.errors import CheckpointError
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.checkpoint.random_init import SIZES
@@ -22,7 +21,7 @@ from vsched_workers.parallel.slicing import cut_of, slice_module
 from vsched_workers.plugin import plugin
 
 
-def build(checkpoints: Callable[[str], Path], size: str, stage: str) -> tuple[nn.Module, Sharing]:
+def build(checkpoints: Checkpoints, size: str, stage: str) -> tuple[nn.Module, Sharing]:
     family, path = FAMILIES[SIZES[size].family], str(checkpoints(size))
     with torch.device("meta"):
         if stage == "encode":
@@ -74,7 +73,7 @@ class Recorder:
 
 @pytest.mark.parametrize("stage", ["encode", "generate"])
 def test_ranks_read_and_hold_their_share_only(
-    checkpoints: Callable[[str], Path], size: str, stage: str, monkeypatch: pytest.MonkeyPatch
+    checkpoints: Checkpoints, size: str, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank reads and holds exactly half of the tensors in the table and all others."""
     module, sharing = build(checkpoints, size, stage)
@@ -100,7 +99,7 @@ def test_ranks_read_and_hold_their_share_only(
 
 
 @pytest.fixture
-def untied(checkpoints: Callable[[str], Path], tmp_path: Path) -> WeightIndex:
+def untied(checkpoints: Checkpoints, tmp_path: Path) -> WeightIndex:
     """Return a checkpoint with an untied head and an embedding of 6 rows."""
     from safetensors.torch import save_file
 
@@ -116,11 +115,7 @@ def test_load_head_reads_the_own_part_of_the_vocabulary(
     model.embed_tokens = nn.Embedding(6, 3)
     recorder = Recorder(monkeypatch)
     head = load_head(
-        model,
-        untied,
-        dtype=torch.float32,
-        device="cpu",
-        cut=cut_of(6, ranks=2, rank=1),
+        model, untied, dtype=torch.float32, device="cpu", cut=cut_of(6, ranks=2, rank=1)
     )
     assert head.tolist() == [[9, 10, 11], [12, 13, 14], [15, 16, 17]]
     assert recorder.read == {"lm_head.weight": 3 * 3 * 4}
@@ -152,7 +147,7 @@ def test_load_tensors_names_the_whole_shape(untied: WeightIndex) -> None:
     ],
 )
 def test_check_parallel_names_what_does_not_divide(
-    checkpoints: Callable[[str], Path], size: str, stage: str, ranks: int, words: list[str]
+    checkpoints: Checkpoints, size: str, stage: str, ranks: int, words: list[str]
 ) -> None:
     info = inspect(checkpoints(size))
     for fits in (1, 2):

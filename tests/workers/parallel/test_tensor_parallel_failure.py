@@ -16,7 +16,7 @@ import torch.distributed
 from safetensors.torch import load_file, save_file
 
 from tests.patience import NEVER_S, PATIENCE_S, wait_until
-from tests.workers.driver import Driver, Question, Stage, drawn_image
+from tests.workers.driver import Checkpoints, Driver, Question, Stage, drawn_image
 from tests.workers.parallel import ranks as on_rank
 from tests.workers.parallel.ranks import Ranks, outcome
 from tests.workers.test_vision import empty_pages, jobs_of
@@ -261,7 +261,7 @@ def generate_with_faults(
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_step_fails_on_every_rank_and_can_be_run_again(
-    ranks: Ranks, checkpoints: Callable[[str], Path], stages: Callable[..., Any], failing: int
+    ranks: Ranks, checkpoints: Checkpoints, stages: Callable[..., Any], failing: int
 ) -> None:
     """Before the first collective, between two, and after the last; the tokens are unchanged."""
     found = ranks.run(generate_with_faults, str(checkpoints("nano25")), failing)
@@ -293,7 +293,7 @@ def encode_with_faults(settings: WorkerSettings, path: str) -> tuple[list[str], 
 
 
 def test_encode_fails_on_every_rank_and_can_be_run_again(
-    ranks: Ranks, checkpoints: Callable[[str], Path], stages: Callable[..., Any]
+    ranks: Ranks, checkpoints: Checkpoints, stages: Callable[..., Any]
 ) -> None:
     """The batch fails on all ranks; the next one is encoded, and only the first rank writes."""
     (seen, rows), (own, nothing) = ranks.run(encode_with_faults, str(checkpoints("nano3")))
@@ -335,9 +335,7 @@ def size_with_faults(settings: WorkerSettings, path: str) -> list[tuple[str, str
     return seen
 
 
-def test_sizing_fails_on_every_rank_and_goes_on(
-    ranks: Ranks, checkpoints: Callable[[str], Path]
-) -> None:
+def test_sizing_fails_on_every_rank_and_goes_on(ranks: Ranks, checkpoints: Checkpoints) -> None:
     """Cache, headroom or profiling run: a failure of one rank fails all; frugal steps run in lockstep."""
     first, second = ranks.run(size_with_faults, str(checkpoints("nano3")))
     outcomes = ["out_of_memory", "fits"] * 3
@@ -403,7 +401,7 @@ def check_equal(ranks: Ranks, path: Path, size: int) -> None:
         )
 
 
-def test_two_ranks_equal_one(ranks: Ranks, checkpoints: Callable[[str], Path], size: str) -> None:
+def test_two_ranks_equal_one(ranks: Ranks, checkpoints: Checkpoints, size: str) -> None:
     """Chunked prefill and decode in one step, images, deepstack, preemption, a seeded request: the same tokens."""
     check_equal(ranks, checkpoints(size), 2)
 
@@ -414,7 +412,7 @@ def test_four_ranks_equal_one(ranks: Ranks, four_heads: Callable[[str], Path], s
 
 @pytest.mark.parametrize("fails", ["", "early", "at the end"])
 def test_ranks_pause_in_a_batch(
-    ranks: Ranks, checkpoints: Callable[[str], Path], size: str, fails: str
+    ranks: Ranks, checkpoints: Checkpoints, size: str, fails: str
 ) -> None:
     """All ranks pause at the same layer, with steps in between; a failure of one fails all."""
     found = ranks.run(on_rank.encode_in_parts, str(checkpoints(size)), QUESTIONS[0], fails)

@@ -195,18 +195,10 @@ FORMATS: Mapping[str, tuple[dict[str, Any], Callable[[torch.Tensor], Published]]
         lambda weight: _gptq(weight, 8),
     ),
     "gptq_v2": (
-        {
-            "quant_method": "gptq",
-            "bits": 4,
-            "group_size": GROUP,
-            "checkpoint_format": "gptq_v2",
-        },
+        {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "checkpoint_format": "gptq_v2"},
         lambda weight: _gptq(weight, 4, less=0),
     ),
-    "awq": (
-        {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"},
-        _awq,
-    ),
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, _awq),
 }
 """The entries of `config.json`, and the writer of a layer."""
 

@@ -14,11 +14,7 @@ from torch import nn
 from vsched.errors import CheckpointError
 from vsched_workers.parallel.slicing import cut_of
 from vsched_workers.quantized.layers import QuantizedLinear, merged_quantized, plain_weight
-from vsched_workers.quantized.weights import (
-    QuantizedWeight,
-    merged_weights,
-    quantize,
-)
+from vsched_workers.quantized.weights import QuantizedWeight, merged_weights, quantize
 
 KINDS = [("int8", 0), ("int8", 32), ("int4", 32), ("int4", 48)]
 

@@ -107,17 +107,11 @@ def test_choose_decode_falls_back_without_numba(monkeypatch: pytest.MonkeyPatch)
         (prefill_by_gather, torch.float32, 1e-5),
         (prefill_by_gather, torch.bfloat16, 4e-2),
         pytest.param(
-            with_operand(BF16, attention.prefill),
-            torch.bfloat16,
-            4e-2,
-            marks=needs_bf16_dot,
+            with_operand(BF16, attention.prefill), torch.bfloat16, 4e-2, marks=needs_bf16_dot
         ),
         (with_operand(FLOAT32, attention.prefill), torch.bfloat16, 1e-2),
         pytest.param(
-            with_operand(None, attention.prefill),
-            torch.bfloat16,
-            2e-2,
-            marks=needs_tiles,
+            with_operand(None, attention.prefill), torch.bfloat16, 2e-2, marks=needs_tiles
         ),
     ],
 )
@@ -223,10 +217,7 @@ def test_attend_all_equals_attention_written_out(
     torch.testing.assert_close(out.double(), expected, rtol=4e-2, atol=4e-2)
 
 
-@pytest.mark.parametrize(
-    "operand",
-    OPERANDS,
-)
+@pytest.mark.parametrize("operand", OPERANDS)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_custom_prefill_gives_a_row_the_same_however_its_prompt_is_cut(
     threads: int, operand: Operand, monkeypatch: pytest.MonkeyPatch

@@ -24,11 +24,7 @@ from tests.patience import PATIENCE_S
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.cpu import compiling as compiling_module
 from vsched_workers.backends.cpu import kernel_store
-from vsched_workers.backends.cpu.compiling import (
-    Need,
-    compile_ahead,
-    missing,
-)
+from vsched_workers.backends.cpu.compiling import Need, compile_ahead, missing
 from vsched_workers.backends.cpu.kernel_store import SOURCES as KEYED
 from vsched_workers.backends.cpu.kernel_store import content_key, kernel_folder
 from vsched_workers.backends.cpu.kernels import compilation

@@ -18,6 +18,7 @@ from tests.parity.compare import prompts
 from tests.workers import driver
 from tests.workers.backends.cpu.kernels.operands import needs_bf16_dot
 from tests.workers.driver import (
+    Checkpoints,
     Driver,
     Question,
     Running,
@@ -40,7 +41,7 @@ CHUNKS = (1000, 7, 64)
 
 
 @pytest.fixture(scope="module")
-def load(checkpoints: Callable[[str], Path]) -> Load:
+def load(checkpoints: Checkpoints) -> Load:
     """Return the loaded workers of a checkpoint in bfloat16."""
 
     @functools.cache
@@ -247,7 +248,7 @@ def test_refuses_a_processor_without_the_kernels(monkeypatch: pytest.MonkeyPatch
 
 
 @needs_bf16_dot
-def test_refuses_a_mixture_of_experts(checkpoints: Callable[[str], Path]) -> None:
+def test_refuses_a_mixture_of_experts(checkpoints: Checkpoints) -> None:
     settings = WorkerSettings(deterministic=True)
     with pytest.raises(ConfigError, match="experts"):
         Stage.load(checkpoints("nano3moe"), attention="auto", dtype="bfloat16", settings=settings)

@@ -13,7 +13,7 @@ import torch
 from tests.workers import driver
 from tests.workers.backends.cpu.kernels.operands import bits, draw, use_operand
 from tests.workers.backends.cpu.twins import WITHIN, Twins, run_twins
-from tests.workers.driver import Driver, Stage, drawn_image, encode_jobs
+from tests.workers.driver import Checkpoints, Driver, Stage, drawn_image, encode_jobs
 from tests.workers.parallel.ranks import Ranks
 from tests.workers.test_language import mixed_questions
 from vsched_workers.backends.cpu import products
@@ -143,7 +143,7 @@ def test_fused_layers_equal_the_modules(stages: Stages, size: str, chunk: int) -
 
 @pytest.mark.slow
 def test_fused_layers_equal_the_modules_without_the_bfloat16_instructions(
-    checkpoints: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As with AVX2: weights are widened, and attention is float32. With images, too."""
     monkeypatch.setattr(products, "has_tiles", lambda: False)
@@ -165,7 +165,7 @@ def _exact_and_fused(checkpoint: Path) -> list[Stage]:
 
 @pytest.mark.slow
 def test_fused_layers_equal_the_modules_on_two_ranks(
-    checkpoints: Callable[[str], Path], ranks: Ranks, size: str
+    checkpoints: Checkpoints, ranks: Ranks, size: str
 ) -> None:
     """Each rank merges the projections of its own heads, and the sum over ranks is the same on both."""
     first, second = ranks.run(run_twins, str(checkpoints(size)), mixed_questions())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from tests.parity.architectures import make_checkpoint
 from tests.workers.backends.cpu.kernels.operands import bits
 from tests.workers.backends.cpu.twins import Twins
 from tests.workers.backends.paged import dequantized, filled_cache, written_out
-from tests.workers.driver import Driver, Question, Stage
+from tests.workers.driver import Checkpoints, Driver, Question, Stage
 from tests.workers.parallel import ranks as on_rank
 from tests.workers.parallel.ranks import Ranks
 from tests.workers.test_language import mixed_questions, outputs
@@ -54,8 +53,7 @@ def test_decode_over_int8_equals_attention_written_out(
 
 
 @pytest.mark.parametrize(
-    "attend",
-    [prefill_by_gather, attention.prefill, attention.prefill_by_rule],
+    "attend", [prefill_by_gather, attention.prefill, attention.prefill_by_rule]
 )
 @pytest.mark.parametrize(("first", "rows"), [(0, 9), (31, 6), (36, 1)])
 def test_prefill_over_int8_equals_that_over_the_dequantised_cache(
@@ -121,7 +119,7 @@ def load(path: Path, dtype: str = "float32", attention: str = "auto", **given: A
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", ["exact", "auto"])
 def test_int8_answers_do_not_depend_on_how_prompts_are_cut(
-    checkpoints: Callable[[str], Path], size: str, attention: str
+    checkpoints: Checkpoints, size: str, attention: str
 ) -> None:
     """Chunks, large batches and preemptions: in float32 the context is independent of the writer and of the time."""
     stage = load(checkpoints(size), attention=attention, kv_dtype="int8")
@@ -134,9 +132,7 @@ def test_int8_answers_do_not_depend_on_how_prompts_are_cut(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_int8_kernels_and_modules_agree(
-    checkpoints: Callable[[str], Path], size: str, dtype: str
-) -> None:
+def test_int8_kernels_and_modules_agree(checkpoints: Checkpoints, size: str, dtype: str) -> None:
     pair = [load(checkpoints(size), dtype, kind, kv_dtype="int8") for kind in ("exact", "auto")]
     twins = Twins(*(each.generator for each in pair))
     Driver(dataclasses.replace(pair[0], generator=twins), chunk=30).run(
@@ -146,7 +142,7 @@ def test_int8_kernels_and_modules_agree(
 
 
 @pytest.mark.slow
-def test_int8_moves_logits_a_little(checkpoints: Callable[[str], Path], size: str) -> None:
+def test_int8_moves_logits_a_little(checkpoints: Checkpoints, size: str) -> None:
     """Equal logits would mean that the cache is not int8."""
     pair = [load(checkpoints(size), kv_dtype=kind) for kind in ("auto", "int8")]
     twins = Twins(*(each.generator for each in pair))
@@ -175,7 +171,7 @@ def test_int8_models_of_any_architecture(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.slow
 def test_ranks_keep_int8_heads_as_one_rank_does(
-    checkpoints: Callable[[str], Path], size: str, tmp_path: Path
+    checkpoints: Checkpoints, size: str, tmp_path: Path
 ) -> None:
     """A scale belongs to a head, and a head to a rank."""
     stage = load(checkpoints(size), kv_dtype="int8")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 
 from tests.workers import driver
 from tests.workers.backends.cpu.kernels.operands import needs_bf16_dot
-from tests.workers.driver import Driver, Question, Stage, drawn_image, reported
+from tests.workers.driver import Checkpoints, Driver, Question, Stage, drawn_image, reported
 from vsched.types import SamplingParams
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.cpu import language_layers
@@ -71,7 +70,7 @@ def poisoned_tensors() -> Iterator[None]:
     [("tiny25", 16, 2, False), ("tiny25", 16, 2, True), ("nano3", 4, 1, False)],
 )
 def test_outputs_do_not_depend_on_unwritten_memory(
-    checkpoints: Callable[[str], Path],
+    checkpoints: Checkpoints,
     name: str,
     block_size: int,
     threads: int,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ pytest.importorskip("numba")
 
 from tests.parity.architectures import make_checkpoint
 from tests.workers.backends.cpu.twins import WITHIN, Twins
-from tests.workers.driver import Driver, Question, Stage
+from tests.workers.driver import Checkpoints, Driver, Question, Stage
 from tests.workers.quantized.test_weights import dequantized_twin
 from tests.workers.test_language import mixed_questions
 from vsched.errors import ConfigError
@@ -28,7 +27,7 @@ SETTINGS = [("int8", 0), ("int8", 32), ("int4", 0), ("int4", 16)]
 
 @pytest.mark.parametrize(("kind", "group"), SETTINGS)
 def test_quantized_model_equals_its_dequantized_twin(
-    checkpoints: Callable[[str], Path], tmp_path: Path, size: str, kind: str, group: int
+    checkpoints: Checkpoints, tmp_path: Path, size: str, kind: str, group: int
 ) -> None:
     """In float32, including the tower: logits differ only by the order of sums."""
     source = checkpoints(size)
@@ -53,7 +52,7 @@ def test_quantized_model_equals_its_dequantized_twin(
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_quantized_fused_layers_equal_their_dequantized_twin(
-    checkpoints: Callable[[str], Path], tmp_path: Path, size: str, kind: str
+    checkpoints: Checkpoints, tmp_path: Path, size: str, kind: str
 ) -> None:
     source = checkpoints(size)
     twin = dequantized_twin(source, tmp_path / "twin", torch.bfloat16, kind, 0)
@@ -67,7 +66,7 @@ def test_quantized_fused_layers_equal_their_dequantized_twin(
     assert twins.apart < WITHIN
 
 
-def test_quantized_weights_weigh_less(checkpoints: Callable[[str], Path], size: str) -> None:
+def test_quantized_weights_weigh_less(checkpoints: Checkpoints, size: str) -> None:
     """The ledger counts quantized bytes: with tied weights, one copy serves as embedding and as head."""
     sizes: dict[str, list[int]] = {}
     for kind in ("auto", "int8", "int4"):

@@ -7,7 +7,6 @@ import itertools
 import os
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ import pytest
 from tests.workers import driver
 from tests.workers.backends.cpu.kernels.operands import needs_bf16_dot
 from tests.workers.backends.cpu.test_poisoned_memory import QUESTIONS
-from tests.workers.driver import Driver, Stage, reported
+from tests.workers.driver import Checkpoints, Driver, Stage, reported
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.cpu import language_layers
 from vsched_workers.backends.cpu.threads import (
@@ -44,7 +43,7 @@ class ChangingDriver(Driver):
 
 @pytest.mark.parametrize("deterministic", [False, pytest.param(True, marks=needs_bf16_dot)])
 def test_answers_have_the_same_bits_with_any_number_of_threads(
-    checkpoints: Callable[[str], Path], deterministic: bool, monkeypatch: pytest.MonkeyPatch
+    checkpoints: Checkpoints, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens, their log-probabilities and images, in chunks and in compiled steps."""
     monkeypatch.setattr(driver, "BLOCK_SIZE", 16)

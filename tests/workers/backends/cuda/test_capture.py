@@ -85,12 +85,7 @@ def quantized_layer(linear: nn.Linear) -> QuantizedLayer:
 
 
 def captured_step(
-    folder: Path,
-    decode: DecodeKernel,
-    rows: int,
-    *,
-    quantized: bool = False,
-    fused: bool = False,
+    folder: Path, decode: DecodeKernel, rows: int, *, quantized: bool = False, fused: bool = False
 ) -> Callable[[], torch.Tensor]:
     """Return a decode step of the smallest model, over memory on the device."""
     shape = SHAPES["nano"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from tests.parity.architectures import make_checkpoint
 from tests.workers.backends.cpu.twins import Twins
 from tests.workers.backends.cuda.on_host import DEVICE
 from tests.workers.backends.cuda.races import check_not_used
-from tests.workers.driver import Driver, Question, Stage
+from tests.workers.driver import Checkpoints, Driver, Question, Stage
 from tests.workers.test_language import mixed_questions
 from vsched_workers import language
 from vsched_workers.backends.base import RunnableLanguage
@@ -65,7 +64,7 @@ def check(twins: Twins) -> None:
 
 @in_the_interpreter
 def test_fused_layers_equal_the_modules(
-    checkpoints: Callable[[str], Path], size: str, monkeypatch: pytest.MonkeyPatch
+    checkpoints: Checkpoints, size: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Decode rows, chunks and images, including deepstack and norms of heads."""
     stage, twins = twins_of(str(checkpoints(size)), monkeypatch)

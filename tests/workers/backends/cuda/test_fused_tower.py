@@ -23,16 +23,12 @@ from tests.bench.gpu.kernels import compiled
 from tests.workers.backends.cuda.on_host import DEVICE, backend_here
 from tests.workers.backends.cuda.races import check_not_used
 from tests.workers.backends.cuda.test_attention_trials import varlen_on_cpu
-from tests.workers.driver import Driver, Question, Stage, drawn_image
+from tests.workers.driver import Checkpoints, Driver, Question, Stage, drawn_image
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.choice import choose_backend
 from vsched_workers.backends.cuda import fused_tower, products
 from vsched_workers.backends.cuda.device import VARIABLE
-from vsched_workers.backends.cuda.fused_tower import (
-    INNER_MULTIPLE,
-    FusedTower,
-    fits,
-)
+from vsched_workers.backends.cuda.fused_tower import INNER_MULTIPLE, FusedTower, fits
 from vsched_workers.families import FAMILIES, family_of_rank
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -172,7 +168,7 @@ def test_kernels_that_are_wrong_or_do_not_run_are_not_used(
     check_not_used(fused_tower, broken, DEVICE, monkeypatch, caplog, "its kernels are wrong by")
 
 
-def test_other_towers_are_not_fused(encoded: Encoded, checkpoints: Callable[[str], Path]) -> None:
+def test_other_towers_are_not_fused(encoded: Encoded, checkpoints: Checkpoints) -> None:
     """Towers of vsched's own modules, for CPUs, take other arguments."""
     assert fits(encoded.tower)
     assert not fits(nn.Module())
@@ -197,10 +193,7 @@ Stages = Callable[..., Stage]
 
 
 def test_flash_gives_the_rows_of_attention_window_by_window(
-    stages: Stages,
-    checkpoints: Callable[[str], Path],
-    size: str,
-    monkeypatch: pytest.MonkeyPatch,
+    stages: Stages, checkpoints: Checkpoints, size: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torch.nn.attention import varlen
 

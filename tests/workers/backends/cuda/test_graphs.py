@@ -16,7 +16,7 @@ from tests.parity.architectures import make_checkpoint
 from tests.parity.compare import OUTPUTS, compare, generated, prompts
 from tests.workers.adapters.random_adapters import add_adapters, random_adapter
 from tests.workers.backends.cuda.races import LateStream
-from tests.workers.driver import BLOCK_SIZE, BLOCKS, Driver, Question, Running, Stage
+from tests.workers.driver import BLOCK_SIZE, BLOCKS, Checkpoints, Driver, Question, Running, Stage
 from tests.workers.test_language import mixed_questions, outputs
 from vsched.errors import DeviceOutOfMemory
 from vsched.types import SamplingParams
@@ -130,7 +130,7 @@ def generic(monkeypatch: pytest.MonkeyPatch) -> list[CapturingBackend]:
 
 @pytest.fixture
 def captured(
-    checkpoints: Callable[[str], Path], generic: list[CapturingBackend]
+    checkpoints: Checkpoints, generic: list[CapturingBackend]
 ) -> Callable[[str], Captured]:
     def load(size: str) -> Captured:
         path = str(checkpoints(size))
@@ -173,7 +173,7 @@ def test_captured_steps_equal_eager_ones(
 
 
 def test_steps_with_an_adapter_are_not_captured_and_others_still_are(
-    plain: Plain, captured: Callable[[str], Captured], checkpoints: Callable[[str], Path]
+    plain: Plain, captured: Callable[[str], Captured], checkpoints: Checkpoints
 ) -> None:
     """An adapter is added and removed while steps run ahead: graphs neither refer to it nor omit it."""
     found = captured("nano25")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 
 from tests.workers.backends.cuda.races import Event, Machine, RaceError, Stream
 from tests.workers.batching.test_kv_cache import NOTHING, blocks_of, make_cache, pairs, same
-from tests.workers.driver import BLOCK_SIZE, BLOCKS, Driver, Question, Stage
+from tests.workers.driver import BLOCK_SIZE, BLOCKS, Checkpoints, Driver, Question, Stage
 from tests.workers.test_language import mixed_questions, outputs
 from vsched.types import SamplingParams
 from vsched.worker.contract import WorkerSettings
@@ -194,9 +193,7 @@ def run_ahead(machine: Machine, stage: Stage, sampling: SamplingParams) -> list[
 
 
 @pytest.fixture
-def stage(
-    checkpoints: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> Callable[[], Stage]:
+def stage(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Stage]:
     path = str(checkpoints("nano25"))
     settings = WorkerSettings(threads=1)
 
@@ -236,10 +233,7 @@ LEFT_OUT: dict[str, tuple[object, str, str]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("order", LEFT_OUT)
 def test_captured_steps_without_a_wait_are_a_race(
-    stage: Callable[[], Stage],
-    machine: Machine,
-    monkeypatch: pytest.MonkeyPatch,
-    order: str,
+    stage: Callable[[], Stage], machine: Machine, monkeypatch: pytest.MonkeyPatch, order: str
 ) -> None:
     kind, wait, message = LEFT_OUT[order]
     monkeypatch.setattr(kind, wait, nothing)

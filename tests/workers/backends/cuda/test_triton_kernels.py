@@ -88,12 +88,7 @@ def test_triton_spreads_one_long_context_among_many_short_ones() -> None:
     processors=st.integers(1, 200),
 )
 def test_triton_equals_attention_written_out_for_random_shapes(
-    contexts: list[int],
-    kv_heads: int,
-    group: int,
-    head_dim: int,
-    block_size: int,
-    processors: int,
+    contexts: list[int], kv_heads: int, group: int, head_dim: int, block_size: int, processors: int
 ) -> None:
     found = differs(
         contexts,

@@ -61,15 +61,7 @@ def test_row_attends_to_the_tokens_of_its_blocks(
     query = torch.randn(heads, head_dim).bfloat16()
     summed = np.zeros((heads, head_dim), dtype=np.float32)
     context = RowContext(
-        bits(keys),
-        bits(values),
-        table.numpy(),
-        0,
-        length,
-        block_size,
-        first,
-        stop,
-        np.float32(0.0),
+        bits(keys), bits(values), table.numpy(), 0, length, block_size, first, stop, np.float32(0.0)
     )
     attend = attend_in_pairs if pairs else attend_widened
     attend(query.data_ptr(), context, np.float32(scaling), summed)
@@ -113,11 +105,7 @@ class Rows(NamedTuple):
         return Rows(*(each[some] for each in self))
 
     def attend(
-        self,
-        pool: int,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        shares: int,
+        self, pool: int, keys: torch.Tensor, values: torch.Tensor, shares: int
     ) -> torch.Tensor:
         """Return the attention output; undefined values are NaN."""
         out = torch.full((len(self.qkv), HEADS, HEAD_DIM), NAN).bfloat16()
