@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.patience import PATIENCE_S
 from tests.workers.driver import Checkpoints, load_generator
-from vsched.fork_server import rank_environment
+from tests.workers.scripts import printed_by
 from vsched.types import ModelInfo
 from vsched.wire import SizeKv
 from vsched.worker.contract import WorkerSettings
@@ -112,19 +109,6 @@ for frugal in (True, True, False):
 """
 
 
-def in_process(script: str, *arguments: str) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, "-c", script, *arguments],
-        env=rank_environment(threads=1),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-    assert not done.returncode, done.stderr
-    return done.stdout.split()
-
-
 @pytest.mark.parametrize(
     ("size", "dtype"),
     [("nano25", "float32"), pytest.param("nano3", "bfloat16", marks=pytest.mark.thorough)],
@@ -137,7 +121,9 @@ def test_profiling_run_is_frugal_without_missing_the_peak(
     The heap keeps its peak in fragments, so the whole run takes slightly more: 0 to 24 MiB, different in each process.
     A build's headroom, 256 MiB by default, is free while serving.
     """
-    frugal, again, whole = map(int, in_process(FRUGAL_AND_WHOLE, str(checkpoints(size)), dtype))
+    frugal, again, whole = map(
+        int, printed_by(FRUGAL_AND_WHOLE, checkpoints(size), dtype, as_rank=True).split()
+    )
     assert frugal > (8 if dtype == "float32" else 1) * MIB
     assert max(again, whole) < 48 * MIB
 
@@ -197,6 +183,6 @@ def test_carry_out_survives_real_out_of_memory(
     checkpoints: Checkpoints, dtype: str, rooms: Sequence[int]
 ) -> None:
     """Under a real limit, the allocator's own failure becomes the outcome, and the rank continues."""
-    path = str(checkpoints("nano25"))
-    found = in_process(UNDER_A_LIMIT, path, dtype, *map(str, rooms))
-    assert found == [*["out_of_memory"] * len(rooms), "fits"]
+    path = checkpoints("nano25")
+    found = printed_by(UNDER_A_LIMIT, path, dtype, *rooms, as_rank=True)
+    assert found.split() == [*["out_of_memory"] * len(rooms), "fits"]

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.workers.driver import Checkpoints
+from tests.workers.scripts import printed_by
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.reference.backend import Backend
 from vsched_workers.lean_torch import DEFERRED
@@ -32,14 +30,7 @@ print(heavy)
 @pytest.mark.slow
 def test_inspect_imports_nothing_heavy(checkpoints: Checkpoints) -> None:
     """Listing sizes and inspecting a checkpoint stay quick: neither torch nor transformers is imported."""
-    run = subprocess.run(
-        [sys.executable, "-c", CODE, str(checkpoints("nano25"))],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert run.stdout.strip() == "[]"
+    assert printed_by(CODE, checkpoints("nano25")).strip() == "[]"
 
 
 PREPROCESSOR_CODE = """
@@ -51,7 +42,7 @@ made = plugin.load_preprocessor(plugin.inspect(sys.argv[1], dtype="auto", item_t
 print(made.settings_digest.hex(), made.image_recipe().settings.hex(), made._tokenizer.backend_tokenizer.to_str())
 print(made.render([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "hi"}]}]))
 print(made.tokenize("Ein Ümlaut, <|im_end|> and 日本"))
-print("torch:", sys.modules.get("torch") is not None, file=sys.stderr)
+print("torch:", sys.modules.get("torch") is not None)
 """
 
 
@@ -62,18 +53,12 @@ def test_plugin_that_forgoes_models_has_the_same_preprocessor(
     """Also if transformers loads the tokenizer, as for one with names of older files; with any hash seed."""
     folder = shutil.copytree(checkpoints("nano25"), tmp_path / "nano25")
     (folder / "special_tokens_map.json").write_text("{}")
-    found = {}
-    for way in ("lean", "whole"):
-        found[way] = subprocess.run(
-            [sys.executable, "-c", PREPROCESSOR_CODE, str(folder), way],
-            check=True,
-            capture_output=True,
-            text=True,
-            env={"PYTHONHASHSEED": str(len(way)), "PYTHONPATH": ":".join(sys.path)},
-        )
-    assert found["lean"].stdout == found["whole"].stdout
-    assert "torch: False" in found["lean"].stderr
-    assert "torch: True" in found["whole"].stderr
+    lean, whole = (
+        printed_by(PREPROCESSOR_CODE, folder, way, PYTHONHASHSEED=str(seed)).rpartition("torch:")
+        for seed, way in enumerate(("lean", "whole"))
+    )
+    assert lean[0] == whole[0]
+    assert (lean[2].strip(), whole[2].strip()) == ("False", "True")
 
 
 @pytest.mark.parametrize("stage", ["vision", "language"])
@@ -114,10 +99,6 @@ USES = (
 """An attribute, a submodule, a name of a package, and the compiler, which expects registrations."""
 
 
-def run(program: str) -> None:
-    subprocess.run([sys.executable, "-c", program], check=True)
-
-
 def test_parts_of_torch_are_loaded_when_they_are_used() -> None:
     """Not by its import, and not by computing; registrations are for operators without data."""
     lines = [
@@ -130,11 +111,11 @@ def test_parts_of_torch_are_loaded_when_they_are_used() -> None:
         "torch.empty(2, 3, 4, device='meta').logcumsumexp(1)",
         *USES,
     ]
-    run("\n".join(lines))
+    printed_by("\n".join(lines))
 
 
 def test_torch_that_is_loaded_stays_as_it_is() -> None:
-    run(
+    printed_by(
         "import torch, vsched_workers.lean_torch\n"
         "assert '_deferred' not in vars(torch._meta_registrations)"
     )

@@ -33,6 +33,7 @@ from tests.workers.driver import (
     encode_jobs,
     inspect,
     load_encoder,
+    unreported,
     values_of,
 )
 from tests.workers.reference import Reference
@@ -201,7 +202,7 @@ def load_tower(path: Path, family: str) -> AnyTower:
         str(path),
         dtype=torch.float32,
         device="cpu",
-        progress=lambda _label, _fraction: None,
+        progress=unreported,
     )
     return AnyTower(model, torch.float32)
 

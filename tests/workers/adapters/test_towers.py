@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from tests.parity.vision_architectures import VISION_ARCHITECTURES, images_of, save_model
 from tests.workers.adapters.peft_adapters import make_whole_adapter
 from tests.workers.driver import Checkpoints, Stage, values_of
-from tests.workers.test_vision import jobs_of
+from tests.workers.test_vision import jobs_of, load_tower
 from vsched.errors import CheckpointError
 from vsched_workers.adapters.files import (
     CONFIG_FILE,
@@ -26,7 +26,6 @@ from vsched_workers.adapters.files import (
 from vsched_workers.adapters.layers import AdaptedModule
 from vsched_workers.adapters.places import module_places
 from vsched_workers.backends.reference.any_tower import AnyTower
-from vsched_workers.checkpoint.whole_model import build_tower, load_whole
 from vsched_workers.families import FAMILIES
 from vsched_workers.families.qwen_image import grid_of
 from vsched_workers.plugin import TransformersPlugin
@@ -106,17 +105,6 @@ def test_fused_blocks_with_adapters_equal_the_modules(stages: Stages, size: str)
     assert apart < 0.05 * wanted.abs().max() < (wanted - plain).abs().max()
 
 
-def any_tower(path: Path, family: str, dtype: torch.dtype = torch.float32) -> AnyTower:
-    model = load_whole(
-        build_tower(str(path), family),
-        str(path),
-        dtype=dtype,
-        device="cpu",
-        progress=lambda _label, _fraction: None,
-    )
-    return AnyTower(model, dtype)
-
-
 @pytest.mark.parametrize("name", ["llava", "idefics3", "internvl"])
 @torch.inference_mode()
 def test_a_tower_of_any_architecture_has_the_rows_of_pefts(tmp_path: Path, name: str) -> None:
@@ -124,7 +112,7 @@ def test_a_tower_of_any_architecture_has_the_rows_of_pefts(tmp_path: Path, name:
     base = tmp_path / "base"
     base.mkdir()
     save_model(name, base)
-    tower = any_tower(base, VISION_ARCHITECTURES[name].family or name)
+    tower = load_tower(base, VISION_ARCHITECTURES[name].family or name)
     whole = make_whole_adapter(base, tmp_path / "adapter", 1)
     adapter = read_adapter(tmp_path / "adapter", rank_max=4)
     module = AdaptedModule(tower.module, count_max=1, rank_max=4)

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import pre_tokenizers
 
 from tests.workers.driver import (
     Checkpoints,
@@ -29,9 +28,6 @@ from vsched.types import ModelInfo, SamplingDefaults
 from vsched.worker.contract import Preprocessor
 from vsched_workers.checkpoint.facts import sampling_defaults, stop_token_ids
 from vsched_workers.checkpoint.random_init import (
-    SIZES,
-    SMALL_TEXT,
-    learnt_tokenizer,
     make_checkpoint,
 )
 from vsched_workers.checkpoint.tokenizer_files import chat_templates, tokenizer_files
@@ -294,16 +290,6 @@ def test_make_checkpoint_is_reproducible(tmp_path: Path, checkpoints: Checkpoint
         assert (tmp_path / "again" / name).read_bytes() == made
     other = tensors(tmp_path / "other")["model.embed_tokens.weight"]
     assert not np.array_equal(other, tensors(tmp_path / "again")["model.embed_tokens.weight"])
-
-
-def test_learnt_tokenizer_is_filled_with_words_that_no_text_has() -> None:
-    """They are only generated: a vocabulary of realistic size needs no corpus of realistic size."""
-    cut = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer = learnt_tokenizer([SMALL_TEXT], cut, words=384, longest=512, filled=500)
-    assert len(tokenizer) == 500
-    assert tokenizer.decode([450, 451]) == " 450w 451w"
-    assert max(tokenizer(SMALL_TEXT + " 450w")["input_ids"]) < 384
-    assert SIZES["3b25"].vocab == 151_936
 
 
 def test_make_checkpoint_refuses(tmp_path: Path, checkpoints: Checkpoints) -> None:

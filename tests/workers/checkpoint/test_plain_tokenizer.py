@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from tests.workers.driver import Checkpoints
+from tests.workers.scripts import printed_by
 from vsched_workers.checkpoint.chat_templates import render_template
 from vsched_workers.checkpoint.plain_tokenizer import _QWEN_STEPS, load_plain
 
@@ -187,5 +186,4 @@ loaded = plugin.load_preprocessor(info)
 loaded.tokenize(loaded.render([{"role": "user", "content": "Hello"}]))
 assert not {"torch", "transformers", "huggingface_hub"} & set(sys.modules)
 """
-    path = str(checkpoints("nano25"))
-    subprocess.run([sys.executable, "-c", program, path], check=True)
+    printed_by(program, checkpoints("nano25"))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from collections.abc import Callable
 
 import msgspec
@@ -13,11 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.patience import PATIENCE_S
 from tests.workers.driver import Checkpoints, inspect
 from tests.workers.properties import REPEATABLE
+from tests.workers.scripts import printed_by
 from vsched.errors import DeviceOutOfMemory
-from vsched.fork_server import rank_environment
 from vsched.worker.contract import ImagePlan
 from vsched_workers.backends.cpu.layer_parts import StepRows
 from vsched_workers.backends.cpu.products import QuantizedProduct
@@ -201,15 +198,11 @@ class CachingMemory(HostMemory):
         self.cached = 0
 
 
-def test_require_available_counts_what_the_allocator_caches() -> None:
+def test_require_available_counts_what_the_allocator_caches_and_keeps_it_if_there_is_room() -> None:
     memory = CachingMemory()
     require_available(memory, 100, "as much as is cached")
     with pytest.raises(DeviceOutOfMemory, match="value 101, limit 100"):
         require_available(CachingMemory(), 101, "more")
-
-
-def test_require_available_keeps_the_cache_if_there_is_room_next_to_it() -> None:
-    memory = CachingMemory()
     memory.cached = 40
     require_available(memory, 60, "what is free")
     assert memory.cached == 40
@@ -275,16 +268,8 @@ def test_a_sparse_reservation_is_what_whole_batches_take(
     checkpoints: Checkpoints, size: str, dtype: str
 ) -> None:
     """The same peak, apart from fragmentation, which the reservation allows for."""
-    done = subprocess.run(
-        [sys.executable, "-c", ENCODES, str(checkpoints(size)), dtype],
-        env=rank_environment(threads=1),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-    assert not done.returncode, done.stderr
-    whole, reserved = map(int, done.stdout.split())
+    printed = printed_by(ENCODES, checkpoints(size), dtype, as_rank=True)
+    whole, reserved = map(int, printed.split())
     measured = (reserved - DRIFT_BYTES) / (1 + 1 / SCATTERED_SHARE)
     assert measured > whole / 4, "the reservation is not only what is added to every one"
     assert whole <= reserved

@@ -29,46 +29,40 @@ def build(checkpoints: Checkpoints, size: str, stage: str) -> tuple[nn.Module, S
         return family.build_language(path, "sdpa"), family.language_sharing
 
 
-class Recorder:
-    """A replacement of `safetensors.safe_open` that counts the bytes read of each tensor."""
+class Counted:
+    """A file or tensor of safetensors, which counts the bytes that are read of each tensor."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.read: dict[str, int] = {}
-        opened: Any = safetensors.safe_open
+    def __init__(self, source: Any, read: dict[str, int], name: str = "") -> None:
+        self._source, self._read, self._name = source, read, name
 
-        class File:
-            def __init__(inner, *arguments: Any, **options: Any) -> None:  # noqa: N805
-                inner._file: Any = opened(*arguments, **options)
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(self._source, attribute)
 
-            def __enter__(inner) -> Any:  # noqa: N805
-                inner._file.__enter__()
-                return inner
+    def __enter__(self) -> Any:
+        return Counted(self._source.__enter__(), self._read)
 
-            def __exit__(inner, *arguments: object) -> None:  # noqa: N805
-                inner._file.__exit__(*arguments)
+    def __exit__(self, *arguments: object) -> None:
+        self._source.__exit__(*arguments)
 
-            def keys(inner) -> Any:  # noqa: N805
-                return inner._file.keys()
+    def get_slice(self, name: str) -> Any:
+        return Counted(self._source.get_slice(name), self._read, name)
 
-            def get_tensor(inner, name: str) -> torch.Tensor:  # noqa: N805
-                return self.count(name, inner._file.get_tensor(name))
+    def get_tensor(self, name: str) -> torch.Tensor:
+        return self.get_slice(name)[:]  # type: ignore[no-any-return]
 
-            def get_slice(inner, name: str) -> Any:  # noqa: N805
-                return Slice(name, inner._file.get_slice(name))
-
-        class Slice:
-            def __init__(inner, name: str, source: Any) -> None:  # noqa: N805
-                inner._name, inner._source = name, source
-                inner.get_shape = source.get_shape
-
-            def __getitem__(inner, key: Any) -> torch.Tensor:  # noqa: N805
-                return self.count(inner._name, inner._source[key])
-
-        monkeypatch.setattr(safetensors, "safe_open", File)
-
-    def count(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        self.read[name] = self.read.get(name, 0) + tensor.numel() * tensor.element_size()
+    def __getitem__(self, key: Any) -> torch.Tensor:
+        tensor: torch.Tensor = self._source[key]
+        self._read[self._name] = self._read.get(self._name, 0) + tensor.nbytes
         return tensor
+
+
+def count_reads(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    opened: Any = safetensors.safe_open
+    read: dict[str, int] = {}
+    monkeypatch.setattr(
+        safetensors, "safe_open", lambda *given, **options: Counted(opened(*given, **options), read)
+    )
+    return read
 
 
 @pytest.mark.parametrize("stage", ["encode", "generate"])
@@ -88,13 +82,13 @@ def test_ranks_read_and_hold_their_share_only(
     load = plugin.load_encoder if stage == "encode" else plugin.load_generator
     read: list[dict[str, int]] = []
     for rank in range(2):
-        recorder = Recorder(monkeypatch)
+        counts = count_reads(monkeypatch)
         settings = WorkerSettings(ranks=2, rank=rank, rendezvous="/nowhere/else")
         worker = load(info, settings, lambda _label, _fraction: None)
         monkeypatch.undo()
         assert worker.weights_bytes == wanted
-        assert sum(recorder.read.values()) == wanted
-        read.append(recorder.read)
+        assert sum(counts.values()) == wanted
+        read.append(counts)
     assert read[0] == read[1]
 
 
@@ -113,12 +107,12 @@ def test_load_head_reads_the_own_part_of_the_vocabulary(
 ) -> None:
     model = nn.Module()
     model.embed_tokens = nn.Embedding(6, 3)
-    recorder = Recorder(monkeypatch)
+    read = count_reads(monkeypatch)
     head = load_head(
         model, untied, dtype=torch.float32, device="cpu", cut=cut_of(6, ranks=2, rank=1)
     )
     assert head.tolist() == [[9, 10, 11], [12, 13, 14], [15, 16, 17]]
-    assert recorder.read == {"lm_head.weight": 3 * 3 * 4}
+    assert read == {"lm_head.weight": 3 * 3 * 4}
 
 
 def test_load_tensors_names_the_whole_shape(untied: WeightIndex) -> None:

@@ -21,6 +21,7 @@ import pytest
 
 import vsched_workers
 from tests.patience import PATIENCE_S
+from tests.workers.scripts import printed_by
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.cpu import compiling as compiling_module
 from vsched_workers.backends.cpu import kernel_store
@@ -155,13 +156,8 @@ def test_ranks_find_all_that_they_need(
     """Real processes compile; afterwards nothing is missing."""
     make_checkpoint(str(tmp_path / size), size, dtype=dtype)
     settings = msgspec.json.encode(WorkerSettings(**given)).decode()
-    reported = subprocess.run(
-        [sys.executable, "-c", LEFT, str(tmp_path / size), dtype, settings],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert reported.stdout == ""
+    path = tmp_path / size
+    assert not printed_by(LEFT, path, dtype, settings, limit_s=5 * PATIENCE_S)
 
 
 SOURCES = Path(vsched_workers.__file__).parent
@@ -181,13 +177,7 @@ print(len(compiled), sampling.__file__)
 def compiled_in(workers: Path, **environment: str) -> int:
     """Return the number of functions that a process compiles for `argmax`, given a folder of kernels."""
     path = os.pathsep.join([str(workers), *filter(None, sys.path)])
-    reported = subprocess.run(
-        [sys.executable, "-c", COUNTS],
-        env={**os.environ, "PYTHONPATH": path, **environment},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.split()
+    reported = printed_by(COUNTS, PYTHONPATH=path, **environment).split()
     assert Path(reported[1]).is_relative_to(workers)
     return int(reported[0])
 

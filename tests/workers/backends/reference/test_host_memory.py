@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import gc
 import random
-import subprocess
-import sys
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from tests.patience import PATIENCE_S
-from vsched.fork_server import rank_environment
+from tests.workers.scripts import printed_by
 from vsched_workers.backends.reference.host_memory import HostMemory, HugePages
 from vsched_workers.backends.reference.packed_weights import (
     BlockedActivation,
@@ -50,21 +46,6 @@ def test_host_memory_holds_for_real() -> None:
     assert memory.allocated() - before < 8 << 20
     with memory.hold(0):
         pass
-
-
-def run(program: str, *arguments: str, **options: Any) -> list[str]:
-    """Run a program in a process of its own, and return the words that it prints."""
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-        **options,
-    )
-    assert not done.returncode, done.stderr
-    printed: list[str] = done.stdout.split()
-    return printed
 
 
 UNDER_A_LIMIT = """
@@ -114,7 +95,7 @@ for allocate in (
 @pytest.mark.slow
 def test_host_memory_counts_what_the_limit_counts() -> None:
     """Total, available, reserved and peak are consistent under a real limit; failures raise the common exception."""
-    assert run(UNDER_A_LIMIT) == ["refused", "typed", "typed", "typed"]
+    assert printed_by(UNDER_A_LIMIT).split() == ["refused", "typed", "typed", "typed"]
 
 
 PROMISES = """
@@ -158,7 +139,7 @@ print(resident - memory.status_bytes("RssAnon") >= 200 * MIB)
 )
 def test_host_memory_promises_if_that_can_be_relied_on(case: str, touched: bool) -> None:
     """Reserved memory counts at once; its pages are allocated on use, and the heap's are freed when sizes are known."""
-    printed = run(PROMISES, case, env=rank_environment(1))
+    printed = printed_by(PROMISES, case, as_rank=True).split()
     cache, headroom, reserved, given_back = (each == "True" for each in printed)
     assert (cache, headroom, given_back) == (touched, touched, not touched)
     assert reserved
@@ -190,7 +171,7 @@ print(held_after_pieces() >> 20)
 @pytest.mark.slow
 def test_host_memory_maps_pieces_that_are_not_to_leave_holes() -> None:
     """Mappings are freed in spite of small objects that stay; afterwards the heap keeps memory between them again."""
-    mapped, usual = map(int, run(LITTER_AND_PIECES, env=rank_environment(1)))
+    mapped, usual = map(int, printed_by(LITTER_AND_PIECES, as_rank=True).split())
     assert mapped <= 1
     assert usual >= 12
 

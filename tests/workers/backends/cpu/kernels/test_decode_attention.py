@@ -1,4 +1,4 @@
-"""Decode attention of one row, against float64."""
+"""Decode attention on several threads, and of draft tokens of one sequence."""
 
 from __future__ import annotations
 
@@ -12,68 +12,13 @@ pytest.importorskip("numba")
 import numpy as np
 
 from tests.workers.backends.cpu.kernels.operands import bits
-from vsched_workers.backends.cpu.kernels import simd
-from vsched_workers.backends.cpu.kernels.compilation import compiled
 from vsched_workers.backends.cpu.kernels.decode_attention import (
-    RowContext,
-    attend_rows,
-    attend_widened,
     decode,
 )
 from vsched_workers.backends.cpu.kernels.rope import RopeRows, heads_of
-from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
 from vsched_workers.backends.cpu.threads import pool_of
 
 pytestmark = pytest.mark.slow
-
-
-@compiled()
-def attend_in_pairs(query_at: int, context: RowContext, scaling: Any, summed: Any) -> None:
-    attend_rows(query_at, context, scaling, summed)
-
-
-@pytest.mark.parametrize(
-    ("length", "group", "head_dim", "block_size"),
-    [
-        (1, 1, 64, 16),
-        (15, 2, 64, 16),
-        (17, 3, 128, 32),
-        (100, 7, 80, 16),
-        (16, 2, 32, 8),
-        (23, 9, 96, 5),
-    ],
-)
-@pytest.mark.parametrize("pairs", [False, True], ids=["float32", "pairs"])
-def test_row_attends_to_the_tokens_of_its_blocks(
-    length: int, group: int, head_dim: int, block_size: int, pairs: bool
-) -> None:
-    """Blocks are scattered; memory after the last token is not read, whatever its content."""
-    torch.manual_seed(length)
-    kv_heads, blocks, scaling = 3, 40, head_dim**-0.5
-    first, stop = 1, 3
-    keys, values = (torch.randn(blocks * block_size, kv_heads, head_dim).bfloat16() for _ in "kv")
-    table = torch.randperm(blocks)[: -(-length // block_size)].int()
-    slots = (table[:, None] * block_size + torch.arange(block_size)).flatten()
-    for cached in (keys, values):
-        cached[slots[length:]] = float("nan")
-    slots = slots[:length]
-    heads = (stop - first) * group
-    query = torch.randn(heads, head_dim).bfloat16()
-    summed = np.zeros((heads, head_dim), dtype=np.float32)
-    context = RowContext(
-        bits(keys), bits(values), table.numpy(), 0, length, block_size, first, stop, np.float32(0.0)
-    )
-    attend = attend_in_pairs if pairs else attend_widened
-    attend(query.data_ptr(), context, np.float32(scaling), summed)
-    seen, taken = (
-        each[slots, first:stop].double().repeat_interleave(group, dim=1).transpose(0, 1)
-        for each in (keys, values)
-    )
-    weights = (query.double()[:, None] @ seen.transpose(1, 2) * scaling).softmax(-1)
-    wanted = (weights @ taken)[:, 0]
-    rounds = pairs and has_bf16_dot() and head_dim % 32 == 0
-    atol, rtol = (8e-3, 8e-3) if rounds else (2e-5, 1e-4)
-    assert torch.allclose(torch.from_numpy(summed).double(), wanted, atol=atol, rtol=rtol)
 
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 6, 2, 64, 16
@@ -175,11 +120,3 @@ def test_rows_of_one_sequence_see_each_other_on_all_threads() -> None:
     for _ in range(20):  # a race may go well by chance
         for shares in (1, 2):
             assert all(map(torch.equal, attend(pool_of(2), [slice(count)], shares), wanted))
-
-
-def test_processor_is_asked_once_for_its_features(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading the features takes a third of a millisecond, and every step needs them."""
-    found = has_bf16_dot()
-    absent: Any = None
-    monkeypatch.setattr(simd, "binding", absent)
-    assert has_bf16_dot() is found

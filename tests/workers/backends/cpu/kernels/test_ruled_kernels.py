@@ -41,49 +41,59 @@ def weights_of(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("window", "softcap"), RULES)
+@pytest.mark.parametrize(
+    ("window", "softcap", "shape"),
+    [
+        *((window, softcap, (6, 2, 64, 16)) for window, softcap in RULES),
+        (None, None, (1, 1, 64, 16)),
+        (None, None, (6, 2, 128, 32)),
+        (None, None, (7, 1, 80, 16)),
+        (None, None, (4, 2, 32, 8)),
+        (37, None, (9, 1, 96, 5)),
+    ],
+)
 def test_decode_reads_the_blocks_of_its_window_alone(
-    window: int | None, softcap: float | None
+    window: int | None, softcap: float | None, shape: tuple[int, int, int, int]
 ) -> None:
     """All other slots are NaN, as if they belonged to other sequences."""
-    contexts = [1, 16, 17, 36, 37, 38, 200]
-    rows, width = len(contexts), 13
+    heads, kv_heads, head_dim, block = shape
+    contexts = [1, block, block + 1, 36, 37, 38, 200]
+    rows, width = len(contexts), -(-200 // block)
     shuffled = np.random.default_rng(1).permutation(rows * width)
     tables = shuffled.astype(np.int32).reshape(rows, width)
     keys, values = (
-        torch.full((tables.size * BLOCK_SIZE, KV_HEADS, HEAD_DIM), torch.nan).bfloat16()
-        for _ in "kv"
+        torch.full((tables.size * block, kv_heads, head_dim), torch.nan).bfloat16() for _ in "kv"
     )
     starts = [max(0, length - (window or length)) for length in contexts]
     slots = [
-        torch.from_numpy(context_slots(table, length, BLOCK_SIZE))
+        torch.from_numpy(context_slots(table, length, block))
         for table, length in zip(tables, contexts, strict=True)
     ]
     for each, start in zip(slots, starts, strict=True):
-        kept = each[start // BLOCK_SIZE * BLOCK_SIZE : -1]
-        keys[kept], values[kept] = (draw(len(kept), KV_HEADS, HEAD_DIM, seed=n) for n in (2, 3))
-    qkv = draw(rows, HEADS + 2 * KV_HEADS, HEAD_DIM, seed=4)
-    cos, sin = (make(rows, HEAD_DIM // 2).bfloat16() for make in (torch.ones, torch.zeros))
-    out = torch.full((rows, HEADS, HEAD_DIM), torch.nan).bfloat16()
+        kept = each[start // block * block : -1]
+        keys[kept], values[kept] = (draw(len(kept), kv_heads, head_dim, seed=n) for n in (2, 3))
+    qkv = draw(rows, heads + 2 * kv_heads, head_dim, seed=4)
+    cos, sin = (make(rows, head_dim // 2).bfloat16() for make in (torch.ones, torch.zeros))
+    out = torch.full((rows, heads, head_dim), torch.nan).bfloat16()
     decode(
         0,
         qkv.data_ptr(),
         out.data_ptr(),
-        heads_of(HEADS, 0, 0, 0.0, SCALING, softcap=softcap, window=window),
+        heads_of(heads, 0, 0, 0.0, SCALING, softcap=softcap, window=window),
         RopeRows(bits(cos), bits(sin), np.array([each[-1] for each in slots])),
         bits(keys),
         bits(values),
         tables,
         np.array(contexts, dtype=np.int32),
-        BLOCK_SIZE,
+        block,
         1,
     )
     for row, (each, start) in enumerate(zip(slots, starts, strict=True)):
         seen, taken = (
-            cached[each[start:]].double().repeat_interleave(HEADS // KV_HEADS, dim=1)
+            cached[each[start:]].double().repeat_interleave(heads // kv_heads, dim=1)
             for cached in (keys, values)
         )
-        scores = torch.einsum("hd,lhd->hl", qkv[row, :HEADS].double(), seen) * SCALING
+        scores = torch.einsum("hd,lhd->hl", qkv[row, :heads].double(), seen) * SCALING
         wanted = torch.einsum("hl,lhd->hd", weights_of(scores, softcap), taken)
         torch.testing.assert_close(out[row].double(), wanted, rtol=2e-2, atol=2e-2)
 
