@@ -17,7 +17,7 @@ from tests.workers.adapters.peft_adapters import expected_tokens, make_adapter
 from tests.workers.driver import Driver, Question, Stage
 from vsched.errors import CheckpointError
 from vsched.wire import SizeKv
-from vsched.worker.contract import GenerateWorker, WorkerSettings
+from vsched.worker.contract import WorkerSettings
 from vsched.worker.sizing import KvBuilder
 from vsched.worker.spec import StepLimits
 from vsched_workers.adapters.files import WEIGHTS_FILE
@@ -32,10 +32,6 @@ ASKED = (0, 1, 2, 1)
 ATTENTION = {"target_modules": ["q_proj", "v_proj", "o_proj"]}
 SOME_LAYERS: Mapping[str, Mapping[str, Any]] = {"qwen3_moe": ATTENTION}
 """Exceptions from all linear layers: experts are not linear layers."""
-
-
-def adapter_worker(stage: Stage) -> GenerateWorker:
-    return stage.generator
 
 
 def make_all(name: str, folder: Path) -> None:
@@ -58,7 +54,7 @@ def test_chunks_decodes_and_preemptions_keep_to_the_adapters_of_their_requests(
     }
     assert len({tuple(tokens) for tokens in found.values()}) == 3, "each changes the answer"
     stage = Stage.load(tmp_path / "base", settings=SETTINGS)
-    worker = adapter_worker(stage)
+    worker = stage.generator
     for number in (1, 2):
         worker.add_adapter(number, str(tmp_path / str(number)))
 
@@ -78,7 +74,7 @@ def test_memory_for_adapters_is_taken_once_and_is_enough_for_the_highest_rank(
 ) -> None:
     make_all("llama", tmp_path)
     stage = Stage.load(tmp_path / "base", settings=SETTINGS)
-    worker = adapter_worker(stage)
+    worker = stage.generator
     taken = worker.adapter_bytes
     assert taken > 0
     prompt = [Question(prompts()[1], count=2, adapter=1)]
@@ -101,7 +97,7 @@ def test_an_adapter_that_does_not_fit_leaves_nothing_behind(tmp_path: Path) -> N
     tensors[last] = tensors[last][:, 1:].contiguous()
     save_file(tensors, damaged / WEIGHTS_FILE)
     stage = Stage.load(tmp_path / "base", settings=SETTINGS)
-    worker = adapter_worker(stage)
+    worker = stage.generator
     for _ in range(3):
         with pytest.raises(CheckpointError, match=r"inputs and outputs.*Remedy"):
             worker.add_adapter(1, str(damaged))
@@ -110,33 +106,37 @@ def test_an_adapter_that_does_not_fit_leaves_nothing_behind(tmp_path: Path) -> N
         worker.add_adapter(number, str(tmp_path / str(number)))
 
 
-def test_the_head_and_what_sees_other_rows_than_a_step_are_refused_by_name(tmp_path: Path) -> None:
-    make_all("stablelm", tmp_path)
-    stage = Stage.load(tmp_path / "base", settings=SETTINGS)
-    worker = adapter_worker(stage)
-    tensors = load_file(tmp_path / "1" / WEIGHTS_FILE)
+def add_head(folder: Path) -> None:
+    tensors = load_file(folder / WEIGHTS_FILE)
     sides = {"lora_A": torch.ones(2, 64), "lora_B": torch.ones(300, 2)}
     tensors |= {f"base_model.model.lm_head.{name}.weight": side for name, side in sides.items()}
-    save_file(tensors, tmp_path / "1" / WEIGHTS_FILE)
-    with pytest.raises(CheckpointError, match="lm_head, the output projection.*Remedy"):
-        worker.add_adapter(1, str(tmp_path / "1"))
+    save_file(tensors, folder / WEIGHTS_FILE)
 
 
-def test_adapters_of_experts_are_refused_by_name(tmp_path: Path) -> None:
-    make_all("qwen3_moe", tmp_path)
-    experts = {**ATTENTION, "target_parameters": ["mlp.experts.gate_up_proj"]}
-    make_adapter(tmp_path / "base", tmp_path / "experts", 1, **experts)
-    stage = Stage.load(tmp_path / "base", settings=SETTINGS)
-    with pytest.raises(CheckpointError, match="target_parameters is .*not served. Remedy"):
-        adapter_worker(stage).add_adapter(1, str(tmp_path / "experts"))
-
-
-def test_layers_that_run_sequence_by_sequence_are_refused_by_name(tmp_path: Path) -> None:
-    """A Mamba mixer is called with the rows of one sequence at a time; the layers around it are supported."""
-    make_all("bamba", tmp_path)
-    stage = Stage.load(tmp_path / "base", settings=SETTINGS)
-    with pytest.raises(CheckpointError, match=r"mamba\.\w+, a Linear here; only linear.*Remedy"):
-        adapter_worker(stage).add_adapter(1, str(tmp_path / "1"))
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("stablelm", {}, "lm_head, the output projection.*Remedy"),
+        (
+            "qwen3_moe",
+            {**ATTENTION, "target_parameters": ["mlp.experts.gate_up_proj"]},
+            "target_parameters is .*not served. Remedy",
+        ),
+        # A Mamba mixer is called with the rows of one sequence at a time.
+        ("bamba", {}, r"mamba\.\w+, a Linear here; only linear.*Remedy"),
+    ],
+)
+def test_layers_that_see_other_rows_than_a_step_are_refused_by_name(
+    tmp_path: Path, name: str, settings: dict[str, Any], message: str
+) -> None:
+    """The head, experts, and layers that run sequence by sequence."""
+    base, adapter = tmp_path / "base", tmp_path / "1"
+    make_checkpoint(name, base)
+    make_adapter(base, adapter, 1, **settings)
+    if name == "stablelm":
+        add_head(adapter)
+    with pytest.raises(CheckpointError, match=message):
+        Stage.load(base, settings=SETTINGS).generator.add_adapter(1, str(adapter))
 
 
 def test_the_profiling_run_proves_steps_with_an_adapter_in_all_rows(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_the_profiling_run_proves_steps_with_an_adapter_in_all_rows(tmp_path: Pa
     sizing = KvBuilder(stage.generator, stage.info, limits)
     sized = sizing.carry_out(SizeKv(256, profile=True, headroom_bytes=0))
     assert sized.outcome == "fits", sized.message
-    worker = adapter_worker(stage)
+    worker = stage.generator
     assert sized.memory.adapter_bytes == worker.adapter_bytes
     for number in (1, 2):
         worker.add_adapter(number, str(tmp_path / str(number)))

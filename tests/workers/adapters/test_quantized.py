@@ -8,11 +8,10 @@ import pytest
 
 pytest.importorskip("numba")
 
-from tests.parity.architectures import make_checkpoint
 from tests.parity.compare import OUTPUTS, prompts, tokens_of
 from tests.workers.adapters.peft_adapters import expected_tokens, make_adapter
 from tests.workers.driver import Driver, Question, Stage
-from tests.workers.quantized.test_published import publish
+from tests.workers.quantized.test_published import published_llama
 from vsched.worker.contract import WorkerSettings
 
 pytestmark = [
@@ -22,12 +21,17 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(
-    "name", ["gptq", "gptq in order of activations", "awq", "compressed int8", "fp8"]
+    "name",
+    [
+        "gptq in order of activations",
+        *(
+            pytest.param(name, marks=pytest.mark.thorough)
+            for name in ("gptq", "awq", "compressed int8", "fp8")
+        ),
+    ],
 )
 def test_published_models_with_adapters_answer_as_peft(tmp_path: Path, name: str) -> None:
-    make_checkpoint("llama", tmp_path / "source")
-    quantized, twin = tmp_path / "quantized", tmp_path / "twin"
-    publish(tmp_path / "source", quantized, twin, name)
+    quantized, twin = published_llama(tmp_path, name)
     adapters = [tmp_path / each for each in ("one", "two")]
     for seed, adapter in enumerate(adapters):
         make_adapter(twin, adapter, seed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -15,11 +16,10 @@ from safetensors.torch import load_file, save_file
 
 from tests.parity.architectures import make_checkpoint
 from tests.workers.backends.cpu.twins import WITHIN, Twins
-from tests.workers.driver import Driver, Question, Stage
+from tests.workers.driver import Driver, Question, Stage, inspect
 from vsched.errors import CheckpointError, ConfigError, VschedError
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.checkpoint.description import describe_checkpoint
-from vsched_workers.plugin import TransformersPlugin
 from vsched_workers.quantized.published import read_quantized
 from vsched_workers.quantized.schemes import scheme_of
 
@@ -60,7 +60,7 @@ def _levels(
     return levels.flatten(1).long(), scales, zeros.long(), stands_for.flatten(1)
 
 
-def _packed(weight: torch.Tensor, bits: int, *, symmetric: bool) -> Published:
+def _packed(weight: torch.Tensor, bits: int = 4, *, symmetric: bool = True) -> Published:
     levels, scales, zeros, stands_for = _levels(weight, bits, GROUP, symmetric=symmetric)
     tensors = {
         "weight_packed": _words(levels, bits),
@@ -72,17 +72,11 @@ def _packed(weight: torch.Tensor, bits: int, *, symmetric: bool) -> Published:
     return Published(tensors, stands_for)
 
 
-def _int8(weight: torch.Tensor) -> Published:
-    scales = (weight.abs().amax(1, keepdim=True) / 127).bfloat16()
-    values = (weight / scales.float()).round().clamp(-128, 127)
-    tensors = {"weight": values.to(torch.int8), "weight_scale": scales}
-    return Published(tensors, values * scales.float())
-
-
-def _fp8(weight: torch.Tensor) -> Published:
-    scales = weight.abs().amax(1, keepdim=True) / 448
-    values = (weight / scales).to(torch.float8_e4m3fn)
-    return Published({"weight": values, "weight_scale": scales}, values.float() * scales)
+def _by_channel(weight: torch.Tensor, top: int, dtype: torch.dtype) -> Published:
+    scales = (weight.abs().amax(1, keepdim=True) / top).bfloat16()
+    values = weight / scales.float()
+    values = (values.round() if dtype == torch.int8 else values).clamp(-top, top).to(dtype)
+    return Published({"weight": values, "weight_scale": scales}, values.float() * scales.float())
 
 
 def _fp8_blocks(weight: torch.Tensor) -> Published:
@@ -94,7 +88,7 @@ def _fp8_blocks(weight: torch.Tensor) -> Published:
     return Published({"weight": values, "weight_scale_inv": scales}, values.float() * spread)
 
 
-def _gptq(weight: torch.Tensor, bits: int, *, less: int = 1) -> Published:
+def _gptq(weight: torch.Tensor, bits: int = 4, *, less: int = 1) -> Published:
     levels, scales, zeros, stands_for = _levels(weight, bits, GROUP, symmetric=False)
     zeros = zeros.clamp(min=less)
     stands_for = (levels.unflatten(1, (-1, GROUP)) - zeros[..., None]) * scales[..., None]
@@ -160,44 +154,42 @@ def _compressed(form: str, bits: int, kind: str, strategy: str, **more: Any) -> 
 
 
 _IN_GROUPS: dict[str, Any] = {"strategy": "group", "group_size": GROUP}
-FORMATS: Mapping[str, tuple[dict[str, Any], Callable[[torch.Tensor], Published]]] = {
-    "compressed int4": (
-        _compressed("pack-quantized", 4, "int", **_IN_GROUPS),
-        lambda weight: _packed(weight, 4, symmetric=True),
-    ),
+_PACKED = functools.partial(_compressed, "pack-quantized", kind="int", **_IN_GROUPS)
+_GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False}
+Make = Callable[[torch.Tensor], Published]
+
+
+def _in_order(make: Make, levels: str, groups: str) -> Make:
+    return functools.partial(_ordered, make=make, levels=levels, groups=groups)
+
+
+FORMATS: Mapping[str, tuple[dict[str, Any], Make]] = {
+    "compressed int4": (_PACKED(bits=4), _packed),
     "compressed int4 with zeros": (
-        _compressed("pack-quantized", 4, "int", **_IN_GROUPS, symmetric=False),
-        lambda weight: _packed(weight, 4, symmetric=False),
+        _PACKED(bits=4, symmetric=False),
+        functools.partial(_packed, symmetric=False),
     ),
-    "compressed int8 packed": (
-        _compressed("pack-quantized", 8, "int", **_IN_GROUPS),
-        lambda weight: _packed(weight, 8, symmetric=True),
+    "compressed int8 packed": (_PACKED(bits=8), functools.partial(_packed, bits=8)),
+    "compressed int8": (
+        _compressed("int-quantized", 8, "int", "channel"),
+        functools.partial(_by_channel, top=127, dtype=torch.int8),
     ),
-    "compressed int8": (_compressed("int-quantized", 8, "int", "channel"), _int8),
-    "compressed fp8": (_compressed("float-quantized", 8, "float", "channel"), _fp8),
+    "compressed fp8": (
+        _compressed("float-quantized", 8, "float", "channel"),
+        functools.partial(_by_channel, top=448, dtype=torch.float8_e4m3fn),
+    ),
     "fp8": ({"quant_method": "fp8", "weight_block_size": [GROUP, GROUP]}, _fp8_blocks),
-    "gptq": (
-        {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False},
-        lambda weight: _gptq(weight, 4),
-    ),
+    "gptq": (_GPTQ, _gptq),
     "gptq in order of activations": (
-        {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True},
-        lambda weight: _ordered(weight, lambda each: _gptq(each, 4), "qweight", "g_idx"),
+        _GPTQ | {"desc_act": True},
+        _in_order(_gptq, "qweight", "g_idx"),
     ),
     "compressed int4 in order of activations": (
-        _compressed("pack-quantized", 4, "int", **_IN_GROUPS, actorder="group"),
-        lambda weight: _ordered(
-            weight, lambda each: _packed(each, 4, symmetric=True), "weight_packed", "weight_g_idx"
-        ),
+        _PACKED(bits=4, actorder="group"),
+        _in_order(_packed, "weight_packed", "weight_g_idx"),
     ),
-    "gptq of 8 bits": (
-        {"quant_method": "gptq", "bits": 8, "group_size": GROUP, "desc_act": False},
-        lambda weight: _gptq(weight, 8),
-    ),
-    "gptq_v2": (
-        {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "checkpoint_format": "gptq_v2"},
-        lambda weight: _gptq(weight, 4, less=0),
-    ),
+    "gptq of 8 bits": (_GPTQ | {"bits": 8}, functools.partial(_gptq, bits=8)),
+    "gptq_v2": (_GPTQ | {"checkpoint_format": "gptq_v2"}, functools.partial(_gptq, less=0)),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, _awq),
 }
 """The entries of `config.json`, and the writer of a layer."""
@@ -228,6 +220,14 @@ def publish(source: Path, quantized: Path, twin: Path, name: str) -> None:
 pytest.importorskip("numba")
 
 
+def published_llama(folder: Path, name: str, **changes: Any) -> tuple[Path, Path]:
+    """Return the folders of a quantized checkpoint and of its dequantized twin."""
+    make_checkpoint("llama", folder / "source", **changes)
+    quantized, twin = folder / "quantized", folder / "twin"
+    publish(folder / "source", quantized, twin, name)
+    return quantized, twin
+
+
 def drawn(outputs: int = 64, inputs: int = 96) -> torch.Tensor:
     return torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(0))
 
@@ -253,9 +253,7 @@ def test_published_models_answer_as_their_dequantized_twins(
     tmp_path: Path, name: str, dtype: str, within: float
 ) -> None:
     """In bfloat16 the layers are fused, and activations are rounded."""
-    make_checkpoint("llama", tmp_path / "source", initializer_range=0.1)
-    quantized, twin = tmp_path / "quantized", tmp_path / "twin"
-    publish(tmp_path / "source", quantized, twin, name)
+    quantized, twin = published_llama(tmp_path, name, initializer_range=0.1)
     settings = WorkerSettings(threads=1)
     wanted, found = (
         Stage.load(path, attention="auto", dtype=kind, settings=settings)
@@ -288,13 +286,21 @@ def test_unsupported_schemes_are_refused_by_name(said: dict[str, Any], message: 
     assert "Remedy: " in str(reported.value)
 
 
-def test_unsupported_schemes_are_refused_before_weights_are_read(tmp_path: Path) -> None:
-    make_checkpoint("llama", tmp_path)
+@pytest.mark.parametrize(
+    ("name", "said", "message"),
+    [
+        ("llama", {"quant_method": "hqq"}, "hqq"),
+        ("gpt2", FORMATS["gptq"][0], "generic path"),
+    ],
+)
+def test_unsupported_schemes_and_models_are_refused_before_weights_are_read(
+    tmp_path: Path, name: str, said: dict[str, Any], message: str
+) -> None:
+    make_checkpoint(name, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    said = {"quantization_config": {"quant_method": "hqq"}}
-    (tmp_path / "config.json").write_text(json.dumps(config | said))
-    with pytest.raises(CheckpointError, match="hqq"):
-        TransformersPlugin().inspect(str(tmp_path), dtype="auto", item_tokens_max=0)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
+    with pytest.raises(VschedError, match=message):
+        inspect(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -320,17 +326,14 @@ def test_tensors_foreign_to_the_scheme_are_reported(wrong: dict[str, torch.Tenso
 def test_published_weights_are_refused_if_there_is_no_product(
     tmp_path: Path, given: dict[str, Any]
 ) -> None:
-    make_checkpoint("llama", tmp_path / "source")
-    publish(tmp_path / "source", tmp_path / "quantized", tmp_path / "twin", "gptq")
+    quantized, _ = published_llama(tmp_path, "gptq")
     options: dict[str, Any] = {"attention": "auto", "dtype": "bfloat16"} | given
     with pytest.raises(ConfigError, match=r"config.json: gptq is not possible on"):
-        Stage.load(tmp_path / "quantized", **options)
+        Stage.load(quantized, **options)
 
 
 def test_description_reports_what_weights_take(tmp_path: Path) -> None:
-    make_checkpoint("llama", tmp_path / "source")
-    publish(tmp_path / "source", tmp_path / "quantized", tmp_path / "twin", "gptq")
-    plain, quantized = (describe_checkpoint(str(tmp_path / name)) for name in ("twin", "quantized"))
+    quantized, plain = map(describe_checkpoint, map(str, published_llama(tmp_path, "gptq")))
     reported, parameters = plain.weights_bytes["language"], plain.parameters["language"]
     assert {"int8", "int4", "int8/32", "int4/64"} <= set(reported)
     assert parameters < reported["int8"] < 1.1 * parameters
@@ -338,12 +341,3 @@ def test_description_reports_what_weights_take(tmp_path: Path) -> None:
     size = quantized.weights_bytes["language"]["auto"]
     assert 0.95 * quantized.file_bytes < size + 8192 < 1.1 * quantized.file_bytes + 8192
     assert size < 0.5 * plain.file_bytes
-
-
-def test_published_weights_on_the_generic_path_are_refused(tmp_path: Path) -> None:
-    make_checkpoint("gpt2", tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    said = {"quantization_config": FORMATS["gptq"][0]}
-    (tmp_path / "config.json").write_text(json.dumps(config | said))
-    with pytest.raises(VschedError, match="generic path"):
-        TransformersPlugin().inspect(str(tmp_path), dtype="auto", item_tokens_max=0)
