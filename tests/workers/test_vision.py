@@ -239,21 +239,6 @@ def test_rows_are_the_levels_of_a_token_side_by_side() -> None:
     assert torch.equal(AnyTower(model, torch.float32)(image), torch.cat(levels, dim=-1))
 
 
-def test_a_tower_holds_nothing_of_the_language_model(tmp_path: Path) -> None:
-    save_model("llava", tmp_path)
-    tower = build_tower(str(tmp_path), "llava")
-    names = [name for name, _ in tower.named_parameters()]
-    assert names
-    assert all(name.startswith(("model.vision_tower.", "model.multi_modal")) for name in names)
-
-
-def test_an_array_that_the_tower_does_not_ask_for_is_left_out() -> None:
-    tower = AnyTower(make_model("llava"), torch.float32)
-    (image, *_) = images_of("llava")
-    more = {**image, "num_crops": np.array([1])}
-    assert torch.equal(tower(more), tower(image))
-
-
 def test_a_model_without_features_of_images_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "kosmos-2", "image_token_id": 3}')
     with pytest.raises(CheckpointError, match="no features of images"):

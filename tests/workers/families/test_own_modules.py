@@ -23,9 +23,6 @@ from vsched.types import ItemPlace
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.families import FAMILIES, OwnQwen25Vl, family_of_rank
 from vsched_workers.families.generic import (
-    METADATA_VALUES,
-    pack_metadata,
-    unpack_metadata,
     vision_facts,
 )
 from vsched_workers.families.qwen_image import _GRID, with_time
@@ -307,17 +304,3 @@ def test_unsupported_configurations_are_refused_with_the_reason(
     family = config["model_type"]
     with pytest.raises(CheckpointError, match=f"'{family}' has .*{reason}"):
         vision_facts(write_config(tmp_path, **config), family)
-
-
-def test_metadata_is_the_small_integer_arrays() -> None:
-    arrays: dict[str, np.ndarray[Any, Any]] = {
-        "pixel_values": np.zeros((2, 3), np.float32),
-        "image_grid_thw": np.array([[1, 8, 12]], np.int64),
-        "pixel_attention_mask": np.ones((1, METADATA_VALUES + 1), np.int64),
-    }
-    packed = pack_metadata(arrays)
-    assert len(packed) < 1024
-    found = unpack_metadata(packed)
-    assert list(found) == ["image_grid_thw"]
-    assert found["image_grid_thw"].dtype == np.int64
-    assert found["image_grid_thw"].tolist() == [[1, 8, 12]]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from tests.workers.properties import REPEATABLE
-from vsched.errors import ConfigError, RequestRefused
+from vsched.errors import RequestRefused
 from vsched.worker.contract import PixelBounds
 from vsched_workers.families.qwen_image import (
     ASPECT_RATIO_MAX,
@@ -110,18 +110,9 @@ def test_clamp_bounds_the_maximum(maximum: int | None, tokens: int, expected: in
     assert found.maximum == expected
 
 
-def test_clamp_refuses_a_negative_budget() -> None:
-    """A budget below 1 is an error (0 disables it)."""
-    with pytest.raises(ConfigError, match=r"value -1, limit 1\. Remedy"):
-        clamp_limits(ResizeLimits(1, None), tokens=-1, factor=FACTOR)
-
-
-def test_worst_tokens_is_unknown_without_a_maximum() -> None:
-    assert worst_tokens(ResizeLimits(1, None), factor=FACTOR) is None
-
-
 def test_worst_tokens_counts_the_strips_of_a_small_maximum() -> None:
-    """At 64 tokens a strip of 1:200 has 113."""
+    """At 64 tokens a strip of 1:200 has 113; unknown without a maximum."""
+    assert worst_tokens(ResizeLimits(1, None), factor=FACTOR) is None
     limits = ResizeLimits(AREA, 64 * AREA)
     rows, columns = resized(100, 20_000, factor=FACTOR, limits=limits)
     assert rows * columns // AREA == 113

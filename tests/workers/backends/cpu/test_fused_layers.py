@@ -11,62 +11,20 @@ import pytest
 import torch
 
 from tests.workers import driver
-from tests.workers.backends.cpu.kernels.operands import bits, draw, use_operand
+from tests.workers.backends.cpu.kernels.operands import draw, use_operand
 from tests.workers.backends.cpu.twins import WITHIN, Twins, run_twins
 from tests.workers.driver import Checkpoints, Driver, Stage, drawn_image, encode_jobs
 from tests.workers.parallel.ranks import Ranks
 from tests.workers.test_language import mixed_questions
 from vsched_workers.backends.cpu import products
 from vsched_workers.backends.cpu.kernels.bf16 import FLOAT32
-from vsched_workers.backends.cpu.kernels.norm import add_norm
-from vsched_workers.backends.cpu.kernels.rope import RopeRows, heads_of, rope_prefill
 from vsched_workers.backends.cpu.kernels.sampling import argmax
 from vsched_workers.backends.cpu.language_layers import FusedLanguage
 from vsched_workers.backends.cpu.products import QuantizedProduct
-from vsched_workers.backends.cpu.threads import pool_of
 from vsched_workers.backends.cpu.vision_layers import FusedBlock
-from vsched_workers.backends.reference.layers import AxesAngles, ModuleLayers
+from vsched_workers.backends.reference.layers import ModuleLayers
 
 Stages = Callable[..., Stage]
-EPS = 1e-6
-ROWS = [(1, 5), pytest.param(2, 3000, marks=pytest.mark.slow)]
-"""Numbers of threads, with enough rows for each."""
-
-
-def normed(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return the RMS norm of rows by transformers' module."""
-    single = rows.float()
-    return weight * (single * torch.rsqrt(single.pow(2).mean(-1, keepdim=True) + EPS)).bfloat16()
-
-
-def rotated(head: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    first, second = head.chunk(2, dim=-1)
-    half = torch.cat([-second, first], dim=-1)
-    return head * torch.cat([cos, cos], dim=-1) + half * torch.cat([sin, sin], dim=-1)
-
-
-@pytest.mark.parametrize(("threads", "rows"), ROWS)
-@pytest.mark.parametrize("width", [16, 40, 257])
-@pytest.mark.parametrize("adds", ["adds", "adds nothing"])
-def test_add_norm_equals_the_modules(threads: int, rows: int, width: int, adds: str) -> None:
-    hidden, delta, weight = draw(rows, width), draw(rows, width, seed=1), draw(width, seed=2)
-    wanted = hidden + delta if adds == "adds" else hidden.clone()
-    out = torch.empty_like(hidden)
-    delta_at = delta.data_ptr() if adds == "adds" else 0
-    add_norm(
-        pool_of(threads),
-        hidden.data_ptr(),
-        delta_at,
-        weight.data_ptr(),
-        width,
-        np.float32(EPS),
-        out.data_ptr(),
-        rows,
-    )
-    assert torch.equal(hidden, wanted)
-    # Another order of sums may round a value to the neighbouring one.
-    assert (out == normed(wanted, weight)).float().mean() > 0.99
-    torch.testing.assert_close(out, normed(wanted, weight), rtol=0.01, atol=0.0)
 
 
 def test_argmax_takes_the_first_of_the_largest() -> None:
@@ -80,51 +38,6 @@ def test_argmax_takes_the_first_of_the_largest() -> None:
     argmax(logits.data_ptr(), 6, 300, found)
     assert found.tolist() == logits.argmax(-1).tolist()
     assert found[2] == 7
-
-
-@pytest.mark.parametrize("has_norms", [True, False])
-@pytest.mark.parametrize(("threads", "rows"), ROWS)
-def test_rope_equals_the_modules(threads: int, rows: int, has_norms: bool) -> None:
-    """Heads are normed and rotated as by the modules, and keys and values are in their cache slots."""
-    heads, kv_heads, dim = 4, 2, 16
-    qkv, cos, sin = draw(rows, (heads + 2 * kv_heads) * dim), draw(rows, 8), draw(rows, 8, seed=1)
-    weights = [draw(dim, seed=seed) for seed in (2, 3)]
-    norms = [weight.data_ptr() if has_norms else 0 for weight in weights]
-    keys, values = (torch.zeros(4 * rows, kv_heads, dim, dtype=torch.bfloat16) for _ in range(2))
-    room = torch.zeros(heads + 2 * kv_heads, rows + 3, dim, dtype=torch.bfloat16)
-    slots = np.random.default_rng(0).permutation(4 * rows)[:rows]
-    rope_prefill(
-        pool_of(threads),
-        qkv.data_ptr(),
-        room[:, 2:].data_ptr(),
-        rows + 3,
-        heads_of(heads, norms[0], norms[1], EPS, 1.0),
-        RopeRows(bits(cos), bits(sin), slots),
-        *map(bits, (keys, values)),
-    )
-    split = qkv.view(rows, -1, dim).split([heads, kv_heads, kv_heads], dim=1)
-    if has_norms:
-        split = (normed(split[0], weights[0]), normed(split[1], weights[1]), split[2])
-    wanted = [*(rotated(each, cos[:, None], sin[:, None]) for each in split[:2]), split[2]]
-    found = room[:, 2 : 2 + rows].transpose(0, 1).split([heads, kv_heads, kv_heads], dim=1)
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=0.01, atol=0.01)
-    assert not room[:, :2].any()
-    assert not room[:, 2 + rows :].any()
-    assert torch.equal(keys[slots], found[1])
-    assert torch.equal(values[slots], found[2])
-    assert keys.any(-1).any(-1).sum() == rows
-
-
-def test_angles_equal_the_modules(stages: Stages, size: str) -> None:
-    """Each frequency belongs to the axis that the family assigns, for either kind of interleaving."""
-    rotary = stages(size, "auto", "bfloat16").generator.module.rotary_emb  # type: ignore[attr-defined]
-    positions = torch.randint(0, 30000, (4, 1, 50), generator=torch.Generator().manual_seed(0))
-    cos, sin = rotary(torch.empty(0, dtype=torch.bfloat16), positions[1:])
-    found = AxesAngles(rotary, torch.bfloat16)(positions)
-    for one, other in zip(found, (cos, sin), strict=True):
-        half = other.shape[-1] // 2
-        assert torch.equal(one, other[0, :, :half])
 
 
 @pytest.mark.parametrize("chunk", [pytest.param(5, marks=pytest.mark.slow), 48, 1000])
@@ -216,13 +129,6 @@ def test_profiling_run_of_first_layers_computes_every_row(stages: Stages, size: 
     finally:
         layer.down = down
     assert rows == [30]
-
-
-def test_exact_and_single_keep_the_modules(stages: Stages) -> None:
-    for kind, dtype in (("exact", "bfloat16"), ("auto", "float32")):
-        stage = stages("nano25", kind, dtype)
-        assert isinstance(stage.generator._layers, ModuleLayers)  # type: ignore[attr-defined]
-        assert not _fused_blocks(stage)
 
 
 @pytest.mark.parametrize("sizes", [[(90, 60)], [(200, 70), (31, 150), (140, 140)]])

@@ -11,32 +11,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tests.bench.gpu.costs import SHAPES
 from vsched_workers.backends.cuda.products import (
-    PROGRAMS_MIN,
     FastKernel,
     RowProduct,
     RowTiles,
     row_tiles,
     with_row_kernel,
 )
-
-
-def weights_of(name: str) -> list[tuple[int, int]]:
-    """Return the sizes of a shape's weights."""
-    shape = SHAPES[name]
-    qkv = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    hidden, inner = shape.hidden, shape.inner
-    return [(qkv, hidden), (hidden, hidden), (2 * inner, hidden), (hidden, inner)]
-
-
-@pytest.mark.parametrize("name", ["3b", "7b"])
-def test_one_row_keeps_a_large_gpu_busy_with_every_product(name: str) -> None:
-    for outputs, inputs in weights_of(name):
-        tiles = row_tiles(outputs, inputs)
-        assert tiles is not None
-        assert outputs // tiles.outputs >= PROGRAMS_MIN
-        assert outputs % tiles.outputs == inputs % tiles.tile == 0
 
 
 def test_sizes_that_tiles_do_not_divide_are_left_to_torch() -> None:
@@ -85,20 +66,6 @@ class Jit:
 @pytest.fixture(autouse=True)
 def stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: STREAM, raising=False)
-
-
-def test_later_launches_are_direct_with_constants_in_the_kernels_order() -> None:
-    jit = Jit()
-    kernel = FastKernel(jit)
-    source, target = torch.zeros(64), torch.zeros(64)
-    for count in (32, 48):
-        kernel[(5, count)](source, target, count, 0.5, KIND="a", WIDTH=8, num_warps=4)
-    hooks = (None, None, None)
-    arguments = (source, target, 48, 0.5, 8, "a")
-    assert jit.compilations == 1
-    (launched,) = jit.launches
-    assert launched[:10] == (1, 5, 48, 1, STREAM, "function", "metadata", *hooks)
-    assert all(one is other for one, other in zip(launched[10:], arguments, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,8 @@ from tests.bench.gpu.kernels import compiled
 from tests.workers.backends.cuda.on_host import DEVICE, backend_here
 from vsched_workers.backends.cuda.products import (
     FEW_ROWS_MAX,
-    ProductPlan,
     QuantizedLayer,
     TritonProduct,
-    plan_of,
 )
 from vsched_workers.families.decoders import Decoder
 from vsched_workers.quantized.layers import QuantizedLinear
@@ -96,14 +94,6 @@ def test_widened_weight_is_to_the_bit_what_it_stands_for() -> None:
         assert torch.equal(product.widened(torch.float32).cpu(), weight.dequantized())
         chosen = torch.tensor([7, 0, 32])
         assert torch.equal(product.rows_of(chosen.to(DEVICE)).cpu(), weight.dequantized()[chosen])
-
-
-def test_few_outputs_are_read_by_all_processors() -> None:
-    """In parts, unless there are enough outputs; never in more parts than tiles."""
-    assert plan_of(1, 2048, 172, 132) == ProductPlan(rows=16, outputs=16, parts=5, part_tiles=35)
-    assert plan_of(64, 2048, 172, 132) == ProductPlan(rows=64, outputs=16, parts=5, part_tiles=35)
-    assert plan_of(1, 151936, 32, 132) == ProductPlan(rows=16, outputs=64, parts=1, part_tiles=32)
-    assert plan_of(1, 16, 2, 132) == ProductPlan(rows=16, outputs=16, parts=2, part_tiles=1)
 
 
 class Block(nn.Module):

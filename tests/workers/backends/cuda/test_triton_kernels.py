@@ -155,15 +155,6 @@ def test_triton_reads_no_part_that_a_context_does_not_have(monkeypatch: pytest.M
     assert differs([1, 64, 65, 300], heads=4, kv_heads=2, head_dim=16) < 1e-5
 
 
-def test_contexts_are_split_so_that_all_processors_are_busy() -> None:
-    """Short parts for small batches; long parts for large ones, with the maximum number of them for a long context."""
-    assert split_of_contexts(2, 132, tokens=1024) == ContextSplit(parts=16, usual_parts=16)
-    assert split_of_contexts(2, 132, tokens=1 << 17) == ContextSplit(parts=64, usual_parts=64)
-    assert split_of_contexts(64, 132, tokens=1 << 15) == ContextSplit(parts=32, usual_parts=8)
-    assert split_of_contexts(512, 132, tokens=1 << 15) == ContextSplit(parts=32, usual_parts=1)
-    assert split_of_contexts(512, 132, tokens=100) == ContextSplit(parts=1, usual_parts=1)
-
-
 @pytest.mark.slow
 def test_kernels_compile_for_an_h100_and_spill_nothing() -> None:
     """By Triton's compiler and assembler; in a separate process, which does not interpret."""

@@ -17,8 +17,6 @@ pytest.importorskip("numba")
 import numba
 import numpy as np
 import numpy.typing as npt
-from llvmlite import ir  # type: ignore[import-untyped]
-from numba.core import cgutils
 
 from tests.patience import PATIENCE_S, wait_until
 from vsched_workers.backends.cpu.kernels import thread_pool as layout
@@ -60,30 +58,6 @@ def _meet(first: int, stop: int, met_at: int, wanted: int) -> None:
 def meet(state: int, threads: int, met_at: int) -> None:
     """Compute pieces that wait for each other: every thread has to hold one at the same time."""
     spread(state, threads, 1, _meet, (met_at, threads))
-
-
-def _counting(_context: Any, array: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        found = cgutils.create_struct_proxy(signature.args[0])(context, builder, values[0])
-        return builder.zext(cgutils.is_not_null(builder, found.meminfo), ir.IntType(64))
-
-    return numba.intp(array), generate
-
-
-_has_reference_count: Any = numba.extending.intrinsic(_counting)
-
-
-@numba.njit(nogil=True)
-def _note_counts(first: int, stop: int, nested: tuple[tuple[Any, int], Any], noted: Any) -> None:
-    for piece in range(first, stop):
-        noted[piece] = _has_reference_count(nested[0][0]) + _has_reference_count(nested[1])
-
-
-@numba.njit(nogil=True)
-def reference_counts(state: int, array: Any, noted: Any) -> int:
-    """Note the arrays with a reference count that each piece gets; returns the caller's own."""
-    spread(state, len(noted), 1, _note_counts, (((array, 1), array), noted))
-    return int(_has_reference_count(array))
 
 
 def counted(state: int, pieces: int, *, grain: int = GRAIN, calls: int = 1) -> npt.NDArray[Any]:
@@ -131,13 +105,6 @@ def test_every_piece_is_computed_once(threads: int, pool: ThreadPool) -> None:
         found = counted(pool.state_at if threads else 0, pieces, calls=3)
         assert (found == 3).all(), pieces
     assert (counted(pool.state_at, 70_000, grain=1) == 1).all()
-
-
-def test_arrays_of_pieces_have_no_shared_reference_count(pool: ThreadPool) -> None:
-    pool.use(2)
-    noted = np.ones(100, dtype=np.int64)
-    assert reference_counts(pool.state_at, np.zeros(3), noted) == 1, "arrays have a count elsewhere"
-    assert not noted.any()
 
 
 @pytest.mark.parametrize("threads", [2, 3, 5])
