@@ -33,7 +33,17 @@ CUDA_SAMPLE = ("stablelm", "gemma3_text", "qwen3_next", "deepseek_v3", VISION_SA
 """Layers of a decoder without a description, windows, states, latent attention, and images."""
 
 
-@pytest.mark.parametrize("name", SAMPLE)
+FURTHER = ("phi3", "qwen3_moe", "stablelm", "jamba", "minimax")
+"""Features that others of the sample, or of tests of adapters and backends, have too."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.thorough] if name in FURTHER else [])
+        for name in SAMPLE
+    ],
+)
 def test_answers_are_those_of_generate(name: str) -> None:
     """In one step, in chunks, after preemptions, and over the blocks of an earlier request."""
     assert compare(name).equal

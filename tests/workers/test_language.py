@@ -257,8 +257,7 @@ def check(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attention", ["exact", "auto"])
-@pytest.mark.parametrize("size", ["nano25", "nano3"])
+@pytest.mark.parametrize(("size", "attention"), [("nano25", "exact"), ("nano3", "auto")])
 def test_drafts_give_what_single_rows_give(
     stages: Callable[..., Stage], size: str, attention: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

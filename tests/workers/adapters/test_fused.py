@@ -49,8 +49,9 @@ def questions(requested: Sequence[Sequence[int]]) -> list[Question]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunk", [11, 1000])
-@pytest.mark.parametrize("name", ["llama", "phi3", "qwen3", "gemma2"])
+@pytest.mark.parametrize(
+    ("name", "chunk"), [("llama", 11), ("phi3", 1000), ("qwen3", 11), ("gemma2", 1000)]
+)
 def test_fused_layers_with_adapters_equal_the_modules(
     name: str, chunk: int, tmp_path: Path
 ) -> None:

@@ -62,7 +62,14 @@ def see(
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "cohere", "mixtral", "phi3", "starcoder2", "deepseek_v3"]
+    "name",
+    [
+        *("llama", "mixtral", "deepseek_v3"),
+        *(
+            pytest.param(name, marks=pytest.mark.thorough)
+            for name in ("cohere", "phi3", "starcoder2")
+        ),
+    ],
 )
 def test_two_ranks_answer_as_peft(ranks: Ranks, tmp_path: Path, name: str) -> None:
     """The first is split by vsched's table, the others by transformers' plan; each rank keeps a part of an adapter."""

@@ -173,14 +173,19 @@ def test_experts_move_and_the_tokens_stay(
     assert first[2]["experts"] * 2 == sum(each.numel() * 4 for each in layer.parameters())
 
 
-SHARED = ("cohere", "deepseek_v3", "mixtral", "olmo2", "phi3", "qwen3_moe", "starcoder2")
-"""Split heads, split experts, gathered results, split inputs, linear layers with biases."""
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*SHARED, "gemma2", "llama", "mistral", "qwen3"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("cohere", "deepseek_v3", "mixtral", "gemma2", "qwen3"),
+        *(
+            pytest.param(name, marks=pytest.mark.thorough)
+            for name in ("olmo2", "phi3", "qwen3_moe", "starcoder2", "llama", "mistral")
+        ),
+    ],
+)
 def test_two_ranks_answer_as_generate(ranks: Ranks, tmp_path: Path, name: str) -> None:
-    """The last four have a decoder description, with its own table."""
+    """Split heads, experts, inputs, gathered results, biases; some have a decoder description, with its own table."""
     make_checkpoint(name, tmp_path)
     plugin.check_parallel(inspect(tmp_path), stage="generate", ranks=2)
     questions = [Question(prompt, count=OUTPUTS) for prompt in prompts()]
@@ -189,7 +194,9 @@ def test_two_ranks_answer_as_generate(ranks: Ranks, tmp_path: Path, name: str) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["deepseek_v3", "mixtral"])
+@pytest.mark.parametrize(
+    "name", ["deepseek_v3", pytest.param("mixtral", marks=pytest.mark.thorough)]
+)
 def test_four_ranks_answer_as_generate(ranks: Ranks, tmp_path: Path, name: str) -> None:
     make_checkpoint(name, tmp_path, num_key_value_heads=4)
     questions = [Question(prompt, count=OUTPUTS) for prompt in prompts()]
@@ -198,7 +205,16 @@ def test_four_ranks_answer_as_generate(ranks: Ranks, tmp_path: Path, name: str) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["cohere", "deepseek_v3", "mixtral", "phi3", "starcoder2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("cohere", "phi3"),
+        *(
+            pytest.param(name, marks=pytest.mark.thorough)
+            for name in ("deepseek_v3", "mixtral", "starcoder2")
+        ),
+    ],
+)
 def test_ranks_have_the_same_tokens_in_bfloat16(ranks: Ranks, tmp_path: Path, name: str) -> None:
     """Packed linear layers still sum over ranks; tokens are close to those of one rank, which rounds once."""
     make_checkpoint(name, tmp_path)

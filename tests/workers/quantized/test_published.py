@@ -245,10 +245,15 @@ def test_published_weight_is_what_its_format_says(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name",
-    ["compressed int4 with zeros", "compressed int8", "fp8", "gptq in order of activations", "awq"],
+    ("name", "dtype", "within"),
+    [
+        ("compressed int4 with zeros", "float32", 1e-4),
+        ("compressed int8", "bfloat16", WITHIN),
+        ("fp8", "float32", 1e-4),
+        ("gptq in order of activations", "bfloat16", WITHIN),
+        ("awq", "float32", 1e-4),
+    ],
 )
-@pytest.mark.parametrize(("dtype", "within"), [("float32", 1e-4), ("bfloat16", WITHIN)])
 def test_published_models_answer_as_their_dequantized_twins(
     tmp_path: Path, name: str, dtype: str, within: float
 ) -> None:

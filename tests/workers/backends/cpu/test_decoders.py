@@ -70,7 +70,15 @@ def test_every_architecture_is_tried() -> None:
     assert {name for name, _ in MADE.values()} == {*DECODERS}
 
 
-@pytest.mark.parametrize("made", MADE)
+FURTHER = {"cwm", "vaultgemma", "ministral", "seed_oss", "mistral", "qwen2", "norms after"}
+FURTHER |= {"linear frequencies", "windows in all layers", "llama3 frequencies"}
+"""With the features of others."""
+
+
+@pytest.mark.parametrize(
+    "made",
+    [pytest.param(made, marks=[pytest.mark.thorough] if made in FURTHER else []) for made in MADE],
+)
 def test_fused_layers_equal_the_modules(made: str, tmp_path: Path) -> None:
     """Decode rows together with chunks, preempted and recomputed: same logits except for rounding, same choice.
 

@@ -22,10 +22,11 @@ from vsched_workers.backends.choice import choose_backend
 
 pytestmark = pytest.mark.slow
 
-SETTINGS = [("int8", 0), ("int8", 32), ("int4", 0), ("int4", 16)]
 
-
-@pytest.mark.parametrize(("kind", "group"), SETTINGS)
+@pytest.mark.parametrize(
+    ("size", "kind", "group"),
+    [("nano25", "int8", 0), ("nano3", "int8", 32), ("nano3", "int4", 0), ("nano25", "int4", 16)],
+)
 def test_quantized_model_equals_its_dequantized_twin(
     checkpoints: Checkpoints, tmp_path: Path, size: str, kind: str, group: int
 ) -> None:
@@ -78,7 +79,13 @@ def test_quantized_weights_weigh_less(checkpoints: Checkpoints, size: str) -> No
     assert sizes["int8"][0] < 0.75 * sizes["auto"][0]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gemma3_text", "qwen3_moe", "llama"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("gpt2", "qwen3_moe"),
+        *(pytest.param(each, marks=pytest.mark.thorough) for each in ("gemma3_text", "llama")),
+    ],
+)
 def test_quantized_models_of_any_architecture_answer_as_their_twins(
     tmp_path: Path, name: str
 ) -> None:
