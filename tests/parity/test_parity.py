@@ -21,6 +21,7 @@ from tests.parity.vision_architectures import (
 from tests.parity.vision_checkpoints import WITH_VIDEO
 from tests.parity.vision_compare import compare_vision
 from tests.workers.backends.cuda.on_host import CudaOnHost
+from tests.workers.properties import thorough
 from vsched.errors import CheckpointError
 from vsched_workers import language, vision
 from vsched_workers.families.video_processors import VIDEO_PROCESSORS
@@ -54,34 +55,19 @@ def test_answers_about_images_are_those_of_generate(name: str) -> None:
     assert compare_vision(name).equal
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *VIDEO_SAMPLE[:2],
-        *(pytest.param(name, marks=pytest.mark.thorough) for name in VIDEO_SAMPLE[2:]),
-    ],
-)
+@pytest.mark.parametrize("name", [*VIDEO_SAMPLE[:2], *thorough(*VIDEO_SAMPLE[2:])])
 def test_answers_about_videos_are_those_of_generate(name: str) -> None:
     """Chunks of 7 tokens end within frame groups; the prompt is that of transformers' processor."""
     assert compare_video(name).equal
 
 
-@pytest.mark.parametrize(
-    "name", ["qwen2_vl", "glm4v", pytest.param("qwen3_5", marks=pytest.mark.thorough)]
-)
+@pytest.mark.parametrize("name", ["qwen2_vl", "glm4v", *thorough("qwen3_5")])
 def test_answers_about_pruned_videos_are_those_of_transformers_modules(name: str) -> None:
     found, expected = answers_about_pruned_video(name)
     assert found == expected
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *CUDA_SAMPLE[:2],
-        *(pytest.param(name, marks=pytest.mark.thorough) for name in CUDA_SAMPLE[2:4]),
-        *CUDA_SAMPLE[4:],
-    ],
-)
+@pytest.mark.parametrize("name", [*CUDA_SAMPLE[:2], *thorough(*CUDA_SAMPLE[2:4]), *CUDA_SAMPLE[4:]])
 def test_cuda_backend_on_the_host_generates_the_same(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,10 @@
-"""Settings of property tests: the same examples every time, and no files left behind."""
+"""Settings of property tests, the same examples every time and no files left behind; cases for `make test-all`."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 from hypothesis import HealthCheck, settings
 
 REPEATABLE = settings(
@@ -11,3 +14,11 @@ REPEATABLE = settings(
     max_examples=100,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
+
+
+def thorough(*cases: Any) -> list[Any]:
+    """Return further cases of a parametrized test, values or tuples, marked `thorough`."""
+    return [
+        pytest.param(*(each if isinstance(each, tuple) else (each,)), marks=pytest.mark.thorough)
+        for each in cases
+    ]

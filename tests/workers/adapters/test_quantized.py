@@ -11,6 +11,7 @@ pytest.importorskip("numba")
 from tests.parity.compare import OUTPUTS, prompts, tokens_of
 from tests.workers.adapters.peft_adapters import expected_tokens, make_adapter
 from tests.workers.driver import Driver, Question, Stage
+from tests.workers.properties import thorough
 from tests.workers.quantized.test_published import published_llama
 from vsched.worker.contract import WorkerSettings
 
@@ -21,14 +22,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "gptq in order of activations",
-        *(
-            pytest.param(name, marks=pytest.mark.thorough)
-            for name in ("gptq", "awq", "compressed int8", "fp8")
-        ),
-    ],
+    "name", ["gptq in order of activations", *thorough("gptq", "awq", "compressed int8", "fp8")]
 )
 def test_published_models_with_adapters_answer_as_peft(tmp_path: Path, name: str) -> None:
     quantized, twin = published_llama(tmp_path, name)

@@ -13,6 +13,7 @@ from tests.parity.compare import OUTPUTS, prompts, tokens_of
 from tests.workers.adapters.peft_adapters import expected_tokens, make_adapter, make_whole_adapter
 from tests.workers.driver import Checkpoints, Driver, Question, Stage, drawn_image
 from tests.workers.parallel.ranks import Ranks, driver_of
+from tests.workers.properties import thorough
 from tests.workers.reference import Reference
 from vsched.worker.contract import WorkerSettings
 
@@ -62,14 +63,7 @@ def see(
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        *("llama", "mixtral", "deepseek_v3"),
-        *(
-            pytest.param(name, marks=pytest.mark.thorough)
-            for name in ("cohere", "phi3", "starcoder2")
-        ),
-    ],
+    "name", [*("llama", "mixtral", "deepseek_v3"), *thorough("cohere", "phi3", "starcoder2")]
 )
 def test_two_ranks_answer_as_peft(ranks: Ranks, tmp_path: Path, name: str) -> None:
     """The first is split by vsched's table, the others by transformers' plan; each rank keeps a part of an adapter."""

@@ -27,9 +27,7 @@ from vsched.errors import CheckpointError, ConfigError, RequestRefused
 from vsched.types import ModelInfo, SamplingDefaults
 from vsched.worker.contract import Preprocessor
 from vsched_workers.checkpoint.facts import sampling_defaults, stop_token_ids
-from vsched_workers.checkpoint.random_init import (
-    make_checkpoint,
-)
+from vsched_workers.checkpoint.random_init import make_checkpoint
 from vsched_workers.checkpoint.tokenizer_files import chat_templates, tokenizer_files
 from vsched_workers.families.qwen_image import PIXELS as PIXEL_VALUES
 from vsched_workers.plugin import plugin

@@ -48,10 +48,7 @@ def change(file: Path, **changes: Any) -> None:
         ("qwen2_5_vl", {}),
         ("llama", {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|im_start|>"}),
         ("qwen3", {"add_bos_token": False, "bos_token": None, "unk_token": "<|endoftext|>"}),
-        (
-            "llama",
-            {"added_tokens_decoder": {}, "pad_token": {**ADDED, "__type": "AddedToken"}},
-        ),
+        ("llama", {"added_tokens_decoder": {}, "pad_token": {**ADDED, "__type": "AddedToken"}}),
         ("qwen2_5_vl", {"tokenizer_class": "Qwen2TokenizerFast", "errors": "replace"}),
         ("qwen3", {"tokenizer_class": "Qwen2Tokenizer", "pad_token": None}),
         ("llama", {"tokenizer_class": "Qwen2Tokenizer", "pad_token": None}),

@@ -22,9 +22,7 @@ from vsched.errors import CheckpointError
 from vsched.types import ItemPlace
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.families import FAMILIES, OwnQwen25Vl, family_of_rank
-from vsched_workers.families.generic import (
-    vision_facts,
-)
+from vsched_workers.families.generic import vision_facts
 from vsched_workers.families.qwen_image import _GRID, with_time
 
 NAME = "qwen2_5_vl"

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.workers.driver import Checkpoints, inspect
-from tests.workers.properties import REPEATABLE
+from tests.workers.properties import REPEATABLE, thorough
 from tests.workers.scripts import printed_by
 from vsched.errors import DeviceOutOfMemory
 from vsched.worker.contract import ImagePlan
@@ -263,7 +263,7 @@ print(memory.peak() - loaded.reserved_bytes, reservation.growth_bytes)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.thorough), "bfloat16"])
+@pytest.mark.parametrize("dtype", [*thorough("float32"), "bfloat16"])
 def test_a_sparse_reservation_is_what_whole_batches_take(
     checkpoints: Checkpoints, size: str, dtype: str
 ) -> None:

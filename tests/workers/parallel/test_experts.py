@@ -29,6 +29,7 @@ from tests.workers.driver import (
 )
 from tests.workers.parallel import ranks as on_rank
 from tests.workers.parallel.ranks import Ranks
+from tests.workers.properties import thorough
 from tests.workers.reference import Reference
 from tests.workers.test_language import expected, mixed_questions, outputs
 from vsched.errors import CheckpointError
@@ -178,10 +179,7 @@ def test_experts_move_and_the_tokens_stay(
     "name",
     [
         *("cohere", "deepseek_v3", "mixtral", "gemma2", "qwen3"),
-        *(
-            pytest.param(name, marks=pytest.mark.thorough)
-            for name in ("olmo2", "phi3", "qwen3_moe", "starcoder2", "llama", "mistral")
-        ),
+        *thorough("olmo2", "phi3", "qwen3_moe", "starcoder2", "llama", "mistral"),
     ],
 )
 def test_two_ranks_answer_as_generate(ranks: Ranks, tmp_path: Path, name: str) -> None:
@@ -194,9 +192,7 @@ def test_two_ranks_answer_as_generate(ranks: Ranks, tmp_path: Path, name: str) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["deepseek_v3", pytest.param("mixtral", marks=pytest.mark.thorough)]
-)
+@pytest.mark.parametrize("name", ["deepseek_v3", *thorough("mixtral")])
 def test_four_ranks_answer_as_generate(ranks: Ranks, tmp_path: Path, name: str) -> None:
     make_checkpoint(name, tmp_path, num_key_value_heads=4)
     questions = [Question(prompt, count=OUTPUTS) for prompt in prompts()]
@@ -206,14 +202,7 @@ def test_four_ranks_answer_as_generate(ranks: Ranks, tmp_path: Path, name: str) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name",
-    [
-        *("cohere", "phi3"),
-        *(
-            pytest.param(name, marks=pytest.mark.thorough)
-            for name in ("deepseek_v3", "mixtral", "starcoder2")
-        ),
-    ],
+    "name", [*("cohere", "phi3"), *thorough("deepseek_v3", "mixtral", "starcoder2")]
 )
 def test_ranks_have_the_same_tokens_in_bfloat16(ranks: Ranks, tmp_path: Path, name: str) -> None:
     """Packed linear layers still sum over ranks; tokens are close to those of one rank, which rounds once."""

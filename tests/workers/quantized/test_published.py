@@ -293,10 +293,7 @@ def test_unsupported_schemes_are_refused_by_name(said: dict[str, Any], message: 
 
 @pytest.mark.parametrize(
     ("name", "said", "message"),
-    [
-        ("llama", {"quant_method": "hqq"}, "hqq"),
-        ("gpt2", FORMATS["gptq"][0], "generic path"),
-    ],
+    [("llama", {"quant_method": "hqq"}, "hqq"), ("gpt2", FORMATS["gptq"][0], "generic path")],
 )
 def test_unsupported_schemes_and_models_are_refused_before_weights_are_read(
     tmp_path: Path, name: str, said: dict[str, Any], message: str

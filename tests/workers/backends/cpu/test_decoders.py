@@ -18,6 +18,7 @@ from tests.parity.vision_checkpoints import make_vision_checkpoint
 from tests.workers.backends.cpu.twins import Twins, run_twins
 from tests.workers.driver import Driver, Question, Stage, drawn_image
 from tests.workers.parallel.ranks import Ranks
+from tests.workers.properties import thorough
 from vsched_workers.backends.cpu.language_layers import FusedLanguage
 from vsched_workers.backends.reference.image_inputs import ImageInputs
 from vsched_workers.backends.reference.layers import ModuleLayers
@@ -98,14 +99,7 @@ def test_fused_layers_equal_the_modules(made: str, tmp_path: Path) -> None:
     twins.check()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "internvl",
-        "llava",
-        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("mistral3", "smolvlm")),
-    ],
-)
+@pytest.mark.parametrize("name", ["internvl", "llava", *thorough("mistral3", "smolvlm")])
 def test_language_parts_of_vision_models_are_fused(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

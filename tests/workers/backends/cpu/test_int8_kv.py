@@ -19,6 +19,7 @@ from tests.workers.backends.paged import dequantized, filled_cache, written_out
 from tests.workers.driver import Checkpoints, Driver, Question, Stage
 from tests.workers.parallel import ranks as on_rank
 from tests.workers.parallel.ranks import Ranks
+from tests.workers.properties import thorough
 from tests.workers.test_language import mixed_questions, outputs
 from vsched.errors import ConfigError
 from vsched.worker.contract import WorkerSettings
@@ -154,14 +155,7 @@ def test_int8_moves_logits_a_little(checkpoints: Checkpoints, size: str) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name",
-    [
-        *("gemma3_text", "deepseek_v3", "qwen3_next"),
-        *(
-            pytest.param(each, marks=pytest.mark.thorough)
-            for each in ("llama", "gpt2", "qwen3_moe")
-        ),
-    ],
+    "name", [*("gemma3_text", "deepseek_v3", "qwen3_next"), *thorough("llama", "gpt2", "qwen3_moe")]
 )
 def test_int8_models_of_any_architecture(tmp_path: Path, name: str) -> None:
     """Generic path too: values of other sizes than keys, sliding windows, and recurrent states, left unquantized."""

@@ -14,6 +14,7 @@ pytest.importorskip("numba")
 from tests.parity.architectures import make_checkpoint
 from tests.workers.backends.cpu.twins import WITHIN, Twins
 from tests.workers.driver import Checkpoints, Driver, Question, Stage
+from tests.workers.properties import thorough
 from tests.workers.quantized.test_weights import dequantized_twin
 from tests.workers.test_language import mixed_questions
 from vsched.errors import ConfigError
@@ -79,13 +80,7 @@ def test_quantized_weights_weigh_less(checkpoints: Checkpoints, size: str) -> No
     assert sizes["int8"][0] < 0.75 * sizes["auto"][0]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("gpt2", "qwen3_moe"),
-        *(pytest.param(each, marks=pytest.mark.thorough) for each in ("gemma3_text", "llama")),
-    ],
-)
+@pytest.mark.parametrize("name", [*("gpt2", "qwen3_moe"), *thorough("gemma3_text", "llama")])
 def test_quantized_models_of_any_architecture_answer_as_their_twins(
     tmp_path: Path, name: str
 ) -> None:

@@ -17,6 +17,7 @@ from tests.parity.compare import OUTPUTS, compare, generated, prompts
 from tests.workers.adapters.random_adapters import add_adapters, random_adapter
 from tests.workers.backends.cuda.races import LateStream
 from tests.workers.driver import BLOCK_SIZE, BLOCKS, Checkpoints, Driver, Question, Running, Stage
+from tests.workers.properties import thorough
 from tests.workers.test_language import mixed_questions, outputs
 from vsched.errors import DeviceOutOfMemory
 from vsched.types import SamplingParams
@@ -341,14 +342,7 @@ def test_steps_that_replay_other_logits_than_eager_ones_are_dropped(
     assert "replayed logits are wrong" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "stablelm",
-        "qwen3_next",
-        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("falcon_h1", "lfm2")),
-    ],
-)
+@pytest.mark.parametrize("name", ["stablelm", "qwen3_next", *thorough("falcon_h1", "lfm2")])
 def test_captured_steps_of_generic_models_generate_the_same(
     name: str, generic: list[CapturingBackend]
 ) -> None:

@@ -15,11 +15,7 @@ pytest.importorskip("triton")
 
 from tests.bench.gpu.kernels import compiled
 from tests.workers.backends.cuda.on_host import DEVICE, backend_here
-from vsched_workers.backends.cuda.products import (
-    FEW_ROWS_MAX,
-    QuantizedLayer,
-    TritonProduct,
-)
+from vsched_workers.backends.cuda.products import FEW_ROWS_MAX, QuantizedLayer, TritonProduct
 from vsched_workers.families.decoders import Decoder
 from vsched_workers.quantized.layers import QuantizedLinear
 from vsched_workers.quantized.weights import QuantizedWeight, quantize

@@ -12,9 +12,7 @@ pytest.importorskip("numba")
 import numpy as np
 
 from tests.workers.backends.cpu.kernels.operands import bits
-from vsched_workers.backends.cpu.kernels.decode_attention import (
-    decode,
-)
+from vsched_workers.backends.cpu.kernels.decode_attention import decode
 from vsched_workers.backends.cpu.kernels.rope import RopeRows, heads_of
 from vsched_workers.backends.cpu.threads import pool_of
 

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tests.patience import PATIENCE_S, wait_until
+from tests.workers.properties import thorough
 from vsched_workers.backends.cpu.kernels import thread_pool as layout
 from vsched_workers.backends.cpu.kernels.thread_pool import UNITS_MAX, add, load, now_ns, spread
 from vsched_workers.backends.cpu.threads import ThreadPool
@@ -230,12 +231,7 @@ elif how == "error":
 
 
 @pytest.mark.parametrize(
-    ("how", "code"),
-    [
-        *(pytest.param(*case, marks=pytest.mark.thorough) for case in (("end", 0), ("exit", 3))),
-        ("error", 1),
-        ("calling", 0),
-    ],
+    ("how", "code"), [*thorough(("end", 0), ("exit", 3)), ("error", 1), ("calling", 0)]
 )
 def test_a_process_with_a_pool_ends_as_any_other(how: str, code: int) -> None:
     """Even while another thread calls kernels."""
