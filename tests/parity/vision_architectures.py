@@ -218,10 +218,9 @@ VISION_ARCHITECTURES: Mapping[str, VisionArchitecture] = {
     "gemma4": _architecture(
         _text(
             "gemma4_text",
-            **{**SHARED_KV, "layer_types": [*_SLIDING[:2], "full_attention"]},
-            num_kv_shared_layers=0,
-            global_head_dim=32,
-            num_global_key_value_heads=1,
+            **SHARED_KV
+            | {"layer_types": ["sliding_attention", *["full_attention"] * 2]}
+            | {"num_kv_shared_layers": 0, "global_head_dim": 32, "num_global_key_value_heads": 1},
         ),
         {**_SMALL, "num_key_value_heads": 2, "head_dim": 16},
         _places,
