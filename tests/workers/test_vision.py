@@ -142,7 +142,7 @@ def test_encode_pauses_between_blocks(
         assert (found == 0xA5).all()
         assert torch.ones(1, requires_grad=True).requires_grad, "what runs meanwhile is free"
     assert np.array_equal(found, whole)
-    blocks = len(worker._tower.layers)  # type: ignore[attr-defined]
+    blocks = len(worker._tower.layers)
     assert pauses == ((blocks - 1) // layers if layers else 0)
 
 

@@ -465,9 +465,9 @@ def test_schemas_that_cannot_be_used_are_refused(name: str, grammars: TokenGramm
         grammar = forced_calls(known, [FunctionTool("f", parameters=schema)], single=True)
         with pytest.raises(RequestRefused, match="cannot be used: .*Remedy"):
             grammars.check(grammar)
-    schema = {"type": "object", "properties": {}, "anyOf": [{"required": ["a"]}]}
+    together = FunctionTool("f", parameters={**EMPTY, "anyOf": [{"required": ["a"]}]})
     with pytest.raises(ParameterRefused, match="anyOf.*Remedy"):
-        forced_calls(known, [FunctionTool("f", parameters=schema)], single=True)
+        forced_calls(known, [together], single=True)
 
 
 def is_refused(grammars: TokenGrammars, name: str, schema: dict[str, Any]) -> bool:

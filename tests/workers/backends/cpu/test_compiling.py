@@ -174,7 +174,7 @@ print(len(compiled), sampling.__file__)
 """
 
 
-def compiled_in(workers: Path, **environment: str) -> int:
+def compiled_in(workers: Path, **environment: Any) -> int:
     """Return the number of functions that a process compiles for `argmax`, given a folder of kernels."""
     path = os.pathsep.join([str(workers), *filter(None, sys.path)])
     reported = printed_by(COUNTS, PYTHONPATH=path, **environment).split()

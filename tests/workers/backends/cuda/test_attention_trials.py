@@ -236,8 +236,9 @@ def with_chunks(step: PagedStep, *spans: tuple[int, int, int]) -> int:
     """Add chunks, each of a table from a first to a last position, after the decode rows; return the rows."""
     rows = step.decode_rows
     for index, first, last in spans:
-        where = {"start": rows, "first": first, "last": last}
-        step.segments.append(Segment(step.tables[index], **where, block_size=4, device="cpu"))
+        where = {"start": rows, "first": first, "last": last, "block_size": 4}
+        made: Any = Segment
+        step.segments.append(made(step.tables[index], **where, device="cpu"))
         rows = step.segments[-1].stop
     return rows
 

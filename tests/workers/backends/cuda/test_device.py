@@ -22,10 +22,15 @@ def test_cuda_memory_asks_allocator_and_driver(monkeypatch: pytest.MonkeyPatch) 
         "max_memory_reserved": 350,
         "get_device_properties": SimpleNamespace(uuid="1234-5678"),
     }
-    for name in (*answers, "reset_peak_memory_stats", "synchronize", "empty_cache"):
-        answer = functools.partial(lambda name, *_: answers.get(name) or calls.append(name), name)
-        monkeypatch.setattr(torch.cuda, name, answer)
-    clear = functools.partial(calls.append, "workspaces")
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda _device, answer=answer: answer)
+
+    def noted(name: str, *_: object) -> None:
+        calls.append(name)
+
+    for name in ("reset_peak_memory_stats", "synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, functools.partial(noted, name))
+    clear = functools.partial(noted, "workspaces")
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", clear, raising=False)
     memory = CudaMemory("cuda:0")
     assert memory.pool == "cuda:GPU-1234-5678"
