@@ -74,17 +74,6 @@ def test_pixel_values_of_a_type_are_rounded_as_the_numbers_are(dtype: torch.dtyp
     assert torch.equal(rounded, exact.to(dtype))
 
 
-def test_pixel_values_repeat_an_image_in_time_each_by_its_own_levels() -> None:
-    """Each channel with its own values, one temporal slice after the other."""
-    levels = np.arange(2 * 256, dtype=np.float32).reshape(2, 256)
-    pixels = np.array([[0, 1, 2, 255]], dtype=np.uint8)
-    images: list[Arrays] = [{PIXELS: pixels, LEVELS: levels}, {PIXELS: pixels, LEVELS: -levels}]
-    both = torch.from_numpy(np.concatenate([pixels, pixels]))
-    first = [0, 1, 0, 1, 258, 511, 258, 511]
-    found = pixel_values(both, images, torch.float32, temporal=2)
-    assert found.tolist() == [first, [-each for each in first]]
-
-
 def rules_of(name: str, **stated: Any) -> VideoRules:
     """Return the rules of a class of video processors, with stated settings."""
     processor = VIDEO_PROCESSORS[f"{name}VideoProcessor"]

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import multiprocessing
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.patience import PATIENCE_S
 from tests.workers.driver import PAGES, ROWS_A_PAGE, Driver, Question, Stage
 from vsched.types import ModelInfo
 from vsched.worker.contract import EncodeJob, WorkerSettings
+from vsched_workers.checkpoint.random_init import SIZES, make_checkpoint
 from vsched_workers.parallel.rank_group import RankGroup
 from vsched_workers.plugin import RANK_MODULES
 
@@ -169,3 +173,27 @@ def enter(group: RankGroup) -> None:
     """Run one collective operation."""
     with group.together():
         group.all_reduce(torch.ones(1))
+
+
+def make_four_heads(path: Path, size: str, dtype: str = "float32") -> Path:
+    """Write a checkpoint like one of the named sizes, with four KV heads and four vision heads; return its folder.
+
+    Its vocabulary is not divisible by four, so every rank has the whole head. Its biases are random: errors in slicing
+    and summing zeros would not be seen.
+    """
+    known = SIZES[size]
+    text = known.text | {"num_key_value_heads": 4, "num_attention_heads": 8, "head_dim": 16}
+    vision = known.vision | {"num_heads": 4}
+    if size == "nano25":
+        text |= {"hidden_size": 128}
+        vision |= {"hidden_size": 64}
+    vision |= {"out_hidden_size": text["hidden_size"]}
+    four = dataclasses.replace(known, vocab=390, text=text, vision=vision)
+    with mock.patch.dict(SIZES, four=four):
+        make_checkpoint(str(path), "four", dtype=dtype)
+    weights = load_file(path / "model.safetensors")
+    torch.manual_seed(0)
+    for name in [name for name in weights if name.endswith(".bias")]:
+        weights[name] = torch.randn_like(weights[name]) / 4
+    save_file(weights, path / "model.safetensors")
+    return path

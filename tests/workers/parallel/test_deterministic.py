@@ -10,11 +10,10 @@ import pytest
 
 from tests.workers import driver
 from tests.workers.driver import Question, Stage, drawn_image, reported
-from tests.workers.parallel.ranks import Ranks, driver_of
+from tests.workers.parallel.ranks import Ranks, driver_of, make_four_heads
 from vsched.types import SamplingParams
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
-from vsched_workers.checkpoint.random_init import SIZES, make_checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not has_bf16_dot(), reason="needs avx512_bf16")]
 
@@ -28,15 +27,7 @@ QUESTIONS = [
 
 @pytest.fixture(scope="module")
 def four_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a checkpoint with heads for 2 and 4 ranks."""
-    path = tmp_path_factory.mktemp("four") / "heads"
-    known = SIZES["nano3"]
-    text = known.text | {"num_key_value_heads": 4, "num_attention_heads": 8, "head_dim": 16}
-    vision = known.vision | {"num_heads": 4}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(SIZES, "four", dataclasses.replace(known, text=text, vision=vision))
-        make_checkpoint(str(path), "four", dtype="bfloat16")
-    return path
+    return make_four_heads(tmp_path_factory.mktemp("four") / "heads", "nano3", "bfloat16")
 
 
 def answers(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,12 +13,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed
-from safetensors.torch import load_file, save_file
 
 from tests.patience import NEVER_S, PATIENCE_S, wait_until
 from tests.workers.driver import Checkpoints, Driver, Question, Stage, drawn_image
 from tests.workers.parallel import ranks as on_rank
-from tests.workers.parallel.ranks import Ranks, outcome
+from tests.workers.parallel.ranks import Ranks, make_four_heads, outcome
 from tests.workers.test_vision import empty_pages, jobs_of
 from vsched.errors import DeviceOutOfMemory
 from vsched.types import SamplingParams
@@ -28,7 +27,6 @@ from vsched.worker.sizing import KvBuilder
 from vsched.worker.spec import StepLimits
 from vsched_workers import language
 from vsched_workers.backends.reference.backend import GlooCollectives
-from vsched_workers.checkpoint.random_init import SIZES, make_checkpoint
 from vsched_workers.families.qwen_image import image_plan
 from vsched_workers.parallel.rank_group import RankGroup
 
@@ -353,41 +351,9 @@ QUESTIONS = [
 
 
 @pytest.fixture(scope="module")
-def four_heads(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return a checkpoint like one of the named sizes, with four KV heads and four vision heads.
-
-    Its vocabulary is not divisible by four, so every rank has the whole head. It has biases.
-    """
+def four_heads(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     root = tmp_path_factory.mktemp("four-heads")
-
-    def make(size: str) -> Path:
-        known = SIZES[size]
-        text = known.text | {"num_key_value_heads": 4, "num_attention_heads": 8, "head_dim": 16}
-        if size == "nano25":
-            text |= {"hidden_size": 128}
-        vision = known.vision | {"num_heads": 4, "out_hidden_size": text["hidden_size"]}
-        if size == "nano25":
-            vision |= {"hidden_size": 64}
-        patch = pytest.MonkeyPatch()
-        with patch.context() as patched:
-            patched.setitem(
-                SIZES, "four", dataclasses.replace(known, vocab=390, text=text, vision=vision)
-            )
-            if not (root / size).exists():
-                make_checkpoint(str(root / size), "four", dtype="float32")
-                draw_biases(root / size / "model.safetensors")
-        return root / size
-
-    return make
-
-
-def draw_biases(path: Path) -> None:
-    """Make the biases random: errors in slicing and summing zeros would not be seen."""
-    weights = load_file(path)
-    torch.manual_seed(0)
-    for name in [name for name in weights if name.endswith(".bias")]:
-        weights[name] = torch.randn_like(weights[name]) / 4
-    save_file(weights, path)
+    return functools.cache(lambda size: make_four_heads(root / size, size))
 
 
 def check_equal(ranks: Ranks, path: Path, size: int) -> None:
@@ -406,7 +372,7 @@ def test_two_ranks_equal_one(ranks: Ranks, checkpoints: Checkpoints, size: str) 
     check_equal(ranks, checkpoints(size), 2)
 
 
-def test_four_ranks_equal_one(ranks: Ranks, four_heads: Callable[[str], Path], size: str) -> None:
+def test_four_ranks_equal_one(ranks: Ranks, four_heads: Checkpoints, size: str) -> None:
     check_equal(ranks, four_heads(size), 4)
 
 

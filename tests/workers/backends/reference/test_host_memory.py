@@ -37,17 +37,6 @@ def test_host_memory_sees_an_allocation_and_its_peak() -> None:
     assert memory.pool == "cpu"
 
 
-def test_host_memory_holds_for_real() -> None:
-    """Pages are touched, so that the host has allocated them."""
-    memory = HostMemory()
-    before = memory.allocated()
-    with memory.hold(64 << 20):
-        assert memory.reserved() - before > 60 << 20
-    assert memory.allocated() - before < 8 << 20
-    with memory.hold(0):
-        pass
-
-
 UNDER_A_LIMIT = """
 from vsched.worker.memory import limit_process_memory
 limit_process_memory(900 << 20, keys="encode.memory_limit")
