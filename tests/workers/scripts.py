@@ -14,7 +14,7 @@ def printed_by(
     program: str,
     *arguments: object,
     as_rank: bool = False,
-    limit_s: float = PATIENCE_S,
+    limit_s: float = 2 * PATIENCE_S,
     **more: str,
 ) -> str:
     """Run a program and return its output; `as_rank` gives it the environment of a rank with one thread.
