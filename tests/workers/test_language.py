@@ -71,15 +71,14 @@ def outputs(running: list[Running]) -> list[list[int]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("attention", "chunk", "options"),
+    ("attention", "chunk", "options", "penalty"),
     [
-        ("exact", 5, {"arrivals": 2}),
-        ("exact", 40, {"preempts": 5}),
-        ("auto", 48, {"arrivals": 2}),
-        ("auto", 1000, {"arrivals": 2}),
+        ("exact", 5, {"arrivals": 2}, 1.0),
+        ("exact", 40, {"preempts": 5}, 1.0),
+        ("auto", 48, {"arrivals": 2}, 1.0),
+        ("auto", 1000, {"arrivals": 2}, 1.4),
     ],
 )
-@pytest.mark.parametrize("penalty", [1.0, 1.4])
 def test_step_equals_generate(
     stages: Stages,
     references: References,
