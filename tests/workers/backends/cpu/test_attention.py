@@ -155,10 +155,10 @@ def test_prefill_equals_attention_written_out(
 @pytest.mark.parametrize("operand", [FLOAT32, pytest.param(None, marks=needs_tiles, id="tiles")])
 def test_skipped_rows_of_a_sparse_run_are_valid_numbers(operand: Operand) -> None:
     """Tokens are sampled from it, and logits that are not finite end a rank."""
-    step = filled(torch.bfloat16, 2, 16)
     rows = BLOCK + 12
+    _, step = filled_cache(torch.bfloat16, 2, 16, contexts=[rows], block_size=BLOCK_SIZE)
     segment = Segment(
-        step.tables[3], start=0, first=0, last=rows, block_size=BLOCK_SIZE, device="cpu"
+        step.tables[0], start=0, first=0, last=rows, block_size=BLOCK_SIZE, device="cpu"
     )
     query = torch.randn(4, rows, 16).bfloat16()
     own = torch.randn(2, rows, 16).bfloat16()
