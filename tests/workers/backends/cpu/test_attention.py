@@ -56,7 +56,7 @@ def filled(dtype: torch.dtype, kv_heads: int, head_dim: int) -> PagedStep:
 
 
 @pytest.mark.parametrize("kernel", ["exact", "auto"])
-@pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 4e-6), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "threads"), [(4, 2, 16, 2), (3, 3, 8, 1), (7, 1, 128, 1)]
 )
