@@ -14,15 +14,15 @@ from typing import NamedTuple
 class Plant(NamedTuple):
     """A defect: in this function (`module:Class.method`), `right` is changed to `wrong`.
 
-    `seed` is the first scenario of the swarm that finds it. With `twice`, it shows as a difference
-    between two runs.
+    `seed` is the first that finds it: a scenario of the swarm for those of `PLANTS`. With `twice`, it shows as a
+    difference between two runs.
     """
 
     name: str
     place: str
     right: str
     wrong: str
-    seed: int
+    seed: int = 0
     twice: bool = False
 
 
@@ -122,8 +122,8 @@ def planted(plant: Plant) -> Iterator[None]:
     module = importlib.import_module(path)
     holder_name, _, method = name.partition(".")
     holder = getattr(module, holder_name)
-    right = getattr(holder, method)
-    source = textwrap.dedent(inspect.getsource(right))
+    right = vars(holder)[method]
+    source = textwrap.dedent(inspect.getsource(getattr(right, "fget", right)))
     assert source.count(plant.right) == 1, f"{plant.place} has changed: plant the defect again"
     scope: dict[str, object] = {}
     code = "from __future__ import annotations\n" + source.replace(plant.right, plant.wrong)

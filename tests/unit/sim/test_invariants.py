@@ -5,148 +5,80 @@ The kernel's own checks are switched off here, so that the oracles have to detec
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import msgspec
 import pytest
 
+from tests.sim.planted import Plant, planted
 from tests.unit.sim.shapes import COST, SCARCE, TINY, config, scarce
 from vsched.kernel import Scheduler
-from vsched.kernel.commands import Decide, Finish
-from vsched.kernel.encode.embedding_cache import EmbeddingCache
-from vsched.kernel.generate.blocks import BlockPool
-from vsched.kernel.generate.group import GenerateGroup
-from vsched.kernel.generate.requests import RunningSet
-from vsched.policy_host.waiting import OrderedQueue
 from vsched.sim.fast.metrics import SimulationOutcome
 from vsched.sim.fast.simulation import simulate
 from vsched.sim.invariants import Oracles, SimulationFailed
 from vsched.sim.setup import prepare
 
-Break = Callable[[pytest.MonkeyPatch], None]
-
-
-def blocks_freed_twice(patch: pytest.MonkeyPatch) -> None:
-    real = BlockPool.release
-
-    def broken(self: BlockPool, blocks: list[int], *, kept: int | None = None) -> None:
-        real(self, blocks, kept=kept)
-        if blocks and self._hash_of[blocks[-1]] is None:
-            self._free.append(blocks[-1])
-
-    patch.setattr(BlockPool, "release", broken)
-
-
-def pages_of_a_reader_given_away(patch: pytest.MonkeyPatch) -> None:
-    real = EmbeddingCache.unpin
-
-    def broken(self: EmbeddingCache, keys: Any) -> None:
-        real(self, keys)
-        for entry in list(self):
-            if entry.pages and entry.phase.value == "ready" and len(self.free) < 2:
-                self.free.append(entry.pages[0])
-
-    patch.setattr(EmbeddingCache, "unpin", broken)
-
-
-def put_at_the_tail(patch: pytest.MonkeyPatch) -> None:
-    real = GenerateGroup._preempt
-
-    def broken(self: GenerateGroup, state: Any, **mode: bool) -> None:
-        real(self, state, **mode)
-        state.order = (state.number + 1000, 0)
-
-    patch.setattr(GenerateGroup, "_preempt", broken)
-
-
-def last_in_first_out(patch: pytest.MonkeyPatch) -> None:
-    real = GenerateGroup._admit
-
-    def broken(self: GenerateGroup, plan: Any, now_ns: int) -> None:
-        queue = self.queue
-        for parallel in (queue._entries, queue._views):
-            parallel.reverse()
-        real(self, plan, now_ns)
-        for parallel in (queue._entries, queue._views):
-            parallel.reverse()
-
-    def remove(self: OrderedQueue[Any], entry: Any, **_: Any) -> None:
-        index = self._entries.index(entry)
-        del self._entries[index], self._views[index]
-
-    patch.setattr(OrderedQueue, "remove", remove)
-    patch.setattr(GenerateGroup, "_admit", broken)
-
-
-def reply_lost(patch: pytest.MonkeyPatch) -> None:
-    real = Scheduler.handle
-
-    def broken(self: Scheduler, event: Any, now_ns: int) -> list[Any]:
-        found = real(self, event, now_ns)
-        return [one for one in found if not (isinstance(one, Finish) and one.number == 7)]
-
-    patch.setattr(Scheduler, "handle", broken)
-
-
-def reply_doubled(patch: pytest.MonkeyPatch) -> None:
-    real = Scheduler.handle
-
-    def broken(self: Scheduler, event: Any, now_ns: int) -> list[Any]:
-        found = real(self, event, now_ns)
-        return found + [one for one in found if isinstance(one, Finish)]
-
-    patch.setattr(Scheduler, "handle", broken)
-
-
-def slot_given_twice(patch: pytest.MonkeyPatch) -> None:
-    real = RunningSet.assign_slot
-
-    def broken(self: RunningSet, state: Any, blocks: list[int], computed: int) -> None:
-        real(self, state, blocks, computed)
-        taken = [number for number, one in enumerate(self.slots) if one not in (None, state)]
-        if taken:
-            state.slot = taken[0]
-
-    patch.setattr(RunningSet, "assign_slot", broken)
-
-
-def step_sent_twice(patch: pytest.MonkeyPatch) -> None:
-    real = Scheduler.handle
-
-    def broken(self: Scheduler, event: Any, now_ns: int) -> list[Any]:
-        found = real(self, event, now_ns)
-        steps = [one for one in found if isinstance(one, Decide) and one.group == "generate"]
-        return found + steps
-
-    patch.setattr(Scheduler, "handle", broken)
-
-
-BREAKS: dict[Break, str] = {
-    blocks_freed_twice: "is given twice|is held already",
-    pages_of_a_reader_given_away: "given to two images|written while it is read|hold something else",
-    put_at_the_tail: "which is older",
-    last_in_first_out: "which is older",
-    reply_lost: "never ended|joins after its end|KeyError",
-    reply_doubled: "KeyError|terminal reply",
-    slot_given_twice: "given twice|leaves slot|KeyError|slot",
-    step_sent_twice: "steps are out|came back|AssertionError|KeyError",
+HANDLE = "vsched.kernel.scheduler:Scheduler.handle"
+FINISHED = "[one for one in commands if type(one).__name__ == 'Finish']"
+BREAKS = {
+    Plant(
+        "blocks freed twice",
+        "vsched.kernel.generate.blocks:BlockPool.release",
+        "self._free += free",
+        "self._free += 2 * free",
+    ): "is given twice|is held already",
+    Plant(
+        "pages of a reader given away",
+        "vsched.kernel.encode.embedding_cache:EmbeddingCache.unpin",
+        "entry.pins -= 1",
+        "entry.pins -= 1; self.free += entry.pages[:1]",
+    ): "given to two images|written while it is read|hold something else",
+    Plant(
+        "put at the tail",
+        "vsched.kernel.generate.group:GenerateGroup._preempt",
+        "state.phase = PREEMPTED",
+        "state.phase = PREEMPTED; state.order = (state.number + 1000, 0)",
+    ): "which is older",
+    Plant(
+        "last in, first out",
+        "vsched_policies.admission:Fifo.admit",
+        "pack(view)",
+        "pack(view, order=range(len(view.waiting))[::-1])",
+    ): "which is older",
+    Plant(
+        "a reply lost",
+        HANDLE,
+        "return commands",
+        f"return [one for one in commands if one not in {FINISHED} or one.number != 7]",
+    ): "never ended|joins after its end|KeyError",
+    Plant("a reply doubled", HANDLE, "return commands", f"return commands + {FINISHED}"): (
+        "KeyError|terminal reply"
+    ),
+    Plant(
+        "a slot given twice",
+        "vsched.kernel.generate.requests:RunningSet.assign_slot",
+        "self._free_slots.pop()",
+        "self._free_slots[-1]",
+    ): "given twice|leaves slot|KeyError|slot",
+    Plant(
+        "a step sent twice",
+        HANDLE,
+        "return commands",
+        "return commands + [one for one in commands if getattr(one, 'group', '') == 'generate']",
+    ): "steps are out|came back|AssertionError|KeyError",
 }
 
 
-@pytest.mark.parametrize("broken", BREAKS, ids=lambda one: one.__name__)
-def test_oracles_notice(broken: Break, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("broken", BREAKS, ids=lambda one: one.name)
+def test_oracles_notice(broken: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "check_invariants", lambda _: None)
-    broken(monkeypatch)
-
-    def run_all() -> None:
-        for seed in range(20):
-            simulate(config(*SCARCE), scarce(seed), cost=COST, seed=seed, oracles=True)
-
-    with pytest.raises(SimulationFailed, match=BREAKS[broken]) as failure:
-        run_all()
+    with planted(broken), pytest.raises(SimulationFailed, match=BREAKS[broken]) as failure:
+        simulate_all()
     assert "event " in str(failure.value)
     assert "seed " in str(failure.value)
+
+
+def simulate_all() -> None:
+    for seed in range(20):
+        simulate(config(*SCARCE), scarce(seed), cost=COST, seed=seed, oracles=True)
 
 
 @pytest.mark.parametrize(

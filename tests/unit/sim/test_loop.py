@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import random
 import threading
 import time
@@ -18,11 +17,6 @@ from vsched.sim.loop import _CANCELLED_MIN, VirtualDeadlock, VirtualLoop
 DAY_S = 86_400.0
 
 
-async def test_loop_of_unmarked_tests_is_the_usual_one() -> None:
-    """The plug-in does not change tests without its marker."""
-    assert not isinstance(asyncio.get_running_loop(), VirtualLoop)
-
-
 @pytest.mark.sim
 async def test_loop_jumps_to_the_next_timer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(current()._virtual, "poll", lambda _: pytest.fail("it waits for real"))
@@ -31,10 +25,9 @@ async def test_loop_jumps_to_the_next_timer(monkeypatch: pytest.MonkeyPatch) -> 
     assert current().time() == DAY_S
 
 
-@pytest.mark.slow
 @pytest.mark.sim
-async def test_loop_idles_a_day_of_heartbeats_with_a_jump_for_each() -> None:
-    """24 hours of two timers, one every 5 s and one every 30 s that is reset each time; cancelled ones are removed."""
+async def test_loop_idles_with_a_jump_for_each_heartbeat() -> None:
+    """Two timers, one every 5 s and one every 30 s that is reset each time; cancelled ones are removed."""
     loop = current()
     beats = 0
     timers_max = 0
@@ -49,8 +42,8 @@ async def test_loop_idles_a_day_of_heartbeats_with_a_jump_for_each() -> None:
         loop.call_later(5, beat)
 
     loop.call_later(5, beat)
-    await asyncio.sleep(DAY_S)
-    assert beats == 17_280
+    await asyncio.sleep(DAY_S / 10)
+    assert beats == 1_728
     assert timers_max <= _CANCELLED_MIN + 5, "cancelled timers pile up"
 
 
@@ -173,46 +166,6 @@ def test_ties_never_reorder_what_is_due_at_different_times() -> None:
         return order
 
     assert all(play(main(), tie_seed=seed) == list(range(50)) for seed in range(10))
-
-
-@pytest.mark.sim(seeds=[3])
-async def test_ties_can_be_switched_while_the_loop_runs() -> None:
-    loop = current()
-    loop.permute_ties(None)
-    assert (await race())[0] == list(range(6))
-    loop.permute_ties(4)
-    drawn = (await race())[0]
-    loop.permute_ties(4)
-    assert (await race())[0] == drawn != list(range(6))
-
-
-def test_group_cancels_its_tasks_in_the_order_they_were_made() -> None:
-    """On other loops the order is that of addresses in memory; objects allocated in between would change it."""
-
-    async def main() -> list[int]:
-        order: list[int] = []
-        junk: list[list[object]] = []
-
-        async def wait(index: int) -> None:
-            try:
-                await asyncio.Event().wait()
-            except asyncio.CancelledError:
-                order.append(index)
-                raise
-
-        with contextlib.suppress(ExceptionGroup):
-            async with asyncio.TaskGroup() as group:
-                for index in range(40):
-                    group.create_task(wait(index))
-                    junk.append([object() for _ in range(index * 7 % 13)])
-                    del junk[: index % 3]
-                await asyncio.sleep(1)
-                raise ValueError
-        return order
-
-    orders = [play(main()) for _ in range(3)]
-    assert orders[0] == orders[1] == orders[2]
-    assert sorted(orders[0]) == list(range(40))
 
 
 def test_tasks_are_named_by_their_number_on_the_loop() -> None:

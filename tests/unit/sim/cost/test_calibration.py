@@ -10,7 +10,6 @@ import pytest
 
 from vsched.errors import ConfigError
 from vsched.sim.cost.calibration import (
-    Concurrency,
     Observation,
     ObservedJob,
     ObservedRequest,
@@ -187,29 +186,6 @@ def test_calibrate_takes_more_processes_than_cores_to_take_turns() -> None:
     assert found(scene, cores=1).host.contention == (1.0,)
     assert found(scene, cores=2).host.contention == pytest.approx((1.0, 2.2), rel=0.05)
     assert found(scene, cores=8).host.contention == pytest.approx((1.0, 2.2), rel=0.05)
-
-
-def test_calibrate_counts_the_threads_of_the_engine_as_one() -> None:
-    step = ObservedStep(
-        group="generate",
-        sample=GenerateSample(decodes=1, context=1, ns=50.0),
-        decided_ns=0,
-        ended_ns=100,
-    )
-    concurrency = Concurrency(
-        Observation(
-            rounds_ns=[0],
-            steps=[step],
-            jobs=[ObservedJob(60, 80), ObservedJob(70, 110)],
-            requests=[],
-        )
-    )
-    assert concurrency.within(0, 120).tolist() == [
-        0.0,
-        20.0,
-        40.0,
-    ]  # no process is seen before the first
-    assert concurrency.within(90, 105).tolist() == [0.0, 5.0, 10.0]
 
 
 def test_calibrate_reports_how_much_slower_a_machine_has_become() -> None:

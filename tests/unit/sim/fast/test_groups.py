@@ -42,12 +42,6 @@ class Announced:
         return end_ns
 
 
-def test_contention_of_one_takes_its_time() -> None:
-    announced, one = Announced(1.0, 2.0), Doing()
-    announced.contention.enter(one, 100, 1000)
-    assert announced.end(one) == 1100
-
-
 def test_contention_slows_work_down_while_there_is_company() -> None:
     announced, one, other = Announced(1.0, 2.0), Doing(), Doing()
     announced.contention.enter(one, 100, 0)
@@ -57,13 +51,6 @@ def test_contention_slows_work_down_while_there_is_company() -> None:
     announced.contention.leave(other, 100)
     assert announced.end(one) == 100 + 30  # 40 were done alone, and 30 in company
     assert one.incarnation == 3
-
-
-def test_contention_larger_than_known_shares_equally() -> None:
-    announced, several = Announced(1.0, 1.5), [Doing() for _ in range(4)]
-    for one in several:
-        announced.contention.enter(one, 100, 0)
-    assert {announced.end(one) for one in several} == {300}
 
 
 def test_contention_of_threads_is_one_process() -> None:
@@ -76,16 +63,6 @@ def test_contention_of_threads_is_one_process() -> None:
     announced.contention.leave(several[0], 300)
     announced.contention.leave(several[1], 300)
     assert several[2].incarnation == 2
-
-
-def test_contention_announces_only_changes() -> None:
-    announced, one, other = Announced(1.0, 1.0), Doing(), Doing()
-    announced.contention.enter(one, 100, 0)
-    announced.contention.enter(other, 100, 50)
-    assert one.incarnation == 1
-    announced.contention.leave(one, 100)
-    announced.contention.leave(one, 100)  # it is gone already
-    assert announced.end(other) == 150
 
 
 def slowed_down(*contention: float) -> CostModel:
@@ -159,14 +136,6 @@ def test_outage_takes_time() -> None:
     difference_s = longer.figures.span_s - plain.figures.span_s
     assert 0.05 < difference_s < 0.2
     assert longer.figures.itl_ms.p99 >= plain.figures.itl_ms.p99
-
-
-def test_outages_of_every_moment_are_survived() -> None:
-    for start in range(10):
-        failed(
-            GroupOutage(group="generate", at_ns=10 * start * MS, duration_ns=5 * MS),
-            GroupOutage(group="encode", at_ns=7 * start * MS, duration_ns=(3 * start + 20) * MS),
-        )
 
 
 def test_overlapping_outages_are_one() -> None:

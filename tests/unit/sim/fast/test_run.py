@@ -148,12 +148,6 @@ def test_run_encoding_pauses_for_the_steps_of_its_process() -> None:
     assert max(elsewhere.gaps_ns()) > encode_ns, "nothing pauses there"
 
 
-def test_run_noise_comes_from_the_seed() -> None:
-    noisy = msgspec.structs.replace(PLAIN, noise=0.2)
-    digests = [simulate(config(), scarce(1), cost=noisy, seed=seed).digest for seed in (1, 1, 2)]
-    assert digests[0] == digests[1] != digests[2]
-
-
 # --- conversations, limits ---
 
 
@@ -382,6 +376,9 @@ def test_run_twice_is_the_same() -> None:
     assert one.digest == same.digest != other.digest
     assert (one.figures, one.cdf) == (same.figures, same.cdf)
     assert one.series == same.series
+    noisy = msgspec.structs.replace(PLAIN, noise=0.2)
+    digests = [simulate(config(), scarce(1), cost=noisy, seed=seed).digest for seed in (1, 1, 2)]
+    assert digests[0] == digests[1] != digests[2]
 
 
 CPU = CostModel(
@@ -430,16 +427,16 @@ def test_limits_of_images_and_videos_count_videos(videos: int, code: str | None)
     assert outcome.figures.failed == ({code: 1} if code else {})
 
 
-def test_decoding_goes_on_next_to_long_videos_for_an_hour() -> None:
+def test_decoding_goes_on_next_to_long_videos() -> None:
     """31 requests decode in the processes that encode and prefill a video of 256 frames every four minutes."""
     texts = [
         arrival(100 * client + turn, 0, outputs=1000, conversation=f"c{client}")
         for client in range(31)
-        for turn in range(54)
+        for turn in range(9)
     ]
     videos = [
         arrival(10_000 + number, 240e3 * number, Video(f"{number}", 128, 64), Text(number, 20))
-        for number in range(15)
+        for number in range(3)
     ]
     seen = Seen()
     outcome = simulate(
@@ -449,12 +446,12 @@ def test_decoding_goes_on_next_to_long_videos_for_an_hour() -> None:
             "generate.step_target_ratio=1.5",
             "arena.pixel_bytes=100000000",
         ),
-        workload_of("an hour", [*texts, *videos]),
+        workload_of("ten minutes", [*texts, *videos]),
         cost=CPU,
         observers=[seen],
     )
     assert outcome.figures.finished == len(texts) + len(videos)
     assert outcome.figures.images_encoded == 128 * len(videos)
     gaps = seen.gaps_ns()
-    assert sum(gaps) > 3600e9
+    assert sum(gaps) > 600e9
     assert max(gaps) <= 3 * statistics.median(gaps)

@@ -8,7 +8,6 @@ import msgspec
 import pytest
 
 from tests.unit.sim.virtual import current, play
-from vsched.kernel.decisions import GenerateDecision
 from vsched.sim.faults import (
     AnyFault,
     FaultPlan,
@@ -16,7 +15,6 @@ from vsched.sim.faults import (
     LateHeartbeat,
     LostHeartbeat,
     MessageFault,
-    MissedDecision,
     Partition,
 )
 from vsched.sim.network.links import (
@@ -25,7 +23,7 @@ from vsched.sim.network.links import (
     RankEnd,
     SimulatedLeaderEnd,
 )
-from vsched.wire import Beat, FollowerLog, Heartbeat, LeaderLog, LogEntry, Pulse, encode_report
+from vsched.wire import Beat, Pulse, encode_report
 
 MS = 1_000_000
 PLAIN = LinkProfile(latency_ns=MS)
@@ -117,13 +115,6 @@ def test_link_loses_a_share_that_the_seed_fixes_whatever_else_happens() -> None:
 
 
 @pytest.mark.sim
-async def test_link_doubles_frames() -> None:
-    wire = Wire(struck("duplication", 1.0))
-    await wire.send(2, every_ms=1)
-    assert wire.taken == [(1, 0), (2, 1), (6, 0), (7, 1)]
-
-
-@pytest.mark.sim
 @pytest.mark.parametrize("effect", ["delay", "reordering"])
 async def test_link_lets_late_frames_be_overtaken_only_where_they_are_reordered(
     effect: str,
@@ -133,17 +124,6 @@ async def test_link_lets_late_frames_be_overtaken_only_where_they_are_reordered(
     assert sorted(wire.numbers) == list(range(100))
     assert (wire.numbers == list(range(100))) == (effect == "delay")
     assert sum(at - number >= 6 for at, number in wire.taken) > 10
-
-
-@pytest.mark.sim
-async def test_link_flips_one_bit_of_a_damaged_frame() -> None:
-    wire = Wire(struck("corruption", 1.0, direction="to_leader"))
-    for _ in range(50):
-        wire.ranks[0].send(bytes(40))
-    await asyncio.sleep(1)
-    values = [int.from_bytes(frame, "little") for _, _, frame in wire.received]
-    assert [value.bit_count() for value in values] == [1] * 50
-    assert len(set(values)) > 25
 
 
 @pytest.mark.sim
@@ -181,15 +161,6 @@ async def test_partition_holds_frames_until_it_ends() -> None:
 
 
 @pytest.mark.sim
-async def test_partition_loses_frames_of_both_directions_while_it_lasts() -> None:
-    wire = Wire(partition("lost"))
-    for _ in range(40):
-        wire.ranks[0].send(b"x")
-        await asyncio.sleep(0.001)
-    assert [at for at, *_ in wire.received] == [*range(1, 10), *range(31, 41)]
-
-
-@pytest.mark.sim
 async def test_message_fault_strikes_its_direction_of_its_link_in_its_time() -> None:
     fault = MessageFault(at_ns=10 * MS, duration_ns=10 * MS, group="generate-0", rank=1)
     wire = Wire(fault, ranks=2)
@@ -199,33 +170,6 @@ async def test_message_fault_strikes_its_direction_of_its_link_in_its_time() -> 
     assert sum(number % 2 == 0 for number in wire.numbers) == 30
     assert sum(number % 2 == 1 for number in wire.numbers) == 20
     assert len(wire.received) == 2
-
-
-@pytest.mark.sim
-async def test_missed_decision_is_the_next_step_and_no_heartbeat() -> None:
-    """The follower finds the gap at the next entry."""
-    wire = Wire(MissedDecision(at_ns=5 * MS, group="generate-0"))
-    end = wire.ranks[0]
-    log, follower = LeaderLog(), FollowerLog()
-    entries: list[LogEntry] = [
-        Heartbeat(),
-        GenerateDecision(1),
-        Heartbeat(),
-        GenerateDecision(2),
-        Heartbeat(),
-    ]
-    for entry in entries:
-        wire.leader.send(0, log.append(entry))
-        await asyncio.sleep(0.003)
-    await asyncio.sleep(1)
-    for expected in entries[:3]:
-        frame = end.receive()
-        assert frame is not None
-        assert follower.accept(frame) == expected
-    frame = end.receive()
-    assert frame is not None
-    assert int.from_bytes(frame[:8], "little") == 5
-    assert not end.readable
 
 
 @pytest.mark.sim
