@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from tests.bench.servers.peers import PEERS
 from tests.bench.servers.sides import ROOT, ServerSizes
@@ -13,31 +15,24 @@ from tests.bench.servers.sides import ROOT, ServerSizes
 SMOLLM2 = "smollm2"
 MADE = ("tiny25", "mid25")
 TABLED = (*MADE, SMOLLM2)
-SIDES = (
-    *("vsched", "vsched-best", "vsched-int8", "vsched-int4"),
-    *PEERS,
-)
+SIDES = ("vsched", "vsched-best", "vsched-int8", "vsched-int4", *PEERS)
 """Sides of the table, in order."""
 PAGES = ROOT / "docs" / "benchmarks"
 IMAGES = ROOT / "docs" / "images"
 
 
-def numbers(text: str) -> list[int]:
-    """Parse positive numbers separated by commas, without duplicates and sorted."""
+def numbers(text: str, *, least: int = 1) -> list[int]:
+    """Parse numbers separated by commas, without duplicates and sorted."""
     found = _integers(text)
-    if not found or min(found) < 1:
+    if not found or min(found) < least:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a list of positive numbers such as 1,8,32"
+            f"{text!r} is not a list of numbers from {least}, such as {least},8"
         )
     return sorted(set(found))
 
 
-def neighbours(text: str) -> list[int]:
-    """Parse numbers of neighbours separated by commas, without duplicates and sorted; 0 is a quiet machine."""
-    found = _integers(text)
-    if not found or min(found) < 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 0,1")
-    return sorted(set(found))
+neighbours = functools.partial(numbers, least=0)
+"""Parse numbers of neighbours; 0 is a quiet machine."""
 
 
 def stretches(text: str) -> tuple[int, int, int]:
@@ -84,42 +79,27 @@ def _count(text: str) -> int:
     return value
 
 
-def _sizes(parser: argparse.ArgumentParser) -> None:
-    """Add the options of all commands with servers."""
-    add = parser.add_argument
+def _add_command(commands: Any, name: str, description: str) -> Callable[..., object]:
+    """Add a command that measures servers, with the options of all such commands."""
+    add: Callable[..., object] = commands.add_parser(name, help=description).add_argument
+    cores = len(os.sched_getaffinity(0))
     add("--checkpoints", type=Path, default=ROOT / "checkpoints", help="folder of checkpoints")
-    add("--threads", type=_count, default=len(os.sched_getaffinity(0)), help="threads of each side")
-    add("--slots", type=_count, default=64, help="maximum running requests, both sides")
-    add("--context", type=_count, default=8192, help="longest prompt and output, both sides")
+    add("--peers", type=Path, required=True, help="folder of `setup`")
+    add("--threads", type=_count, default=cores, help="threads of each side")
+    add("--slots", type=_count, default=32, help="maximum running requests, both sides")
+    add("--context", type=_count, default=2048, help="longest prompt and output, both sides")
     add("--kv-gib", type=_count, default=2, help="GiB of KV cache, both sides")
+    add("--budget", type=_count, default=2048, help="of vLLM's steps, in tokens")
+    best = "a setting of the tuned vsched sides; prefix MODEL: for one model"
+    add("--best", type=assignment, action="append", default=[], help=best)
     add("--repeats", type=_count, default=3, help="pairs of runs")
     add("--out", type=Path, required=True, help="folder for all runs; earlier runs are kept")
     add("--ready-s", type=float, default=600.0, help="deadline for a server to be ready")
-    add("--idle-s", type=float, default=30.0, help="how long each idle server is watched")
-    add("--timeout-s", type=float, default=1800.0, help="deadline for a request")
+    add("--idle-s", type=float, default=5.0, help="how long each idle server is watched")
+    add("--timeout-s", type=float, default=600.0, help="deadline for a request")
     add("--report-only", action="store_true", help="make no runs, write tables of those there are")
     add("--write-docs", action="store_true", help="put tables and plots into docs/benchmarks/")
-
-
-def _timeline(parser: argparse.ArgumentParser) -> None:
-    _sizes(parser)
-    parser.set_defaults(slots=32, context=2048, idle_s=5.0, timeout_s=600.0)
-    add = parser.add_argument
-    add("--peers", type=Path, required=True, help="folder of `setup`")
-    add("--budget", type=_count, default=2048, help="of vLLM's steps, in tokens")
-    add("--checkpoint", choices=TABLED, default="mid25")
-    add("--sides", type=among(SIDES), default=["vsched", "vllm", "llamacpp", "openvino"])
-    add("--case", choices=("text", "image"), default="text")
-    add("--clients", type=_count, default=8)
-    add("--neighbours", type=_count, default=1, help="number of temporary busy loops")
-    add(
-        "--seconds",
-        type=stretches,
-        default=(10, 20, 15),
-        help="seconds before, with and after them",
-    )
-    add("--sessions", type=_count, help="drawn requests; more than a side can serve")
-    add("--best", type=assignment, action="append", default=[], help="as of `table`")
+    return add
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -129,40 +109,29 @@ def make_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True)
 
-    setup = commands.add_parser("setup", help="install a peer into its own virtual environment")
-    setup.add_argument("--peer", choices=list(PEERS), default="vllm")
-    setup.add_argument("--peers", type=Path, required=True, help="folder; the peer's name is added")
-    setup.add_argument("--pip-arguments", default="", help="such as --extra-index-url URL")
+    add = commands.add_parser("setup", help="install a peer into its own environment").add_argument
+    add("--peer", choices=list(PEERS), default="vllm")
+    add("--peers", type=Path, required=True, help="folder; the peer's name is added")
+    add("--pip-arguments", default="", help="such as --extra-index-url URL")
 
-    table = commands.add_parser("table", help="vsched and all peers, in rounds: one table")
-    _sizes(table)
-    table.set_defaults(slots=32, context=2048, idle_s=5.0, timeout_s=600.0)
-    table.add_argument("--peers", type=Path, required=True, help="folder of `setup`")
-    table.add_argument("--budget", type=_count, default=2048, help="of vLLM's steps, in tokens")
-    table.add_argument("--models", type=among(TABLED), default=list(TABLED))
-    table.add_argument("--sides", type=among(SIDES), default=list(SIDES))
-    table.add_argument(
-        "--cases",
-        type=among(("text", "image", "video")),
-        default=["text", "image"],
-        help="video: mid25 and the sides vsched and vllm only",
-    )
-    table.add_argument("--concurrency", type=numbers, default=[1, 8, 32])
-    table.add_argument(
-        "--best",
-        type=assignment,
-        action="append",
-        default=[],
-        help="a setting of the tuned vsched sides; prefix MODEL: for one model",
-    )
-    table.add_argument(
-        "--neighbours",
-        type=neighbours,
-        default=[0],
-        help="busy loops during measurements: 1, or 0,1 for both in turns",
-    )
+    add = _add_command(commands, "table", "vsched and all peers, in rounds: one table")
+    add("--models", type=among(TABLED), default=list(TABLED))
+    add("--sides", type=among(SIDES), default=list(SIDES))
+    cases, videos = ("text", "image", "video"), "video: mid25 and the sides vsched and vllm only"
+    add("--cases", type=among(cases), default=["text", "image"], help=videos)
+    add("--concurrency", type=numbers, default=[1, 8, 32])
+    loops = "busy loops during measurements: 1, or 0,1 for both in turns"
+    add("--neighbours", type=neighbours, default=[0], help=loops)
 
-    _timeline(commands.add_parser("timeline", help="requests/s with temporary neighbours"))
+    add = _add_command(commands, "timeline", "requests/s with temporary neighbours")
+    add("--checkpoint", choices=TABLED, default="mid25")
+    add("--sides", type=among(SIDES), default=["vsched", "vllm", "llamacpp", "openvino"])
+    add("--case", choices=("text", "image"), default="text")
+    add("--clients", type=_count, default=8)
+    add("--neighbours", type=_count, default=1, help="number of temporary busy loops")
+    seconds = "seconds before, with and after them"
+    add("--seconds", type=stretches, default=(10, 20, 15), help=seconds)
+    add("--sessions", type=_count, help="drawn requests; more than a side can serve")
     return parser
 
 
@@ -173,5 +142,4 @@ def sizes_of(options: argparse.Namespace) -> ServerSizes:
         slots=options.slots,
         context=options.context,
         kv_bytes=options.kv_gib << 30,
-        images=1,
     )

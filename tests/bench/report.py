@@ -1,11 +1,10 @@
-"""Ratios of two sides, run by run, Markdown tables, and the generated parts of a page."""
+"""Ratios of two sides, repeat by repeat, Markdown tables, and the generated parts of a page."""
 
 from __future__ import annotations
 
 import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from tests.bench.records import Run, Started
@@ -15,88 +14,25 @@ from vsched.errors import ConfigError
 Read = Callable[[Figures], float | None]
 
 
-def spread(ratios: Sequence[float]) -> str:
-    """Return the median of ratios, and their range."""
-    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+def spread(ratios: Sequence[float], *, alone: bool = True) -> str:
+    """Return the median of ratios, and their range; without `alone`, no range of a single one."""
+    middle = f"{statistics.median(ratios):.2f}"
+    if not alone and min(ratios) == max(ratios):
+        return middle
+    return f"{middle} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
-@dataclass(frozen=True, slots=True)
-class Ratio:
-    """Ratios of the repeats: median, minimum and maximum."""
-
-    median: float
-    least: float
-    greatest: float
-
-    @property
-    def text(self) -> str:
-        """The ratio, with its spread if there are several."""
-        if self.least == self.greatest:
-            return f"{self.median:.2f}"
-        return f"{self.median:.2f} ({self.least:.2f} to {self.greatest:.2f})"
+def ratios(ours: Iterable[Run], theirs: Iterable[Run], read: Read) -> list[float]:
+    """Return the ratios of a figure, repeat by repeat; repeats in which a side lacks it are left out."""
+    others = {run.key.repeat: read(run.figures) for run in theirs}
+    pairs = [(read(run.figures), others.get(run.key.repeat)) for run in ours]
+    return [one / other for one, other in pairs if one is not None and other]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """All repeats of a case at one concurrency: paired runs of vsched and of the other side."""
-
-    case: str
-    concurrency: int
-    ours: list[Run]
-    theirs: list[Run]
-
-    def medians(self, read: Read) -> tuple[float | None, float | None]:
-        """Return the medians of a figure over the repeats, for vsched and for the other side."""
-        return _median(self.ours, read), _median(self.theirs, read)
-
-    def ratio(self, read: Read) -> Ratio | None:
-        """Return the ratio of vsched to the other side, pair by pair; None if no pair has the figure on both sides."""
-        ratios = []
-        for one, other in zip(self.ours, self.theirs, strict=True):
-            ours, theirs = read(one.figures), read(other.figures)
-            if ours is not None and theirs:
-                ratios.append(ours / theirs)
-        if not ratios:
-            return None
-        return Ratio(statistics.median(ratios), min(ratios), max(ratios))
-
-    @property
-    def failed(self) -> tuple[int, int]:
-        """Failed requests over all repeats."""
-        return _total(self.ours, "failed"), _total(self.theirs, "failed")
-
-    @property
-    def wrong_length(self) -> tuple[int, int]:
-        """Outputs of another length than requested, over all repeats."""
-        return _total(self.ours, "wrong_length"), _total(self.theirs, "wrong_length")
-
-
-def _median(runs: Iterable[Run], read: Read) -> float | None:
+def median(runs: Iterable[Run], read: Read) -> float | None:
+    """Return the median of a figure over the repeats; None if no run has it."""
     values = [value for run in runs if (value := read(run.figures)) is not None]
     return statistics.median(values) if values else None
-
-
-def _total(runs: Iterable[Run], name: str) -> int:
-    return sum(getattr(run.figures, name) for run in runs)
-
-
-def rows(ours: Iterable[Run], theirs: Iterable[Run], cases: Sequence[str]) -> list[Row]:
-    """Pair the runs of two sides by case, concurrency and repeat; unpaired runs are left out."""
-    others = {(run.key.case, run.key.concurrency, run.key.repeat): run for run in theirs}
-    pairs: dict[tuple[str, int], list[tuple[Run, Run]]] = {}
-    for run in sorted(ours, key=lambda run: run.key.repeat):
-        key = run.key
-        if other := others.get((key.case, key.concurrency, key.repeat)):
-            pairs.setdefault((key.case, key.concurrency), []).append((run, other))
-    return [
-        Row(
-            case=case,
-            concurrency=concurrency,
-            ours=[one for one, _ in pairs[case, concurrency]],
-            theirs=[other for _, other in pairs[case, concurrency]],
-        )
-        for case, concurrency in sorted(pairs, key=lambda cell: (cases.index(cell[0]), cell[1]))
-    ]
 
 
 def markdown(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
@@ -150,33 +86,21 @@ def memory(found: Sequence[Started]) -> str:
 
 def starts(started: Sequence[Started]) -> str:
     """Return the table of starts: medians over all starts of a side."""
-
-    def median(side: str, read: Callable[[Started], float]) -> str:
-        return number(statistics.median(read(one) for one in started if one.side == side))
-
     lines = []
     for side in dict.fromkeys(one.side for one in started):
         found = [one for one in started if one.side == side]
-        cells = [
-            side,
-            ", ".join(dict.fromkeys(one.version for one in found)),
-            median(side, lambda one: one.ready_s),
-            median(side, lambda one: one.answered_s),
-            median(side, lambda one: one.idle_cores * 100),
-            memory(found),
-            str(len(found)),
-        ]
-        lines.append(cells)
-    headings = (
-        "side",
-        "version",
-        "ready after, s",
-        "first answer after, s",
-        "idle, % of a core",
-        "resident, MiB",
-        "starts",
-    )
-    return markdown(headings, lines)
+        columns = zip(
+            *((one.ready_s, one.answered_s, 100 * one.idle_cores) for one in found), strict=True
+        )
+        lines.append(
+            [
+                *(side, ", ".join(dict.fromkeys(one.version for one in found))),
+                *(number(statistics.median(values)) for values in columns),
+                *(memory(found), str(len(found))),
+            ]
+        )
+    times = ("ready after, s", "first answer after, s", "idle, % of a core")
+    return markdown(("side", "version", *times, "resident, MiB", "starts"), lines)
 
 
 def replaced(page: str, name: str, text: str) -> str:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,21 +22,22 @@ from rich.console import Console
 from tests.bench import report
 from tests.bench.options import sizes_of
 from tests.bench.records import Key, Run, Store
-from tests.bench.report import Ratio, Row, rows
 from tests.bench.servers import sides
 from tests.bench.servers.peers import PEERS, PeerStart
-from tests.bench.servers.server import ServerError, Spec
+from tests.bench.servers.server import Spec
 from tests.bench.servers.session import (
     Session,
+    Turn,
+    check_complete,
     checkpoint_of,
     context_line,
     machine,
+    measure,
     plan_of,
     publish,
 )
 from tests.bench.servers.sides import spec_of
-from vsched.bench.load.generator import Figures, LoadPlan, fixed_length_fields
-from vsched.errors import ConfigError
+from vsched.bench.load.generator import Figures, LoadPlan
 
 PURPOSE = "table"
 WARMUP = 1
@@ -97,15 +100,6 @@ VLLM_VIDEOS = (
 """Arguments for the case `video`: two frames per second, as the checkpoint's video processor samples in vsched."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Turn:
-    """One side in one round, with the session of its model and its loads."""
-
-    session: Session
-    spec: Spec
-    work: dict[Key, LoadPlan]
-
-
 def table(options: argparse.Namespace, console: Console) -> None:
     """Make the missing runs, and write all results.
 
@@ -117,31 +111,19 @@ def table(options: argparse.Namespace, console: Console) -> None:
     failed = [] if options.report_only else measure(turns(options, store, console), console)
     for model in options.models:
         write_table(options, store, model, console)
-    if failed:
-        raise ConfigError(
-            f"not all was measured: {'; '.join(failed)}. Remedy: see the logs in {options.out / 'logs'}; "
-            "the same command makes the missing runs, and --sides omits a side"
-        )
+    check_complete(failed, options.out)
 
 
 def turns(options: argparse.Namespace, store: Store, console: Console) -> list[Turn]:
     """Return all turns of the table in order: rounds, models, sides; every other round in reverse order of sides."""
     models: list[tuple[str, Session, list[Spec]]] = []
     for model in options.models:
-        options.checkpoint = model
-        checkpoint = checkpoint_of(options, console)
-        session = Session(
-            store,
-            console,
-            checkpoint=model,
-            settings=settings_of(options, model),
-            ready_s=options.ready_s,
-            idle_s=options.idle_s,
-            timeout_s=options.timeout_s,
-        )
+        checkpoint = checkpoint_of(options.checkpoints / model, console)
+        settings = settings_of(options, model)
+        session = Session(options, store, console, checkpoint=model, settings=settings)
         models.append((model, session, specs_of(options, model, checkpoint)))
     return [
-        Turn(session=session, spec=spec, work=work_of(options, session, model, spec, repeat))
+        Turn(session, spec, work_of(options, session, model, spec, repeat))
         for repeat in range(options.repeats)
         for model, session, specs in models
         for spec in specs[:: -1 if repeat % 2 else 1]
@@ -164,27 +146,6 @@ def work_of(
         session.key(plan, spec, purpose=PURPOSE, repeat=repeat, neighbours=neighbours): plan
         for plan, neighbours in cells
     }
-
-
-def measure(found: Sequence[Turn], console: Console) -> list[str]:
-    """Make the missing runs; return the sides that could not be measured, with reasons."""
-    left = [dataclasses.replace(one, work=one.session.missing(one.work, one.spec)) for one in found]
-    total = sum(len(one.work) for one in found)
-    failed: dict[str, None] = {}
-    while left:
-        turn, *left = left
-        if not turn.work:
-            continue
-        made = total - sum(len(one.work) for one in (turn, *left))
-        now = f"now {turn.spec.side} with {turn.session.checkpoint}"
-        console.print(f"{made} of {total} cells; {now}", markup=False)
-        try:
-            with turn.session.server(turn.spec) as server:
-                turn.session.run_all(server, turn.work)
-        except (ServerError, ConfigError) as error:
-            console.print(f"left out: {error}", markup=False)
-            failed[f"{turn.spec.side} with {turn.session.checkpoint}"] = None
-    return list(failed)
 
 
 def specs_of(options: argparse.Namespace, model: str, checkpoint: Path) -> list[Spec]:
@@ -225,7 +186,6 @@ def our_spec(side: str, checkpoint: Path, sets: Sequence[str]) -> Spec:
         spec_of(checkpoint, sets),
         side=side,
         version=f"{version} with {' '.join(sets)}" if sets else version,
-        exactly=fixed_length_fields,
     )
 
 
@@ -265,6 +225,10 @@ _TIMES = report.columns(
     ("itl_ms", "p99"),
     ("tpot_ms", "p50"),
 )
+
+
+_TOTALS = ("failed", "wrong_length")
+BySide = Mapping[str, Sequence[Run]]
 
 
 class Place(NamedTuple):
@@ -320,33 +284,28 @@ def write_table(options: argparse.Namespace, store: Store, model: str, console: 
     publish(options, name, parts, {}, console)
 
 
-def cells(by_side: dict[str, list[Run]], model: str) -> str:
+def cells(by_side: BySide, model: str) -> str:
     """Return the table of all cells: per case and clients a line for each side."""
     lines = []
-    found = list(places(by_side, model))
-    for place in found:
+    for place in places(by_side, model):
         for side in by_side:
-            row = row_of(by_side, side, side, place)
-            if row is None:
+            runs = runs_at(by_side, side, place)
+            if not runs:
                 continue
-            ratios = []
+            pairs = []
             for ours in (sides.VSCHED, OURS.get(PRECISIONS.get(side, ""), "")):
-                pair = row_of(by_side, ours, side, place) if ours not in {side, ""} else None
-                ratio = pair.ratio(report.requests_s) if pair else None
-                ratios.append(ratio.text if ratio else "-")
-            kept = kept_of(by_side, side, place)
+                mine = runs_at(by_side, ours, place) if ours != side else []
+                pairs.append(report.ratios(mine, runs, report.requests_s))
+            found = [kept_of(by_side, side, place), *pairs]
+            kept, *shares = (_text(one) if one else "-" for one in found)
+            reads = (*(read for _, read in _TIMES), _prompt_tokens)
+            totals = (sum(getattr(run.figures, name) for run in runs) for name in _TOTALS)
             lines.append(
                 [
-                    place.text,
-                    side,
-                    report.number(row.medians(report.requests_s)[0]),
-                    kept.text if kept else "-",
-                    *ratios,
-                    *(report.number(row.medians(read)[0]) for _, read in _TIMES),
-                    report.number(row.medians(_prompt_tokens)[0]),
-                    str(row.failed[0]),
-                    str(row.wrong_length[0]),
-                    str(len(row.ours)),
+                    *(place.text, side, report.number(report.median(runs, report.requests_s))),
+                    *(kept, *shares),
+                    *(report.number(report.median(runs, read)) for read in reads),
+                    *(str(count) for count in (*totals, len(runs))),
                 ]
             )
     headings = (
@@ -359,32 +318,33 @@ def cells(by_side: dict[str, list[Run]], model: str) -> str:
     return report.markdown(*report.without_empty(headings, lines))
 
 
-def missed(by_side: dict[str, list[Run]], model: str) -> str:
+def missed(by_side: BySide, model: str) -> str:
     """Return a list of the cells that miss the target, at each precision."""
     lines = []
     for place in places(by_side, model):
         for precision, best in OURS.items():
-            ours = best if best in by_side or precision != "16 bits" else sides.VSCHED
-            pairs = [
-                (peer, row)
+            side = best if best in by_side or precision != "16 bits" else sides.VSCHED
+            ours = runs_at(by_side, side, place)
+            theirs = {
+                peer: runs
                 for peer, kind in PRECISIONS.items()
-                if kind == precision and (row := row_of(by_side, ours, peer, place))
-            ]
-            if not pairs:
+                if kind == precision and (runs := runs_at(by_side, peer, place))
+            }
+            if not ours or not theirs:
                 continue
             where = f"- {place.text}, {precision}:"
-            peer, row = max(pairs, key=lambda pair: pair[1].medians(report.requests_s)[1] or 0.0)
-            ratio = row.ratio(report.requests_s)
-            if ratio and ratio.median < RATE_MIN:
-                lines.append(f"{where} {ratio.text} times the requests/s of {peer}")
-            peer, row = min(pairs, key=lambda pair: pair[1].medians(_TPOT)[1] or float("inf"))
-            ratio = row.ratio(_TPOT) if place.clients == 1 else None
-            if ratio and ratio.median > 1:
-                lines.append(f"{where} TPOT {ratio.text} times that of {peer}")
+            peer = max(theirs, key=lambda one: report.median(theirs[one], report.requests_s) or 0.0)
+            found = report.ratios(ours, theirs[peer], report.requests_s)
+            if found and statistics.median(found) < RATE_MIN:
+                lines.append(f"{where} {_text(found)} times the requests/s of {peer}")
+            peer = min(theirs, key=lambda one: report.median(theirs[one], _TPOT) or math.inf)
+            found = report.ratios(ours, theirs[peer], _TPOT) if place.clients == 1 else []
+            if found and statistics.median(found) > 1:
+                lines.append(f"{where} TPOT {_text(found)} times that of {peer}")
         for side in (sides.VSCHED, *OURS.values()):
-            kept = kept_of(by_side, side, place) if place.neighbours == 1 else None
-            if kept and kept.median < KEPT_MIN:
-                lines.append(f"- {place.text}: {side} keeps {kept.text} of its quiet requests/s")
+            kept = kept_of(by_side, side, place) if place.neighbours == 1 else []
+            if kept and statistics.median(kept) < KEPT_MIN:
+                lines.append(f"- {place.text}: {side} keeps {_text(kept)} of its quiet requests/s")
     if not lines:
         return "No cell misses the aim."
     aims = [f"below {RATE_MIN} times the best peer's requests/s", "above its TPOT at 1 client"]
@@ -393,34 +353,30 @@ def missed(by_side: dict[str, list[Run]], model: str) -> str:
     return "\n".join([f"Cells {', or '.join(aims)}:", "", *lines])
 
 
-def places(by_side: dict[str, list[Run]], model: str) -> Iterator[Place]:
+def places(by_side: BySide, model: str) -> Iterator[Place]:
     """Yield each combination of case, clients and neighbours that has runs."""
     found = {Place.of(run) for runs in by_side.values() for run in runs}
     for case in SIZES[model]:
         yield from sorted(place for place in found if place.case == case)
 
 
-def row_of(by_side: dict[str, list[Run]], ours: str, theirs: str, place: Place) -> Row | None:
-    """Return the common rounds of both sides in a cell."""
-    return _paired(_at(by_side, ours, place), _at(by_side, theirs, place), place)
+def runs_at(by_side: BySide, side: str, place: Place) -> list[Run]:
+    """Return the runs of a side in a cell, by round."""
+    found = [run for run in by_side.get(side, []) if Place.of(run) == place]
+    return sorted(found, key=lambda run: run.key.repeat)
 
 
-def kept_of(by_side: dict[str, list[Run]], side: str, place: Place) -> Ratio | None:
-    """Return the share of a side's quiet request rate that remains with neighbours, round by round."""
+def kept_of(by_side: BySide, side: str, place: Place) -> list[float]:
+    """Return the shares of a side's quiet request rate that remain with neighbours, round by round."""
     if not place.neighbours:
-        return None
-    quiet = place._replace(neighbours=0)
-    row = _paired(_at(by_side, side, place), _at(by_side, side, quiet), place)
-    return row.ratio(report.requests_s) if row else None
+        return []
+    quiet = runs_at(by_side, side, place._replace(neighbours=0))
+    return report.ratios(runs_at(by_side, side, place), quiet, report.requests_s)
+
+
+def _text(found: Sequence[float]) -> str:
+    return report.spread(found, alone=False)
 
 
 def _prompt_tokens(figures: Figures) -> float:
     return figures.prompt_tokens_mean
-
-
-def _at(by_side: dict[str, list[Run]], side: str, place: Place) -> Sequence[Run]:
-    return [run for run in by_side.get(side, []) if Place.of(run) == place]
-
-
-def _paired(ours: Sequence[Run], theirs: Sequence[Run], place: Place) -> Row | None:
-    return next(iter(rows(ours, theirs, [place.case])), None)

@@ -17,12 +17,15 @@ from tests.bench import report
 from tests.bench.options import sizes_of
 from tests.bench.records import Key, Run, Store
 from tests.bench.servers.processes import neighbours
-from tests.bench.servers.server import ServerError, Spec
+from tests.bench.servers.server import Server
 from tests.bench.servers.session import (
     Session,
+    Turn,
+    check_complete,
     checkpoint_of,
     context_line,
     machine,
+    measure,
     plan_of,
     publish,
 )
@@ -47,22 +50,12 @@ def timeline(options: argparse.Namespace, console: Console) -> None:
     """
     store = Store(options.out)
     store.report.machine = machine()
-    session = Session(
-        store,
-        console,
-        checkpoint=options.checkpoint,
-        settings=settings_of(options),
-        ready_s=options.ready_s,
-        idle_s=options.idle_s,
-        timeout_s=options.timeout_s,
-    )
-    failed = [] if options.report_only else measure(options, session)
+    settings = settings_of(options)
+    session = Session(options, store, console, checkpoint=options.checkpoint, settings=settings)
+    run = functools.partial(run_side, options)
+    failed = [] if options.report_only else measure(turns(options, session), console, run)
     write_timeline(options, session)
-    if failed:
-        raise ConfigError(
-            f"not all was measured: {'; '.join(failed)}. Remedy: see the logs in {options.out / 'logs'}; "
-            "the same command makes the missing runs"
-        )
+    check_complete(failed, options.out)
 
 
 def settings_of(options: argparse.Namespace) -> str:
@@ -75,46 +68,37 @@ def settings_of(options: argparse.Namespace) -> str:
     )
 
 
-def measure(options: argparse.Namespace, session: Session) -> list[str]:
-    """Make the missing runs; return the reasons why sides could not be measured."""
-    checkpoint = checkpoint_of(options, session.console)
+def turns(options: argparse.Namespace, session: Session) -> list[Turn]:
+    """Return all turns in order: rounds and sides, every other round in reverse order."""
+    checkpoint = checkpoint_of(options.checkpoints / options.checkpoint, session.console)
     specs = specs_of(options, options.checkpoint, checkpoint)
-    failed: dict[str, None] = {}
+    found = []
     for repeat in range(options.repeats):
         plan = plan_for(options, repeat)
-        for spec in specs[:: -1 if repeat % 2 else 1]:
-            key = session.key(
-                plan, spec, purpose=PURPOSE, repeat=repeat, neighbours=options.neighbours
-            )
-            if not session.missing({key: plan}, spec):
-                continue
-            try:
-                measure_side(options, session, spec, key, plan)
-            except (ServerError, ConfigError) as error:
-                session.console.print(f"left out: {error}", markup=False)
-                failed[f"{spec.side}: {error}"] = None
-    return list(failed)
+        named = {"purpose": PURPOSE, "repeat": repeat, "neighbours": options.neighbours}
+        found += [
+            Turn(session, spec, {session.key(plan, spec, **named): plan})
+            for spec in specs[:: -1 if repeat % 2 else 1]
+        ]
+    return found
 
 
-def measure_side(
-    options: argparse.Namespace, session: Session, spec: Spec, key: Key, plan: LoadPlan
+def run_side(
+    options: argparse.Namespace, session: Session, server: Server, work: Mapping[Key, LoadPlan]
 ) -> None:
-    """Start a side, load it while neighbours come and go, and store the run."""
-    stamps: list[tuple[float, float]] = []
-    drive = functools.partial(
-        load,
-        sessions=[turns[0] for turns in draw(plan).sessions],
-        plan=plan,
-        seconds=options.seconds,
-        count=options.neighbours,
-        note=stamps.append,
-    )
-    with session.server(spec) as server:
+    """Load a side while neighbours come and go, and store the run."""
+    for key, plan in work.items():
+        stamps: list[tuple[float, float]] = []
+        drive = functools.partial(
+            load,
+            sessions=[turns[0] for turns in draw(plan).sessions],
+            plan=plan,
+            seconds=options.seconds,
+            count=options.neighbours,
+            note=stamps.append,
+        )
         figures = session.measure(server, drive)
-    session.keep(key, spec, figures, rates_of(stamps, sum(options.seconds)))
-    session.console.print(
-        f"{key.repeat + 1}: {spec.side}: {figures.requests} requests, failed {figures.failed}"
-    )
+        session.keep(key, server.spec, figures, rates_of(stamps, sum(options.seconds)))
 
 
 def plan_for(options: argparse.Namespace, repeat: int) -> LoadPlan:
@@ -218,14 +202,11 @@ Seconds = tuple[int, int, int]
 
 def write_timeline(options: argparse.Namespace, session: Session) -> None:
     """Write all results."""
+    made = [run for run in session.store.report.runs if _belongs(run, options, session)]
     by_side = {
         side: mine
         for side in options.sides
-        if (
-            mine := [
-                run for run in session.store.report.runs if _belongs(run, options, session, side)
-            ]
-        )
+        if (mine := [run for run in made if run.key.side == side])
     }
     if not by_side:
         return
@@ -246,11 +227,11 @@ def write_timeline(options: argparse.Namespace, session: Session) -> None:
     publish(options, name, parts, {file: f"Requests over time: {title}"}, session.console)
 
 
-def _belongs(run: Run, options: argparse.Namespace, session: Session, side: str) -> bool:
+def _belongs(run: Run, options: argparse.Namespace, session: Session) -> bool:
     key = run.key
-    wanted = (side, options.case, options.clients, options.neighbours)
+    wanted = (options.case, options.clients, options.neighbours)
     return (
-        (key.side, key.case, key.concurrency, key.neighbours) == wanted
+        (key.case, key.concurrency, key.neighbours) == wanted
         and (key.checkpoint, key.settings) == (session.checkpoint, session.settings)
         and bool(run.rates)
     )
@@ -280,16 +261,7 @@ def _index(rates: Sequence[float], seconds: Seconds, second: float) -> int:
 
 def lines(by_side: Mapping[str, Sequence[Run]], seconds: Seconds) -> str:
     """Return the table: a line per side."""
-    headings = (
-        "side",
-        "before",
-        "busy",
-        "after",
-        "kept",
-        "back after, s",
-        "failed",
-        "rounds",
-    )
+    headings = ("side", "before", "busy", "after", "kept", "back after, s", "failed", "rounds")
     rows = []
     for side, runs in by_side.items():
         found = [stretch_rates(run.rates, seconds) for run in runs]

@@ -7,18 +7,16 @@
 from __future__ import annotations
 
 import argparse
-import json
-import socket
 import subprocess
 import sys
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from tests.bench.gpu.page import LedgerCheck
-from tests.bench.servers.server import HOST, Server, Spec, serving
+from tests.bench.servers.server import HOST, Spec, serving
+from tests.host_process import free_port
 
 READY_S = 100.0
 
@@ -52,26 +50,7 @@ def ledger_check(ledger: dict[str, Any], *, before: int, ready: int, loaded: int
     claimed = {line["line"]: 0 for line in lines}
     for line in lines:
         claimed[line["line"]] += line["bytes"]
-    return LedgerCheck(
-        claimed=claimed,
-        driver_before=before,
-        driver_ready=ready,
-        driver_loaded=loaded,
-    )
-
-
-def _statistics(server: Server) -> dict[str, Any]:
-    with urllib.request.urlopen(f"{server.spec.url}/admin/statistics", timeout=10) as answer:
-        found: dict[str, Any] = json.load(answer)
-    return found
-
-
-def free_port() -> int:
-    """Return an unused port."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
-    return port
+    return LedgerCheck(claimed, driver_before=before, driver_ready=ready, driver_loaded=loaded)
 
 
 def main() -> None:
@@ -81,7 +60,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cuda:0")
     options = parser.parse_args()
-    port, python = free_port(), [sys.executable, "-m", "vsched"]
+    port, python = free_port(HOST), [sys.executable, "-m", "vsched"]
     sets = [*settings_of(options.device), f"server.port={port}"]
     command = [*python, "serve", options.path, *(f"--set={one}" for one in sets)]
     spec = Spec(side="vsched", command=command, model="", port=port, version="")
@@ -98,7 +77,7 @@ def main() -> None:
         load = small if options.device == "cpu" else ["--concurrency=1,8,32", "--turns=4"]
         status = subprocess.run([*client, *load], check=False).returncode
         loaded = driver_used_bytes(options.device)
-        ledger = _statistics(server)["ledger"]
+        ledger = server.statistics()["ledger"]
     check = ledger_check(ledger, before=before, ready=ready, loaded=loaded)
     (options.out / "ledger.json").write_bytes(msgspec.json.encode(check))
     sys.exit(status)

@@ -104,10 +104,7 @@ def _end(process: subprocess.Popen[bytes]) -> int:
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(END_S)
     _signal(process.pid, signal.SIGKILL)
-    for pid, identity in processes.identities(list(began)).items():
-        if began[pid] == identity:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    processes.kill_remaining(began)
     return process.wait()
 
 

@@ -9,7 +9,7 @@ from tests.bench.parts.front import front
 from tests.bench.parts.memory import memory
 from tests.bench.parts.pruning import pruning
 from tests.bench.parts.recovery import recovery
-from tests.bench.parts.video.command import video
+from tests.bench.parts.video import video
 from vsched.cli.main import run
 from vsched.logs import configure_logging
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.bench.servers import llamacpp, openvino_export
 from tests.bench.servers.server import HOST, Spec
 from tests.bench.servers.sides import ServerSizes
 from tests.bench.servers.torchvision import DECODER, packages_of, patch_torchvision
-from vsched.bench.load.generator import fixed_length_fields
 from vsched.errors import ConfigError
 
 MODEL = "bench"
@@ -26,17 +25,13 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "DO_NOT_TRACK": "
 
 @dataclass(frozen=True, kw_only=True)
 class PeerStart:
-    """Start parameters of a peer.
-
-    `folder` is its environment; `arguments` and `environment` are added to its own.
-    """
+    """Start parameters of a peer: `folder` is its environment, `arguments` are added to its own."""
 
     checkpoint: Path
     sizes: ServerSizes
     folder: Path
     budget: int = 0
     arguments: Sequence[str] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +78,7 @@ class Peer:
             model=MODEL,
             port=self.port,
             version=self.version(start.folder),
-            environment={**OFFLINE, **self.environment(start), **start.environment},
-            exactly=fixed_length_fields,
+            environment={**OFFLINE, **self.environment(start)},
             prepare=functools.partial(prepare, start.folder, start.checkpoint) if prepare else None,
         )
 
@@ -122,7 +116,7 @@ def _vllm_command(start: PeerStart, port: int) -> list[str]:
         *("--dtype", "bfloat16", "--served-model-name", MODEL),
         *("--max-model-len", str(sizes.context), "--max-num-seqs", str(sizes.slots)),
         *("--max-num-batched-tokens", str(max(start.budget, sizes.slots))),
-        *("--limit-mm-per-prompt", f'{{"image": {sizes.images}, "video": 0}}'),
+        *("--limit-mm-per-prompt", '{"image": 1, "video": 0}'),
         "--disable-uvicorn-access-log",
     ]
 
@@ -160,11 +154,8 @@ def _openvino_command(weights: str, start: PeerStart, port: int) -> list[str]:
     sizes = start.sizes
     return [
         *(str(start.folder / "bin" / "python"), "-P", str(openvino_export.PROGRAM)),
-        *(
-            str(openvino_export.model_of(start.folder, start.checkpoint, weights)),
-            "--port",
-            str(port),
-        ),
+        str(openvino_export.model_of(start.folder, start.checkpoint, weights)),
+        *("--port", str(port)),
         *("--threads", str(sizes.threads), "--slots", str(sizes.slots)),
         *("--cache-gib", str(max(sizes.kv_bytes >> 30, 1))),
     ]

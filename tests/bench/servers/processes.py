@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 PROC = Path("/proc")
@@ -43,6 +44,14 @@ def family(root: int) -> list[int]:
 def identities(pids: Sequence[int]) -> dict[int, str]:
     """Return the start time of each process, which distinguishes it from a later one with the same number."""
     return {pid: fields[_BEGAN] for pid in pids if (fields := _fields(pid))}
+
+
+def kill_remaining(began: Mapping[int, str]) -> None:
+    """Kill the processes of `identities` that still run."""
+    for pid, identity in identities(list(began)).items():
+        if began[pid] == identity:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def cpu_s(pids: Sequence[int]) -> float:

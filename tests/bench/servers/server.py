@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import json
 import os
 import signal
 import socket
 import subprocess
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any
 
 from tests.bench.servers import processes
 from vsched.bench.load.client import chat_body
+from vsched.bench.load.generator import fixed_length_fields
 from vsched.errors import VschedError
 
 HOST = "127.0.0.1"
@@ -28,12 +31,6 @@ class ServerError(VschedError):
     """A server did not start, or ended unexpectedly."""
 
 
-def nothing(tokens: int) -> dict[str, Any]:
-    """Add no request fields."""
-    del tokens
-    return {}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Spec:
     """Start command and requests of one side of a comparison.
@@ -42,7 +39,6 @@ class Spec:
         side: The name of the side: `vsched`, or the name of the peer.
         model: Model name in requests.
         environment: Additional environment variables.
-        exactly: Additional request fields for an exact number of output tokens.
         prepare: Preparation before the start, unless done.
         directory: Working directory; `python -c` imports from there first.
         version: Its name and version.
@@ -54,7 +50,6 @@ class Spec:
     port: int
     version: str
     environment: dict[str, str] = field(default_factory=dict)
-    exactly: Callable[[int], dict[str, Any]] = nothing
     prepare: Callable[[], None] | None = None
     directory: Path | None = None
 
@@ -64,8 +59,8 @@ class Spec:
         return f"http://{HOST}:{self.port}"
 
     def body(self, messages: list[dict[str, Any]], tokens: int) -> bytes:
-        """Return the body of a request for `tokens` output tokens."""
-        return chat_body(self.model, messages, tokens, self.exactly(tokens))
+        """Return the body of a request for exactly `tokens` output tokens."""
+        return chat_body(self.model, messages, tokens, fixed_length_fields(tokens))
 
 
 class Server:
@@ -139,6 +134,12 @@ class Server:
         time.sleep(seconds)
         return busy()
 
+    def statistics(self) -> dict[str, Any]:
+        """Return the statistics of a server of vsched."""
+        with urllib.request.urlopen(f"{self.spec.url}/admin/statistics", timeout=30) as response:
+            found: dict[str, Any] = json.load(response)
+        return found
+
     def end(self) -> None:
         """End it and all its processes."""
         began = processes.identities(self.pids())
@@ -146,10 +147,7 @@ class Server:
             self._process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(END_S)
-        for pid, identity in processes.identities(list(began)).items():
-            if began[pid] == identity:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        processes.kill_remaining(began)
         self._process.wait()
 
 

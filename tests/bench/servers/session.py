@@ -13,10 +13,11 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import uvloop
@@ -33,6 +34,7 @@ from vsched.bench.load.client import BenchClient
 from vsched.bench.load.generator import WARMUP, Figures, LoadPlan, draw, run, sessions_for
 from vsched.bench.load.shapes import Case, shape_of
 from vsched.bench.machine import PROCESSOR, OtherLoad
+from vsched.errors import ConfigError
 
 IMAGE_PIXELS = 448
 LINE = 118
@@ -57,22 +59,20 @@ class Session:
 
     def __init__(
         self,
+        options: argparse.Namespace,
         store: Store,
         console: Console,
         *,
         checkpoint: str,
         settings: str,
-        ready_s: float,
-        idle_s: float,
-        timeout_s: float,
     ) -> None:
         self.store = store
         self.console = console
         self.checkpoint = checkpoint
         self.settings = settings
-        self._ready_s = ready_s
-        self._idle_s = idle_s
-        self._timeout_s = timeout_s
+        self._ready_s: float = options.ready_s
+        self._idle_s: float = options.idle_s
+        self._timeout_s: float = options.timeout_s
         self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
 
     def key(
@@ -201,13 +201,55 @@ class Session:
         )
 
 
-def checkpoint_of(options: argparse.Namespace, console: Console) -> Path:
-    """Return the folder of the checkpoint, created if missing."""
-    path: Path = options.checkpoints / options.checkpoint
+class Turn(NamedTuple):
+    """One side in one round, with the session of its model and its loads."""
+
+    session: Session
+    spec: Spec
+    work: dict[Key, LoadPlan]
+
+
+def measure(
+    turns: Sequence[Turn], console: Console, run: Callable[..., None] = Session.run_all
+) -> list[str]:
+    """Make the missing runs; return the sides that could not be measured.
+
+    `run` is called with session, server and work of each turn.
+    """
+    left = deque(one._replace(work=one.session.missing(one.work, one.spec)) for one in turns)
+    total = sum(len(one.work) for one in turns)
+    failed: dict[str, None] = {}
+    while left:
+        to_make = sum(len(one.work) for one in left)
+        session, spec, work = left.popleft()
+        if not work:
+            continue
+        name = f"{spec.side} with {session.checkpoint}"
+        console.print(f"{total - to_make} of {total} cells; now {name}", markup=False)
+        try:
+            with session.server(spec) as server:
+                run(session, server, work)
+        except (ServerError, ConfigError) as error:
+            console.print(f"left out: {error}", markup=False)
+            failed[name] = None
+    return list(failed)
+
+
+def check_complete(failed: Sequence[str], out: Path) -> None:
+    """Raise an error that names the sides that could not be measured, if any."""
+    if failed:
+        raise ConfigError(
+            f"not all was measured: {'; '.join(failed)}. Remedy: see the logs in {out / 'logs'}; "
+            "the same command makes the missing runs, and --sides omits a side"
+        )
+
+
+def checkpoint_of(path: Path, console: Console) -> Path:
+    """Return the folder of a checkpoint, created if missing."""
     if not (path / "config.json").exists():
-        with console.status(f"making {options.checkpoint}"):
+        with console.status(f"making {path.name}"):
             command = [sys.executable, "-c", sides.ENTRY, "make-checkpoint", str(path)]
-            made = ["--smollm2"] if options.checkpoint == SMOLLM2 else ["--size", path.name]
+            made = ["--smollm2"] if path.name == SMOLLM2 else ["--size", path.name]
             subprocess.run([*command, *made], check=True)
     return path.resolve()
 

@@ -28,15 +28,13 @@ BYTECODE = {
 class ServerSizes:
     """Sizes common to both sides.
 
-    `kv_bytes` is the size of the KV cache, `context` the maximum of prompt and output together, and
-    `images` the maximum per request.
+    `kv_bytes` is the size of the KV cache, `context` the maximum of prompt and output together.
     """
 
     threads: int
     slots: int = 64
     context: int = 8192
     kv_bytes: int = 2 << 30
-    images: int = 8
 
     @property
     def text(self) -> str:

@@ -1,4 +1,4 @@
-"""Sides of the bench harness, start of servers, stored runs, and repair of a peer's environment."""
+"""Sides of the bench harness, start of servers, and repair of a peer's environment."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ import io
 import socket
 import sys
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 from rich.console import Console
 
-from tests.bench.records import Key, Run, Store
 from tests.bench.servers import setup, sides, torchvision
 from tests.bench.servers.peers import PEERS, PeerStart
-from tests.bench.servers.server import HOST, Server, ServerError, Spec
-from tests.bench.servers.session import Session
+from tests.bench.servers.server import HOST, Server, ServerError, Spec, serving
+from tests.host_process import free_port
+from tests.patience import NEVER_S
 from vsched.bench.load.generator import Figures
 from vsched.errors import ConfigError
 
@@ -58,7 +57,6 @@ def test_a_peer_gets_the_sizes_of_the_other_side(tmp_path: Path) -> None:
             budget=8,
             folder=peer_folder(tmp_path),
             arguments=["--more"],
-            environment={"A": "1"},
         )
     )
     words = " ".join(theirs.command)
@@ -66,7 +64,6 @@ def test_a_peer_gets_the_sizes_of_the_other_side(tmp_path: Path) -> None:
         assert part in words
     assert "--max-num-batched-tokens 16" in words, "the least that it takes is its sequences"
     assert theirs.environment["VLLM_CPU_KVCACHE_SPACE"] == "3"
-    assert theirs.environment["A"] == "1"
     assert len(theirs.environment["VLLM_CPU_OMP_THREADS_BIND"].split(",")) <= 2
     assert theirs.version == "vllm-cpu 0.32.0"
 
@@ -86,42 +83,7 @@ def write_config(folder: Path) -> None:
     (folder / "config.json").write_bytes(msgspec.json.encode({**content, "hidden_size": 32}))
 
 
-# --- requests ---
-
-
-# --- records ---
-
-
-def key_of(side: str, repeat: int, **fields: Any) -> Key:
-    base = {"purpose": "compare", "case": "text", "concurrency": 1, "checkpoint": "tiny25"}
-    return Key(**{**base, "side": side, "repeat": repeat, "settings": "", **fields})
-
-
-def run_with(key: Key) -> Run:
-    return Run(key=key, figures=FIGURES, version="v", taken="t", load=0.5)
-
-
-def test_store_gives_back_what_it_was_given(tmp_path: Path) -> None:
-    store = Store(tmp_path / "new")
-    store.add(run_with(key_of("vsched", 0)))
-    store.add(run_with(key_of("vsched", 0)))
-    assert Store(tmp_path / "new").report == store.report
-    assert len(store.report.runs) == 1
-
-
 # --- servers ---
-
-
-def session_in(folder: Path) -> Session:
-    return Session(
-        Store(folder),
-        Console(file=io.StringIO()),
-        checkpoint="c",
-        settings="",
-        ready_s=5,
-        idle_s=0,
-        timeout_s=5,
-    )
 
 
 def test_a_server_that_ends_is_reported_with_its_last_words(tmp_path: Path) -> None:
@@ -129,9 +91,9 @@ def test_a_server_that_ends_is_reported_with_its_last_words(tmp_path: Path) -> N
     spec = Spec(side="x", command=command, model="m", port=1, version="v")
     with (
         pytest.raises(ServerError, match=r"status 3(.|\n)*out of luck"),
-        session_in(tmp_path).server(spec),
+        serving(spec, tmp_path / "log") as server,
     ):
-        pass
+        server.wait_ready(NEVER_S)
 
 
 # --- the peer's environment ---
@@ -173,9 +135,7 @@ def test_an_installed_peer_is_left_alone(tmp_path: Path) -> None:
 
 def test_an_index_out_of_reach_is_reported_before_anything_is_installed(tmp_path: Path) -> None:
     """Pip retries for each package: a stall of half an hour."""
-    with socket.socket() as closed:
-        closed.bind((HOST, 0))
-        url = f"http://{HOST}:{closed.getsockname()[1]}/whl"
+    url = f"http://{HOST}:{free_port(HOST)}/whl"
     for arguments in (f"--extra-index-url {url}", f"--index-url={url}"):
         with pytest.raises(ConfigError, match=f"{url}: no answer(.|\n)*leave it out"):
             setup.install(PEERS["vllm"], tmp_path, pip_arguments=arguments, console=Console())

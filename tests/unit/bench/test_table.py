@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,11 +12,13 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from tests.bench import options, table
+from tests.bench import options, report, table
+from tests.bench.options import TABLED
 from tests.bench.records import Key, Run, Store
 from tests.bench.servers import session as sessions
 from tests.bench.servers.server import HOST, Spec
 from tests.bench.servers.sides import spec_of
+from tests.host_process import free_port
 from tests.unit.bench.test_peer_commands import FIGURES
 from vsched.bench.load.generator import Times
 from vsched.errors import ConfigError
@@ -49,9 +50,7 @@ def parsed(folder: Path, *words: str) -> argparse.Namespace:
 
 
 def fake(side: str, *, version: str = "1", code: str = SERVER) -> Spec:
-    with socket.socket() as free:
-        free.bind((HOST, 0))
-        port = free.getsockname()[1]
+    port = free_port(HOST)
     command = [sys.executable, "-S", "-c", code, str(port)]
     return Spec(side=side, command=command, model="m", port=port, version=f"{side} {version}")
 
@@ -142,10 +141,8 @@ def test_sides_of_vsched_have_the_settings_of_their_names(tmp_path: Path) -> Non
     assert default.command == spec_of(tmp_path, []).command, "the defaults"
     assert best.command[-2:] == ["--set", "placement=together"]
     for spec, weights in ((eight, "int8"), (four, "int4")):
-        for setting in (
-            "placement=together",
-            *(f"{s}.weights={weights}" for s in ("encode", "generate")),
-        ):
+        stages = [f"{stage}.weights={weights}" for stage in ("encode", "generate")]
+        for setting in ("placement=together", *stages):
             assert setting in spec.command
             assert setting in spec.version, "other settings are measured again"
     assert "with" not in default.version
@@ -154,40 +151,36 @@ def test_sides_of_vsched_have_the_settings_of_their_names(tmp_path: Path) -> Non
 # --- the page ---
 
 
-def key(side: str, clients: int = 1, repeat: int = 0, neighbours: int = 0) -> Key:
-    return Key(
+def made(
+    side: str, rate: float, *, repeat: int = 0, neighbours: int = 0, tpot: float = 10.0
+) -> Run:
+    key = Key(
         purpose=table.PURPOSE,
         side=side,
         case="text",
-        concurrency=clients,
+        concurrency=1,
         repeat=repeat,
         checkpoint="mid25",
         settings="",
         neighbours=neighbours,
     )
-
-
-def made(one: Key, rate: float, *, tpot: float = 10.0) -> Run:
     spread = Times(p50=tpot, p95=tpot, p99=tpot, mean=tpot, worst=tpot)
-    figures = msgspec.structs.replace(
-        FIGURES, requests_s=rate, requests=4, wall_s=8, tpot_ms=spread
-    )
-    return Run(key=one, figures=figures, version="v", taken="t", load=0)
+    figures = msgspec.structs.replace(FIGURES, requests_s=rate, requests=4, tpot_ms=spread)
+    return Run(key=key, figures=figures, version="v", taken="t", load=0)
 
 
 def sides_of(**rates: Sequence[float]) -> dict[str, list[Run]]:
+    by_side = {side.replace("_", "-"): found for side, found in rates.items()}
     return {
-        side.replace("_", "-"): [
-            made(key(side.replace("_", "-"), repeat=index), rate)
-            for index, rate in enumerate(found)
-        ]
-        for side, found in rates.items()
+        side: [made(side, rate, repeat=index) for index, rate in enumerate(found)]
+        for side, found in by_side.items()
     }
 
 
 def test_ratios_are_of_the_same_round_and_the_same_precision() -> None:
+    """A noisy minute that halves both runs of a round leaves its ratio."""
     found = sides_of(vsched=[1, 2], vsched_best=[2, 3], vsched_int8=[4, 4], llamacpp=[1, 2])
-    found |= {"llamacpp-q8_0": [made(key("llamacpp-q8_0"), 2)]}
+    found |= {"llamacpp-q8_0": [made("llamacpp-q8_0", 2)]}
     lines = table.cells(found, "mid25").splitlines()
     by_side = {line.split(" | ")[1]: line.split(" | ")[2:5] for line in lines[2:]}
     assert by_side["llamacpp"][1:] == ["1.00", "1.75 (1.50 to 2.00)"]
@@ -198,7 +191,7 @@ def test_ratios_are_of_the_same_round_and_the_same_precision() -> None:
 
 def test_a_cell_is_missed_by_the_best_peer_of_its_precision() -> None:
     found = sides_of(vsched_best=[1.0], vsched_int8=[1.0], llamacpp=[0.5], openvino=[0.95])
-    found |= {"openvino-int8": [made(key("openvino-int8"), 0.5, tpot=9)]}
+    found |= {"openvino-int8": [made("openvino-int8", 0.5, tpot=9)]}
     said = table.missed(found, "mid25").splitlines()[2:]
     assert said == [
         "- text x 1, 16 bits: 1.05 times the requests/s of openvino",
@@ -212,7 +205,7 @@ def test_share_that_is_kept_next_to_neighbours_is_of_the_same_round() -> None:
     assert "kept of quiet" not in table.cells(found, "mid25")
     for side, rates in (("vsched", (0.5, 0.8)), ("vllm", (0.3, 0.5))):
         found[side] += [
-            made(key(side, repeat=index, neighbours=1), rate) for index, rate in enumerate(rates)
+            made(side, rate, repeat=index, neighbours=1) for index, rate in enumerate(rates)
         ]
     lines = [line.split(" | ") for line in table.cells(found, "mid25").splitlines()[2:]]
     kept = {(line[0].lstrip("| "), line[1]): line[3] for line in lines}
@@ -225,3 +218,17 @@ def test_share_that_is_kept_next_to_neighbours_is_of_the_same_round() -> None:
     said = table.missed(found, "mid25")
     assert "- text x 1, 1 loop: vsched keeps 0.45 (0.40 to 0.50) of its quiet requests/s" in said
     assert "1 loop, 16 bits" not in said, "1.6 times vLLM in the same condition"
+
+
+def test_page_replaces_what_lies_between_its_markers(tmp_path: Path) -> None:
+    path, before = tmp_path / "page.md", "# Title\n\n<!-- bench: one -->\nold\n<!-- end: one -->\n"
+    path.write_text(before)
+    for _ in range(2):
+        report.write(path, "one", r"new \1 text")
+        assert path.read_text() == before.replace("old\n", "\nnew \\1 text\n\n")
+
+
+def test_page_of_benchmarks_has_a_place_for_each() -> None:
+    for name in [f"{command}-{model}" for command in ("table", "timeline") for model in TABLED]:
+        page = report.holding(options.PAGES, name).read_text()
+        assert "\nfound\n" in report.replaced(page, name, "found")

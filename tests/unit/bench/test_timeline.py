@@ -1,25 +1,12 @@
-"""Requests/s while neighbours come and go: the load, intervals, and the table."""
+"""Requests/s while neighbours come and go: intervals, and the time until the rate is back."""
 
 from __future__ import annotations
 
-import argparse
-import asyncio
-import contextlib
-from collections.abc import Iterator
-from typing import cast
-
 import pytest
 
-from tests.bench import options, timeline
-from vsched.bench.load.client import BenchClient, Sample
-from vsched.errors import ConfigError
+from tests.bench import timeline
 
 SECONDS = (10, 20, 15)
-
-
-def parsed(*words: str) -> argparse.Namespace:
-    line = ["timeline", "--out", "o", "--peers", "p", "--clients", "2", *words]
-    return options.make_parser().parse_args(line)
 
 
 def rates(before: float, beside: float, after: float, *, late: int = 0) -> list[float]:
@@ -39,45 +26,3 @@ def test_rate_is_back_when_it_holds_95_percent(
     after: float, late: int, expected: float | None
 ) -> None:
     assert timeline.back_s(rates(10.0, 4.0, after, late=late), SECONDS) == expected
-
-
-class InstantClient:
-    """Replies at once, or after a moment, with the requested number of tokens as pieces."""
-
-    def __init__(self) -> None:
-        self.lengths: list[int] = []
-
-    async def chat_when_ready(self, body: bytes) -> Sample:
-        await asyncio.sleep(0)
-        self.lengths.append(int(body))
-        return Sample(0.0, 0.0, [0.0] * int(body), output_tokens=int(body))
-
-
-def run_load(client: InstantClient, monkeypatch: pytest.MonkeyPatch, sessions: int) -> list[int]:
-    """Return the numbers of neighbours over time."""
-    came = []
-
-    @contextlib.contextmanager
-    def beside(count: int) -> Iterator[list[int]]:
-        came.append(count)
-        yield []
-
-    monkeypatch.setattr(timeline, "neighbours", beside)
-    monkeypatch.setattr(timeline, "SETTLE_S", 0.0)
-    work = timeline.load(
-        cast("BenchClient", client),
-        lambda messages, tokens: str(tokens).encode(),
-        sessions=[[{}]] * sessions,
-        plan=timeline.plan_for(parsed(), 0),
-        seconds=(0, 0, 0),
-        count=3,
-        note=lambda piece: None,
-    )
-    figures = asyncio.run(work)
-    assert (figures.failed, figures.wrong_length) == (0, 0)
-    return came
-
-
-def test_load_that_runs_out_of_requests_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="all 2 requests(.|\n)*raise --sessions"):
-        run_load(InstantClient(), monkeypatch, sessions=2)

@@ -1,6 +1,7 @@
-"""Videos against a real server over HTTP: stalls of other requests, conversations about a video, damaged files.
+"""`python -m tests.bench.parts video`: stalls next to videos, and the cost of further questions about one.
 
-A stream's gap is the time between two pieces of its text. A stall is a gap less the median of all gaps.
+Videos and damaged files are sent to a real server over HTTP. A stream's gap is the time between two pieces of its text.
+A stall is a gap less the median of all gaps.
 """
 
 from __future__ import annotations
@@ -8,23 +9,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import random
 import statistics
+import tempfile
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
 
 import msgspec
+import typer
+from rich.console import Console
 
 from tests.bench.servers import processes
-from tests.bench.servers.server import Server
+from tests.bench.servers.server import Server, serving
+from tests.bench.servers.sides import spec_of
 from vsched.bench.load.client import BenchClient, BenchError, Sample, chat_body
 from vsched.bench.load.generator import draw_text, draw_video, video_part
+from vsched.terminal.options import JsonOption, SetOption, write_json
 
+READY_S = 600.0
 DECODER_TOKENS = 2048
 QUIET_S = 5.0
 POLL_S = 0.25
@@ -49,6 +55,11 @@ class Gaps(msgspec.Struct, frozen=True, kw_only=True):
     def stall_p99_ms(self) -> float:
         """The p99 of stalls."""
         return self.p99_ms - self.p50_ms
+
+    @property
+    def text(self) -> str:
+        """The gaps in words."""
+        return f"gap p50 {self.p50_ms} ms, p99 {self.p99_ms}, worst {self.worst_ms} ({self.worst_ratio:.1f}x)"
 
 
 class BesideVideo(msgspec.Struct, frozen=True, kw_only=True):
@@ -190,14 +201,14 @@ async def measure_turns(server: Server, *, turns: int, frames: int, pixels: int)
     messages = _about(video_part(file, num_frames=frames), "What happens?")
     found: list[VideoTurn] = []
     for turn in range(turns):
-        before = _statistics(server)["encode"]["items_encoded"]
+        before = server.statistics()["encode"]["items_encoded"]
         sample = await client.chat(_body(server, messages, REPLY_TOKENS))
         if sample.error:
             raise BenchError(f"turn {turn + 1} failed: {sample.error}")
         found.append(
             VideoTurn(
                 prompt_tokens=sample.prompt_tokens,
-                encoded=_statistics(server)["encode"]["items_encoded"] - before,
+                encoded=server.statistics()["encode"]["items_encoded"] - before,
                 ttft_ms=round((sample.stamps[0] - sample.started) * 1e3, 1),
             )
         )
@@ -268,7 +279,62 @@ async def _memory(server: Server) -> AsyncIterator[list[float]]:
             await task
 
 
-def _statistics(server: Server) -> dict[str, Any]:
-    with urllib.request.urlopen(f"{server.spec.url}/admin/statistics", timeout=30) as response:
-        found: dict[str, Any] = json.load(response)
-    return found
+async def _measure(
+    server: Server, *, decoders: int, turns: int, clients: int, **size: int
+) -> dict[str, Any]:
+    from tests.unit.media.video_files import hostile_files  # PyAV, which other commands do without
+
+    files = list(hostile_files())
+    return {
+        "beside_video": await measure_beside_video(server, decoders=decoders, **size),
+        "turns": await measure_turns(server, turns=turns, **size),
+        "beside_files": await measure_beside_files(server, files, clients=clients),
+    }
+
+
+def _show(row: dict[str, Any], console: Console) -> None:
+    one = row["beside_video"]
+    console.print(
+        f"{one.decoders} decoders beside a video of {one.frames} frames, {one.prompt_tokens} tokens, "
+        f"first token after {one.ttft_s} s: {one.beside.text}; alone {one.alone.text}"
+    )
+    for number, turn in enumerate(row["turns"], 1):
+        console.print(
+            f"turn {number}: {turn.prompt_tokens} prompt tokens, {turn.encoded} frame groups encoded, "
+            f"first token after {turn.ttft_ms:.0f} ms"
+        )
+    one = row["beside_files"]
+    statuses = ", ".join(f"{count} x {status}" for status, count in one.statuses.items())
+    console.print(
+        f"{one.files} damaged files from {one.clients} clients in {one.seconds} s ({statuses}): stall of a decoder "
+        f"p99 {one.beside.stall_p99_ms:.1f} ms ({one.beside.text}); alone {one.alone.text}; "
+        f"memory {one.memory_before_mib:.0f} MiB, at most {one.memory_peak_mib:.0f}"
+    )
+
+
+def video(
+    path: Annotated[Path, typer.Argument(help="Folder of the checkpoint.")],
+    assignments: SetOption = None,
+    frames: Annotated[int, typer.Option(min=2, help="Frames of the video.")] = 256,
+    pixels: Annotated[int, typer.Option(min=28, help="Side of a frame.")] = 224,
+    decoders: Annotated[int, typer.Option(min=1, help="Requests next to the video.")] = 31,
+    turns: Annotated[int, typer.Option(min=0, help="Questions about one video.")] = 6,
+    clients: Annotated[int, typer.Option(min=1, help="Clients that send damaged files.")] = 2,
+    repeats: Annotated[int, typer.Option(min=1, help="Servers, one after another.")] = 3,
+    out: JsonOption = None,
+) -> None:
+    """Serve a checkpoint, and measure decoding next to a long video, a conversation, and damaged files."""
+    console = Console()
+    spec = spec_of(path.resolve(), assignments or ())
+    counts = {"decoders": decoders, "turns": turns, "clients": clients}
+    rows = []
+    for _ in range(repeats):
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            serving(spec, Path(folder) / "server.log") as server,
+        ):
+            server.wait_ready(READY_S)
+            rows.append(asyncio.run(_measure(server, frames=frames, pixels=pixels, **counts)))
+        _show(rows[-1], console)
+    if out is not None:
+        write_json(out, rows)
