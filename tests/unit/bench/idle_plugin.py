@@ -5,25 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
+from tests.bench.parts.stub_plugin import StubPlugin
 from vsched.sim.ranks.device_memory import SimulatedMemory
-from vsched.sim.ranks.symbolic_workers import StandInEncoder, StandInGenerator, stand_in_info
+from vsched.sim.ranks.symbolic_workers import StandInGenerator, stand_in_info
 from vsched.types import ModelInfo
-from vsched.worker.contract import (
-    Batch,
-    EncodeWorker,
-    GenerateWorker,
-    Preprocessor,
-    Progress,
-    Sampled,
-    WorkerPlugin,
-    WorkerSettings,
-)
+from vsched.worker.contract import GenerateWorker, Preprocessor, Progress, WorkerSettings
 from vsched_workers.checkpoint.tokenize import ByteDetokenizer, TokenTable
 
 NAME = "tests.unit.bench.idle_plugin:plugin"
-LETTER = ord("e")
 TABLE = TokenTable(*2 * [[bytes([byte]) for byte in range(256)]])
 
 
@@ -49,46 +38,24 @@ class Letters(Preprocessor):
         return ByteDetokenizer(TABLE, special=special)
 
 
-class IdleGenerator(StandInGenerator):
-    """Yields the same letter for every row."""
-
-    def step(self, batch: Batch) -> Sampled:
-        rows = len(batch.decode_slots) + sum(chunk.samples for chunk in batch.chunks)
-        return Sampled(np.full(rows, LETTER, np.int32))
-
-
-def _device() -> SimulatedMemory:
-    return SimulatedMemory(1 << 30, pool="idle")
-
-
-class IdlePlugin(WorkerPlugin):
+class IdlePlugin(StubPlugin):
     """The plug-in that the configuration names."""
 
     def inspect(self, path: str, *, dtype: str, item_tokens_max: int) -> ModelInfo:
-        return stand_in_info(
-            family="idle",
-            path=path,
-            vocab_size=256,
-            context_tokens=4096,
-            item_tokens_max=64,
-            image_token_id=0,
-        )
+        sizes = {"vocab_size": 256, "context_tokens": 4096, "item_tokens_max": 64}
+        return stand_in_info(family="idle", path=path, image_token_id=0, **sizes)
 
-    def check_parallel(self, info: ModelInfo, *, stage: str, ranks: int) -> None:
-        """Any number of ranks is valid."""
+    def forgo_models(self, path: str) -> None:
+        """No-op: there are none."""
 
     def load_preprocessor(self, info: ModelInfo) -> Preprocessor:
         return Letters(info)
 
-    def load_encoder(
-        self, info: ModelInfo, settings: WorkerSettings, progress: Progress
-    ) -> EncodeWorker:
-        return StandInEncoder(_device())
-
     def load_generator(
         self, info: ModelInfo, settings: WorkerSettings, progress: Progress
     ) -> GenerateWorker:
-        return IdleGenerator(_device(), kv_bytes_per_token=info.kv_bytes_per_token)
+        memory = SimulatedMemory(1 << 30, pool="idle")
+        return StandInGenerator(memory, kv_bytes_per_token=info.kv_bytes_per_token)
 
 
 plugin = IdlePlugin()

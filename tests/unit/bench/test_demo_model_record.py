@@ -1,4 +1,4 @@
-"""The demo checkpoint: its record meets the targets, and its page agrees with the record."""
+"""The demo checkpoint: its record meets the targets, its page agrees with the record, and intervals are Wilson's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from demo_training.interval import Share
+from demo_training.interval import Share, wilson_interval
 
 ROOT = Path(__file__).parents[3]
 AIMS = {"number": 95, "colour": 98, "shape": 98, "count": 90}
@@ -49,3 +49,30 @@ def test_demo_model_page_has_the_figures_of_its_record() -> None:
 def test_demo_model_fits_into_the_repository() -> None:
     files = (ROOT / "workers" / "demo-model").iterdir()
     assert sum(file.stat().st_size for file in files) <= SIZE_MAX
+
+
+@pytest.mark.parametrize(
+    ("right", "total", "low", "high"),
+    [
+        # Newcombe, Two-sided confidence intervals for the single proportion, 1998, table I, method 3.
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+    ],
+)
+def test_wilson_interval_equals_published_values(
+    right: int, total: int, low: float, high: float
+) -> None:
+    assert wilson_interval(right, total) == pytest.approx((low, high), abs=5e-5)
+
+
+@pytest.mark.parametrize(("right", "total"), [(3, 2), (-1, 2)])
+def test_wilson_interval_refuses_invalid_shares(right: int, total: int) -> None:
+    with pytest.raises(ValueError, match="not a share"):
+        wilson_interval(right, total)
+
+
+def test_share_is_worded_in_per_cent() -> None:
+    assert Share(97, 100).text() == "97.0 (91.5-99.0)"
+    assert Share(0, 0).value == 0.0

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.bench.gpu.costs import DEVICES, SHAPES, Cost
+from tests.bench.gpu.costs import SHAPES
 
 torch = pytest.importorskip("torch")
 
@@ -16,8 +17,6 @@ torch = pytest.importorskip("torch")
 @pytest.mark.parametrize("name", SHAPES)
 def test_counts_are_those_of_the_model(name: str, tmp_path: Path) -> None:
     """Transformers builds it, without weights."""
-    import json
-
     from torch import nn
 
     from vsched_workers.batching import paged_attention
@@ -44,10 +43,3 @@ def test_decode_of_the_3b_shape_is_as_written_out() -> None:
     weights = 36 * (2 * 2048**2 + 2 * 2048 * 256 + 3 * 2048 * 11008) + 2048 * 151936
     assert cost.moved == 2 * weights + 8 * 1024 * 36_864
     assert cost.operations == 8 * (2 * weights + 4 * 36 * 2048 * 1024)
-
-
-def test_least_time_is_that_of_what_takes_longer() -> None:
-    h100, h200 = DEVICES
-    assert Cost(3.35e12, 1.0).least_ms(h100) == 1000
-    assert Cost(4.8e12, 1.0).least_ms(h200) == 1000
-    assert Cost(1.0, 79e12).least_ms(h100) == Cost(1.0, 79e12).least_ms(h200) == 100

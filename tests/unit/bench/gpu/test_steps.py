@@ -11,6 +11,7 @@ import pytest
 
 from tests.bench.gpu.steps import Step, StepResult, run_steps
 from tests.patience import NEVER_S, wait_until
+from tests.traces import is_alive
 
 
 def python(name: str, code: str, limit_s: float = NEVER_S) -> Step:
@@ -58,31 +59,28 @@ def test_no_step_begins_when_the_time_is_up(tmp_path: Path) -> None:
     assert written(tmp_path) == results
 
 
+SLEEPS = "[sys.executable, '-c', 'import time; time.sleep(1e4)']"
+
+
 @pytest.mark.slow
-def test_processes_left_behind_by_a_step_are_ended(tmp_path: Path) -> None:
-    """Its processes would take the memory of the next step."""
-    sleeps = "[sys.executable, '-c', 'import time; time.sleep(1e4)']"
-    child = f"import subprocess, sys; print(subprocess.Popen({sleeps}).pid)"
-    run_steps([python("leaves", child)], tmp_path, seconds=NEVER_S, environment=os.environ)
+@pytest.mark.parametrize(
+    ("code", "limit_s", "ending"),
+    [
+        (f"print(subprocess.Popen({SLEEPS}).pid)", NEVER_S, "done"),
+        (
+            f"print(subprocess.Popen({SLEEPS}, start_new_session=True).pid, flush=True); time.sleep(1e4)",
+            5.0,
+            "out of time",
+        ),
+    ],
+    ids=["left behind", "in a session of its own, when the time is up"],
+)
+def test_processes_of_a_step_are_ended(
+    tmp_path: Path, code: str, limit_s: float, ending: str
+) -> None:
+    """They would take the memory of the next step."""
+    step = python("leaves", f"import subprocess, sys, time; {code}", limit_s)
+    (result,) = run_steps([step], tmp_path, seconds=NEVER_S, environment=os.environ)
+    assert result.ending == ending
     pid = int((tmp_path / "leaves.log").read_text())
-    wait_until(lambda: not is_running(pid))
-
-
-@pytest.mark.slow
-def test_a_server_of_a_step_whose_time_is_up_is_ended(tmp_path: Path) -> None:
-    """Although it has a session of its own and got no signal."""
-    server = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1e4)'], start_new_session=True)"
-    code = f"import subprocess, sys, time; print({server}.pid, flush=True); time.sleep(1e4)"
-    (result,) = run_steps(
-        [python("serves", code, 5.0)], tmp_path, seconds=NEVER_S, environment=os.environ
-    )
-    assert result.ending == "out of time"
-    pid = int((tmp_path / "serves.log").read_text())
-    wait_until(lambda: not is_running(pid))
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    wait_until(lambda: not is_alive(pid))
