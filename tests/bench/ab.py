@@ -3,8 +3,8 @@
 A round is a number of concurrent greedy requests of one length on each engine. There are two kinds of text:
 *repetitive* ones ask for a copy of their content, *ordinary* ones for prose. With `--schema`, the second engine
 generates JSON that matches a schema. Every ratio compares two rounds of the same number. In float32, and with
-`model.deterministic`, outputs are equal under most settings, and `--equal` asserts it; otherwise sums over several rows
-may round differently from those over one.
+`model.deterministic`, outputs are equal under most settings; otherwise sums over several rows may round differently
+from those over one.
 
     python -m tests.bench.ab checkpoints/smollm2 --b generate.drafting.use=prompt-lookup
     python -m tests.bench.ab checkpoints/smollm2 --b generate.kv_dtype=int8 --clients 64
@@ -61,6 +61,7 @@ SCHEMA = {"type": "array", "items": ITEM, "minItems": 200}
 HEADER = """\
 | text | clients | requests/s | the other | ratio | CPU time, ratio | same answers | drafts accepted | preemptions |
 |---|--:|--:|--:|---|---|--:|--:|--:|"""
+ANSWER_TOKENS = 128
 COUNTS = ("tokens_drafted", "drafts_accepted", "preemptions")
 
 
@@ -97,13 +98,12 @@ async def run_round(
     return Round(count / (time.perf_counter() - began_s), cpu_s(pids) - spent_s, answers)
 
 
-async def measure(options: argparse.Namespace) -> list[str]:
-    """Return the lines of the table, one for each kind of text and number of clients; print them as they come."""
+async def measure(options: argparse.Namespace) -> None:
+    """Print the table as its lines come, one for each kind of text and number of clients."""
     common = [f"model.path={options.checkpoint}", "model.name=bench", *options.set]
-    plain = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=options.tokens)
+    plain = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=ANSWER_TOKENS)
     grammar = constraint_from_schema(SCHEMA) if options.schema else plain.grammar
     samplings = plain, msgspec.structs.replace(plain, grammar=grammar)
-    lines = []
     async with (
         Engine(load_config(None, sets=common, environ={}).config) as one,
         Engine(load_config(None, sets=[*common, *options.b], environ={}).config) as other,
@@ -125,11 +125,7 @@ async def measure(options: argparse.Namespace) -> list[str]:
                         before = other.statistics()["generate"]
                 now = other.statistics()["generate"]
                 counts = [now[name] - before[name] for name in COUNTS]
-                lines.append(line(kind, clients, pairs, counts))
-                print(lines[-1], flush=True)
-                equal = all(first.answers == second.answers for first, second in pairs)
-                assert equal or not options.equal, "an output differs"
-    return lines
+                print(line(kind, clients, pairs, counts), flush=True)
 
 
 def line(
@@ -156,18 +152,16 @@ def line(
     return f"| {' | '.join(cells)} |"
 
 
-def main(words: list[str] | None = None) -> list[str]:
-    """Run the command; return the lines of its table."""
+def main() -> None:
+    """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.ab")
     parser.add_argument("checkpoint")
     parser.add_argument("--set", action="append", default=[], help="a setting of both engines")
     parser.add_argument("--b", action="append", default=[], help="a setting of the second one")
     parser.add_argument("--schema", action="store_true", help="JSON from the second one")
-    parser.add_argument("--equal", action="store_true", help="fail if an output differs")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--tokens", type=int, default=128, help="of an answer")
     parser.add_argument("--rounds", type=int, default=3)
-    return asyncio.run(measure(parser.parse_args(words)))
+    asyncio.run(measure(parser.parse_args()))
 
 
 if __name__ == "__main__":

@@ -48,6 +48,8 @@ VISIT_TOKENS = PROMPT_TOKENS + IMAGE_TOKENS
 VISIT_STEPS = 8
 """More steps than a visit takes on its replica."""
 SPARE_SLOTS = 4
+STEP_MS = 20.0
+"""Time of a step of the ranks."""
 
 
 @dataclass(frozen=True)
@@ -156,10 +158,10 @@ class Row:
     arrival_us: list[float]
     visit_us: list[float]
 
-    def line(self, step_ms: float) -> str:
+    def line(self) -> str:
         """Return a row of the table."""
         step, visit = statistics.median(self.step_us), statistics.median(self.visit_us)
-        share = self.replicas * step / (step_ms * 1e3)
+        share = self.replicas * step / (STEP_MS * 1e3)
         left = max(1 - share, 0.0) * 1e6 / visit
         cells = (f"{1e6 / step:,.0f}", f"{share:.1%}", f"{left:,.0f}" if left else "none")
         costs = map(_text, (self.step_us, self.arrival_us, self.visit_us))
@@ -172,7 +174,8 @@ def _text(values: Sequence[float]) -> str:
 
 HEAD = (
     "| replicas | decode step, µs | arrival, µs | one-image request, µs | steps/s of a core "
-    "| core that steps of {:g} ms take | one-image requests/s beside them |\n|---:|---:|---:|---:|---:|---:|---:|"
+    f"| core that steps of {STEP_MS:g} ms take | one-image requests/s beside them |"
+    "\n|---:|---:|---:|---:|---:|---:|---:|"
 )
 
 
@@ -234,8 +237,8 @@ def _median_us(values: Sequence[int]) -> float:
     return statistics.median(values) / 1e3
 
 
-def most_replicas(rows: Sequence[Row], step_ms: float) -> int:
-    """Return the number of replicas that fill a core with decode steps of this length.
+def most_replicas(rows: Sequence[Row]) -> int:
+    """Return the number of replicas that fill a core with decode steps of `STEP_MS`.
 
     A step costs a + b x replicas, a line through the rows with the fewest and the most replicas: so
     N replicas take N (a + b N) of a core in a step's time.
@@ -243,7 +246,7 @@ def most_replicas(rows: Sequence[Row], step_ms: float) -> int:
     few, many = ((row.replicas, statistics.median(row.step_us)) for row in (rows[0], rows[-1]))
     each = max((many[1] - few[1]) / max(many[0] - few[0], 1), 1e-6)
     base = max(few[1] - each * few[0], 0.0)
-    return int((math.sqrt(base * base + 4 * each * step_ms * 1e3) - base) / (2 * each))
+    return int((math.sqrt(base * base + 4 * each * STEP_MS * 1e3) - base) / (2 * each))
 
 
 def main(print_line: Callable[[str], None] = print) -> None:
@@ -253,19 +256,16 @@ def main(print_line: Callable[[str], None] = print) -> None:
     parser.add_argument("--running", type=int, default=4, help="requests that decode on each")
     parser.add_argument("--events", type=int, default=50, help="steps and requests a repeat")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--step-ms", type=float, default=20.0, help="time of a step of the ranks")
-    parser.add_argument("--set", action="append", default=[], help="a setting, of policies")
     options = parser.parse_args()
-    policies = load_config(None, sets=options.set, environ={}).policies.for_kernel()
-    print_line(HEAD.format(options.step_ms))
+    policies = load_config(None, environ={}).policies.for_kernel()
+    print_line(HEAD)
     rows = []
     for replicas in sorted(options.replicas):
         sizes = {"events": options.events, "repeats": options.repeats}
         rows.append(measure(replicas, options.running, policies=policies, **sizes))
-        print_line(rows[-1].line(options.step_ms))
-    most = most_replicas(rows, options.step_ms)
+        print_line(rows[-1].line())
     print_line(
-        f"\nOne core drives {most:,} replicas at {options.step_ms:g} ms a step; k kernels k times as many."
+        f"\nOne core drives {most_replicas(rows):,} replicas at {STEP_MS:g} ms a step; k kernels k times as many."
     )
 
 

@@ -83,18 +83,6 @@ VARIANTS = (
 )
 
 
-def choose(names: Sequence[str]) -> list[Variant]:
-    """Return the named settings after the first, or all.
-
-    Raises:
-        ConfigError: When a name is unknown.
-    """
-    known = [variant.name for variant in VARIANTS]
-    if unknown := [name for name in names if name not in known]:
-        raise ConfigError(f"--only: {unknown[0]!r} is not one of {', '.join(known)}")
-    return [one for one in VARIANTS if one is VARIANTS[0] or not names or one.name in names]
-
-
 def settings_of(variant: Variant, own: Sequence[str], path: str, longest_tokens: int) -> list[str]:
     """Return the assignments of a variant; a starved one has room for the longest request."""
     sets = [*COMMON, *own, f"model.path={path}", *variant.sets]
@@ -288,10 +276,6 @@ def accuracy(
     assignments: SetOption = None,
     count: Annotated[int, typer.Option(min=1, help="Conversations per task.")] = 100,
     clients: Annotated[int, typer.Option(min=1, help="Conversations at a time.")] = 32,
-    only: Annotated[
-        list[str] | None,
-        typer.Option(help="A setting next to the first, in place of all.", show_default="all"),
-    ] = None,
     out: JsonOption = None,
 ) -> None:
     """Ask a server one held-out question set under every setting.
@@ -301,7 +285,6 @@ def accuracy(
     """
     console = Console(width=None if Console().is_terminal else 200, highlight=False)
     own = assignments or []
-    variants = choose(only or [])
     plugin = load_config(None, sets=own, environ={}).config.generate.plugin
     examiner = load_tools(plugin, "exam_tasks", path="generate.plugin")
     path = checkpoint or examiner.trained_checkpoint()
@@ -315,7 +298,7 @@ def accuracy(
         table.add_column(name, no_wrap=True)
     results: list[Result] = []
     reference: list[ExamAnswer] = []
-    for variant in variants:
+    for variant in VARIANTS:
         console.print(f"{variant.name} …")
         longest = ANSWER_TOKENS + max((one.prompt_tokens for one in reference), default=0)
         sets = settings_of(variant, own, path, longest)

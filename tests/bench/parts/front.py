@@ -7,7 +7,7 @@ their own process. With few or busy cores, the CPU time is more reliable than th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import msgspec
@@ -16,11 +16,10 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from tests.bench.parts.stub_plugin import NAME, PACED
+from tests.bench.parts.stub_plugin import NAME
 from vsched.api.http_server import favour_event_loop, forgo_models
 from vsched.api.server import RunningServer, running_server
 from vsched.bench.load.client_processes import LoadOrder, ready_clients, run_clients
-from vsched.bench.load.generator import Figures
 from vsched.bench.load.shapes import Case
 from vsched.bench.machine import process_s
 from vsched.config import load_config
@@ -34,23 +33,14 @@ STUBBED = (
     "generate.threads=1",
     "server.port=0",
 )
-
-
+SHORT_TOKENS, LONG_TOKENS = 8, 128
+"""Tokens of a short answer and of a long one."""
 _ROOM = (
     "generate.slots=64",
     "generate.max_waiting=4096",
     'generate.memory={use="pinned", tokens=200000}',
 )
 """Enough slots that no request waits long for one; further settings may change it."""
-
-
-class FrontLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """One load: `requests` of a case by `clients` concurrent clients, each with `output_tokens`."""
-
-    case: Case
-    output_tokens: int
-    clients: int
-    requests: int
 
 
 class FrontRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,7 +67,7 @@ class FrontRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def measure_front(
-    settings: Sequence[str], loads: Sequence[FrontLoad], advanced: Callable[[FrontRow], None]
+    settings: Sequence[str], loads: Sequence[LoadOrder], advanced: Callable[[FrontRow], None]
 ) -> list[FrontRow]:
     """Serve the loads one after another; return a row for each.
 
@@ -95,47 +85,31 @@ async def measure_front(
     return rows
 
 
-async def _measure(server: RunningServer, load: FrontLoad) -> FrontRow:
-    order = LoadOrder(
-        case=load.case,
-        clients=load.clients,
-        requests=load.requests,
-        output_tokens=load.output_tokens,
-        url=server.url,
-        model=server.engine.model_name,
-    )
+async def _measure(server: RunningServer, load: LoadOrder) -> FrontRow:
+    order = msgspec.structs.replace(load, url=server.url, model=server.engine.model_name)
     async with ready_clients(order) as clients:
         before = _spent(server)
         figures = await run_clients(clients)
-        spent = {name: now - before[name] for name, now in _spent(server).items()}
-    return front_row(load, figures, spent, processes=server.engine.config.server.processes)
-
-
-def _spent(server: RunningServer) -> dict[str, float]:
-    """Return the CPU time used so far by each kind of process."""
-    return {
-        "http": sum(map(process_s, server.api_pids)),
-        "engine": time.process_time(),
-        "ranks": sum(map(process_s, server.engine.rank_pids)),
-    }
-
-
-def front_row(
-    load: FrontLoad, figures: Figures, spent: Mapping[str, float], *, processes: int
-) -> FrontRow:
-    """Return the row of a load, from client figures and the CPU time of each kind of process."""
+        spent = [now - then for now, then in zip(_spent(server), before, strict=True)]
+    http_ms, engine_ms, ranks_ms = (round(one / load.requests * 1e3, 2) for one in spent)
     return FrontRow(
-        processes=processes,
+        processes=server.engine.config.server.processes,
         case=str(load.case),
         output_tokens=load.output_tokens,
         clients=load.clients,
         requests_s=round(figures.requests_s, 1),
         output_tokens_s=round(figures.output_tokens_s, 1),
-        http_ms=round(spent["http"] / load.requests * 1e3, 2),
-        engine_ms=round(spent["engine"] / load.requests * 1e3, 2),
-        ranks_ms=round(spent["ranks"] / load.requests * 1e3, 2),
+        http_ms=http_ms,
+        engine_ms=engine_ms,
+        ranks_ms=ranks_ms,
         client_cpu=round(figures.client_cpu, 2),
     )
+
+
+def _spent(server: RunningServer) -> tuple[float, float, float]:
+    """Return the CPU time used so far by HTTP processes, the engine's process, and ranks."""
+    http, ranks = (sum(map(process_s, pids)) for pids in (server.api_pids, server.engine.rank_pids))
+    return http, time.process_time(), ranks
 
 
 def front(
@@ -143,30 +117,22 @@ def front(
     assignments: SetOption = None,
     clients: Annotated[int, typer.Option(min=1, help="Clients at a time.")] = 32,
     requests: Annotated[int, typer.Option(min=1, help="Requests of each load.")] = 400,
-    short: Annotated[int, typer.Option(min=1, help="Tokens of a short answer.")] = 8,
-    long: Annotated[int, typer.Option(min=1, help="Tokens of a long one.")] = 128,
     processes: Annotated[
         str, typer.Option(help="Numbers of server.processes to compare, separated by commas.")
     ] = "1",
-    paced: Annotated[
-        bool,
-        typer.Option(help="Make each step take 10 ms, so that it contains all running requests."),
-    ] = False,
     out: JsonOption = None,
 ) -> None:
     """Serve requests without the model: short answers, long ones, images; report the cost of each."""
     console = Console()
     loads = [
-        FrontLoad(case=case, output_tokens=tokens, clients=min(clients, count), requests=count)
+        LoadOrder(case=case, output_tokens=tokens, clients=min(clients, count), requests=count)
         for case, tokens, count in (
-            (Case.TEXT, short, requests),
-            (Case.TEXT, long, requests),
-            (Case.IMAGE, short, max(requests // 4, 1)),
+            (Case.TEXT, SHORT_TOKENS, requests),
+            (Case.TEXT, LONG_TOKENS, requests),
+            (Case.IMAGE, SHORT_TOKENS, max(requests // 4, 1)),
         )
     ]
     settings = [*_ROOM, *(assignments or ()), f"model.path={path}"]
-    if paced:
-        settings.append(f"generate.plugin={PACED}")
 
     def advanced(row: FrontRow) -> None:
         console.print(f"[dim]{row.processes} processes, {row.case}: done[/dim]")
@@ -182,12 +148,7 @@ def front(
     ):
         table.add_column(name, justify="left" if name == "case" else "right")
     for row in rows:
-        table.add_row(
-            *(str(row.processes), row.case, str(row.output_tokens), str(row.clients)),
-            *(f"{row.requests_s:.1f}", f"{row.output_tokens_s:.0f}"),
-            *(f"{row.http_ms:.2f}", f"{row.engine_ms:.2f}"),
-            *(f"{row.ranks_ms:.2f}", f"{row.client_cpu:.2f}"),
-        )
+        table.add_row(*map(str, msgspec.structs.astuple(row)))
     console.print(table)
     if out is not None:
         write_json(out, rows)

@@ -6,7 +6,6 @@ Questions about drawn videos are asked of engines that prune different shares of
 from __future__ import annotations
 
 import asyncio
-import base64
 import io
 import itertools
 import time
@@ -23,7 +22,7 @@ from rich.table import Table
 
 from demo_training.samples import held_out
 from vsched import Engine, SamplingParams
-from vsched.cli.demo_command import is_answer
+from vsched.cli.demo_command import data_url, is_answer
 from vsched.config import load_config
 from vsched.media import MediaReference
 from vsched.policy import PruningPolicy, PruningView
@@ -32,6 +31,7 @@ from vsched.terminal.options import JsonOption, SetOption, write_json
 from vsched.worker.contract import PixelBounds, VideoSampling
 
 TASKS = ("number", "colour", "shape", "count")
+KINDS = ("rests", "appears", "moves")
 ANSWER_TOKENS = 16
 PIXELS_MIN = 4 * 28 * 28
 SETTLE = 8
@@ -66,13 +66,6 @@ class Answer(NamedTuple):
     prompt_tokens: int
     ttft_ms: float
     token_ms: float
-
-
-def data_url(image: Image.Image) -> str:
-    """Return an image as a client sends it."""
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
 def street(seed: int, count: int, *, moves: bool) -> list[Image.Image]:
@@ -122,9 +115,14 @@ async def engines(
 
 def video_of(frames: Sequence[Image.Image]) -> MediaReference:
     """Return a video as a client sends it."""
+    urls = []
+    for frame in frames:
+        file = io.BytesIO()
+        frame.save(file, "PNG")
+        urls.append(data_url(file.getvalue()))
     bounds = PixelBounds(min_pixels=PIXELS_MIN)  # drawn pictures are small
     return MediaReference(
-        tuple(map(data_url, frames)), is_video=True, sampling=VideoSampling(fps=2.0, bounds=bounds)
+        tuple(urls), is_video=True, sampling=VideoSampling(fps=2.0, bounds=bounds)
     )
 
 
@@ -185,12 +183,12 @@ def drawn_questions(count: int) -> Iterator[tuple[str, Image.Image, str, str]]:
 
 
 async def measure_accuracy(
-    settings: Sequence[str], kinds: Sequence[str], *, count: int
+    settings: Sequence[str], *, count: int
 ) -> dict[str, dict[str, dict[str, int]]]:
     """Return right answers by kind of video, share and task."""
     found: dict[str, dict[str, dict[str, int]]] = {}
     async with engines(settings, WITH_GROUPS) as running:
-        for kind in kinds:
+        for kind in KINDS:
             right = found[kind] = {name: dict.fromkeys(TASKS, 0) for name in running}
             for task, picture, question, expected in drawn_questions(count):
                 video = video_of(drawn_video(picture, kind))
@@ -210,9 +208,6 @@ def pruning(
     questions: Annotated[
         int, typer.Option(min=0, help="Questions per task, for the demo model; 0 for no accuracy.")
     ] = 0,
-    videos: Annotated[
-        str, typer.Option(help="Kinds of videos for questions, separated by commas.")
-    ] = "rests,appears,moves",
     out: JsonOption = None,
 ) -> None:
     """Compare shares of pruned tokens: prompt, TTFT and TPOT, and right answers about drawn videos."""
@@ -232,8 +227,7 @@ def pruning(
                 table.add_row(kind, name, tokens, f"{ttft_ms:,.0f}", f"{token_ms:.1f}")
         console.print(table)
     if questions:
-        kinds = videos.split(",")
-        report["right"] = asyncio.run(measure_accuracy(settings, kinds, count=questions))
+        report["right"] = asyncio.run(measure_accuracy(settings, count=questions))
         for kind, shares in report["right"].items():
             table = Table(f"right answers in %, {kind}", *TASKS)
             for name, counts in shares.items():

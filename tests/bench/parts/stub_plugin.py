@@ -5,8 +5,6 @@ Checkpoint, tokenizer, chat template and image processor are those of the plug-i
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 
 from vsched.sim.ranks.device_memory import SimulatedMemory
@@ -25,8 +23,6 @@ from vsched.worker.contract import (
 from vsched.worker.registry import load_worker
 
 NAME = "tests.bench.parts.stub_plugin:plugin"
-PACED = "tests.bench.parts.stub_plugin:paced_plugin"
-PACED_STEP_S = 0.01
 REAL = "transformers"
 _DEVICE_BYTES = 1 << 40
 _WORD = " word"
@@ -36,26 +32,20 @@ _WORD = " word"
 class StubGenerator(StandInGenerator):
     """Yields the token of a word for every row."""
 
-    def __init__(self, info: ModelInfo, *, step_s: float = 0.0) -> None:
-        self._step_s = step_s
+    def __init__(self, info: ModelInfo) -> None:
         memory = SimulatedMemory(_DEVICE_BYTES, pool="stub")
         super().__init__(memory, kv_bytes_per_token=info.kv_bytes_per_token)
         tokens = load_worker(REAL).load_preprocessor(info).tokenize(_WORD)
         self._token = next(token for token in reversed(tokens) if token not in info.stop_token_ids)
 
     def step(self, batch: Batch) -> Sampled:
-        """Yield a token for every row after the time of a step."""
-        if self._step_s:
-            time.sleep(self._step_s)
-        rows = len(batch.decode_slots) + sum(chunk.samples for chunk in batch.chunks)
+        """Yield the token."""
+        rows = len(super().step(batch).tokens)
         return Sampled(np.full(rows, self._token, np.int32))
 
 
 class StubPlugin(WorkerPlugin):
     """The plug-in that the configuration of the measured server names."""
-
-    def __init__(self, *, step_s: float = 0.0) -> None:
-        self._step_s = step_s
 
     def inspect(self, path: str, *, dtype: str, item_tokens_max: int) -> ModelInfo:
         """Return the facts of the checkpoint."""
@@ -84,8 +74,7 @@ class StubPlugin(WorkerPlugin):
     ) -> GenerateWorker:
         """Return a generator that always yields the same token."""
         del settings, progress
-        return StubGenerator(info, step_s=self._step_s)
+        return StubGenerator(info)
 
 
 plugin = StubPlugin()
-paced_plugin = StubPlugin(step_s=PACED_STEP_S)
