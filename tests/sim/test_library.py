@@ -196,27 +196,11 @@ async def by_break(engine: Engine, **call: Any) -> object:
     return generation
 
 
-async def by_an_exception(engine: Engine, **call: Any) -> object:
-    generation = await engine.generate(**call)
-    with contextlib.suppress(ZeroDivisionError):
-        async for _ in generation:
-            raise ZeroDivisionError
-    return generation
-
-
 async def by_closing(engine: Engine, **call: Any) -> object:
     generation = await engine.generate(**call)
     async with contextlib.aclosing(generation):
         await anext(generation)
     assert [delta async for delta in generation] == []
-    return generation
-
-
-async def by_a_timeout(engine: Engine, **call: Any) -> object:
-    generation = await engine.generate(**call)
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0):
-            await anext(generation)
     return generation
 
 
@@ -268,9 +252,7 @@ async def by_leaving_the_texts(engine: Engine, **call: Any) -> object:
 
 WAYS = (
     by_break,
-    by_an_exception,
     by_closing,
-    by_a_timeout,
     by_cancelling,
     by_forgetting,
     by_forgetting_in_a_thread,

@@ -9,7 +9,7 @@ from vsched.sim.cluster.scenario import FIRST_PRESSED, play
 from vsched.sim.invariants import SimulationFailed
 from vsched.testing.plugin import SimCase
 
-SEEDS = (*range(60), *range(FIRST_PRESSED, FIRST_PRESSED + 40))
+SEEDS = (*range(30), *range(FIRST_PRESSED, FIRST_PRESSED + 20))
 """Each kind of scenario, of which there are ten, and half of the last ones under pressure."""
 
 

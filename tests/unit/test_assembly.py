@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,16 +18,20 @@ from vsched.assembly import (
     check_parallel,
     create_sizing,
     inspect_checkpoint,
+    inspect_draft,
     memory_in_use,
     rank_kv_bytes_per_token,
     rank_spec,
     scheduler_limits,
+    verifies_drafts,
     worker_group_plans,
 )
 from vsched.config import Config, load_config, resolve_policies
+from vsched.engine import Engine
 from vsched.errors import CheckpointError, ConfigError
+from vsched.sim.ranks.plugin import HYBRID, NAME, plugin
 from vsched.transport.arena import Arena
-from vsched.types import ModelInfo
+from vsched.types import ModelInfo, SamplingDefaults, SamplingParams
 
 INFO = model_info()
 
@@ -147,10 +154,8 @@ def test_kernel_is_told_how_long_a_request_may_wait() -> None:
     """0 is no limit."""
     for set_, expected_ns in (("deadlines.waiting_s=0", 0), ("deadlines.waiting_s=1.5", 1.5e9)):
         config = config_of(set_)
-        assert (
-            scheduler_limits(config, INFO, resolve_policies(config), blocks=1).waiting_ns
-            == expected_ns
-        )
+        limits = scheduler_limits(config, INFO, resolve_policies(config), blocks=1)
+        assert limits.waiting_ns == expected_ns
 
 
 def test_ranks_without_heads_of_their_own_keep_the_whole_kv_cache() -> None:
@@ -294,3 +299,76 @@ def test_swap_memory_of_a_plugin_that_cannot_swap_is_refused(
         config = config_of(f"generate.swap_memory={size}", "model.path=x")
         with pytest.raises(ConfigError, match="cannot swap") if refused else nullcontext():
             inspect_checkpoint(config, resolve_policies(config))
+
+
+# --- drafts ---
+
+SIMULATED = plugin.inspect("model", dtype="auto", item_tokens_max=0)
+STATEFUL = plugin.inspect(HYBRID, dtype="auto", item_tokens_max=0)
+WITH_DRAFT = msgspec.structs.replace(SIMULATED, draft=SIMULATED.text_alone)
+UNASKED = "generate.draft_model is loaded, and generate.drafting does not ask it"
+
+
+def drafting(policy: str) -> Config:
+    return config_of(f"generate.plugin={NAME}", f'generate.drafting={{use="{policy}"}}')
+
+
+@pytest.mark.parametrize(
+    ("policy", "warned"),
+    [("draft-model", False), ("prompt-lookup", True), ("forced-tokens", True), ("none", True)],
+)
+def test_warning_about_an_unused_draft_model(
+    policy: str, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = drafting(policy)
+    assert verifies_drafts(config, WITH_DRAFT, resolve_policies(config))
+    assert (UNASKED in caplog.text) == warned
+
+
+def test_drafts_are_refused_without_what_they_need() -> None:
+    asks = drafting("draft-model")
+    with pytest.raises(ConfigError, match=r"drafts with a model, and there is none"):
+        verifies_drafts(asks, SIMULATED, resolve_policies(asks))
+    looks = drafting("prompt-lookup")
+    assert verifies_drafts(looks, SIMULATED, resolve_policies(looks))
+    with pytest.raises(ConfigError, match=r"cannot verify drafts"):
+        verifies_drafts(looks, STATEFUL, resolve_policies(looks))
+    nothing = drafting("none")
+    assert not verifies_drafts(nothing, STATEFUL, resolve_policies(nothing))
+
+
+def test_draft_model_gets_a_prompt_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even for a model whose prompts are bidirectional: to the draft model they are ordinary tokens."""
+    whole = msgspec.structs.replace(SIMULATED, prompt_atomic=True, item_atomic=True)
+    monkeypatch.setattr(type(plugin), "inspect", lambda *_, **_given: whole)
+    config = config_of(f"generate.plugin={NAME}", "generate.draft_model=small")
+    found = inspect_draft(config, plugin, SIMULATED)
+    assert found is not None
+    assert not found.prompt_atomic
+    assert not found.item_atomic
+    with pytest.raises(ConfigError, match=r"generate\.draft_model: ranks cannot run drafts"):
+        inspect_draft(config, plugin, STATEFUL)
+
+
+# --- settings of the checkpoint ---
+
+DEMO = Path(__file__).parents[2] / "workers" / "demo-model"
+
+
+@pytest.mark.parametrize(
+    ("sets", "temperature"), [((), 0.3), (("model.sampling_defaults=false",), 1.0)]
+)
+def test_model_section_decides_what_is_taken_from_the_checkpoint(
+    tmp_path: Path, sets: tuple[str, ...], temperature: float
+) -> None:
+    path = shutil.copytree(DEMO, tmp_path / "copy")
+    stated = {"eos_token_id": 2, "temperature": 0.3}
+    (path / "generation_config.json").write_text(json.dumps(stated))
+    chosen = (f"model.path={path}", "model.chat_template=mine.jinja", *sets)
+    loaded = load_config(None, sets=chosen, environ={})
+    info = inspect_checkpoint(loaded.config, loaded.policies)
+    assert info.sampling == SamplingDefaults(temperature=temperature)
+    engine = Engine(loaded.config)
+    engine.info = info
+    assert engine.default_sampling() == SamplingParams(max_tokens=0, temperature=temperature)
+    assert info.chat_template == "mine.jinja"

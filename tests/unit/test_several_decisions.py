@@ -21,7 +21,6 @@ from vsched.policy import (
     PositiveCount,
     RequestPolicy,
     StepShares,
-    decisions_of,
 )
 from vsched.policy_host.seats import PolicyFaults, PolicySeats
 from vsched.testing import check_policy, run_random
@@ -54,10 +53,6 @@ USE = f"policy.use={__name__}:Counting"
 
 def load(*sets: str) -> Any:
     return load_config(None, sets=sets, environ={})
-
-
-def test_decisions_of_a_class_are_the_methods_that_it_overrides() -> None:
-    assert decisions_of(Counting) == ["arrival", "admission"]
 
 
 def test_policy_table_makes_every_decision_that_its_class_has_a_method_for() -> None:
@@ -136,10 +131,6 @@ def test_answers_of_the_base_class_are_valid_for_the_kernel() -> None:
     )
     cluster = run_random(random.Random(3), policies)
     assert not cluster.kernel.statistics()["policy_faults"]
-
-
-def test_check_policy_runs_all_decisions_of_a_class_together() -> None:
-    check_policy(Counting, seeds=range(4))
 
 
 class Mistaken(Counting, frozen=True, kw_only=True):

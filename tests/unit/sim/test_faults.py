@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import random
 import sys
 from pathlib import Path
@@ -11,7 +10,6 @@ import hypothesis
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
-from tests.unit.sim.virtual import current
 from vsched import probes
 from vsched.errors import ConfigError
 from vsched.probes import armed, fault_point
@@ -24,7 +22,6 @@ from vsched.sim.faults import (
     FaultPlan,
     Hang,
     HostCrash,
-    Injector,
     Partition,
     Slowdown,
     WorkerCrash,
@@ -193,19 +190,3 @@ def test_fault_point_calls_whoever_is_armed_and_raises_what_it_raises() -> None:
     fault_point("media.decode")
     assert visits == [("media.decode", ""), ("rank.step", "generate-1")]
     assert probes._on_point is None
-
-
-@pytest.mark.sim
-async def test_injector_hands_a_fault_out_once_when_it_is_due_to_its_target() -> None:
-    crash = WorkerCrash(at_ns=10**9, group="generate-0", rank=1)
-    injector = Injector(FaultPlan(faults=(crash,)), current())
-    assert injector.take(WorkerCrash, group="generate-0", rank=1) is None, "not yet"
-    await asyncio.sleep(1)
-    assert injector.take(WorkerCrash, group="generate-1", rank=1) is None
-    assert injector.take(WorkerCrash, group="generate-0", rank=0) is None
-    assert injector.take(Hang, group="generate-0", rank=1) is None
-    assert injector.take(WorkerCrash, group="generate-0", such=lambda one: one.rank == 0) is None
-    await asyncio.sleep(1)
-    assert injector.take(WorkerCrash, group="generate-0", rank=1) == crash
-    assert injector.take(WorkerCrash, group="generate-0", rank=1) is None
-    assert [(one.now_ns, one.fault) for one in injector.struck] == [(2 * 10**9, crash)]

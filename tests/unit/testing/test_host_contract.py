@@ -75,14 +75,10 @@ def test_kernel_meets_the_contract_of_hosts() -> None:
     ],
 )
 def test_host_that_breaks_the_contract_is_found(changes: dict[str, Any], sentence: str) -> None:
-    def broken(policies: Mapping[str, Policy] | None, load: Sequence[HostLoad]) -> HostRun:
-        return msgspec.structs.replace(run_kernel(policies, load[:12]), **changes)
-
     def short(policies: Mapping[str, Policy] | None, load: Sequence[HostLoad]) -> HostRun:
-        run = broken(policies, load)
-        missing = {one.request_id: one.outputs for one in load[12:]}
-        outputs = {**missing, **run.outputs} if "outputs" not in changes else {}
-        return msgspec.structs.replace(run, outputs=outputs)
+        run = run_kernel(policies, load[:12])
+        outputs = {one.request_id: one.outputs for one in load[12:]} | run.outputs
+        return msgspec.structs.replace(run, **{"outputs": outputs, **changes})
 
     with pytest.raises(ContractBroken, match=sentence):
         check_host(short, ABLE, seeds=[0])

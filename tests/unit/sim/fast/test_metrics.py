@@ -29,18 +29,6 @@ def test_sketch_quantiles_are_close(seed: int) -> None:
     assert sketch.count == 5000
 
 
-def test_sketch_cdf_rises_to_one() -> None:
-    points = filled(
-        [int(Random(2).expovariate(1e-6)) for _ in range(1)] * 5 + list(range(1000))
-    ).cdf_ms()
-    shares = [share for _, share in points]
-    values = [value for value, _ in points]
-    assert shares == sorted(shares)
-    assert values == sorted(values)
-    assert shares[-1] == 1.0
-    assert len(points) < 250
-
-
 def test_sampler_keeps_a_bounded_number_of_samples_and_every_sum() -> None:
     sampler = Sampler(0)
     steps = 5 * SAMPLES_MAX + 7

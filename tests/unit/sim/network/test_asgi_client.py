@@ -116,16 +116,12 @@ async def test_client_sends_a_body_in_pieces_and_can_leave_between_them() -> Non
 
 
 @pytest.mark.sim
-async def test_client_hears_what_the_application_raises() -> None:
-    with pytest.raises(ValueError, match="a mistake"):
-        await Service().client.request("GET", "/broken")
-
-
-@pytest.mark.sim
-async def test_client_is_told_when_the_application_ends_without_a_word() -> None:
+async def test_client_hears_of_an_application_that_raises_or_ends_without_a_word() -> None:
     async def app(_scope: Any, _receive: Any, _send: Any) -> None:
         await asyncio.sleep(1)
 
+    with pytest.raises(ValueError, match="a mistake"):
+        await Service().client.request("GET", "/broken")
     with pytest.raises(Disconnected, match="the application ended"):
         await AsgiClient(app).request("GET", "/")
 
