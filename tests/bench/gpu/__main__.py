@@ -124,15 +124,10 @@ def _tell_machine(out: Path, device: str, packed: Path | None) -> None:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             versions[name] = "none"
-    machine = Machine(
-        device=_said(
-            "nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"
-        )
-        if device != "cpu"
-        else platform.processor() or "cpu",
-        versions=versions,
-        commit=revision_of(ROOT, packed),
-    )
+    query = ("--query-gpu=name,driver_version,memory.total", "--format=csv,noheader")
+    on_cpu = platform.processor() or "cpu"
+    named = on_cpu if device == "cpu" else _said("nvidia-smi", *query)
+    machine = Machine(device=named, versions=versions, commit=revision_of(ROOT, packed))
     (out / "machine.json").write_bytes(msgspec.json.encode(machine))
 
 

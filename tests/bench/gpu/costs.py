@@ -166,17 +166,7 @@ SHAPES = {
     "3b": Shape(2048, 11008, 36, 16, 2, 151936, tied=True),
     "7b": Shape(3584, 18944, 28, 28, 4, 152064, tied=False),
     "nano": Shape(
-        64,
-        96,
-        2,
-        4,
-        2,
-        384,
-        tied=True,
-        depth=2,
-        vision_hidden=32,
-        vision_inner=48,
-        vision_heads=2,
+        64, 96, 2, 4, 2, 384, tied=True, depth=2, vision_hidden=32, vision_inner=48, vision_heads=2
     ),
 }
 

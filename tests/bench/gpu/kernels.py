@@ -144,16 +144,9 @@ def compile_multiply(kind: str, group: int, rows: int) -> Compiled:
 
     constants: dict[str, Any] = constants_of(kind, has_offsets=True)
     constants |= {"ROWS": rows, "OUTPUTS": 64, "TILE": tile_of(kind, group)}
-    signature = {
-        "rows": "*bf16",
-        "values": "*u8",
-        "scales": "*fp16",
-        "offsets": "*fp16",
-        "sums": "*fp32",
-    }
-    signature |= dict.fromkeys(
-        ("count", "outputs", "inputs", "bytes_of_one", "group", "groups", "part_tiles"), "i32"
-    )
+    signature = {"rows": "*bf16", "values": "*u8", "scales": "*fp16", "offsets": "*fp16"}
+    sizes = ("count", "outputs", "inputs", "bytes_of_one", "group", "groups", "part_tiles")
+    signature |= {"sums": "*fp32", **dict.fromkeys(sizes, "i32")}
     return _compile(multiply_few, f"multiply {kind} {rows} rows", signature, constants, STAGES)
 
 
@@ -203,14 +196,8 @@ def _compile(
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(made.asm["ptx"])
         file.flush()
-        command = [
-            str(assembler),
-            "-v",
-            f"--gpu-name=sm_{CAPABILITY}a",
-            file.name,
-            "-o",
-            "/dev/null",
-        ]
+        target = f"--gpu-name=sm_{CAPABILITY}a"
+        command = [str(assembler), "-v", target, file.name, "-o", "/dev/null"]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     registers, spills = _REGISTERS.search(said), _SPILLS.search(said)
     assert registers is not None, said

@@ -24,18 +24,8 @@ from pathlib import Path
 import msgspec
 import torch
 
-from tests.bench.gpu.costs import (
-    DECODES,
-    FEW_BITS,
-    FEW_DECODES,
-    IMAGES,
-    PREFILLS,
-    SHAPES,
-    TURNS,
-    Cost,
-    Device,
-    patches_of,
-)
+from tests.bench.gpu import costs
+from tests.bench.gpu.costs import IMAGES, SHAPES, Cost, Device, patches_of
 from tests.bench.gpu.load import TEXT_TOKENS, Load
 from tests.bench.gpu.shapes import Model, make_model
 from tests.bench.gpu.tables import Figures, Row, tables
@@ -140,16 +130,16 @@ class ModelBench:
         """Measure a part: single steps, or the turns of conversations."""
         if part == "conversations":
             sizes = IMAGES if self._full else {"tiny": (112, 112)}
-            turns = TURNS[-1:] if self._few else TURNS
+            turns = costs.TURNS[-1:] if self._few else costs.TURNS
             for (label, size), turn in itertools.product(sizes.items(), turns):
                 self._conversation(label, size, turn)
         elif self._weights != "auto":  # affects steps with few rows only
-            for batch, context in FEW_BITS if self._full else [(1, 32)]:
+            for batch, context in costs.FEW_BITS if self._full else [(1, 32)]:
                 self._decode(batch, context)
         else:
             for batch, context in self._decodes():
                 self._decode(batch, context)
-            for first, rows in PREFILLS if self._full else [(0, 32), (32, 32)]:
+            for first, rows in costs.PREFILLS if self._full else [(0, 32), (32, 32)]:
                 self._prefill(first, rows)
             for label, size in (IMAGES if self._full else {"tiny": (112, 112)}).items():
                 self._encode(label, size)
@@ -157,7 +147,7 @@ class ModelBench:
     def _decodes(self) -> list[tuple[int, int]]:
         if not self._full:
             return [(1, 32), (3, 32)]
-        return FEW_DECODES if self._few else DECODES
+        return costs.FEW_DECODES if self._few else costs.DECODES
 
     def _note(self, case: str, found_ms: float, cost: Cost | None, **more: float) -> None:
         floor_ms = None

@@ -44,16 +44,8 @@ def commit_of(root: Path) -> str:
     """Return the commit of a repository, with `-dirty` if tracked files differ from it."""
     if not (root / ".git").exists():  # else a repository around the tree would be described
         return UNKNOWN
-    command = [
-        "git",
-        "-C",
-        str(root),
-        "describe",
-        "--always",
-        "--abbrev=8",
-        "--dirty",
-        "--exclude=*",
-    ]
+    describe = ("describe", "--always", "--abbrev=8", "--dirty", "--exclude=*")
+    command = ["git", "-C", str(root), *describe]
     try:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):

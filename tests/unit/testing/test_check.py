@@ -136,14 +136,11 @@ class Nobody(RequestPolicy, frozen=True, kw_only=True):
         return -1
 
 
-class FirstReplica(RoutingPolicy, frozen=True, kw_only=True):
-    def choose(self, view: RoutingView) -> int:
-        return 0
+class Routes(RoutingPolicy, frozen=True, kw_only=True):
+    choice: int
 
-
-class PastTheLast(RoutingPolicy, frozen=True, kw_only=True):
     def choose(self, view: RoutingView) -> int:
-        return len(view.replicas)
+        return min(self.choice, len(view.replicas))
 
 
 class Sorts(RoutingPolicy, frozen=True, kw_only=True):
@@ -156,31 +153,22 @@ class Sorts(RoutingPolicy, frozen=True, kw_only=True):
         return first.index
 
 
-class Counts(RoutingPolicy, frozen=True, kw_only=True):
-    """Keeps state, although its view has the number of routed requests."""
+class Proposes(MemoryPolicy, frozen=True, kw_only=True):
+    """Ends after one proposal."""
 
-    calls: ClassVar[list[int]] = []
+    build: bool = True
+    tokens: int = 0
+    profile: bool = True
 
-    def choose(self, view: RoutingView) -> int:
-        self.calls.append(1)
-        healthy = [replica.index for replica in view.replicas if replica.healthy] or [0]
-        return healthy[len(self.calls) % len(healthy)]
-
-
-class Greedy(MemoryPolicy, frozen=True, kw_only=True):
     def plan(self, view: MemoryView) -> MemoryPlan:
-        yield Build(view.ranks[0].total_bytes)
+        tokens = self.tokens or view.tokens_min
+        yield Build(tokens, profile=self.profile) if self.build else Probe(tokens)
 
 
 class Endless(MemoryPolicy, frozen=True, kw_only=True):
     def plan(self, view: MemoryView) -> MemoryPlan:
         while True:
             yield Probe(view.tokens_min)
-
-
-class Hasty(MemoryPolicy, frozen=True, kw_only=True):
-    def plan(self, view: MemoryView) -> MemoryPlan:
-        yield Probe(view.tokens_min)
 
 
 class Forgetful(MemoryPolicy, frozen=True, kw_only=True):
@@ -191,16 +179,12 @@ class Forgetful(MemoryPolicy, frozen=True, kw_only=True):
         return Build(view.tokens_min)
 
 
-class Timid(MemoryPolicy, frozen=True, kw_only=True):
+class Refuses(MemoryPolicy, frozen=True, kw_only=True):
+    reason: str
+
     def plan(self, view: MemoryView) -> MemoryPlan:
         yield Probe(view.tokens_min)
-        raise DeviceOutOfMemory(limit_message("too little", value=1, limit=2, remedy="wait"))
-
-
-class Curt(MemoryPolicy, frozen=True, kw_only=True):
-    def plan(self, view: MemoryView) -> MemoryPlan:
-        yield Probe(view.tokens_min)
-        raise DeviceOutOfMemory("no")
+        raise DeviceOutOfMemory(self.reason)
 
 
 class IgnoresEncoders(MemoryPolicy, frozen=True, kw_only=True):
@@ -216,11 +200,6 @@ class IgnoresEncoders(MemoryPolicy, frozen=True, kw_only=True):
             tokens = max(int(0.9 * tokens), view.tokens_min)
 
 
-class Unproved(MemoryPolicy, frozen=True, kw_only=True):
-    def plan(self, view: MemoryView) -> MemoryPlan:
-        yield Build(view.tokens_min, profile=False)
-
-
 class WithMargin(MemoryPolicy, frozen=True, kw_only=True):
     """A correct policy of a user's: a given size, and a margin that must stay free."""
 
@@ -229,6 +208,9 @@ class WithMargin(MemoryPolicy, frozen=True, kw_only=True):
 
     def plan(self, view: MemoryView) -> MemoryPlan:
         yield Build(self.tokens, headroom_bytes=self.margin_bytes)
+
+
+TOO_LITTLE = limit_message("too little", value=1, limit=2, remedy="wait")
 
 
 class Unfinished(RequestPolicy, frozen=True, kw_only=True):
@@ -274,25 +256,26 @@ def test_check_policy_passes_a_good_one(policy: type[Policy] | Policy) -> None:
         (TooFar, "outside 0 to"),
         (NoOrder, "policy NoOrder failed"),
         (Nobody, "index -1 is outside"),
-        (FirstReplica, "replica 0 is down"),
-        (PastTheLast, "outside 0 to"),
+        (Routes(choice=0), "replica 0 is down"),
+        (Routes(choice=99), "outside 0 to"),
         (Sorts, "'tuple' object has no attribute 'sort'"),
-        (Counts, "asked again, it answers"),
-        (Greedy, "does not fit on an empty device"),
+        (Proposes(tokens=1 << 60), "does not fit on an empty device"),
         (Endless, "it does not end"),
-        (Hasty, "ended without a build"),
+        (Proposes(build=False), "ended without a build"),
         (Forgetful, "returned Build(tokens=16"),
-        (Timid, "it proves no build: 0 of"),
-        (Curt, "must give value, limit and remedy"),
+        (Refuses(reason=TOO_LITTLE), "it proves no build: 0 of"),
+        (Refuses(reason="no"), "must give value, limit and remedy"),
         (IgnoresEncoders, "it leaves no room for what encode ranks reserve"),
-        (Unproved, "accepted without a profiling run"),
+        (Proposes(profile=False), "accepted without a profiling run"),
     ],
+    ids=repr,
 )
-def test_check_policy_names_seed_and_fault(policy: type[Policy], words: str) -> None:
+def test_check_policy_names_seed_and_fault(policy: type[Policy] | Policy, words: str) -> None:
     """Including policies that would stop the server."""
     with pytest.raises(PolicyError, match=re.escape(words)) as caught:
         check_policy(policy)
-    assert f"{policy.__module__}.{policy.__qualname__}: seed " in str(caught.value)
+    cls = policy if isinstance(policy, type) else type(policy)
+    assert f"{cls.__module__}.{cls.__qualname__}: seed " in str(caught.value)
 
 
 @pytest.mark.parametrize(
