@@ -33,6 +33,11 @@ from vsched.sim.workload.traces import load_trace
 HEADER = RunHeader(host="vLLM 1", slots=4, batch_tokens=256, block_size=16, kv_tokens=4096, depth=2)
 TRUE = (2e6, 1e5, 20.0, 3e4, 5.0)
 OF_IMAGES = (4e6, 5e4, 30.0)
+SIZES = (
+    *("decodes", "context_tokens", "prefill_tokens", "pairs"),
+    *("images", "image_tokens", "image_pairs"),
+)
+"""Sizes of a step, in the order of the costs."""
 
 
 def write_run(
@@ -54,19 +59,8 @@ def write_run(
         busy_ns = round(sum(size * cost for size, cost in zip(sizes, costs, strict=True)))
         busy_ns = round(busy_ns * (1 if number % 4 else delayed) * (stall if number == 60 else 1))
         now_ns += 300_000 + busy_ns
-        lines.append(
-            HostStep(
-                ended_ns=now_ns,
-                busy_ns=busy_ns,
-                decodes=decodes,
-                context_tokens=context,
-                prefill_tokens=tokens,
-                pairs=pairs,
-                images=of_images[0],
-                image_tokens=of_images[1],
-                image_pairs=of_images[2],
-            )
-        )
+        named = dict(zip(SIZES, sizes[1:], strict=True))
+        lines.append(HostStep(ended_ns=now_ns, busy_ns=busy_ns, **named))
     for number, tenant in enumerate(["a", "b", "b"]):
         lines.append(
             HostRequest(

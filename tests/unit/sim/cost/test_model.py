@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from random import Random
 
 import pytest
 
@@ -24,32 +23,6 @@ from vsched.sim.cost.model import (
 ENCODE = EncodeCost(step_ns=2e6, item_ns=3e5, token_ns=16e3, token_pair_ns=8.0)
 GENERATE = GenerateCost(step_ns=5e6, decode_ns=2e4, context_ns=15, prefill_ns=4e4, pair_ns=2)
 TRUE = CostModel(name="true", source="made up", encode=ENCODE, generate=GENERATE)
-
-
-def samples(noise: float = 0.0) -> list[EncodeSample | GenerateSample]:
-    rng = Random(1)
-    found: list[EncodeSample | GenerateSample] = []
-    for _ in range(60):
-        tokens = [rng.randint(4, 1500) for _ in range(rng.randint(1, 8))]
-        pairs = sum(count**2 for count in tokens)
-        ns = TRUE.encode_ns(tokens) * (1 + noise * rng.uniform(-1, 1))
-        found.append(EncodeSample(items=len(tokens), tokens=sum(tokens), pairs=pairs, ns=ns))
-        decodes, prefill = rng.randint(0, 64), rng.choice([0, 0, 64, 512])
-        context, start = decodes * rng.randint(1, 4000), rng.randint(0, 8000)
-        pairs_of_chunk = prefill * (start + prefill / 2)
-        ns = TRUE.generate_ns(
-            decodes=decodes, context=context, prefill=prefill, pairs=pairs_of_chunk
-        )
-        found.append(
-            GenerateSample(
-                decodes=decodes,
-                context=context,
-                prefill=prefill,
-                pairs=pairs_of_chunk,
-                ns=ns * (1 + noise * rng.uniform(-1, 1)),
-            )
-        )
-    return found
 
 
 def test_cost_of_steps_is_the_sum_of_parts() -> None:
@@ -82,12 +55,9 @@ def test_fit_has_no_negative_costs() -> None:
 
 
 def test_cost_model_reads_as_it_was_written(tmp_path: Path) -> None:
-    path = tmp_path / "cost.json"
-    found = fit(
-        samples(noise=0.1), name="found", source="samples", shape=COST_MODELS["tiny25"].shape
-    )
-    save_cost_model(found, str(path))
-    assert load_cost_model(str(path)) == found
+    path = str(tmp_path / "cost.json")
+    save_cost_model(COST_MODELS["tiny25"], path)
+    assert load_cost_model(path) == COST_MODELS["tiny25"]
 
 
 def test_cost_model_by_name_or_a_clear_error(tmp_path: Path) -> None:

@@ -24,16 +24,58 @@ def write(folder: Path, text: str, name: str = "trace.csv") -> Path:
     return path
 
 
-def test_servegen_trace(tmp_path: Path) -> None:
-    path = write(tmp_path, SERVEGEN + "0.5,179,1200|30,2\n1.25,20,,7\n")
-    first, second = load_trace(path)
-    assert first.at_ns == 0
-    assert second.at_ns == 750_000_000
-    assert [image.tokens for image in first.images] == [1200, 30]
-    assert first.prompt_tokens == 1409
-    assert first.output_tokens == 2
-    assert not second.images
-    assert second.prompt_tokens == 20
+BURST = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+IMAGES = "TIMESTAMP,NumImages,ContextTokens,GeneratedTokens\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "arrivals"),
+    [
+        (
+            SERVEGEN + "0.5,179,1200|30,2\n1.25,20,,7\n",
+            [(0, 1409, [1200, 30], 2), (0.75, 20, [], 7)],
+        ),
+        (
+            AZURE + "2023-11-16 18:17:03.9799600,4808,10\n2023-11-16 18:17:04,3,8\n",
+            [(0, 4808, [], 10), (0.02004, 3, [], 8)],
+        ),
+        (
+            AZURE + "2024-05-10 00:00:00.009930+00:00,10,1\n2024-05-10 00:00:01.009930+00:00,9,2\n",
+            [(0, 10, [], 1), (1, 9, [], 2)],
+        ),
+        # The context includes the images.
+        (
+            IMAGES + "2024-10-15 00:00:00,2,2000,5\n2024-10-15 00:00:01,3,40,5\n",
+            [(0, 2000, [765, 765], 5), (1, 40, [13, 13, 13], 5)],
+        ),
+        # A failure is left out.
+        (
+            BURST + "5,ChatGPT,472,18,490,Conversation log\n45,ChatGPT,1087,0,1087,API log\n60,GPT-4,9,2,11,API log\n",
+            [(0, 472, [], 18), (55, 9, [], 2)],
+        ),
+    ],
+    ids=["ServeGen", "Azure 2023", "Azure 2024", "Azure with images", "BurstGPT"],
+)  # fmt: skip
+@pytest.mark.parametrize("packed", [False, True])
+def test_table_is_read_as_arrivals(
+    tmp_path: Path, text: str, arrivals: list[tuple[float, int, list[int], int]], packed: bool
+) -> None:
+    path = tmp_path / ("trace.csv.gz" if packed else "trace.csv")
+    path.write_bytes(gzip.compress(text.encode()) if packed else text.encode())
+    workload = load_trace(path)
+    found = [
+        (
+            one.at_ns / 1e9,
+            one.prompt_tokens,
+            [each.tokens for each in one.images],
+            one.output_tokens,
+        )
+        for one in workload
+    ]
+    assert found == [(pytest.approx(at_s, abs=1e-6), *rest) for at_s, *rest in arrivals]
+    assert workload.requests == 2
+    left_out = ("1 rows without output tokens were left out",) if text.startswith(BURST) else ()
+    assert workload.notes == left_out
 
 
 def test_trace_images_and_texts_occur_once(tmp_path: Path) -> None:
@@ -42,41 +84,6 @@ def test_trace_images_and_texts_occur_once(tmp_path: Path) -> None:
     keys = [image.key for image in [*first.images, *second.images]]
     assert len(set(keys)) == 3
     assert first.prompt[-1] != second.prompt[-1]
-
-
-def test_azure_traces_of_2023_and_2024(tmp_path: Path) -> None:
-    path = write(tmp_path, AZURE + "2023-11-16 18:17:03.9799600,4808,10\n2023-11-16 18:17:04,3,8\n")
-    first, second = load_trace(path)
-    assert first.prompt_tokens == 4808
-    assert second.at_ns == pytest.approx(20_040_000, abs=1000)
-    path = write(
-        tmp_path,
-        AZURE + "2024-05-10 00:00:00.009930+00:00,10,1\n2024-05-10 00:00:01.009930+00:00,10,1\n",
-    )
-    assert [one.at_ns for one in load_trace(path)] == [0, 1_000_000_000]
-
-
-def test_azure_multimodal_trace_counts_images_in_the_context(tmp_path: Path) -> None:
-    text = "TIMESTAMP,NumImages,ContextTokens,GeneratedTokens\n2024-10-15 00:00:00,2,2000,5\n"
-    path = tmp_path / "trace.csv.gz"
-    path.write_bytes(gzip.compress((text + "2024-10-15 00:00:01,3,40,5\n").encode()))
-    many, few = load_trace(path)
-    assert [image.tokens for image in many.images] == [765, 765]
-    assert many.prompt_tokens == 2000
-    assert [image.tokens for image in few.images] == [13, 13, 13]
-    assert few.prompt_tokens == 40
-
-
-def test_burstgpt_trace_leaves_failures_out(tmp_path: Path) -> None:
-    path = write(
-        tmp_path,
-        "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
-        "5,ChatGPT,472,18,490,Conversation log\n45,ChatGPT,1087,0,1087,API log\n60,GPT-4,9,2,11,API log\n",
-    )
-    workload = load_trace(path)
-    assert [one.at_ns for one in workload] == [0, 55_000_000_000]
-    assert workload.requests == 2
-    assert workload.notes == ("1 rows without output tokens were left out",)
 
 
 def test_mooncake_trace_shares_prefixes(tmp_path: Path) -> None:
