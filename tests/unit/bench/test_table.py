@@ -19,7 +19,7 @@ from tests.bench.servers import session as sessions
 from tests.bench.servers.server import HOST, Spec
 from tests.bench.servers.sides import spec_of
 from tests.host_process import free_port
-from tests.unit.bench.test_peer_commands import FIGURES
+from tests.unit.bench.test_peers import FIGURES
 from vsched.bench.load.generator import Times
 from vsched.errors import ConfigError
 

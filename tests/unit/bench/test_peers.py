@@ -1,18 +1,23 @@
-"""Sides of the bench harness, start of servers, and repair of a peer's environment."""
+"""Sides of the bench harness, start of servers, the environments of peers, and busy loops next to a server."""
 
 from __future__ import annotations
 
+import asyncio
 import io
+import itertools
 import socket
 import sys
+import time
 from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 import pytest
 from rich.console import Console
 
-from tests.bench.servers import setup, sides, torchvision
+from tests.bench.servers import llamacpp, openvino_server, setup, sides, torchvision
 from tests.bench.servers.peers import PEERS, PeerStart
+from tests.bench.servers.processes import identities, neighbours
 from tests.bench.servers.server import HOST, Server, ServerError, Spec, serving
 from tests.host_process import free_port
 from tests.patience import NEVER_S
@@ -152,3 +157,79 @@ def test_server_of_an_earlier_run_is_not_taken_for_the_new_one(tmp_path: Path) -
         spec = Spec(side="vsched", command=["true"], model="bench", port=port, version="")
         with pytest.raises(ServerError, match=f"{port} already. Remedy"):
             Server(spec, tmp_path / "log")
+
+
+# --- the server of OpenVINO, conversions, neighbours ---
+
+
+def test_a_conversion_that_fails_leaves_nothing_to_be_taken_for_a_model(tmp_path: Path) -> None:
+    checkpoint, source = tmp_path / "model", tmp_path / "sdist" / "x" / "vendor" / "llama.cpp"
+    for folder in (checkpoint, source):
+        folder.mkdir(parents=True)
+    (source / "convert_hf_to_gguf.py").write_text("raise SystemExit('no such model')")
+    with pytest.raises(ConfigError, match="no such model"):
+        llamacpp.convert_when_missing("bf16", tmp_path, checkpoint)
+    assert not llamacpp.model_of(tmp_path, checkpoint).exists()
+
+
+class Pipe:
+    """Counts concurrent writers, and ends each request at once."""
+
+    def __init__(self, front: openvino_server.Front) -> None:
+        self.front, self.loop = front, asyncio.get_running_loop()
+        self.writing = self.most = 0
+
+    def send(self, request: dict[str, Any]) -> None:
+        self.writing += 1
+        self.most = max(self.most, self.writing)
+        time.sleep(0.002)
+        self.writing -= 1
+        stream = self.front._streams[request["id"]]
+        for said in (("prompt", 3), ("end", None)):
+            self.loop.call_soon_threadsafe(stream.put_nowait, said)
+
+
+class Writer:
+    """Keeps written bytes."""
+
+    def __init__(self) -> None:
+        self.written = b""
+
+    def write(self, data: bytes) -> None:
+        self.written += data
+
+    async def drain(self) -> None:
+        pass
+
+
+async def test_requests_of_several_clients_are_written_one_by_one() -> None:
+    """Writes of several threads would interleave in the pipe and break the pipeline."""
+    front = object.__new__(openvino_server.Front)
+    front.sees, front._names, front._streams = False, itertools.count(), {}
+    front._sending = asyncio.Lock()
+    pipe = Pipe(front)
+    front._pipe = cast("Any", pipe)
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+    writers = [Writer() for _ in range(4)]
+    await asyncio.gather(*(front._chat(body, cast("Any", each)) for each in writers))
+    assert pipe.most == 1
+    for each in writers:
+        assert b'"usage": {"prompt_tokens": 3, "completion_tokens": 0}' in each.written
+        assert each.written.endswith(b"0\r\n\r\n")
+    assert not front._streams
+
+
+def test_neighbours_run_until_the_end_whatever_happens() -> None:
+    pids: list[int] = []
+
+    def stopped() -> None:
+        with neighbours(2) as found:
+            pids.extend(found)
+            assert len(identities(pids)) == 2
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stopped()
+    assert not identities(pids)
+    with neighbours(0) as found:
+        assert not found
