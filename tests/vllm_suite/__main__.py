@@ -15,6 +15,7 @@ from tests.vllm_suite import adapter, reasons, shim, source, table
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+TESTS = "tests/entrypoints/"
 FOLDERS = ("openai", "serve", "anthropic", "multimodal/openai")
 
 
@@ -59,7 +60,6 @@ def run(files: list[str], options: argparse.Namespace, sources: Path) -> None:
     python = source.environment(cache, sources)
     text = prepared(options.text, cache, options.context)
     config = json.loads((text / "config.json").read_text())
-    port = shim.free_port()
     settings = {
         "text": str(text),
         "vision": str(options.vision.absolute()),
@@ -78,7 +78,7 @@ def run(files: list[str], options: argparse.Namespace, sources: Path) -> None:
         os.environ
         | {
             "VSCHED_SUITE": json.dumps(settings),
-            "VSCHED_SUITE_PORT": str(port),
+            "VSCHED_SUITE_PORT": str(shim.free_port()),
             "PYTHONPATH": os.pathsep.join([str(cache / "shim"), str(sources)]),
             "HF_HUB_OFFLINE": "1",
             "VLLM_TARGET_DEVICE": "cpu",
@@ -89,14 +89,9 @@ def run(files: list[str], options: argparse.Namespace, sources: Path) -> None:
     command = [str(python), "-m", "pytest", "-v"]
     for plugin in ("pytest_asyncio.plugin", "pytest_timeout", "vllm_suite.shim"):
         command += ["-p", plugin]
-    command += [
-        f"--timeout={options.test_limit}",
-        "--asyncio-mode=auto",
-        "--tb=short",
-        "-p",
-        "no:cacheprovider",
-    ]
-    command += ["--continue-on-collection-errors", f"--rootdir={sources}", *files]
+    command += ["--asyncio-mode=auto", "--tb=short", "-p", "no:cacheprovider"]
+    command += [f"--timeout={options.test_limit}", "--continue-on-collection-errors"]
+    command += [f"--rootdir={sources}", *files]
     with (cache / "log.txt").open("ab") as log:
         process = subprocess.Popen(command, cwd=sources, env=environment, stdout=log, stderr=log)
         try:
@@ -115,7 +110,7 @@ def main() -> None:
     internal: dict[str, list[table.Outcome]] = {}
     files: list[str] = []
     for folder in FOLDERS:
-        for path in sorted((sources / "tests/entrypoints" / folder).rglob("test_*.py")):
+        for path in sorted((sources / TESTS / folder).rglob("test_*.py")):
             name, text = str(path.relative_to(sources)), path.read_text()
             conftest = path.parent / "conftest.py"
             if reasons.starts_server(text, conftest.read_text() if conftest.exists() else ""):
@@ -124,24 +119,16 @@ def main() -> None:
                 count = text.count("def test_")
                 internal[name] = [table.Outcome("all", "not applicable", reasons.INTERNALS)] * count
     found = table.read(report.read_text().splitlines()) if report.exists() else {}
-    chosen = [
-        name
-        for name in files
-        if any(part in name for part in wanted) and (options.again or name not in found)
-    ]
+    chosen = [name for name in files if any(part in name for part in wanted)]
+    chosen = [name for name in chosen if options.again or name not in found]
     if chosen and not options.report_only:
         run(chosen, options, sources)
         found = table.read(report.read_text().splitlines()) if report.exists() else {}
     judged = {
-        file: [table.judge(file, outcome) for outcome in found[file]]
-        for file in files
-        if file in found
+        name: [table.judge(name, one) for one in found[name]] for name in files if name in found
     }
-    results = {
-        name.removeprefix("tests/entrypoints/"): outcomes
-        for name, outcomes in (internal | judged).items()
-    }
-    print(table.write(results))
+    results = internal | judged
+    print(table.write({name.removeprefix(TESTS): results[name] for name in results}))
     if missing := [name for name in files if name not in found]:
         print("not run yet:", *missing, file=sys.stderr)
 

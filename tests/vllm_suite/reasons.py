@@ -34,7 +34,7 @@ TESTS = (
     (r"replaces_inplace", "judges adapters that were trained"),
     (r"lora_lineage|test_check_models", "where adapters lie on the server"),
     (
-        r"lora_invalid_files|lora_badrequests|invalid_adapters",
+        r"lora_(invalid_files|badrequests)|invalid_adapters",
         "an adapter's faults as the server's own",
     ),
     (r"embeds", "prompts as embeddings"),
@@ -70,10 +70,7 @@ TESTS = (
         "events with text alone: each token has one here, also a half character",
     ),
     (r"test_named_tool_use", "a call's content that is empty: it is null, as OpenAI's"),
-    (
-        r"test_no_request_id_header|test_enable_request_id_header",
-        "ids of requests by flag and in one form",
-    ),
+    (r"test_(no|enable)_request_id_header", "ids of requests by flag and in one form"),
     (r"error_on_invalid_image_url_type", "image URLs that are no objects: they are taken here"),
 )
 """Parts of a test's name that show its subject."""
@@ -95,14 +92,9 @@ UNSERVED = {*FLAGS.values(), *dict(MODELS).values(), *dict(TESTS).values()} - OT
 """Reasons that name features that vsched lacks, or has in another form."""
 
 ERRORS = (
-    (
-        r"LocalEntryNotFoundError|OfflineModeIsEnabled|couldn't connect to|Network is unreachable",
-        "a download",
-    ),
-    (
-        r"NameResolutionError|Temporary failure in name resolution|Max retries exceeded",
-        "a download",
-    ),
+    (r"LocalEntryNotFoundError|OfflineModeIsEnabled|couldn't connect to", "a download"),
+    (r"NameResolutionError|Temporary failure in name resolution", "a download"),
+    (r"Max retries exceeded|Network is unreachable", "a download"),
     (r"No module named", "a package that the environment lacks"),
 )
 """Errors that are independent of vsched."""

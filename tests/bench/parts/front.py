@@ -141,12 +141,9 @@ def front(
     for count in processes.split(","):
         one = [*settings, f"server.processes={count.strip()}"]
         rows += uvloop.run(measure_front(one, loads, advanced))
-    table = Table(title="A server whose ranks compute nothing")
-    for name in (
-        *("processes", "case", "tokens", "clients", "requests/s", "tokens/s"),
-        *("HTTP, ms a request", "engine", "ranks", "clients' cores"),
-    ):
-        table.add_column(name, justify="left" if name == "case" else "right")
+    names = ("processes", "case", "tokens", "clients", "requests/s", "tokens/s")
+    costs = ("HTTP, ms a request", "engine", "ranks", "clients' cores")
+    table = Table(*names, *costs, title="A server whose ranks compute nothing")
     for row in rows:
         table.add_row(*map(str, msgspec.structs.astuple(row)))
     console.print(table)

@@ -236,10 +236,8 @@ def memory(
         policy: asyncio.run(measure_memory([*settings, *overrides], seconds=seconds))
         for policy, overrides in POLICIES.items()
     }
-    table = Table(title=f"{seconds:g} s under a limit of {size_text(limit_bytes)}")
-    for name in ("policy", "KV tokens", "start s", "served", "refused", "lost", "ranks lost"):
-        table.add_column(name)
-    table.add_column("promise")
+    names = ("policy", "KV tokens", "start s", "served", "refused", "lost", "ranks lost", "promise")
+    table = Table(*names, title=f"{seconds:g} s under a limit of {size_text(limit_bytes)}")
     for policy, run in runs.items():
         refused, lost = run.refusals.total(), run.lost.total()
         counts = (run.kv_tokens, run.start_s, run.served, refused, lost, run.losses)

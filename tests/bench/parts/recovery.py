@@ -239,21 +239,15 @@ def recovery(
         raise typer.Exit(1)
 
 
-def _name(case: RecoveryCase) -> str:
-    beside = f"{case.busy} busy loops" if case.busy else "quiet"
-    return f"{case.dtype}, {beside}, {'forked' if case.forked else 'new process'}"
-
-
 def _show(found: list[Recovery], cases: list[RecoveryCase], rounds: int, console: Console) -> None:
-    table = Table(
-        title=f"Seconds after a generate rank was killed, {STREAMS} streams, {rounds} losses each"
-    )
-    for name in ("case, until", "lowest", "median", "highest", "same tokens"):
-        table.add_column(name, justify="left" if name == "case, until" else "right")
+    title = f"Seconds after a generate rank was killed, {STREAMS} streams, {rounds} losses each"
+    table = Table("case, until", "lowest", "median", "highest", "same tokens", title=title)
     for case in cases:
         of_case = [one for one in found if one.case == case]
         same = sum(one.same_tokens for one in of_case)
-        table.add_row(_name(case), "", "", "", f"{same} of {len(of_case)}")
+        beside = f"{case.busy} busy loops" if case.busy else "quiet"
+        name = f"{case.dtype}, {beside}, {'forked' if case.forked else 'new process'}"
+        table.add_row(name, "", "", "", f"{same} of {len(of_case)}")
         ends = zip(*(one.ends_s for one in of_case), strict=True)
         for station, values in zip(STATIONS, ends, strict=True):
             figures = (min(values), statistics.median(values), max(values))
