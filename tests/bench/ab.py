@@ -153,7 +153,6 @@ def line(
 
 
 def main() -> None:
-    """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.ab")
     parser.add_argument("checkpoint")
     parser.add_argument("--set", action="append", default=[], help="a setting of both engines")

@@ -159,7 +159,6 @@ class Row:
     visit_us: list[float]
 
     def line(self) -> str:
-        """Return a row of the table."""
         step, visit = statistics.median(self.step_us), statistics.median(self.visit_us)
         share = self.replicas * step / (STEP_MS * 1e3)
         left = max(1 - share, 0.0) * 1e6 / visit

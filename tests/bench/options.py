@@ -103,7 +103,6 @@ def _add_command(commands: Any, name: str, description: str) -> Callable[..., ob
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of `python -m tests.bench`."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.bench", description="vsched compared with a peer, measured in turns."
     )
@@ -136,7 +135,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def sizes_of(options: argparse.Namespace) -> ServerSizes:
-    """Return the sizes common to both sides."""
     return ServerSizes(
         threads=options.threads,
         slots=options.slots,

@@ -73,7 +73,6 @@ def columns(*times: tuple[str, str]) -> Sequence[tuple[str, Read]]:
 
 
 def requests_s(figures: Figures) -> float:
-    """Return the request rate."""
     return figures.requests_s
 
 
@@ -134,5 +133,4 @@ def holding(folder: Path, name: str) -> Path:
 
 
 def write(path: Path, name: str, text: str) -> None:
-    """Replace a part of a page on disk."""
     path.write_text(replaced(path.read_text(), name, text))

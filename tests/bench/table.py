@@ -240,18 +240,15 @@ class Place(NamedTuple):
 
     @classmethod
     def of(cls, run: Run) -> Place:
-        """Return the cell of a run."""
         return cls(run.key.case, run.key.concurrency, run.key.neighbours)
 
     @property
     def text(self) -> str:
-        """The cell in words."""
         loops = f", {self.neighbours} loop" if self.neighbours else ""
         return f"{self.case} x {self.clients}{loops}"
 
 
 def write_table(options: argparse.Namespace, store: Store, model: str, console: Console) -> None:
-    """Write all results of a model."""
     settings = settings_of(options, model)
     mine = (PURPOSE, model, settings)
     runs = [

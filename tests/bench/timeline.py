@@ -201,7 +201,6 @@ Seconds = tuple[int, int, int]
 
 
 def write_timeline(options: argparse.Namespace, session: Session) -> None:
-    """Write all results."""
     made = [run for run in session.store.report.runs if _belongs(run, options, session)]
     by_side = {
         side: mine
@@ -260,7 +259,6 @@ def _index(rates: Sequence[float], seconds: Seconds, second: float) -> int:
 
 
 def lines(by_side: Mapping[str, Sequence[Run]], seconds: Seconds) -> str:
-    """Return the table: a line per side."""
     headings = ("side", "before", "busy", "after", "kept", "back after, s", "failed", "rounds")
     rows = []
     for side, runs in by_side.items():

@@ -56,7 +56,6 @@ def loaded(model: str, tables: Any, running: int, waiting: int) -> Any:
 
 
 def main() -> None:
-    """Print a table."""
     model = write_model(Path(tempfile.mkdtemp()))
     sides = {"vLLM": None, "none": {}, "fifo": FIFO, "shortest": SHORTEST, "fair": FAIR}
     print(

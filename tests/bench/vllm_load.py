@@ -48,7 +48,6 @@ def burst() -> list[Ask]:
 
 
 def mixed(rate: float, seconds: float, *, images: bool = False) -> list[Ask]:
-    """Return requests at random times."""
     rng, at_s, found = random.Random(7), 0.0, list[Ask]()
     while (at_s := at_s + rng.expovariate(rate)) < seconds:
         if rng.random() < 0.33:

@@ -60,7 +60,6 @@ def predict(traces: dict[str, Path], runs: dict[str, HostRunFile]) -> None:
 
 
 def main() -> None:
-    """Read the runs, and plot or predict them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("command", choices=["plot", "predict"])
     parser.add_argument("runs", nargs="+", metavar="NAME=TRACE")

@@ -96,7 +96,6 @@ def logits_table(path: str) -> Table:
 
 
 def main() -> None:
-    """Print the table."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.weights")
     parser.add_argument("checkpoint")
     given = parser.parse_args()

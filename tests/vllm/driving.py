@@ -97,7 +97,6 @@ def make_scheduler(
 def make_request(
     name: str, prompt: Sequence[int], outputs: int, *, tenant: str = "", priority: int = 0
 ) -> Request:
-    """Create a request."""
     return Request(
         request_id=name,
         prompt_token_ids=list(prompt),

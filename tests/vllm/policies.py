@@ -41,7 +41,6 @@ class Bad(RequestPolicy, frozen=True, kw_only=True):
         return StepShares([len(view.prefilling)])
 
     def victim(self, view: PreemptionView) -> int:
-        """Divide by zero."""
         return 1 // 0
 
 
@@ -51,7 +50,6 @@ class Slow(RequestPolicy, frozen=True, kw_only=True):
     seconds: float = 0.02
 
     def admit(self, view: AdmissionView) -> Admission:
-        """Sleep, and admit the last request."""
         time.sleep(self.seconds)
         return Admission([len(view.waiting) - 1])
 
@@ -60,7 +58,6 @@ class LastFirst(RequestPolicy, frozen=True, kw_only=True):
     """Serves the latest arrival first, everywhere, and takes blocks from the longest request."""
 
     def admit(self, view: AdmissionView) -> Admission:
-        """Admit the latest."""
         return Admission(range(len(view.waiting))[::-1])
 
     def share(self, view: StepView) -> StepShares:
@@ -81,7 +78,6 @@ class Gather(RequestPolicy, frozen=True, kw_only=True):
     hold_ms: int = 20
 
     def admit(self, view: AdmissionView) -> Admission:
-        """Hold, or admit all."""
         until_ns = min(one.arrived_ns for one in view.waiting) + self.hold_ms * 1_000_000
         if len(view.waiting) < self.count and until_ns > view.now_ns:
             return Admission(hold_until_ns=until_ns)

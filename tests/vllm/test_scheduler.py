@@ -110,7 +110,6 @@ def loaded(model: str, tables: Mapping[str, Any], running: int, *, blocks: int =
 
 
 def step(scheduler: Any) -> None:
-    """Run a step with a token for each request."""
     output = scheduler.schedule()
     done = dict.fromkeys(output.num_scheduled_tokens, True)
     scheduler.update_from_output(output, worker(output, done))

@@ -50,7 +50,6 @@ def start(model: str, tables: Path | None, slots: int) -> Any:
 
 
 def send(engine: Any, number: int, ask: Ask) -> None:
-    """Add a request."""
     sampling = SamplingParams(
         temperature=0,
         max_tokens=ask.outputs,

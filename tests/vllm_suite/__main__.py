@@ -20,7 +20,6 @@ FOLDERS = ("openai", "serve", "anthropic", "multimodal/openai")
 
 
 def parser() -> argparse.ArgumentParser:
-    """Describe the options."""
     options = argparse.ArgumentParser(prog="python -m tests.vllm_suite", description=__doc__)
     add = options.add_argument
     add("--text", type=Path, required=True, help="checkpoint for tests of text: SmolLM2")
@@ -102,7 +101,6 @@ def run(files: list[str], options: argparse.Namespace, sources: Path) -> None:
 
 
 def main() -> None:
-    """Run the suite."""
     options = parser().parse_args()
     sources = source.fetch(options.cache, options.version).resolve()
     report = options.cache / "report.jsonl"

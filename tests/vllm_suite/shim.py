@@ -159,7 +159,6 @@ def make_server(base: type) -> type:
 
 
 def free_port() -> int:
-    """Return a free port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
@@ -214,7 +213,6 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests of other subjects."""
     for item in items:
         own = reasons.by_test(item.nodeid.lower())
         reason = own if asks_server(item) else reasons.INTERNALS

@@ -14,7 +14,6 @@ from vsched_workers.checkpoint.random_init import make_checkpoint
 
 
 def main() -> None:
-    """Write the checkpoint."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.bench.gpu.checkpoint", description=__doc__
     )

@@ -124,7 +124,6 @@ class Shape:
         return Cost(values * bytes_a_value, operations * images)
 
     def config(self) -> dict[str, Any]:
-        """Return the content of `config.json`."""
         half, first = self.head_dim // 2, self.head_dim // 8
         second = (half - first) // 2
         text = {

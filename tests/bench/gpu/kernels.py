@@ -207,7 +207,6 @@ def _compile(
 
 
 def main() -> None:
-    """Compile all kernels, and print the table."""
     print("| kernel | registers | shared bytes | spilled bytes |\n|---|---|---|---|")
     for name in HEADS:
         for made in (

@@ -71,7 +71,6 @@ async def measure(
 
 
 def main() -> None:
-    """Measure."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.gpu.memory", description=__doc__)
     parser.add_argument("path", help="folder of the checkpoint")
     parser.add_argument("--out", type=Path, required=True)

@@ -220,7 +220,6 @@ def _write(folder: Path, before: Figures, rows: list[Row]) -> Figures:
 
 
 def main() -> None:
-    """Measure, and write JSON and a page."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.gpu.models", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for gpu.json and gpu.md")
     parser.add_argument("--models", default="3b,7b", help="of: " + ", ".join(SHAPES))

@@ -130,7 +130,6 @@ def pack(folder: Path, python: str) -> int:
 
 
 def main() -> None:
-    """Collect the wheels."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.gpu.pack", description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--python", default="3.12", help="version of Python there")

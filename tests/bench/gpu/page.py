@@ -160,7 +160,6 @@ def replaced(text: str, made: str) -> str:
 
 
 def main() -> None:
-    """Write the page."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.gpu.page", description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--page", default=str(PAGE), help="the page to change, - to print")

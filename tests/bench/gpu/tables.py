@@ -33,7 +33,6 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def tables(figures: Figures) -> str:
-    """Return the page as Markdown."""
     copy, product = f"{figures.bandwidth / 1e12:.2f} TB/s", f"{figures.rate / 1e12:.0f} TFLOP/s"
     head = (
         f"{figures.device}, torch {figures.torch}: a copy moves {copy}, a product makes {product}."

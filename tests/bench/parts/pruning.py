@@ -43,7 +43,6 @@ class WholeGroups(PruningPolicy, frozen=True, kw_only=True):
     """Keeps whole frame groups at equal distances, as a lower frame rate does; for comparison."""
 
     def prune(self, view: PruningView) -> bytes:
-        """Return the default of the seat."""
         return default_kept(view.groups, view.rows * view.columns, view.tokens_max)
 
 
@@ -104,7 +103,6 @@ def drawn_video(picture: Image.Image, kind: str) -> list[Image.Image]:
 async def engines(
     settings: Sequence[str], compared: dict[str, list[str]]
 ) -> AsyncIterator[dict[str, Engine]]:
-    """Start an engine for each share."""
     async with AsyncExitStack() as stack:
         found = {}
         for name, own in compared.items():
@@ -114,7 +112,6 @@ async def engines(
 
 
 def video_of(frames: Sequence[Image.Image]) -> MediaReference:
-    """Return a video as a client sends it."""
     urls = []
     for frame in frames:
         file = io.BytesIO()

@@ -115,11 +115,9 @@ class _Stations:
         self.forget()
 
     def forget(self) -> None:
-        """Reset."""
         self.spoke_s = self.sizing_s = 0.0
 
     def note(self, group: str, what: str, fraction: float) -> None:
-        """Record a progress report."""
         del fraction
         if group.startswith("generate") and what != STARTING:
             self.spoke_s = self.spoke_s or time.monotonic()

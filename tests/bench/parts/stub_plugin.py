@@ -39,7 +39,6 @@ class StubGenerator(StandInGenerator):
         self._token = next(token for token in reversed(tokens) if token not in info.stop_token_ids)
 
     def step(self, batch: Batch) -> Sampled:
-        """Yield the token."""
         rows = len(super().step(batch).tokens)
         return Sampled(np.full(rows, self._token, np.int32))
 
@@ -48,7 +47,6 @@ class StubPlugin(WorkerPlugin):
     """The plug-in that the configuration of the measured server names."""
 
     def inspect(self, path: str, *, dtype: str, item_tokens_max: int) -> ModelInfo:
-        """Return the facts of the checkpoint."""
         return load_worker(REAL).inspect(path, dtype=dtype, item_tokens_max=item_tokens_max)
 
     def forgo_models(self, path: str) -> None:
@@ -59,7 +57,6 @@ class StubPlugin(WorkerPlugin):
         """Accept any number of ranks."""
 
     def load_preprocessor(self, info: ModelInfo) -> Preprocessor:
-        """Return the checkpoint's preprocessor."""
         return load_worker(REAL).load_preprocessor(info)
 
     def load_encoder(

@@ -53,12 +53,10 @@ class Gaps(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def stall_p99_ms(self) -> float:
-        """The p99 of stalls."""
         return self.p99_ms - self.p50_ms
 
     @property
     def text(self) -> str:
-        """The gaps in words."""
         return f"gap p50 {self.p50_ms} ms, p99 {self.p99_ms}, worst {self.worst_ms} ({self.worst_ratio:.1f}x)"
 
 

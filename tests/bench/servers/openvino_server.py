@@ -234,7 +234,6 @@ async def serve(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Read the options and serve."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     for name in ("port", "threads", "slots", "cache-gib"):

@@ -95,7 +95,6 @@ def installed(folder: Path, package: str) -> str:
 
 
 def version_of(package: str, folder: Path) -> str:
-    """Return a package with its version."""
     return f"{package} {installed(folder, package)}"
 
 

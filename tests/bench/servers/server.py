@@ -55,7 +55,6 @@ class Spec:
 
     @property
     def url(self) -> str:
-        """Base URL."""
         return f"http://{HOST}:{self.port}"
 
     def body(self, messages: list[dict[str, Any]], tokens: int) -> bytes:
@@ -94,7 +93,6 @@ class Server:
         self.began_s = time.monotonic()
 
     def pids(self) -> list[int]:
-        """Return all its processes."""
         return processes.family(self._process.pid)
 
     def wait_ready(self, deadline_s: float) -> float:

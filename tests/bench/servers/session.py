@@ -47,7 +47,6 @@ Drive = Callable[..., Coroutine[Any, Any, Figures]]
 
 
 def now() -> str:
-    """Return the time as text."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
@@ -84,7 +83,6 @@ class Session:
         repeat: int,
         neighbours: int = 0,
     ) -> Key:
-        """Return the key of a run."""
         return Key(
             purpose=purpose,
             side=spec.side,
@@ -188,7 +186,6 @@ class Session:
                 )
 
     def keep(self, key: Key, spec: Spec, figures: Figures, rates: Sequence[float] = ()) -> None:
-        """Store a run."""
         self.store.add(
             Run(
                 key=key,
@@ -255,7 +252,6 @@ def checkpoint_of(path: Path, console: Console) -> Path:
 
 
 def machine() -> str:
-    """Describe the machine."""
     lines = PROCESSOR.read_text().splitlines() if PROCESSOR.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return f"{len(os.sched_getaffinity(0))} cores of {names[0] if names else platform.machine()}"
@@ -271,7 +267,6 @@ def plan_of(
     seed: str,
     warmup: int = WARMUP,
 ) -> LoadPlan:
-    """Return the plan of a run."""
     kind = Case(case)
     shape = shape_of(kind, words=words, output_tokens=tokens, image_pixels=IMAGE_PIXELS, turns=1)
     return LoadPlan(

@@ -116,7 +116,6 @@ class Bench:
 
 
 def main(words: list[str] | None = None) -> list[Row]:
-    """Measure and print the table."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.swap", description=__doc__)
     parser.add_argument("checkpoint")
     parser.add_argument("--dtype", default="bfloat16")
