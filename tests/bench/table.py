@@ -150,43 +150,38 @@ def work_of(
 
 def specs_of(options: argparse.Namespace, model: str, checkpoint: Path) -> list[Spec]:
     """Return the server specification of each side, in the order of the table."""
-    return [_spec(options, side, model, checkpoint) for side in options.sides]
+    return [
+        peer_spec(options, side, checkpoint)
+        if side in PEERS
+        else our_spec(options.best, side, model, checkpoint)
+        for side in options.sides
+    ]
 
 
-def _spec(options: argparse.Namespace, side: str, model: str, checkpoint: Path) -> Spec:
-    if side in PEERS:
-        return peer_spec(options, side, checkpoint)
-    sets = [] if side == sides.VSCHED else best_of(options.best, model)
+def peer_spec(options: argparse.Namespace, side: str, checkpoint: Path) -> Spec:
+    """Return the specification of a peer running alone."""
+    has_videos = side == "vllm" and "video" in getattr(options, "cases", ())
+    start = PeerStart(
+        checkpoint=checkpoint,
+        sizes=sizes_of(options),
+        folder=PEERS[side].folder(options.peers),
+        budget=options.budget,
+        arguments=VLLM_VIDEOS if has_videos else (),
+    )
+    return PEERS[side].spec(start)
+
+
+def our_spec(best: Sequence[str], side: str, model: str, checkpoint: Path) -> Spec:
+    """Return the specification of vsched, with defaults or the settings that the side's name stands for."""
+    sets = [] if side == sides.VSCHED else best_of(best, model)
     weights = side.rpartition("-")[2]
     if weights in {"int8", "int4"}:
         sees = "vision_config" in json.loads((checkpoint / "config.json").read_text())
         stages = ("encode", "generate") if sees else ("generate",)
         sets += [f"{stage}.weights={weights}" for stage in stages]
-    return our_spec(side, checkpoint, sets)
-
-
-def peer_spec(options: argparse.Namespace, side: str, checkpoint: Path) -> Spec:
-    """Return the specification of a peer running alone."""
-    peer = PEERS[side]
-    has_videos = side == "vllm" and "video" in getattr(options, "cases", ())
-    start = PeerStart(
-        checkpoint=checkpoint,
-        sizes=sizes_of(options),
-        folder=peer.folder(options.peers),
-        budget=options.budget,
-        arguments=VLLM_VIDEOS if has_videos else (),
-    )
-    return peer.spec(start)
-
-
-def our_spec(side: str, checkpoint: Path, sets: Sequence[str]) -> Spec:
-    """Return the specification of vsched with some settings and defaults otherwise."""
     version = f"vsched {sides.described(sides.ROOT)}"
-    return dataclasses.replace(
-        spec_of(checkpoint, sets),
-        side=side,
-        version=f"{version} with {' '.join(sets)}" if sets else version,
-    )
+    version = f"{version} with {' '.join(sets)}" if sets else version
+    return dataclasses.replace(spec_of(checkpoint, sets), side=side, version=version)
 
 
 def best_of(best: Sequence[str], model: str) -> list[str]:
@@ -251,18 +246,15 @@ class Place(NamedTuple):
 def write_table(options: argparse.Namespace, store: Store, model: str, console: Console) -> None:
     settings = settings_of(options, model)
     mine = (PURPOSE, model, settings)
-    runs = [
-        run
-        for run in store.report.runs
-        if (run.key.purpose, run.key.checkpoint, run.key.settings) == mine
-    ]
+    by_side: dict[str, list[Run]] = {side: [] for side in options.sides}
+    for run in store.report.runs:
+        key = run.key
+        if (key.purpose, key.checkpoint, key.settings) == mine and key.side in by_side:
+            by_side[key.side].append(run)
+    by_side = {side: found for side, found in by_side.items() if found}
+    runs = [run for found in by_side.values() for run in found]
     if not runs:
         return
-    by_side = {
-        side: found
-        for side in options.sides
-        if (found := [run for run in runs if run.key.side == side])
-    }
     versions = {run.version for run in runs}
     started = [
         one

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import cycle
 from typing import get_args
 
 import pytest
@@ -136,8 +137,7 @@ async def test_missed_decision_is_a_desync(sim_engine: Engines, group: str) -> N
     assert not ends(engine)
 
 
-@pytest.mark.parametrize("direction", get_args(Direction))
-@pytest.mark.parametrize("effect", get_args(Effect))
+@pytest.mark.parametrize(("effect", "direction"), zip(get_args(Effect), cycle(get_args(Direction))))
 @pytest.mark.sim
 async def test_damaged_link_is_recovered_from(
     sim_engine: Engines, effect: Effect, direction: Direction

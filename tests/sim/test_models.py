@@ -28,7 +28,7 @@ def hybrid_config(**generate: Any) -> Config:
     return small_config(model={"path": HYBRID}, generate=generate)
 
 
-@pytest.mark.sim(seeds=4)
+@pytest.mark.sim(seeds=2)
 @pytest.mark.parametrize("places", [0, 1, 4])
 async def test_states_survive_whatever_happens(
     sim_engine: Engines, workload: tuple[Arrival, ...], faults: FaultPlan, places: int
@@ -54,7 +54,7 @@ async def test_beginning_is_taken_from_a_snapshot(
         assert engine.engine.statistics()["generate"]["tokens_cached"] > 0
 
 
-@pytest.mark.sim(seeds=4)
+@pytest.mark.sim(seeds=2)
 @pytest.mark.parametrize("path", [SEES_IMAGES, SEES_PROMPTS])
 async def test_bidirectional_spans_are_never_split(
     sim_engine: Engines, workload: tuple[Arrival, ...], faults: FaultPlan, path: str

@@ -1,4 +1,4 @@
-"""The gallery is deterministic, and docs/policies.md quotes its results."""
+"""The results of the gallery, which docs/policies.md quotes."""
 
 from __future__ import annotations
 
@@ -89,11 +89,6 @@ def test_every_case_is_on_the_page_with_its_figure() -> None:
         for label in case.choices:
             for name in label.replace(" + ", ", ").split(", "):
                 assert f"`{name}" in page, (case.name, label)
-
-
-def test_a_case_is_the_same_every_time() -> None:
-    (again,) = run_case(CASES["long-context"], ("fifo",))
-    assert again.digest == outcome("long-context", "fifo").digest
 
 
 def test_figures_are_drawn(tmp_path: Path) -> None:
