@@ -108,7 +108,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True)
 
-    add = commands.add_parser("setup", help="install a peer into its own environment").add_argument
+    setup = commands.add_parser("setup", help="install a peer into its own environment")
+    add: Callable[..., object] = setup.add_argument
     add("--peer", choices=list(PEERS), default="vllm")
     add("--peers", type=Path, required=True, help="folder; the peer's name is added")
     add("--pip-arguments", default="", help="such as --extra-index-url URL")

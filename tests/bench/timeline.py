@@ -75,10 +75,11 @@ def turns(options: argparse.Namespace, session: Session) -> list[Turn]:
     found = []
     for repeat in range(options.repeats):
         plan = plan_for(options, repeat)
-        named = {"purpose": PURPOSE, "repeat": repeat, "neighbours": options.neighbours}
+        key = functools.partial(
+            session.key, plan, purpose=PURPOSE, repeat=repeat, neighbours=options.neighbours
+        )
         found += [
-            Turn(session, spec, {session.key(plan, spec, **named): plan})
-            for spec in specs[:: -1 if repeat % 2 else 1]
+            Turn(session, spec, {key(spec): plan}) for spec in specs[:: -1 if repeat % 2 else 1]
         ]
     return found
 

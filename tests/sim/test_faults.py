@@ -137,7 +137,9 @@ async def test_missed_decision_is_a_desync(sim_engine: Engines, group: str) -> N
     assert not ends(engine)
 
 
-@pytest.mark.parametrize(("effect", "direction"), zip(get_args(Effect), cycle(get_args(Direction))))
+@pytest.mark.parametrize(
+    ("effect", "direction"), [*zip(get_args(Effect), cycle(get_args(Direction)))]
+)
 @pytest.mark.sim
 async def test_damaged_link_is_recovered_from(
     sim_engine: Engines, effect: Effect, direction: Direction

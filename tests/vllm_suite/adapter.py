@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
@@ -19,7 +20,8 @@ def make(folder: Path, checkpoint: Path) -> Path:
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": RANK}
     config |= {"target_modules": [PROJECTION], "lora_dropout": 0.0, "bias": "none"}
     (folder / "adapter_config.json").write_text(json.dumps(config))
-    noise, tensors = np.random.default_rng(0), {}
+    noise = np.random.default_rng(0)
+    tensors: dict[str, npt.NDArray[np.float32]] = {}
     for file in sorted(checkpoint.glob("*.safetensors")):
         with safe_open(file, framework="np") as weights:
             for name in weights.keys():  # noqa: SIM118 - no mapping

@@ -95,7 +95,7 @@ async def _measure(server: RunningServer, load: LoadOrder) -> FrontRow:
     return FrontRow(
         processes=server.engine.config.server.processes,
         case=str(load.case),
-        output_tokens=load.output_tokens,
+        output_tokens=load.output_tokens or 0,
         clients=load.clients,
         requests_s=round(figures.requests_s, 1),
         output_tokens_s=round(figures.output_tokens_s, 1),

@@ -77,7 +77,7 @@ def test_kernel_meets_the_contract_of_hosts() -> None:
 def test_host_that_breaks_the_contract_is_found(changes: dict[str, Any], sentence: str) -> None:
     def short(policies: Mapping[str, Policy] | None, load: Sequence[HostLoad]) -> HostRun:
         run = run_kernel(policies, load[:12])
-        outputs = {one.request_id: one.outputs for one in load[12:]} | run.outputs
+        outputs = {**{one.request_id: one.outputs for one in load[12:]}, **run.outputs}
         return msgspec.structs.replace(run, **{"outputs": outputs, **changes})
 
     with pytest.raises(ContractBroken, match=sentence):

@@ -296,6 +296,6 @@ def test_charts_of_unequal_lengths_have_one_time_axis(outcomes: list[SimulationO
         series = Series(interval_s=interval_s, gauges=gauges, sums=sums)
         both.append(msgspec.structs.replace(outcomes[0], series=series))
     data = chart_data(both)
-    waiting = next(chart for chart in data["charts"] if chart["key"] == "waiting")
+    chart = next(chart for chart in data["charts"] if chart["key"] == "waiting")
     assert data["times"] == [0.1, 0.2, 0.3]
-    assert waiting["values"] == [[2, 5, None], [2, 2, 8]]
+    assert chart["values"] == [[2, 5, None], [2, 2, 8]]
