@@ -73,7 +73,10 @@ IMAGE: Final = MediaKind(
 VIDEO: Final = MediaKind(
     "video",
     VIDEO_FORMATS,
-    ("video/x-m4v", "video/matroska", "video/avi", "video/msvideo", "video/mpeg", *_DEFAULTS),
+    (
+        *("video/x-m4v", "video/mov", "video/matroska", "video/mkv", "video/avi", "video/msvideo"),
+        *("video/mpeg", "video/mpegts", *_DEFAULTS),
+    ),
 )
 _TENSORS: Final = {"application/octet-stream": "safetensors"}
 _TENSOR_ALIASES: Final = ("application/safetensors", "application/x-safetensors", "text/plain")

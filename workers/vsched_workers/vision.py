@@ -130,7 +130,7 @@ class VisionWorker(RankWorker, EncodeWorker):
             DeviceOutOfMemory: As `encode`.
         """
         assert self._sliced is not None, "`pauses` says so"
-        with self._backend.computing(("layers", self._batches), layers):
+        with self._backend.computing("encode", layers, kind=self._batches):
             return self._sliced.advance(layers)
 
     def _calls(self, jobs: Sequence[EncodeJob]) -> Iterator[Sequence[EncodeJob]]:

@@ -12,7 +12,7 @@ from tests.unit.media.fakes import data_url, image_bytes
 from vsched.config import MediaConfig
 from vsched.errors import RequestRefused
 from vsched.media import base64_text
-from vsched.media.formats import FORMATS
+from vsched.media.formats import FORMATS, VIDEO, VIDEO_FORMATS
 from vsched.media.sources import frames_of, read_local
 
 SETTINGS = MediaConfig(image_bytes_max=3000)
@@ -117,6 +117,11 @@ def test_data_url_is_decoded_in_pieces(size: int, monkeypatch: pytest.MonkeyPatc
 def test_data_url_takes_every_format(kind: str) -> None:
     """The decoder, data URLs and fetches accept the same: there is one list."""
     assert read_local(data_url(b"x", kind), SETTINGS) == b"x"
+
+
+@pytest.mark.parametrize("name", [*VIDEO_FORMATS, "video/mov", "video/mpegts", "video/mkv"])
+def test_data_url_takes_common_names_of_video_formats(name: str) -> None:
+    assert read_local(data_url(b"x", name), SETTINGS, kind=VIDEO) == b"x"
 
 
 def test_data_url_refuses_other_media_types() -> None:

@@ -19,11 +19,14 @@ from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.cpu import language_layers
 from vsched_workers.backends.cpu.threads import (
     BLIND_MAX_S,
+    LATELY_S,
     RETRY_MAX_S,
     RETRY_S,
     SLICE_S,
+    CoreWaits,
     IdleCores,
     ThreadChoice,
+    ThreadPool,
     process_pool,
     waited_s,
 )
@@ -68,11 +71,13 @@ class Machine:
         self.waited_s = 0.0
         self._noise = random.Random(7)
         self._spread = noise
-        self.choice = ThreadChoice(
-            cores,
-            now_s=lambda: self.now_s,
-            waited_s=lambda: self.waited_s,
-            idle_cores=self._idle_cores,
+        self.waits = CoreWaits(lambda: self.now_s, lambda: self.waited_s)
+        self.choice = self.choose()
+
+    def choose(self) -> ThreadChoice:
+        """The choice of one more stage."""
+        return ThreadChoice(
+            self.cores, self.waits, now_s=lambda: self.now_s, idle_cores=self._idle_cores
         )
 
     def _idle_cores(self) -> float:
@@ -95,6 +100,7 @@ class Machine:
             self.now_s += taken_s
             if threads + self.neighbours > self.cores:
                 self.waited_s += 0.5 * taken_s
+            self.waits.add(taken_s)
             self.choice.add(kind, count, taken_s)
 
 
@@ -111,6 +117,34 @@ def test_one_thread_less_next_to_a_neighbour_and_all_again_without(cores: int) -
     machine.neighbours = 0
     machine.run(1.5)
     assert machine.choice.threads == cores
+
+
+def test_each_stage_has_its_own_number_of_threads() -> None:
+    """Next to a neighbour the encoder gains from the second thread, decoding does not; their steps alternate."""
+    machine = Machine(2)
+    generate, encode = machine.choice, machine.choose()
+    machine.neighbours = 1
+    for _ in range(200):
+        machine.choice, machine.speed = generate, Machine.speed.__get__(machine)  # type: ignore[method-assign]
+        machine.run(0.2)
+        machine.choice, machine.speed = encode, lambda threads: 1000.0 + 400 * threads  # type: ignore[method-assign]
+        machine.run(0.2, lambda: 1000)
+    assert (generate.threads, encode.threads) == (1, 2)
+
+
+def test_a_stage_that_pauses_does_not_count_in_the_reported_number() -> None:
+    """Without images, an encoder's number is of the past."""
+    pool = ThreadPool()
+    pool.threads = 2
+    pool.adapt(torch_threads=1)
+    for stage in ("encode", "generate"):
+        with pool.computing(stage, 1):
+            pass
+    encode = pool._choices["encode"]
+    encode.threads = 1
+    assert pool.active == 1
+    encode.ended_s -= LATELY_S + 1
+    assert pool.active == 2
 
 
 def test_steps_of_any_size_are_compared_by_the_row() -> None:

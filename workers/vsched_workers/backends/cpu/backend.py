@@ -176,8 +176,10 @@ class CpuBackend(Backend):
         if self.make_product is None:
             self.make_product = self.make_head = self.make_plain = self._make_plain
 
-    def computing(self, kind: Hashable, rows: int) -> AbstractContextManager[None]:
-        return process_pool().computing(kind, rows)
+    def computing(
+        self, stage: str, rows: int, kind: Hashable = None
+    ) -> AbstractContextManager[None]:
+        return process_pool().computing(stage, rows, kind)
 
     def prepare_language(
         self, model: nn.Module, head: torch.Tensor, decoder: Decoder

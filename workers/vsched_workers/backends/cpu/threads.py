@@ -1,8 +1,10 @@
 """The thread pool of a process, shared by its kernels, and the number of its threads: fewer while that is faster.
 
 If another program keeps a core busy, one of this process's threads waits for the core, and one thread fewer can be
-faster. The choice is based on measured steps. A *trial* runs some steps with the present number of threads and some
-with another, in turns, and compares the time per row. It is started
+faster. Each stage has its own number: next to a busy core, the long products of an encoder gain from a second thread
+that is often off its core; decoding, with a join after each short product, can lose. The choice is based on measured
+steps. A *trial* runs some steps with the present number of threads and some with another, in turns, and compares the
+time per row. It is started
 
 - with fewer threads, if threads were ready and had no core (`/proc/PID/task/TID/schedstat`);
 - with more, if cores were idle or ran niced programs, which yield (`/proc/stat`), and periodically in any case: a
@@ -55,6 +57,8 @@ SIDE_S, SIDE_STEPS, SIDE_LONG_S = 0.06, 3, 0.3
 """Minimum for each side of a trial: this time and this number of steps, or the longer time."""
 TRIAL_S = 2.0
 """Maximum time that a trial waits for comparable steps."""
+LATELY_S = 10.0
+"""Time after its last step during which a stage counts in the reported number of threads."""
 ROWS_ALIKE = 64
 """From this number of rows on, time is compared per row; below, only steps with equal rows are compared."""
 
@@ -172,32 +176,62 @@ class _Trial:
         return other_s / present_s if present_s else None
 
 
+class CoreWaits:
+    """Share of the steps' time, over all stages, in which threads were ready and had no core.
+
+    Attributes:
+        share: That of the last steps; it can exceed 1, since the threads add up.
+    """
+
+    def __init__(
+        self,
+        now_s: Callable[[], float] = time.monotonic,
+        waited_s: Callable[[], float] = waited_s,
+    ) -> None:
+        self.share = 0.0
+        self._now_s, self._waited_s = now_s, waited_s
+        self._ended_s = now_s()
+        self._seen_s = waited_s()
+        self._sampled_s = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Add a step that has just ended."""
+        now_s = self._now_s()
+        if now_s - seconds - self._ended_s >= SAMPLE_S:
+            # Between steps spinning threads waited for cores as well; that must not count.
+            self._seen_s, self._sampled_s, self.share = self._waited_s(), 0.0, 0.0
+        else:
+            self._sampled_s += seconds
+        self._ended_s = now_s
+        if self._sampled_s >= SAMPLE_S:
+            seen_s = self._waited_s()
+            self.share = (seen_s - self._seen_s) / self._sampled_s
+            self._seen_s, self._sampled_s = seen_s, 0.0
+
+
 class ThreadChoice:
-    """Chooses the number of threads, step by step.
+    """Chooses the number of threads of a stage, step by step.
 
     Attributes:
         threads: Best number so far.
+        ended_s: End of the last step.
     """
 
     def __init__(
         self,
         most: int,
+        waits: CoreWaits,
         *,
         now_s: Callable[[], float] = time.monotonic,
-        waited_s: Callable[[], float] = waited_s,
         idle_cores: Callable[[], float] | None = None,
     ) -> None:
-        """Start with all threads, `most`; the other arguments are clocks and measurements of other programs' load."""
+        """Start with all threads, `most`; the other arguments measure the load of other programs, and the time."""
         self.threads = self._most = most
-        self._now_s, self._waited_s = now_s, waited_s
+        self._waits, self._now_s = waits, now_s
         self._idle_cores = idle_cores or IdleCores()
         self._trial: _Trial | None = None
         self._retry_s = {reason: reason.value[0] for reason in _Reason}
-        self._last_s = self._requested_s = self._ended_s = now_s()
-        self._seen_s = waited_s()
-        self._sampled_s = 0.0
-        self._share = 0.0
-        """Share of the last steps' time in which threads had no core."""
+        self._last_s = self._requested_s = self.ended_s = now_s()
 
     @property
     def next_threads(self) -> int:
@@ -206,17 +240,7 @@ class ThreadChoice:
 
     def add(self, kind: Hashable, rows: int, seconds: float) -> None:
         """Add the time of a step, with its kind and rows, that ran with `next_threads`."""
-        now_s = self._now_s()
-        if now_s - seconds - self._ended_s >= SAMPLE_S:
-            # Between steps spinning threads waited for cores as well; that must not count.
-            self._seen_s, self._sampled_s, self._share = self._waited_s(), 0.0, 0.0
-        else:
-            self._sampled_s += seconds
-        self._ended_s = now_s
-        if self._sampled_s >= SAMPLE_S:
-            seen_s = self._waited_s()
-            self._share = (seen_s - self._seen_s) / self._sampled_s
-            self._seen_s, self._sampled_s = seen_s, 0.0
+        self.ended_s = self._now_s()
         alike = (kind, min(rows, ROWS_ALIKE))
         cost_s = seconds / max(rows, ROWS_ALIKE)
         if self._trial is None:
@@ -238,18 +262,18 @@ class ThreadChoice:
         self._trial = _Trial(reason, self.threads, other)
 
     def _reason(self) -> _Reason | None:
-        passed_s = self._ended_s - self._last_s
+        passed_s = self.ended_s - self._last_s
         if self.threads < self._most:
             if passed_s >= self._retry_s[_Reason.BLIND]:
                 return _Reason.BLIND
             if (
                 passed_s >= self._retry_s[_Reason.IDLE]
-                and self._ended_s - self._requested_s >= RETRY_S
+                and self.ended_s - self._requested_s >= RETRY_S
             ):
-                self._requested_s = self._ended_s
+                self._requested_s = self.ended_s
                 if self._idle_cores() >= IDLE_MIN:
                     return _Reason.IDLE
-        waited = self._share >= WAITED_MIN and passed_s >= self._retry_s[_Reason.WAITED]
+        waited = self._waits.share >= WAITED_MIN and passed_s >= self._retry_s[_Reason.WAITED]
         return _Reason.WAITED if waited and self.threads > 1 else None
 
     def _end(self, trial: _Trial, ratio: float) -> None:
@@ -284,15 +308,19 @@ class ThreadPool:
         self.state_at: int = buffer.ctypes.data + skipped
         self.threads = 1
         self._others: list[threading.Thread] = []
-        self._choice: ThreadChoice | None = None
+        self._waits: CoreWaits | None = None
+        self._choices: dict[str, ThreadChoice] = {}
         self._torch_threads = 1
         self._set(layout.ACTIVE_AT, 1)
         self._set(layout.SPIN_AT, SPIN_NS)
 
     @property
     def active(self) -> int:
-        """Number of threads in use, not counting a trial."""
-        return self._get(layout.ACTIVE_AT) if self._choice is None else self._choice.threads
+        """Number of threads in use, not counting a trial: the least of the stages that computed lately."""
+        choices = self._choices.values()
+        since_s = max((choice.ended_s for choice in choices), default=0.0) - LATELY_S
+        chosen = [choice.threads for choice in choices if choice.ended_s >= since_s]
+        return min(chosen, default=self._get(layout.ACTIVE_AT))
 
     def use(self, threads: int) -> None:
         """Set the number of threads from the next kernel on; missing threads are started."""
@@ -320,22 +348,29 @@ class ThreadPool:
     def adapt(self, *, torch_threads: int) -> None:
         """Reduce the number of threads while fewer are faster; torch uses at most `torch_threads`."""
         if self.threads > 1:
-            self._choice, self._torch_threads = ThreadChoice(self.threads), torch_threads
+            self._waits, self._torch_threads = self._waits or CoreWaits(), torch_threads
 
     @contextmanager
-    def computing(self, kind: Hashable, rows: int) -> Iterator[None]:
-        """Time a step, and run it on the best number of threads so far; `kind` identifies comparable steps."""
-        choice = self._choice
-        if choice is None:
+    def computing(self, stage: str, rows: int, kind: Hashable = None) -> Iterator[None]:
+        """Time a step, and run it on the stage's best number of threads so far.
+
+        Steps are comparable that have the same `kind` and rows of the same cost.
+        """
+        if self._waits is None:
             yield
             return
+        if stage not in self._choices:
+            self._choices[stage] = ThreadChoice(self.threads, self._waits)
+        choice = self._choices[stage]
         threads = choice.next_threads
         if threads != self._get(layout.ACTIVE_AT):
             layout.use(self.state_at, threads)
             torch.set_num_threads(min(threads, self._torch_threads))
         started_s = time.perf_counter()
         yield
-        choice.add(kind, rows, time.perf_counter() - started_s)
+        seconds = time.perf_counter() - started_s
+        self._waits.add(seconds)
+        choice.add(kind, rows, seconds)
 
     def _get(self, at: int) -> int:
         return int(self._words[at // 8])

@@ -105,8 +105,10 @@ class Backend:
         self.memory: DeviceMemory = self._host
         self.collectives: Collectives = GlooCollectives()
 
-    def computing(self, kind: Hashable, rows: int) -> AbstractContextManager[None]:
-        """Return the context manager in which a step of this kind is computed."""
+    def computing(
+        self, stage: str, rows: int, kind: Hashable = None
+    ) -> AbstractContextManager[None]:
+        """Return the context manager in which a step of a stage is computed; steps of one `kind` are comparable."""
         return nullcontext()
 
     # --- matrix products and layers ---
