@@ -1,4 +1,4 @@
-"""Programs in processes of their own: what they import, allocate and compile is theirs alone."""
+"""Programs in separate processes: their imports, allocations and compiled kernels are not shared."""
 
 from __future__ import annotations
 

@@ -250,7 +250,7 @@ async def test_shell_losses_far_apart_are_each_the_first(played: ShellHarness) -
 
 
 def garbled(report: RankReport) -> bytes:
-    """A frame whose text is not UTF-8: `Loading`'s what, `Failure`'s kind, `Hello`'s secret."""
+    """A frame with text that is not UTF-8, in a report with the text `ab`."""
     body = encode_report(report)[4:]
     assert body.count(b"ab") == 1
     body = body.replace(b"ab", b"\xff\xfe")

@@ -175,7 +175,7 @@ async def test_usage_with_every_event(path: str) -> None:
 
 @PATHS
 async def test_text_of_events_is_that_of_the_whole_answer(path: str) -> None:
-    """Also where an event has nothing but text, and is assembled from parts that were encoded before."""
+    """Events of text only are assembled from JSON parts encoded in advance."""
     texts = ["plain", 'a "quote"', "ümlaut\n", "\x00", "\u2028", "}\\"]
     engine = FakeEngine(
         *(OutputDelta(text, [1]) for text in texts), OutputDelta("", [2], None, "stop")

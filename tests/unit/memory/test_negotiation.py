@@ -202,7 +202,7 @@ def test_negotiation_survives_odd_values(odd: Odd, wrap: Callable[[Any], Any]) -
 
 @pytest.mark.parametrize("fail", RAISES)
 def test_negotiation_survives_all_exceptions(fail: Callable[[], object]) -> None:
-    """Before the first order and after it, even what would end a program."""
+    """Before and after the first order, including exceptions like `SystemExit`."""
 
     def begin(_: MemoryView) -> MemoryPlan:
         fail()
@@ -404,7 +404,7 @@ def test_sizing_survives_each_allocation_failing(policy: MemoryPolicy, failing: 
     total_mib=st.integers(48, 512),
 )
 def test_sizing_survives_many_failures(failures: list[tuple[int, int]], total_mib: int) -> None:
-    """Any number of them, on devices where it fits closely or not at all."""
+    """Any number of failed allocations, on devices of any size: tight ones, and ones too small."""
     ranks = group(total_mib=total_mib)
     for rank, number in failures:
         ranks[rank].memory.fail_at(len(ranks[rank].weights) + number)

@@ -1,4 +1,4 @@
-"""A host's seats with what is around them: needs of policies, guards, times of calls, figures, notices."""
+"""A host of policies: seats, needs of policies, guards, call times, figures, notices."""
 
 from __future__ import annotations
 

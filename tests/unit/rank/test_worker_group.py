@@ -259,7 +259,7 @@ async def test_worker_group_start_that_is_cancelled_can_be_cleaned_up(place: Pla
 
 
 async def test_worker_group_rank_that_is_stopped_in_a_step_is_found(place: Place) -> None:
-    """By the timeout of ranks, not that of steps; a step that is merely long is not killed."""
+    """The rank timeout finds it, not the step timeout; a long step is not killed."""
     received = Received()
     worker_group = place.worker_group(
         received.events,

@@ -10,7 +10,7 @@ from vsched.policy import CachePolicy, EvictionOrder
 
 
 class RingOrder:
-    """Evicts the middle key first, new keys before those that it has held before."""
+    """Eviction order: the middle key first, new keys before keys held earlier."""
 
     def __init__(self) -> None:
         self.seen: dict[Hashable, bool] = {}

@@ -248,7 +248,7 @@ def test_another_prompt_or_image_is_refused(tmp_path: Path) -> None:
 
 
 def test_damaged_record_reports_what_stands_before_the_damage(tmp_path: Path) -> None:
-    """Tokens are a prefix of those that were sent, and the error names the place."""
+    """The tokens are a prefix of the sent ones, and the error names the place."""
     path = tmp_path / "run.vlog"
     first = record_run(path, 3)
     names = list(first.requests)

@@ -31,7 +31,7 @@ async def context() -> AsyncIterator[zmq.Context[zmq.Socket[bytes]]]:
 
 
 class Leading:
-    """A leader's link that keeps received messages, and fails at those that begin with `bad`."""
+    """Leader's link; stores received messages, and fails at messages with the prefix `bad`."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
         self.received: list[Frame] = []

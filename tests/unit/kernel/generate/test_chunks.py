@@ -1,4 +1,4 @@
-"""Chunks of a step: where they end, how the step policy shares a step, and stalls of prefills without embeddings."""
+"""Chunks of a step: their ends, their shares by the step policy, and stalls of prefills without embeddings."""
 
 from __future__ import annotations
 

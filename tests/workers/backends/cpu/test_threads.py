@@ -123,9 +123,10 @@ def test_each_stage_has_its_own_number_of_threads() -> None:
     """Next to a neighbour the encoder gains from the second thread, decoding does not; their steps alternate."""
     machine = Machine(2)
     generate, encode = machine.choice, machine.choose()
+    decoding = machine.speed
     machine.neighbours = 1
     for _ in range(200):
-        machine.choice, machine.speed = generate, Machine.speed.__get__(machine)  # type: ignore[method-assign]
+        machine.choice, machine.speed = generate, decoding  # type: ignore[method-assign]
         machine.run(0.2)
         machine.choice, machine.speed = encode, lambda threads: 1000.0 + 400 * threads  # type: ignore[method-assign]
         machine.run(0.2, lambda: 1000)

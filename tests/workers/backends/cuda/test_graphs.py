@@ -109,7 +109,7 @@ class Captured:
 
     @property
     def steps(self) -> int:
-        """Number of captured steps, without those of the trial."""
+        """Number of captured steps, not counting the trial."""
         return self.stream.starts - TRIED_STEPS
 
     def build(self) -> None:
