@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from tests.programs import printed_by
 from vsched.cli import app
 from vsched.cli.main import COMMANDS, import_commands, main
 from vsched.config import keys_table, load_config
@@ -135,8 +135,7 @@ def test_cli_imports_the_named_command_alone() -> None:
         "import_commands(['--version', 'serve', 'bench'])\n"
         "print('vsched.cli.serve_command' in sys.modules, 'vsched.cli.bench' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "True False\n"
+    assert printed_by(code) == "True False\n"
 
 
 def test_cli_starts_without_heavy_imports() -> None:
@@ -146,5 +145,4 @@ def test_cli_starts_without_heavy_imports() -> None:
         "heavy = ('torch', 'transformers', 'numba', 'uvicorn', 'openai', 'matplotlib')\n"
         "print([name for name in heavy if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
+    assert printed_by(code) == "[]\n"

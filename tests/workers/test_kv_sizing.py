@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.programs import printed_by
 from tests.workers.driver import Checkpoints, load_generator
-from tests.workers.scripts import printed_by
 from vsched.types import ModelInfo
 from vsched.wire import SizeKv
 from vsched.worker.contract import WorkerSettings

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.programs import printed_by
 from tests.workers.driver import Checkpoints
-from tests.workers.scripts import printed_by
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.reference.backend import Backend
 from vsched_workers.lean_torch import DEFERRED

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import numpy as np  # noqa: F401 - pytester forgets what its runs import, and numpy is imported once a process
 import pytest
 
-from tests.patience import PATIENCE_S
+from tests.programs import printed_by
 
 pytest_plugins = "pytester"
 pytestmark = pytest.mark.slow
@@ -49,10 +47,7 @@ def test_plugin_imports_neither_the_engine_nor_what_takes_time() -> None:
         "import sys, pytest; before = set(sys.modules); import vsched.testing.plugin; "
         "print(*sorted(set(sys.modules) - before))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE_S
-    )
-    assert done.stdout.split() == ["vsched", "vsched.testing", "vsched.testing.plugin"]
+    assert printed_by(code).split() == ["vsched", "vsched.testing", "vsched.testing.plugin"]
 
 
 def test_plugin_runs_a_test_once_for_each_seed(project: pytest.Pytester) -> None:

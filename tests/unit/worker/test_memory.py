@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.patience import PATIENCE_S
+from tests.programs import printed_by
 from vsched.errors import DeviceOutOfMemory
 from vsched.worker import memory
 from vsched.worker.memory import (
@@ -23,19 +21,6 @@ from vsched.worker.memory import (
 )
 
 GIB = 1 << 30
-
-
-def in_process(script: str) -> str:
-    """Run a script in a process of its own; return its output."""
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-    assert not done.returncode, done.stderr
-    return done.stdout.strip()
 
 
 @pytest.mark.slow
@@ -53,7 +38,7 @@ try:
 except MemoryError:
     print("failed for real")
 """
-    assert in_process(script) == "failed for real"
+    assert printed_by(script).strip() == "failed for real"
 
 
 @pytest.mark.slow
@@ -66,7 +51,7 @@ try:
 except DeviceOutOfMemory as error:
     print(error)
 """
-    said = in_process(script)
+    said = printed_by(script).strip()
     assert said.startswith("encode.memory_limit: ")
     assert said.endswith("limit 1048576. Remedy: raise encode.memory_limit.")
 
@@ -121,7 +106,7 @@ except OSError:
     mmap.mmap(-1, SPARE_BYTES * 3 // 4, flags=private)
     print(len(taken) > 8)
 """
-    assert in_process(script) == "True"
+    assert printed_by(script).strip() == "True"
 
 
 @pytest.fixture

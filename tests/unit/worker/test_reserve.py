@@ -5,8 +5,6 @@ from __future__ import annotations
 import inspect
 import logging
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from types import ModuleType
 
@@ -15,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tests.patience import PATIENCE_S
+from tests.programs import printed_by
 from tests.unit.rank.fake_plugin import FakePlugin
 from tests.unit.worker.device_fakes import MIB, MeasuredEncoder, model_info, plan_of
 from vsched.errors import DeviceOutOfMemory
@@ -210,7 +208,7 @@ import vsched_workers.memory.worst_case, vsched_workers.memory.out_of_memory
 import vsched.worker.sizing, vsched_workers.plugin
 assert "torch" not in sys.modules, "torch came along"
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=PATIENCE_S)
+    printed_by(program)
 
 
 @pytest.mark.parametrize("module", [memory, sizing], ids=lambda module: module.__name__)

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from tests.programs import printed_by
 from tests.workers.driver import Checkpoints
-from tests.workers.scripts import printed_by
 from vsched_workers.checkpoint.chat_templates import render_template
 from vsched_workers.checkpoint.plain_tokenizer import _QWEN_STEPS, load_plain
 

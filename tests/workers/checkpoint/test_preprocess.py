@@ -25,9 +25,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import AutoImageProcessor, AutoTokenizer
 
 from tests.parity.vision_checkpoints import make_vision_checkpoint
+from tests.programs import printed_by
 from tests.workers.driver import Checkpoints, Stage, drawn_image, inspect, values_of
 from tests.workers.properties import REPEATABLE
-from tests.workers.scripts import printed_by
 from vsched.config import MediaConfig
 from vsched.errors import CheckpointError, RequestRefused
 from vsched.media.embeddings import read_embedding

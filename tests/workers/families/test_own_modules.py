@@ -16,8 +16,8 @@ from torch.nn import functional
 from transformers import AttentionInterface
 
 from tests.patience import PATIENCE_S
+from tests.programs import printed_by
 from tests.workers.driver import Checkpoints
-from tests.workers.scripts import printed_by
 from vsched.errors import CheckpointError
 from vsched.types import ItemPlace
 from vsched.worker.contract import WorkerSettings

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.programs import printed_by
 from tests.workers.driver import Checkpoints, inspect
 from tests.workers.properties import REPEATABLE, thorough
-from tests.workers.scripts import printed_by
 from vsched.errors import DeviceOutOfMemory
 from vsched.worker.contract import ImagePlan
 from vsched_workers.backends.cpu.layer_parts import StepRows

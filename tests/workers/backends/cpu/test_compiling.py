@@ -21,7 +21,7 @@ import pytest
 
 import vsched_workers
 from tests.patience import PATIENCE_S
-from tests.workers.scripts import printed_by
+from tests.programs import printed_by
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.cpu import compiling as compiling_module
 from vsched_workers.backends.cpu import kernel_store

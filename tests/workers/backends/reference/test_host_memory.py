@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.workers.scripts import printed_by
+from tests.programs import printed_by
 from vsched_workers.backends.reference.host_memory import HostMemory, HugePages
 from vsched_workers.backends.reference.packed_weights import (
     BlockedActivation,
