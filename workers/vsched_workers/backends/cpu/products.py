@@ -17,6 +17,7 @@ from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.cpu.kernels.gemm import PANEL as PAIR_PANEL
 from vsched_workers.backends.cpu.kernels.gemm import WEIGHT
 from vsched_workers.backends.cpu.kernels.gemm import multiply as multiply_pairs
+from vsched_workers.backends.cpu.kernels.packing import pack
 from vsched_workers.backends.cpu.kernels.simd import LINE, has_bf16_dot
 from vsched_workers.backends.cpu.quantized.block_sums import (
     PLAIN,
@@ -47,6 +48,8 @@ from vsched_workers.quantized.weights import INT4_CENTRE, QuantizedWeight
 
 _PACKED_BYTES = 1 << 24
 """Bytes that are packed at once: limits the memory in use besides the weight and its panels."""
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+"""Integer type of each number of bytes."""
 
 
 class KernelProduct(PackedProduct):
@@ -118,7 +121,7 @@ class QuantizedProduct(KernelProduct):
         assert not group % INPUTS, "groups must be multiples of INPUTS"
         unscaled = weight.kind in {"bfloat16", "float32"}
         factor = FP8_FACTOR if weight.kind == "fp8" else 1.0
-        self._panels = _pack_values(weight, inputs)
+        self._panels = _pack_values(weight, inputs, threads)
         self._scales = torch.ones(1, 1, PANEL) if unscaled else _pack_scales(weight.scales, factor)
         self._offsets = None if weight.offsets is None else _pack_scales(weight.offsets)
         self._bias = torch.zeros(len(self._panels) * PANEL)
@@ -217,7 +220,7 @@ def _unscaled(weight: torch.Tensor) -> QuantizedWeight:
     )
 
 
-def _pack_values(weight: QuantizedWeight, inputs: int) -> torch.Tensor:
+def _pack_values(weight: QuantizedWeight, inputs: int, threads: int) -> torch.Tensor:
     """Pack the values of a weight into panels.
 
       int8 [out, in], PANEL outputs            panel [in / 4, PANEL, 4]
@@ -228,22 +231,18 @@ def _pack_values(weight: QuantizedWeight, inputs: int) -> torch.Tensor:
 
     int4 has the same layout with words of eight inputs (`_pack_int4`); other formats have one value in place of a word.
     """
-    outputs, _ = weight.shape
-    panels, values = -(-outputs // PANEL), weight.values
-    quads = weight.kind in FORMATS
-    columns = inputs // 2 if weight.kind == "int4" else inputs
-    made = room_for_weights((panels, columns * PANEL), values.dtype)
-    step = max(_PACKED_BYTES // (inputs * PANEL), 1)
-    for first in range(0, panels, step):
+    values, columns = weight.values, inputs // 2 if weight.kind == "int4" else inputs
+    made = room_for_weights((-(-len(values) // PANEL), columns * PANEL), values.dtype)
+    word = _WORDS[4 if weight.kind in FORMATS else values.dtype.itemsize]
+    panels = made.view(word).view(len(made), -1, PANEL).numpy()
+    step = max(_PACKED_BYTES // made[0].nbytes, 1)
+    for first in range(0, len(made), step):
         some = values[first * PANEL : (first + step) * PANEL]
-        bits = some.view(torch.uint8) if values.dtype.itemsize == 1 else some
-        filling = (0, columns - bits.shape[1], 0, -len(bits) % PANEL)
-        padded = functional.pad(bits, filling).view(values.dtype).unflatten(0, (-1, PANEL))
-        if weight.kind == "int4":
-            padded = _pack_int4(padded)
-        if quads:
-            padded = padded.unflatten(2, (-1, 4))
-        made[first : first + step] = padded.transpose(1, 2).flatten(1)
+        if missing := columns - some.shape[1]:
+            bits = some.view(torch.uint8) if values.dtype.itemsize == 1 else some
+            some = functional.pad(bits, (0, missing))
+        rows = _pack_int4(some) if weight.kind == "int4" else some.contiguous()
+        pack(pool_of(threads), rows.view(word).numpy(), panels[first : first + step])
     return made
 
 
@@ -282,7 +281,7 @@ class PanelProduct(KernelProduct):
         With `tiles` the weight is packed into half-panels and multiplied in tiles.
         """
         outputs, inputs = self.shape = (weight.shape[0], weight.shape[1])
-        self._panels = _pack(weight, HALF if tiles else PAIR_PANEL)
+        self._panels = _pack(weight, HALF if tiles else PAIR_PANEL, threads)
         self.size_bytes = self._panels.nbytes
         self._bias = torch.zeros(-(-outputs // PAIR_PANEL) * PAIR_PANEL, dtype=torch.bfloat16)
         if bias is not None:
@@ -320,7 +319,7 @@ def make_product(
     )
 
 
-def _pack(weight: torch.Tensor, width: int) -> torch.Tensor:
+def _pack(weight: torch.Tensor, width: int, threads: int) -> torch.Tensor:
     """Pack a weight into panels of `width` outputs, the last one padded with zeros.
 
       weight [N, K]                            packed [N / width, K / 2, width, 2]
@@ -334,13 +333,8 @@ def _pack(weight: torch.Tensor, width: int) -> torch.Tensor:
     A line of this diagram is `width` / 16 vectors of 64 bytes.
     """
     outputs, inputs = weight.shape
-    weight = weight.detach()
-    if missing := -outputs % width:  # padding copies, even if nothing is added
-        weight = functional.pad(weight, (0, 0, 0, missing))
-    pairs = weight.contiguous().view(torch.int32).view(-1, width, inputs // 2)
-    panels = room_for_weights((len(pairs), inputs // 2, width, 2), weight.dtype)
-    # One by one: torch transposes matrices in blocks, four times as fast as a tensor with more dimensions.
-    for panel, rows in zip(panels.view(torch.int32).squeeze(-1), pairs, strict=True):
-        panel.copy_(rows.t())
+    panels = room_for_weights((-(-outputs // width), inputs // 2, width), torch.int32)
+    pairs = weight.detach().contiguous().view(torch.int32)
+    pack(pool_of(threads), pairs.numpy(), panels.numpy())
     assert not panels.data_ptr() % LINE, "panels must be aligned to cache lines"
     return panels
