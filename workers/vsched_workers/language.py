@@ -241,6 +241,9 @@ class LanguageWorker(RankWorker, GenerateWorker):
         """
         assert self._swap_area is not None, "build_swap comes before"
         with self._group.watched(), typed_out_of_memory("swapping KV blocks", remedy=SWAP_REMEDY):
+            if self._captured is not None:
+                # A step that was started ahead writes to blocks that may have another owner by now.
+                self._captured.let_others_wait()
             self._swap_area.copy(out, back)
 
     @contextmanager

@@ -69,6 +69,10 @@ class CapturedSteps(Protocol):
         """Run a step and sample; return None for a batch that must be run layer by layer instead."""
         ...
 
+    def let_others_wait(self) -> None:
+        """Make later work outside of captured steps wait for a step in flight, which writes to the KV cache."""
+        ...
+
     def drop(self) -> None:
         """Drop the captured steps: they point into the KV cache."""
         ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -174,14 +175,17 @@ class GraphBackend(Backend):
         stream, reserved = CudaGraphStream("cpu"), self.memory.reserved
         return DecodeGraphs(stream, cache, attention, run, reserved=reserved, states=states)
 
+    def swap_area(self, cache: KvCache, blocks: int) -> SwapArea:
+        return CudaSwapArea(cache, blocks, device="cpu")
+
 
 def questions(sampling: SamplingParams) -> list[Question]:
     alone = Question("How many objects are there?", count=22, sampling=sampling)
     return [*mixed_questions(sampling)[:2], alone]
 
 
-def run_ahead(machine: Machine, stage: Stage, sampling: SamplingParams) -> list[list[int]]:
-    """Serve requests that begin and end at different times, and return their tokens."""
+def own_all(machine: Machine, stage: Stage) -> None:
+    """Build a KV cache, which belongs to the device like the weights."""
     worker: Any = stage.generator
     worker.build_kv(blocks=BLOCKS, block_size=BLOCK_SIZE)
     cache = worker._cache
@@ -189,6 +193,11 @@ def run_ahead(machine: Machine, stage: Stage, sampling: SamplingParams) -> list[
     if stage.vision is not None:
         machine.own(stage.encoder._tower.module.parameters())  # type: ignore[attr-defined]
     worker.prepare = machine.unseen(worker.prepare)
+
+
+def run_ahead(machine: Machine, stage: Stage, sampling: SamplingParams) -> list[list[int]]:
+    """Serve requests that begin and end at different times, and return their tokens."""
+    own_all(machine, stage)
     return outputs(Driver(stage, chunk=48, seed=1).run(questions(sampling), arrivals=5))
 
 
@@ -249,3 +258,24 @@ def test_one_buffer_for_tokens_is_a_race(
     monkeypatch.setattr(graphs, "_HOST_BUFFERS", 1)
     with pytest.raises(RaceError, match=NUMPY):
         run_ahead(machine, machine.unseen(stage)(), GREEDY)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("waits", [True, False])
+def test_blocks_are_swapped_in_after_a_step_that_was_started_ahead(
+    stage: Callable[[], Stage], machine: Machine, monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
+    """It writes to the last block of each of its rows, which another request may have by now."""
+    loaded = machine.unseen(stage)()
+    worker: Any = loaded.generator
+    own_all(machine, loaded)
+    worker.build_swap(2)
+    driver = Driver(loaded, chunk=48, seed=1)
+    running = machine.unseen(driver.start)(0, Question("How many objects are there?", count=22))
+    while worker._captured._in_flight is None:
+        driver.step([running])
+    if not waits:
+        monkeypatch.setattr(CudaGraphStream, "let_others_wait", nothing)
+    last = int(driver.tables[running.slot][running.computed // BLOCK_SIZE])
+    with nullcontext() if waits else pytest.raises(RaceError):
+        worker.swap(NOTHING, pairs((0, last)))

@@ -281,6 +281,11 @@ class DecodeGraphs:
             return Sampled(tokens=tokens[picked])
         return with_logprobs(tokens, step.logits, special_rows(batch))
 
+    def let_others_wait(self) -> None:
+        """Make later work on other streams wait for the step in flight."""
+        if self._in_flight is not None:
+            self._stream.let_others_wait()
+
     def drop(self) -> None:
         """Drop the captured steps and the memory that they refer to."""
         self._in_flight = None
@@ -296,9 +301,8 @@ class DecodeGraphs:
         return bool(batch.decode_positions.max() < width * self._cache.block_size)
 
     def _yield_stream(self) -> None:
-        """Make later work on other streams wait for the step in flight."""
-        if self._in_flight is not None:
-            self._stream.let_others_wait()
+        """Drop the step in flight, for which later work on other streams waits."""
+        self.let_others_wait()
         self._in_flight = None
         self._next = None
         self._steady = 0
