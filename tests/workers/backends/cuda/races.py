@@ -150,6 +150,7 @@ class Machine(TorchDispatchMode):
             "graph_pool_handle": lambda: 0,
             "CUDAGraph": lambda: Graph(self),
             "graph": self.record,
+            "set_sync_debug_mode": lambda _: None,
         }.items():
             patch.setattr(torch.cuda, name, value)
         numpy = torch.Tensor.numpy

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -279,3 +279,45 @@ def test_blocks_are_swapped_in_after_a_step_that_was_started_ahead(
     last = int(driver.tables[running.slot][running.computed // BLOCK_SIZE])
     with nullcontext() if waits else pytest.raises(RaceError):
         worker.swap(NOTHING, pairs((0, last)))
+
+
+def test_capture_that_fails_leaves_stream_and_allocator_as_they_were(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch before 2.13 leaves its graph stream current, and its allocator in the capture."""
+    before, ended = machine.current, []
+
+    @contextmanager
+    def failing(_: object, *, stream: Stream, **__: object) -> Iterator[None]:
+        machine.current = stream
+        yield
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+    monkeypatch.setattr(torch.cuda, "graph", failing)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(
+        torch._C, "_cuda_endAllocateToPool", lambda *given: ended.append(given), raising=False
+    )
+    with pytest.raises(RuntimeError, match="previous error"):
+        CudaGraphStream("cpu").capture(lambda: torch.zeros(1))
+    assert machine.current is before
+    assert ended == [(1, torch.cuda.graph_pool_handle())]
+
+
+@pytest.mark.usefixtures("machine")
+def test_step_in_which_the_host_waits_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only its first run may: it compiles kernels, and fills caches."""
+    modes, runs = ["default"], []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    monkeypatch.setattr(torch.cuda, "graph", None)
+
+    def run() -> torch.Tensor:
+        runs.append(modes[-1])
+        if modes[-1] == "error":
+            raise RuntimeError("called a synchronizing CUDA operation")
+        return torch.zeros(1)
+
+    with pytest.raises(RuntimeError, match="synchronizing"):
+        CudaGraphStream("cpu").capture(run)
+    assert runs == ["default", "error"]
+    assert modes[-1] == "default"

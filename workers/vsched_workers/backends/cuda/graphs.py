@@ -35,7 +35,9 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,21 +94,31 @@ class CudaGraphStream:
     def capture(self, run: Run) -> tuple[Act, torch.Tensor]:
         """Capture `run`; return a function that replays it, and the tensor that `run` returned, which is reused.
 
-        Blocks: during one eager run first, so that nothing is compiled or permanently allocated in the capture.
+        Blocks: during two eager runs first: one, so that nothing is compiled or permanently allocated in the capture,
+        and one that fails where the capture would, because the host waits for the device.
+
+        Raises:
+            RuntimeError: When it cannot be captured.
         """
         self.wait_for_others()
         with torch.cuda.stream(self._stream):
             run()
-        self._stream.synchronize()
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        graph: Any = torch.cuda.CUDAGraph()
-        # Other threads of the process do not use the GPU, and must not invalidate the capture.
-        recording: Any = torch.cuda.graph(
-            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-        )
-        with recording:
-            result = run()
+            with _without_waits():
+                run()
+            self._stream.synchronize()
+            if self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
+            graph: Any = torch.cuda.CUDAGraph()
+            # Other threads of the process do not use the GPU, and must not invalidate the capture.
+            recording: Any = torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            )
+            try:
+                with recording:
+                    result = run()
+            except BaseException:
+                _close_pool(self._pool)
+                raise
         self._graphs.append(graph)
         replay: Act = graph.replay
         return replay, result
@@ -132,6 +144,28 @@ class CudaGraphStream:
             graph.reset()
         self._graphs.clear()
         self._pool = None
+
+
+@contextmanager
+def _without_waits() -> Iterator[None]:
+    """Raise a RuntimeError where the host waits for the device, until the context ends."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls the mode a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def _close_pool(pool: Any) -> None:
+    """End the allocations of a failed capture in its pool.
+
+    Torch before 2.13 does not: its allocator would defer the release of memory that several streams have used, such as
+    rows of images, until the capture ends, for ever.
+    """
+    with suppress(RuntimeError):  # they have ended
+        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)  # noqa: SLF001
 
 
 def _waiting(event: Any) -> Act:
