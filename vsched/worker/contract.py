@@ -430,11 +430,13 @@ class GenerateWorker(Worker):
     """The language model of one rank.
 
     Attributes:
-        frugal: Whether each layer frees all that it allocates, and allocates memory that grows with a sequence for one
-            sequence at a time. Then two layers have the peak of all, and the longest sequence that of any number; the
-            profiling run uses `first_layers`.
+        skips_layers: Whether `first_layers` can be used, and each layer frees all that it allocates: then two layers
+            have the peak of all.
+        frugal: Whether, in addition, memory that grows with a sequence is allocated for one sequence at a time: then
+            the longest sequence has the peak of any number.
     """
 
+    skips_layers: bool = False
     frugal: bool = False
 
     @abstractmethod
@@ -471,7 +473,7 @@ class GenerateWorker(Worker):
         """
 
     def first_layers(self, count: int) -> AbstractContextManager[None]:
-        """Within the context, run only the first `count` layers; the results are invalid. Only if `frugal`."""
+        """Within the context, run only the first `count` layers; the results are invalid. Only if `skips_layers`."""
         raise unsupported(self, "a part of its layers")
 
     @optional

@@ -36,6 +36,9 @@ Steps with fewer chunks lie between 3 and 4, and steps with fewer decodes betwee
 terms proportional to one of the two numbers, or the maximum of two such terms, so the maximum is at an end of each
 range.
 
+In step 2, on a GPU, every chunk gathers its context in every layer, for seconds. Layers need no more memory one after
+the other than alone, so it computes two of each kind, if the worker can skip layers; the other steps compute all.
+
 On a CPU this would take minutes. But there freed memory is returned, so a worker can be `frugal`: every layer frees
 all that it allocates, and allocates for one sequence at a time. Then two layers reach the peak (the second starts
 while the input of the first is still held), and one chunk at the maximum context is sufficient; the others are short
@@ -160,8 +163,9 @@ def run_profile(
     )
     rank.adapters.add(adapter)
     steps = 0
-    for decision, layers in writer.frugal() if worker.frugal else writer.whole():
-        with worker.first_layers(layers) if worker.frugal else nullcontext():
+    whole = writer.whole(_LAYERS if worker.skips_layers else None)
+    for decision, layers in writer.frugal() if worker.frugal else whole:
+        with nullcontext() if layers is None else worker.first_layers(layers):
             rank.apply(decision)
         steps += 1
     return steps
@@ -193,8 +197,8 @@ def beside_decodes(limits: StepLimits) -> list[int]:
     return heap(limits, limits.batch_tokens)
 
 
-Step = tuple[GenerateDecision, int]
-"""A step, and its number of layers of a frugal worker."""
+Step = tuple[GenerateDecision, int | None]
+"""A step, and the number of layers of each kind that it computes; None for all."""
 
 _LAYERS = 2
 
@@ -226,38 +230,37 @@ class _DecisionWriter:
             (1, _PAGE_ROWS, info.embedding_row_bytes), np.uint8
         )
 
-    def whole(self) -> Iterator[Step]:
-        """Yield the steps; each must be executed before the next."""
+    def whole(self, layers_of_many: int | None) -> Iterator[Step]:
+        """Yield the steps; each must be executed before the next. `layers_of_many` is for chunks in all slots."""
         few, many = heap(self._limits, self._limits.batch_tokens), spread(self._limits)
         if few[0] > many[0]:
-            yield self._prefill(few, long=len(few))
-        yield self._prefill(many, long=len(many))
-        yield self._decode()
+            yield self._prefill(few, long=len(few)), None
+        yield self._prefill(many, long=len(many)), layers_of_many
+        yield self._decode(), None
         beside = beside_decodes(self._limits)
-        yield self._prefill(beside, long=len(beside))
-        yield from self._beginning()
+        yield self._prefill(beside, long=len(beside)), None
+        yield from self._beginning(None)
 
     def frugal(self) -> Iterator[Step]:
         """Yield the steps for a frugal worker."""
         few, beside = heap(self._limits, self._limits.batch_tokens), beside_decodes(self._limits)
         if few[0] > beside[0]:
-            yield self._prefill(few, long=1)
-        joining, _ = self._prefill([1] * self._limits.slots, long=self._limits.slots)
-        yield joining, 0
-        yield self._decode()
-        yield self._prefill(beside, long=1)
-        yield from self._beginning()
+            yield self._prefill(few, long=1), _LAYERS
+        yield self._prefill([1] * self._limits.slots, long=self._limits.slots), 0
+        yield self._decode(), _LAYERS
+        yield self._prefill(beside, long=1), _LAYERS
+        yield from self._beginning(_LAYERS)
 
-    def _beginning(self) -> Iterator[Step]:
+    def _beginning(self, layers: int | None) -> Iterator[Step]:
         """Yield a chunk of full length from position 0, where recurrent layers may compute differently."""
         if self._info.state_bytes:
-            yield self._prefill([self._limits.chunk_max], long=0)
+            yield self._prefill([self._limits.chunk_max], long=0), layers
 
-    def _decode(self) -> Step:
+    def _decode(self) -> GenerateDecision:
         self._step += 1
-        return GenerateDecision(self._step), _LAYERS
+        return GenerateDecision(self._step)
 
-    def _prefill(self, lengths: list[int], *, long: int) -> Step:
+    def _prefill(self, lengths: list[int], *, long: int) -> GenerateDecision:
         """Prefill the last chunks of new requests in the first slots, in place of their present requests.
 
         The first `long` of them have the maximum prompt length, the others only their chunk.
@@ -278,7 +281,7 @@ class _DecisionWriter:
             ]
             chunks.append(ChunkPlan(slot, stop - length, stop, items))
         self._step += 1
-        return GenerateDecision(self._step, left=left, joined=joined, chunks=chunks), _LAYERS
+        return GenerateDecision(self._step, left=left, joined=joined, chunks=chunks)
 
     def _request(self, prompt_tokens: int) -> RequestData:
         known = self._data.get(prompt_tokens)

@@ -159,8 +159,9 @@ class LanguageWorker(RankWorker, GenerateWorker):
         super().__init__(
             info, backend, group, adapters, weights_bytes=language.runnable.weights_bytes
         )
-        # Each layer reuses the memory of the layer before it, apart from heap fragmentation.
-        self.frugal = backend.layers_reuse_memory and language.first_layers is not None
+        # Each layer reuses the memory of the layer before it, apart from fragmentation.
+        self.skips_layers = language.first_layers is not None
+        self.frugal = self.skips_layers and not backend.keeps_indices
         self._dtype: torch.dtype = getattr(torch, info.dtype)
         self._language = language
         self.module: Any = language.module
@@ -249,11 +250,13 @@ class LanguageWorker(RankWorker, GenerateWorker):
     @contextmanager
     def first_layers(self, count: int) -> Iterator[None]:
         """Run only the first `count` layers of each kind, and only sparse runs of these, until the context ends."""
-        assert self._language.first_layers is not None, "frugal says so"
+        assert self._language.first_layers is not None, "skips_layers says so"
+        captured, self._captured = self._captured, None  # captured steps have all layers
         try:
             with self._language.first_layers(count), self._backend.sparsely():
                 yield
         finally:
+            self._captured = captured
             if self._balance is not None:
                 self._balance.reset()
 

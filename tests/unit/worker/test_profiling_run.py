@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -95,6 +98,25 @@ def test_profiling_run_of_a_frugal_worker_is_short() -> None:
     assert mixed[0] + sum(stop - start for start, stop, _ in mixed[2]) == LOAD.batch_tokens
     assert mixed[2][0][:2] == (LOAD.context_tokens - 3 - 16, LOAD.context_tokens - 3)
     assert all(start == 0 for start, _, _ in mixed[2][1:])
+
+
+def test_profiling_run_skips_layers_in_the_step_with_a_chunk_in_every_slot() -> None:
+    """On a GPU, each of its chunks gathers a long context in every layer; other steps prove all layers."""
+
+    class Skipping(MeasuredGenerator):
+        skips_layers = True
+
+        @contextmanager
+        def first_layers(self, count: int) -> Iterator[None]:
+            self.events.append(f"layers {count} of step {len(self.batches)}")
+            yield
+
+    worker = Skipping(SimulatedMemory(1024 * MIB))
+    worker.build_kv(blocks=3, block_size=16)
+    run_profile(worker, model_info(), LOAD, blocks=3, image=None)
+    assert worker.events[1:] == ["layers 2 of step 0"]
+    assert [len(chunks) for _, _, chunks, _ in worker.batches] == [LOAD.slots, 0, 3]
+    assert worker.batches == run(LOAD).batches
 
 
 @given(

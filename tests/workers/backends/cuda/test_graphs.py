@@ -362,3 +362,15 @@ def test_states_do_not_advance_in_a_step_that_is_dropped(
     found = outputs(Driver(stage, chunk=48).run(questions, arrivals=9))
     assert found == generated(tmp_path, asked, outputs=24)
     assert generic[0].stream.starts > 24
+
+
+def test_steps_of_some_layers_are_not_captured(
+    plain: Plain, captured: Callable[[str], Captured]
+) -> None:
+    """A profiling run skips layers before the first step of all of them."""
+    found = captured("nano25")
+    with found.stage.generator.first_layers(1):
+        run(found.stage, [lone(3)])
+    assert found.stream.starts == 0
+    assert outputs(run(found.stage, [lone(12)])) == plain("nano25", [lone(12)])
+    assert found.steps > 0

@@ -65,7 +65,6 @@ class CudaBackend(Backend):
 
     # A layer's call returns when its kernels are launched, not when they are done.
     synchronous: ClassVar[bool] = False
-    layers_reuse_memory: ClassVar[bool] = False
     keeps_indices = True
 
     def __init__(self, settings: WorkerSettings, dtype: torch.dtype) -> None:

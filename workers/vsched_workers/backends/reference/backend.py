@@ -77,8 +77,7 @@ class Backend:
         synchronous: Whether a module's call returns when the device is done, so that layers can be timed and encoding
             can pause after one.
         compiles: Whether kernels are compiled while a model is prepared, which is slow the first time.
-        layers_reuse_memory: Whether a layer needs no more memory than the layer before it released.
-        keeps_indices: Whether the layers of a step share the slots and the mask of a chunk.
+        keeps_indices: Whether the layers of a step share the slots and the mask of a chunk, which the step keeps.
         spare_blocks: Extra blocks of a KV cache, for the padding of captured steps.
         make_product: Makes the product of a linear layer; None if weights are not packed.
         make_head: Makes the product of the head, likewise.
@@ -86,7 +85,6 @@ class Backend:
     """
 
     synchronous: ClassVar[bool] = True
-    layers_reuse_memory: ClassVar[bool] = True
     compiles = False
     keeps_indices = False
     spare_blocks = 0
