@@ -294,17 +294,14 @@ class _Penalties:
             ],
             np.float64,
         )
-        rows, tokens, outputs = [], [], []
-        for place, (_, entry) in enumerate(entries):
+        histories, lengths = [np.empty(0, np.int32)], []
+        for _, entry in entries:
             history = entry.sequence.tokens[: entry.position - int(ahead)]
-            rows.append(np.full(len(history), place))
-            tokens.append(history)
-            outputs.append(np.arange(len(history)) >= entry.sequence.prompt_length)
-        if entries:
-            known = np.concatenate(tokens).astype(np.int64)
-            within = known < vocabulary  # the model's head may be narrower than its embedding
-            self._seen = np.concatenate(rows)[within], known[within]
-            self._is_output = np.concatenate(outputs)[within].astype(np.int32)
+            prompt = min(entry.sequence.prompt_length, len(history))
+            histories.append(history)
+            lengths += [prompt, len(history) - prompt]
+        self._tokens = np.concatenate(histories)
+        self._lengths = np.array(lengths, np.int32)  # of the prompt and the outputs of each row
 
     def apply(self, values: torch.Tensor, last: torch.Tensor | None) -> None:
         """Apply the penalties to the logits of the rows; `last` are outputs missing in the history, int [rows]."""
@@ -312,13 +309,16 @@ class _Penalties:
             return
         device = values.device
         rows = sent(self._rows, device)
-        row, token = (sent(each, device) for each in self._seen)
-        output = sent(self._is_output, device)
         shape = len(self._rows), self._vocabulary
-        seen = torch.zeros(shape, dtype=torch.int32, device=device)
-        times = torch.zeros(shape, dtype=torch.int32, device=device)
-        seen.index_put_((row, token), torch.ones_like(output), accumulate=True)
-        times.index_put_((row, token), output, accumulate=True)
+        seen, times = torch.zeros((2, *shape), dtype=torch.int32, device=device)
+        # In int32, and on the device: many long contexts have tens of millions of tokens.
+        token, lengths = sent(self._tokens, device), sent(self._lengths, device)
+        part = torch.repeat_interleave(lengths, output_size=len(token))
+        within = (token < self._vocabulary).int()  # a head may be narrower than its embedding
+        place = part.div(2, rounding_mode="floor").mul_(self._vocabulary)
+        place += token.clamp(max=self._vocabulary - 1)
+        seen.view(-1).index_add_(0, place, within)
+        times.view(-1).index_add_(0, place, within * part.remainder(2))
         if last is not None:
             place, added = torch.arange(len(rows), device=device), last[rows].long()
             inside = (added < self._vocabulary).int()
