@@ -23,7 +23,9 @@ from vsched_workers.batching.sampling import (
     choose_tokens,
     draw_in_torch,
     is_foreseeable,
+    logprobs_on_device,
     uniform,
+    with_logprobs,
 )
 
 VOCABULARY = 50
@@ -87,6 +89,23 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
     top = torch.topk(wanted, 5)
     assert [token for token, _ in entry.top] == top.indices.tolist()
     assert [value for _, value in entry.top] == pytest.approx(top.values.tolist())
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, VOCABULARY + 3])
+def test_logprobs_on_a_device_equal_those_on_a_host(count: int) -> None:
+    """All rows at once; many logits are equal, as in bfloat16, and of these the first come first."""
+    chance = np.random.default_rng(count)
+    logits = torch.from_numpy(chance.integers(0, 9, (5, VOCABULARY))).bfloat16()
+    logits[:, 3] = -torch.inf
+    rows = [special(row, SamplingParams(logprobs=(count, 2)[row % 2])) for row in (0, 1, 4)]
+    tokens = chance.integers(4, VOCABULARY, 5).astype(np.int32)
+    wanted = with_logprobs(tokens, logits, rows).logprobs
+    found = logprobs_on_device(tokens, logits, rows)
+    assert [each.row for each in found] == [0, 1, 4]
+    for one, other in zip(found, wanted, strict=True):
+        assert one.logprob == pytest.approx(other.logprob)
+        assert [token for token, _ in one.top] == [token for token, _ in other.top]
+        assert [value for _, value in one.top] == pytest.approx([value for _, value in other.top])
 
 
 def draws(sampling: SamplingParams, logits: torch.Tensor, count: int = 300) -> list[int]:
