@@ -47,7 +47,7 @@ FAMILIES = (
 )
 """Own paths; decoder-only layers, sliding windows, soft caps, attention sinks; experts, latent attention; states of the
 gated delta rule and of Mamba 2; images."""
-TESTS_AT_ONCE = 4
+TESTS_AT_ONCE = 8
 FULL_S = 300
 """Time from which on all cases are measured; below, the most important ones."""
 ROOM_BYTES = 40 << 30
@@ -152,7 +152,8 @@ def _run(
     checkpoint, small = str(checkpoints / "served"), str(checkpoints / "small")
     tests = [str(ROOT / "tests/workers/backends/cuda" / name) for name in TESTS]
     pytest = ["pytest", "-p", "no:cacheprovider", "-W", "default", "--timeout=120", "--maxfail=20"]
-    pytest += ["--durations=8", f"--rootdir={ROOT}", f"--junitxml={out}/tests.xml"]
+    # With each result as it comes: the step may run out of time.
+    pytest += ["--verbose", "--durations=8", f"--rootdir={ROOT}", f"--junitxml={out}/tests.xml"]
     # Tests that only compile kernels need no GPU.
     pytest += [f"--numprocesses={TESTS_AT_ONCE}", "-k", "not compile_for"]
     served = [checkpoint, "--out", str(out), *device]

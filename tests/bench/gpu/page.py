@@ -89,8 +89,14 @@ def _tests(path: Path) -> str:
     suite = next(ET.parse(path).iter("testsuite"))
     count = {name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")}
     passed = count["tests"] - count["failures"] - count["errors"] - count["skipped"]
-    failed = count["failures"] + count["errors"]
-    return f"Tests: {passed} passed, {failed} failed, {count['skipped']} skipped.\n"
+    failed = [
+        f"`{case.get('name')}`"
+        for case in suite.iter("testcase")
+        if case.find("failure") is not None or case.find("error") is not None
+    ]
+    names = f": {', '.join(failed)}" if failed else ""
+    skipped = count["skipped"]
+    return f"Tests: {passed} passed, {len(failed)} failed{names}; {skipped} skipped.\n"
 
 
 def _kv(path: Path) -> str:

@@ -140,7 +140,9 @@ def test_triton_attends_by_score_rules_as_torch_does(
     index = step.context_index(window, query.device)
     wanted = decode_by_rule(query, cache.layers[0], index, rule)
     found = TritonDecode(processors).by_rule(query, 0, step, rule)
-    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    # A GPU computes tanh by the sigmoid to 2e-7, which soft-capping multiplies by the cap.
+    within = 1e-5 + 1e-6 * (softcap or 0)
+    torch.testing.assert_close(found, wanted, atol=within, rtol=1e-5)
 
 
 def test_triton_reads_no_part_that_a_context_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
