@@ -111,7 +111,8 @@ def test_compose_sets_what_the_configuration_knows_and_mounts_the_model() -> Non
     assert config.server.api_key_variable in environment
     assert any(volume.endswith(f":{found['command'][1]}:ro") for volume in found["volumes"])
     (kept,) = (volume.partition(":")[2] for volume in found["volumes"] if "compiled" in volume)
-    assert f"NUMBA_CACHE_DIR={kept}/numba" in of("ENV")
+    for name in ("numba", "triton"):
+        assert f"{name.upper()}_CACHE_DIR={kept}/{name}" in of("ENV")
     assert (ROOT / found["build"]["dockerfile"]).is_file()
     assert f":{config.server.port}" in found["healthcheck"]["test"][-1]
     assert found["ports"] == [f"127.0.0.1:{config.server.port}:{of('EXPOSE')[0]}"]
