@@ -155,6 +155,8 @@ class EncodeRank(StageRank):
             raise  # not caused by the images: the group is lost
         except Exception:
             logger.exception("encode step %d failed", step)
+            # Raises if the device is lost, as a GPU after an illegal access: every later batch would fail as well.
+            self.worker.device_memory().available()
             return EncodeResult(step, EncodeErrorKind.FAILED, 0)
         if done:
             return EncodeResult(step, None, 0)

@@ -89,6 +89,21 @@ def test_encode_rank_survives_its_worker(
     assert rank.apply(EncodeDecision(2, [task(b"a", [0])])) == EncodeResult(2, None, 0)
 
 
+def test_encode_rank_stops_if_its_device_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an illegal access every call to a GPU fails: the group restarts, instead of failing all images."""
+    encoder = Encoder(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    memory = SimulatedMemory(1 << 30)
+
+    def available() -> int:
+        raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(memory, "available", available)
+    monkeypatch.setattr(encoder, "device_memory", lambda: memory)
+    rank, _ = rank_of(encoder)
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        rank.apply(EncodeDecision(1, [task(b"a", [0])]))
+
+
 class PausingEncoder(Encoder):
     """Encodes in four layers; its output is complete at the end."""
 
