@@ -453,3 +453,15 @@ def test_config_stages_together_are_as_many(sets: list[str], key: str, value: in
     load_config(None, sets=sets, environ={})
     both = ["encode.replicas=2", "generate.replicas=2", "placement=together"]
     assert load_config(None, sets=both, environ={}).config.ranks == 4
+
+
+def test_config_stages_together_have_one_device() -> None:
+    """A process has one current CUDA device, on which Triton starts kernels, wherever their tensors are."""
+    devices = ["encode.device=cuda:1", "generate.device=cuda"]
+    assert refusal([*devices, "placement=together"]).startswith(
+        "encode.device: with placement = together both stages run in the same processes, each with one device: "
+        "value cuda:1, limit generate.device, which is cuda. Remedy:"
+    )
+    load_config(None, sets=devices, environ={})
+    same = ["encode.device=cuda:0", "generate.device=cuda", "placement=together"]
+    load_config(None, sets=same, environ={})

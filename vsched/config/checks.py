@@ -128,6 +128,15 @@ def _together(config: Config) -> Iterator[str]:
                 remedy=f"set encode.{key} and generate.{key} to the same, or placement to separate",
             )
             return
+    encode, generate = config.encode, config.generate
+    differ = encode.device.removesuffix(":0") != generate.device.removesuffix(":0")
+    if encode.on_cuda and generate.on_cuda and differ:
+        yield limit_message(
+            "encode.device: with placement = together both stages run in the same processes, each with one device",
+            value=encode.device,
+            limit=f"generate.device, which is {generate.device}",
+            remedy="set encode.device and generate.device to the same, or placement to separate",
+        )
 
 
 def _limits(config: Config) -> Iterator[str]:
