@@ -102,6 +102,24 @@ def test_fused_towers_equal_the_modules(encoded: Encoded) -> None:
     encoded.check(tower)
 
 
+@torch.inference_mode()
+def test_windows_of_any_size_take_one_compiled_kernel(encoded: Encoded) -> None:
+    """A small image compiles nothing while requests wait."""
+    rows = []
+
+    class Noted:
+        def __getitem__(self, grid: object) -> Callable[..., None]:
+            return lambda *_, **constants: rows.append(constants.get("ROWS"))
+
+    fused_tower.merge(encoded.tower)
+    kernels = fused_tower.VisionKernels(*[Noted()] * len(fused_tower.VisionKernels._fields))
+    tower = FusedTower(encoded.tower, kernels, flash=False)
+    for grid in ([1, 2, 2], [1, 2, 8], [1, 8, 8]):
+        patches = torch.randn(grid[1] * grid[2], encoded.patches.shape[1]).to(DEVICE)
+        tower(patches, grid_thw=torch.tensor([grid]))
+    assert {each for each in rows if each} == {fused_tower.WINDOW_MAX}
+
+
 @needs_triton
 @pytest.mark.slow
 def test_long_sequences_attend_in_one_call(

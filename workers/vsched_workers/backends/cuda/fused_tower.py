@@ -280,7 +280,7 @@ class FusedTower:
             out = qkv.new_empty(rows, heads * 2 * half)
             self._kernels.attend_windows[len(sequences.lengths), heads](
                 qkv, cos, sin, sequences.ends, out, block.scaling,
-                HEADS=heads, HALF=half, DIMS=dims, ROWS=power_of_two(max(longest, 16)),
+                HEADS=heads, HALF=half, DIMS=dims, ROWS=WINDOW_MAX,  # compiled once, also for small images
             )  # fmt: skip
             return out
         self._kernels.rotate_patches[(rows,)](

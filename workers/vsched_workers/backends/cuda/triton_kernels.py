@@ -536,8 +536,8 @@ def attend_windows(
     two halves of a head, which are the rotated pairs. Angles are read twice, and values before they are needed: so
     fewer registers are in use at a time, and more programs run on an SM.
 
-    Shape: as in `rotate_patches`; ends int32 [windows + 1]; out [rows, HEADS * 2 * HALF]. ROWS is the size of the
-    longest window, rounded up to a power of two.
+    Shape: as in `rotate_patches`; ends int32 [windows + 1]; out [rows, HEADS * 2 * HALF]. ROWS is a power of two,
+    at least the size of the longest window.
     """
     window, head = tl.program_id(0), tl.program_id(1)
     begin, end = tl.load(ends + window), tl.load(ends + window + 1)
