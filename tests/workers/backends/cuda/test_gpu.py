@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,9 @@ from tests.workers.test_language import mixed_questions, outputs
 from vsched.types import SamplingParams
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.choice import choose_backend
-from vsched_workers.backends.cuda import fused_tower
+from vsched_workers.backends.cuda import fused_tower, graphs
 from vsched_workers.backends.cuda.device import CudaSwapArea, RowCopies
+from vsched_workers.backends.cuda.graphs import CudaGraphStream
 from vsched_workers.backends.reference.attention import decode_by_gather, prefill_by_gather
 from vsched_workers.batching.kv_cache import KvCache, KvShape
 from vsched_workers.batching.paged_attention import (
@@ -35,7 +37,7 @@ from vsched_workers.batching.paged_attention import (
     context_slots,
     prefill_by_rule,
 )
-from vsched_workers.batching.sampling import draw_in_torch
+from vsched_workers.batching.sampling import draw_in_torch, with_logprobs
 from vsched_workers.checkpoint.random_init import make_checkpoint
 
 pytestmark = [
@@ -258,3 +260,39 @@ def test_draws_on_a_gpu_equal_those_on_a_cpu(options: dict[str, Any]) -> None:
     backend = choose_backend(SETTINGS, torch.bfloat16)
     found = backend.draw(logits.to(DEVICE), rows).tolist()
     assert found == draw_in_torch(logits, rows).tolist()
+
+
+def test_logprobs_on_a_gpu_equal_those_on_a_cpu() -> None:
+    """Of equal logits, of which bfloat16 has many, the first come first."""
+    logits = torch.from_numpy(np.random.default_rng(3).standard_normal((6, 50_000)) * 3).bfloat16()
+    rows = [special(row, SamplingParams(logprobs=20)) for row in range(6)]
+    tokens = np.arange(6, dtype=np.int32)
+    wanted = with_logprobs(tokens, logits, rows).logprobs
+    for one, other in zip(
+        with_logprobs(tokens, logits.to(DEVICE), rows).logprobs, wanted, strict=True
+    ):
+        assert one.logprob == pytest.approx(other.logprob)
+        assert [token for token, _ in one.top] == [token for token, _ in other.top]
+
+
+def test_capture_that_fails_leaks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its stream is not the current one, and memory that several streams have used is freed."""
+    ones, copies = torch.ones(4, device=DEVICE), RowCopies(DEVICE)
+    source, rows = np.zeros((64, 1 << 20), np.uint8), np.arange(64)
+
+    def active_bytes() -> int:
+        torch.cuda.synchronize(DEVICE)
+        torch.ones(1, device=DEVICE)  # the allocator looks for memory that is no longer used
+        return int(torch.cuda.memory_stats(DEVICE)["active_bytes.all.current"])
+
+    stream, current = CudaGraphStream(DEVICE), torch.cuda.current_stream(DEVICE)
+    with pytest.raises(RuntimeError, match="synchronizing"):
+        stream.capture(lambda: ones * ones.sum().item())
+    monkeypatch.setattr(graphs, "_without_waits", nullcontext)
+    with pytest.raises(RuntimeError):
+        stream.capture(lambda: ones * ones.sum().item())
+    assert torch.cuda.current_stream(DEVICE) == current
+    before = active_bytes()
+    for _ in range(4):
+        copies.fetch(source, rows).sum()
+    assert active_bytes() <= before + (1 << 20)
