@@ -150,8 +150,8 @@ class RemoteEngine:
     def on_accepted(self, number: int, prompt_token_ids: list[int] | None) -> None:
         """A request was accepted; its prompt is included if the engine prepared it."""
         pending = self._pending.pop(number, None)
-        if pending is None:
-            return  # it was cancelled meanwhile
+        if pending is None or pending.accepted.done():
+            return  # its client left meanwhile: `cancel` was called, or is about to be
         token_ids = pending.prompt_token_ids if prompt_token_ids is None else prompt_token_ids
         streams = self._make_streams(pending, token_ids)
         for choice, stream in enumerate(streams, number):
@@ -185,9 +185,9 @@ class RemoteEngine:
         self._streams.take(number, token_id, logprob)
 
     def on_finished(self, finish: Finish) -> None:
-        """The end of a choice."""
-        self._choices.pop(finish.request_id, None)
-        self._streams.finish(finish)
+        """The end of a choice; its client may have left before it was known to be accepted."""
+        if self._choices.pop(finish.request_id, None) is not None:
+            self._streams.finish(finish)
 
     def lose(self, why: str) -> None:
         """Fail every request, because the engine is gone."""

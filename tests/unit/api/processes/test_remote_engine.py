@@ -189,6 +189,27 @@ async def test_remote_client_that_leaves_early_leaves_nothing(
     assert len(ends) == sum(isinstance(one, Arrived) for one in events)
 
 
+@pytest.mark.parametrize("turns", [0, 12])
+async def test_remote_client_that_leaves_before_its_acceptance_is_heard_of_harms_no_other(
+    joined: Joined, turns: int, events: list[Event]
+) -> None:
+    """The engine has accepted it: its end is for no choice that the process knows."""
+    (other,) = await ask(joined.remote, names=("other",), max_tokens=5)
+    task = asyncio.ensure_future(ask(joined.remote, max_tokens=50))
+    while "submit" not in [name for name, _ in joined.up.sent[3:]]:
+        await joined.turns(1)
+    joined.down.held = True
+    await joined.turns()
+    assert sum(isinstance(one, Submitted) for one in events) == 2
+    task.cancel()
+    await joined.turns(turns)
+    joined.down.let_go()
+    await joined.turns()
+    assert task.cancelled()
+    assert sum(len(delta.token_ids) for delta in await joined.read(other)) == 5
+    assert joined.numbers == (0, 0, 0)
+
+
 async def test_remote_stop_string_ends_an_answer_where_it_is_found(
     joined: Joined, events: list[Event]
 ) -> None:
