@@ -30,6 +30,8 @@ BEAT_S = 1.0
 """Interval at which each side sends at least a sign of life."""
 SILENT_S = 60.0
 """A peer that has sent nothing for this time is dropped: its event loop hangs, or it is stopped."""
+GAP_MAX_S = 2 * BEAT_S
+"""Maximum time between two looks at a silent peer; in a longer gap this process was suspended."""
 _SIZE_BYTES = 8
 _encoder = msgspec.msgpack.Encoder()
 _calls_decoder = msgspec.msgpack.Decoder(list[tuple[str, msgspec.Raw]])
@@ -70,7 +72,8 @@ class Link:
         self._loop = asyncio.get_running_loop()
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
-        self._received_s = self._loop.time()
+        self._silent_s = 0.0
+        self._looked_s = self._loop.time()
         self.lost = False
 
     async def open(self, end: socket.socket) -> None:
@@ -135,7 +138,7 @@ class Link:
 
     def receive(self, frame: bytes) -> None:
         """Carry out the calls of a frame."""
-        self._received_s = self._loop.time()
+        self._silent_s, self._looked_s = 0.0, self._loop.time()
         for name, sent in _calls_decoder.decode(frame):
             if name not in self._methods:
                 self._methods[name] = self._method(name)
@@ -150,8 +153,14 @@ class Link:
         return method, msgspec.msgpack.Decoder(tuple.__class_getitem__(tuple(kinds)))
 
     def silent_s(self) -> float:
-        """Time since the last data from the peer."""
-        return self._loop.time() - self._received_s
+        """Time since the last data from the peer, for a caller that looks every `BEAT_S`.
+
+        Time in which this process was suspended, as in a frozen container, does not count: its peer was, too.
+        """
+        now_s = self._loop.time()
+        self._silent_s += min(now_s - self._looked_s, GAP_MAX_S)
+        self._looked_s = now_s
+        return self._silent_s
 
     def lose(self, why: str) -> None:
         """Drop the peer; idempotent."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -12,7 +13,7 @@ import pytest
 
 from tests.patience import patience, until
 from vsched.api.errors import ParameterRefused, SentError, received_error, sent_error
-from vsched.api.processes.link import Link
+from vsched.api.processes.link import BEAT_S, SILENT_S, Link
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.isolated.calls import ServerLostError
 from vsched.media import ImageReference, MediaReference
@@ -162,3 +163,25 @@ async def test_link_large_calls_go_one_after_the_other_as_they_are_read(pair: Pa
         await asyncio.gather(*large)
     await until(lambda: len(pair.down.received) == 4)
     assert [arguments[0] for arguments in pair.down.received] == [0, 1, 2, 3]  # type: ignore[index]
+
+
+async def test_link_counts_no_silence_while_its_process_was_suspended(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container that was frozen for an hour: its peer was, too."""
+    await pair.open()
+    link, now_s = pair.up.link, pair.up.link._loop.time()
+    monkeypatch.setattr(link, "_loop", SimpleNamespace(time=lambda: now_s))
+    link.receive(msgspec.msgpack.encode([]))
+    for _ in range(30):
+        now_s += BEAT_S
+        silent_s = link.silent_s()
+    assert silent_s == pytest.approx(30 * BEAT_S)
+    now_s += 3600
+    assert link.silent_s() < SILENT_S
+    for _ in range(30):
+        now_s += BEAT_S
+        silent_s = link.silent_s()
+    assert silent_s > SILENT_S
+    link.receive(msgspec.msgpack.encode([]))
+    assert link.silent_s() == 0
