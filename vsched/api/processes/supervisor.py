@@ -385,8 +385,15 @@ class ApiProcesses:
         for one in running:
             one.link.call("served", *self._served)
             one.session.send_status()
-        async with asyncio.timeout(engine.config.deadlines.ready_s):
-            errors = await asyncio.gather(*(asyncio.shield(one.loaded) for one in running))
+        ready_s = engine.config.deadlines.ready_s
+        try:
+            async with asyncio.timeout(ready_s):
+                errors = await asyncio.gather(*(asyncio.shield(one.loaded) for one in running))
+        except TimeoutError:
+            raise ConfigError(
+                f"server.processes: an API process has not loaded within {ready_s:g} s (deadlines.ready_s). "
+                "Remedy: raise it, or start fewer processes"
+            ) from None
         for error in filter(None, errors):
             raise ConfigError(f"server.processes: an API process cannot serve: {error}")
 
@@ -425,7 +432,9 @@ class ApiProcesses:
             one.report = Report()
             if loop.time() - one.began_s > STEADY_S:
                 pause_s = PAUSE_S
-            logger.warning("API process %d ended (exit code %d); restarting it", index, code)
+            error = one.loaded.result()
+            why = f": {error}" if error else ""
+            logger.warning("API process %d ended (exit code %d)%s; restarting it", index, code, why)
             while self._running[index] is one:
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, PAUSE_MAX_S)

@@ -22,6 +22,8 @@ from vsched.api.processes import supervisor
 from vsched.api.processes.link import Link
 from vsched.api.processes.supervisor import ApiProcesses
 from vsched.config import Config, ServerConfig
+from vsched.config.sections import DeadlinesConfig
+from vsched.errors import ConfigError
 
 
 class PlayedProcess:
@@ -101,3 +103,41 @@ async def test_process_that_cannot_be_started_is_tried_again(played: Played) -> 
     await until(lambda: len(played.started) == 3 and bool(played.started[2].states))
     played.started[2].kill()
     await until(lambda: len(played.started) == 4 and bool(played.started[3].states))
+
+
+@pytest.mark.asyncio
+async def test_process_that_does_not_load_ends_the_start_with_a_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def load_for_ever(_: PlayedProcess, config: Any, info: Any) -> None:
+        del config, info
+
+    monkeypatch.setattr(PlayedProcess, "on_served", load_for_ever)
+    monkeypatch.setattr(subprocess, "Popen", Played().start)
+    config = Config(
+        server=ServerConfig(port=0, processes=2), deadlines=DeadlinesConfig(ready_s=0.01)
+    )
+    engine = cast("Any", FakeEngine())
+    engine.config = config
+    with contextlib.closing(listen(config)) as kept:
+        processes = ApiProcesses(engine, ApiSettings(), kept)
+        await processes.begin()
+        with pytest.raises(ConfigError, match=r"within 0\.01 s \(deadlines\.ready_s\)\. Remedy: "):
+            await processes.ready()
+        await processes.stop()
+
+
+@pytest.mark.asyncio
+async def test_restarted_process_that_cannot_load_is_reported_with_the_reason(
+    played: Played, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as after its checkpoint was removed: a process reports that only to the engine."""
+
+    def fail(one: PlayedProcess, config: Any, info: Any) -> None:
+        del config, info
+        one.link.call("loaded", "there is no checkpoint")
+        one.link.close()
+
+    monkeypatch.setattr(PlayedProcess, "on_served", fail)
+    played.started[0].kill()
+    await until(lambda: "(exit code -9): there is no checkpoint; restarting it" in caplog.text)
