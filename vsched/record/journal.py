@@ -37,6 +37,8 @@ from vsched.types import FinishReason, Request
 logger = logging.getLogger(__name__)
 _SUFFIX = ".request"
 _KILLED = 9
+SERVER_ENDED = ("stopping", "given_up")
+"""Codes of errors that end requests because their server ends; the next one continues them."""
 
 
 class PartialOutput(msgspec.Struct, frozen=True):
@@ -156,7 +158,9 @@ class _Seen:
             match command:
                 case Accept(request_id=name) if name in self._wanted:
                     self._take(kernel)
-                case Finish(request_id=name, reason=reason) if name in self._wanted:
+                case Finish(request_id=name, reason=reason) if (
+                    name in self._wanted and command.code not in SERVER_ENDED
+                ):
                     if command.message or reason in (FinishReason.ABORT, FinishReason.ERROR):
                         self.ended[name] = Ended(command.message, command.code)
                     else:
@@ -308,7 +312,12 @@ class RequestJournal:
             OSError: If it cannot be written.
         """
         path, _ = self._files[request_id]
-        _write(path, frame(msgspec.msgpack.encode(progress)), os.O_APPEND)
+        size = path.stat().st_size
+        try:
+            _write(path, frame(msgspec.msgpack.encode(progress)), os.O_APPEND)
+        except OSError:
+            os.truncate(path, size)  # a later note must not follow a part of this one
+            raise
 
     def left(self) -> Iterator[LeftRequest]:
         """Yield the requests of the engine before, oldest first, and keep them.
@@ -334,10 +343,15 @@ class RequestJournal:
 
 def _read(path: Path) -> LeftRequest | None:
     """Return the request of a file; None if the file is incomplete."""
-    bodies = [body for _, body in FrameReader(path, newest=True).bodies()]
+    reader = FrameReader(path, newest=True)
+    bodies = [body for _, body in reader.bodies()]
     if not bodies:
         logger.warning("%s: no complete request: the server died while it was written", path)
         return None
+    if (
+        reader.dropped_bytes
+    ):  # the server died while it noted its progress: the next note must not follow that
+        os.truncate(path, path.stat().st_size - reader.dropped_bytes)
     request = msgspec.msgpack.decode(bodies[0], type=KeptRequest)
     progress = Progress()
     if bodies[1:]:

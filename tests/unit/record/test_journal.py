@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 from pathlib import Path
@@ -15,8 +16,9 @@ from vsched.config import Config, ServerConfig
 from vsched.config.sections import RecordConfig
 from vsched.errors import ConfigError, RequestRefused
 from vsched.kernel.commands import RefusalCode
-from vsched.kernel.events import Submitted
-from vsched.record.entries import decode_header
+from vsched.kernel.events import Cleared, Submitted
+from vsched.record import journal as journal_module
+from vsched.record.entries import decode_entry, decode_header, encode_entry
 from vsched.record.files import find_segments
 from vsched.record.journal import (
     KeptRequest,
@@ -28,6 +30,7 @@ from vsched.record.journal import (
     prompt_digest,
     read_left,
 )
+from vsched.record.replay import Replay
 from vsched.sim.ranks.stepped import correct_outputs
 from vsched.testing import ModelCluster
 from vsched.types import FinishReason
@@ -138,7 +141,28 @@ def test_progress_that_was_being_written_is_as_it_was_before(tmp_path: Path) -> 
     one.note("one", Progress(resumed=1))
     (path,) = files(tmp_path)
     path.write_bytes(path.read_bytes()[:-1])
-    assert [each.progress for each in journal(tmp_path).left()] == [Progress()]
+    second = journal(tmp_path)
+    assert [each.progress for each in second.left()] == [Progress()]
+    second.note("one", Progress(resumed=1))
+    assert [each.progress for each in journal(tmp_path).left()] == [Progress(resumed=1)]
+
+
+def test_progress_that_found_no_room_on_the_disk_is_as_it_was_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = journal(tmp_path)
+    one.keep(ONE)
+
+    def write_half(fd: int, data: bytes) -> None:
+        os.write(fd, data[: len(data) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(journal_module, "write_all", write_half)
+        with pytest.raises(OSError, match="No space"):
+            one.note("one", Progress(resumed=1))
+    one.note("one", Progress(resumed=2))
+    assert [each.progress for each in journal(tmp_path).left()] == [Progress(resumed=2)]
 
 
 def test_journal_is_opened_where_it_is_requested(tmp_path: Path) -> None:
@@ -204,6 +228,33 @@ def test_answers_go_on_in_another_engine_behind_the_tokens_that_were_reported(
         assert name not in second.refused
         assert second.outputs[name] == expected[len(started.token_ids) :]
         assert second.ended[name].reason is FinishReason.LENGTH
+
+
+def end_server(path: Path, code: str) -> None:
+    """Append the event with which a server ends its requests."""
+    bodies, replay = read_bodies(path), Replay(None, None)
+    replay.run([path])
+    assert replay.kernel is not None
+    last, event = decode_entry(bodies[-1]), Cleared("the server ends", code)
+    commands = replay.kernel.handle(event, last.now_ns)
+    write_bodies(path, [*bodies, encode_entry(last.number + 1, last.now_ns, event, commands)])
+
+
+@pytest.mark.parametrize("code", ["stopping", "given_up", "cleared"])
+def test_answers_that_ended_with_their_server_go_on(tmp_path: Path, code: str) -> None:
+    """Such as those that nobody has read yet; what an operator ended has that error."""
+    path = tmp_path / "run.vlog"
+    names = [*record_run(path, 1).requests]
+    cut(path, 0.6)
+    before = read_left(path, names)
+    assert any(one.token_ids for one in before.started.values())
+    end_server(path, code)
+    after = read_left(path, names)
+    assert not after.trouble
+    if code == "cleared":
+        assert {after.ended[name].code for name in before.started.keys() & after.ended} == {code}
+        return
+    assert (after.started, after.ended) == (before.started, before.ended)
 
 
 def test_answers_go_on_after_an_upgrade_that_cannot_read_the_snapshots(tmp_path: Path) -> None:
