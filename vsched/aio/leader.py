@@ -413,6 +413,8 @@ class Leader:
         self._detector = FailureDetector(name, ranks, deadlines, self._liveness)
         self._hooks = HookTimes({}, self._loop.time())
         self._slices = EncodeSlices()
+        self._changes: deque[tuple[AddAdapter | RemoveAdapter, asyncio.Future[list[str]]]] = deque()
+        """Changes of adapters that are not sent yet, while a batch pauses."""
         self._beat_s = EARLY * deadlines.heartbeat_s
         self._ready: dict[int, Ready] = {}
         self._sent_s = self._loop.time()
@@ -456,17 +458,25 @@ class Leader:
     def change_adapters(self, entry: AddAdapter | RemoveAdapter) -> asyncio.Future[list[str]]:
         """Have every rank add or remove an adapter; the result has each rank's error, empty on success.
 
-        The future is cancelled if the group is lost first; a rank that does not answer in time loses the group.
+        The future is cancelled if the group is lost first; a rank that does not answer in time loses the group. A
+        change waits until a batch that pauses is done: the batch may use the adapter, and answers are in order.
         """
         complete: asyncio.Future[list[str]] = self._loop.create_future()
         if self._over:
             complete.cancel()
             return complete
-        what = "add" if isinstance(entry, AddAdapter) else "remove"
-        hook = f"{what} adapter {entry.number}"
-        self._detector.expect(self._log.seq + 1, self._running_s(), hook=hook).complete = complete
-        self._append(entry)
+        self._changes.append((entry, complete))
+        if not self._slices.open:
+            self._send_changes()
         return complete
+
+    def _send_changes(self) -> None:
+        while self._changes and not self._over:
+            entry, complete = self._changes.popleft()
+            what = "add" if isinstance(entry, AddAdapter) else "remove"
+            hook, now_s = f"{what} adapter {entry.number}", self._running_s()
+            self._detector.expect(self._log.seq + 1, now_s, hook=hook).complete = complete
+            self._append(entry)
 
     def accept(self, blocks: int) -> None:
         self._append(AcceptKv(blocks))
@@ -491,10 +501,15 @@ class Leader:
         self._over = True
         if self._timer is not None:
             self._timer.cancel()
-        self._detector.cancel()
+        self._cancel_awaited()
         for waited_for in (self.ready, self.loaded.complete, self._votes.complete):
             waited_for.cancel()
         self._link.close()
+
+    def _cancel_awaited(self) -> None:
+        self._detector.cancel()
+        for _, complete in self._changes:
+            complete.cancel()
 
     def hear_out(self) -> None:
         """Read the last report of a rank that has ended, which says more than its exit code."""
@@ -505,7 +520,7 @@ class Leader:
         """Report the loss of the group, once."""
         if not self._over:
             self._over = True
-            self._detector.cancel()
+            self._cancel_awaited()
             self._on_lost(failure)
 
     def refuse(self, rank: int, what: str) -> None:
@@ -631,6 +646,7 @@ class Leader:
         if was_open and result.failure and self._ranks > 1:
             # Other ranks may wait for their next slice: they continue, and fail as soon as they need this rank.
             self._append(Continue(result.step, 0))
+        self._send_changes()
 
     def _take_pause(self, rank: int, paused: Paused) -> None:
         """Continue an encode step, after the steps of the generate group that were sent in between."""

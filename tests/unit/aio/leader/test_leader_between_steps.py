@@ -12,6 +12,8 @@ from vsched.failures import EncodeErrorKind
 from vsched.kernel.decisions import EncodeDecision, EncodeTask, GenerateDecision
 from vsched.types import Extent
 from vsched.wire import (
+    AdapterChanged,
+    AddAdapter,
     Beat,
     Continue,
     EncodeResult,
@@ -19,6 +21,7 @@ from vsched.wire import (
     Heartbeat,
     LogEntry,
     Paused,
+    RemoveAdapter,
     RunHook,
     StepCheck,
     check_of,
@@ -172,6 +175,32 @@ async def test_leader_runs_no_hook_within_a_batch(led: LeaderHarness) -> None:
     for rank in (0, 1):
         led.receive(rank, Beat(hooks[0], {}))
     assert led.lost == []
+
+
+async def test_leader_changes_no_adapter_within_a_batch(led: LeaderHarness) -> None:
+    """Ranks would answer before the batch is done, which may use the adapter."""
+    led.leader.decide(batch(1, 200))
+    changes = [led.leader.change_adapters(one) for one in (AddAdapter(1, "a"), RemoveAdapter(1))]
+    led.receive(0, Paused(1, 1, MS))
+    assert led.entries()[-1] == Continue(1, 100)
+    led.receive(0, EncodeResult(1, None, 0))
+    led.receive(1, StepCheck(1, b""))
+    assert led.entries()[-2:] == [AddAdapter(1, "a"), RemoveAdapter(1)]
+    for seq in (len(led.entries()) - 1, len(led.entries())):
+        for rank in (0, 1):
+            led.receive(rank, AdapterChanged(seq))
+    assert led.lost == []
+    assert [one.result() for one in changes] == [["", ""]] * 2
+
+
+async def test_leader_that_loses_its_ranks_within_a_batch_changes_no_adapter(
+    led: LeaderHarness,
+) -> None:
+    led.leader.decide(batch(1, 200))
+    change = led.leader.change_adapters(AddAdapter(1, "a"))
+    led.receive(1, Paused(1, 1, MS))
+    assert led.lost
+    assert change.cancelled()
 
 
 @pytest.fixture
