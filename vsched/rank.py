@@ -118,7 +118,8 @@ def main() -> int:
     spec = msgspec.json.decode(bytes(line), type=RankSpec)
     setproctitle(f"vsched: {spec.name}")
     configure_logging(spec.name)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine decides when ranks stop
+    for number in (signal.SIGINT, signal.SIGTERM):  # systemd sends it to all processes of a service
+        signal.signal(number, signal.SIG_IGN)  # the engine drains, and decides when ranks stop
     watcher = threading.Thread(
         target=_exit_with_parent, args=(spec.run_dir,), name="lifeline", daemon=True
     )

@@ -221,6 +221,22 @@ async def test_worker_group_hears_the_last_word_of_a_rank_whose_exit_comes_first
     await worker_group.stop(grace_s=0)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_worker_group_ranks_leave_signals_to_the_engine(
+    place: Place, number: signal.Signals
+) -> None:
+    """A service manager sends its signal to all processes at once; the engine drains with its ranks."""
+    received = Received()
+    worker_group = place.worker_group(received.events)
+    await worker_group.start()
+    (pid,) = worker_group.pids
+    os.kill(pid, number)
+    worker_group.leader("generate").decide(one_request())
+    await received.wait_until(lambda: received.results or received.lost)
+    assert received.lost == []
+    await worker_group.stop()
+
+
 async def test_worker_group_rank_stops_when_the_leader_falls_silent(place: Place) -> None:
     """After its first entry: until all ranks are ready the leader sends nothing, and loading may take longer."""
     received = Received()
