@@ -49,13 +49,6 @@ _FREE_FROM = 500
 """Descriptors are duplicated above this number before they are moved to their final numbers."""
 
 
-class Imports(msgspec.Struct, frozen=True):
-    """First message: modules to import, and environment variables to set before."""
-
-    modules: Sequence[str]
-    environment: dict[str, str]
-
-
 class ForkOrder(msgspec.Struct, frozen=True, kw_only=True):
     """Request to fork one process.
 
@@ -169,12 +162,11 @@ def main() -> int:
     line = orders.recv(BYTES_MAX)
     if not line:
         return 0  # no rank will be forked
-    imports = msgspec.json.decode(line, type=Imports)
-    os.environ.update(imports.environment)
-    for name in imports.modules:
+    modules = msgspec.json.decode(line, type=list[str])
+    for name in modules:
         importlib.import_module(name)
     if len(list(_TASKS.iterdir())) > 1:
-        sys.stderr.write(f"{NAME}: one of {imports.modules} starts threads when it is imported\n")
+        sys.stderr.write(f"{NAME}: one of {modules} starts threads when it is imported\n")
         return 1
     gc.collect()
     gc.freeze()  # a collection in a rank would copy its pages
@@ -239,7 +231,7 @@ class ForkServer:
 
     def __init__(self, modules: Sequence[str] = ()) -> None:
         """Create a server that starts at the first request, or with `start` or `begin`."""
-        self._imports = Imports(modules, rank_environment(1))
+        self._modules = modules
         self._process: subprocess.Popen[bytes] | None = None
         self._orders: socket.socket | None = None
         self._imported = False
@@ -336,10 +328,10 @@ class ForkServer:
     def begin(self, modules: Sequence[str] | None = None) -> None:
         """Start importing: these modules, or by default the constructor's."""
         if modules is not None:
-            self._imports = Imports(modules, self._imports.environment)
+            self._modules = modules
         orders = self._orders or self.start()
         with suppress(ConnectionError):  # it died: `open` detects that
-            orders.send(msgspec.json.encode(self._imports))
+            orders.send(msgspec.json.encode(self._modules))
         self._imported = False
 
     def _forget(self) -> None:

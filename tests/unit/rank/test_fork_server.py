@@ -153,6 +153,21 @@ async def test_fork_server_that_hangs_costs_a_deadline(
     await worker_group.stop()
 
 
+@pytest.mark.parametrize("value", ["\udcff", "x" * (1 << 16)], ids=["no text", "large"])
+async def test_fork_server_starts_with_any_environment(
+    place: Place, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    """A variable may have bytes that are not UTF-8, and all together may be larger than a message."""
+    for index in range(4):
+        monkeypatch.setenv(f"ODD_{index}", value)
+    server = ForkServer(FORKED.forkable)
+    server.begin()
+    server.close()
+    worker_group = place.worker_group(Received().events, behaviour=FORKED)
+    await worker_group.start()
+    await worker_group.stop()
+
+
 @pytest.mark.parametrize(
     ("module", "said"),
     [
