@@ -114,14 +114,15 @@ class RankProcess:
             with await server.open() as channel:
                 self._ordered = True
                 pid = await server.fork(channel, order, [stdin, *order.numbers[1:]])
-            self._started(pid, partial(_exit_code, pid))
-        except ForkServerLostError as error:
+        except (ForkServerLostError, OSError) as error:  # also no file descriptor, or no process
             logger.warning("%s: a new process instead: %s", self._spec.name, error)
             try:
                 self._spawn(stdin)
             except OSError as failure:
                 logger.error("%s: cannot be started: %s", self._spec.name, failure)  # noqa: TRY400
                 self._ended(1)
+        else:
+            self._started(pid, partial(_exit_code, pid))
         finally:
             os.close(stdin)
 
@@ -170,7 +171,8 @@ class RankProcess:
             async with asyncio.timeout(grace_s):
                 await asyncio.shield(self._exited)
         except TimeoutError:
-            os.kill(self._pid, signal.SIGKILL)  # not reaped yet, so the id cannot be reused
+            if not self._exited.done():  # else it is reaped, and its id may be reused
+                os.kill(self._pid, signal.SIGKILL)
             await asyncio.shield(self._exited)
 
 

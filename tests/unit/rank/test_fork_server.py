@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 import pytest
 
-from tests.patience import until
+from tests.patience import patience, until
 from tests.unit.rank.fake_plugin import NAME, Behaviour
 from tests.unit.rank.test_worker_group import one_request, process_names
 from tests.unit.rank.worker_groups import Place, Received, is_running
@@ -150,6 +152,22 @@ async def test_fork_server_that_hangs_costs_a_deadline(
     await worker_group.start()
     assert "generate rank 0: a new process instead: the fork server said nothing" in caplog.text
     await until(lambda: not server.pid, "it is killed, and replaced at the next request")
+    await worker_group.stop()
+
+
+async def test_rank_is_a_new_process_if_the_fork_server_cannot_be_started(
+    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as without a free file descriptor; otherwise its group would wait for it in vain."""
+
+    def start(_: ForkServer) -> NoReturn:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(ForkServer, "start", start)
+    worker_group = place.worker_group(Received().events, behaviour=FORKED)
+    async with patience():
+        await worker_group.start()
+    assert "a new process instead: [Errno 24] Too many open files" in caplog.text
     await worker_group.stop()
 
 

@@ -200,6 +200,20 @@ async def test_worker_group_stop_lets_ranks_end_by_themselves(place: Place) -> N
     assert codes == [0, 0]
 
 
+async def test_worker_group_rank_that_ends_by_itself_as_it_is_killed_fails_no_stop(
+    place: Place,
+) -> None:
+    """Such as the peer of a killed rank: it is reaped in the turn of the loop in which its time is over."""
+    worker_group = place.worker_group(Received().events, limits=QUIET)
+    await worker_group.start()
+    (process,) = worker_group._processes
+    os.kill(process.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # noqa: ASYNC222 - the loop must not see its end
+    await process.end(grace_s=0)
+    assert not is_running(process.pid)
+    await worker_group.stop(grace_s=0)
+
+
 async def test_worker_group_hears_the_last_word_of_a_rank_whose_exit_comes_first(
     place: Place,
 ) -> None:
