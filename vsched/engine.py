@@ -506,6 +506,8 @@ class Engine:
         Raises:
             RequestRefused: If one of its numbers is out of bounds, or its prompt is not the one that was begun.
         """
+        if hold is not None:
+            request = with_adapter(request, hold)
         emitted = () if started is None else started.continued(request)
         token_ids, sampling = request.prompt_token_ids, request.sampling
         check_numbers(
@@ -521,8 +523,6 @@ class Engine:
         own = () if sampling.ignore_eos else self.info.stop_token_ids
         stop_token_ids = check_stop_tokens(sampling.stop_token_ids, own)
         request = msgspec.structs.replace(request, sampling=sampling)
-        if hold is not None:
-            request = with_adapter(request, hold)
         generations: list[Sink] = []
         running = len(request_ids)
 

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from tests.patience import until
-from vsched.aio.adapters import AdapterTable, with_adapter
+from tests.unit.aio.ranks import ITEM, SEPARATE, ShellHarness
+from tests.unit.media.fakes import FakePreprocessor, model_info
+from vsched.aio.adapters import AdapterHold, AdapterTable, ServedAdapter, with_adapter
+from vsched.aio.streams import TokenStream
 from vsched.aio.worker_groups import ServedGroup, ServedGroups
 from vsched.config import Config
 from vsched.config.sections import AdaptersConfig, DeadlinesConfig, ModelConfig
 from vsched.errors import CheckpointError, RequestRefused
+from vsched.record.journal import PartialOutput, prompt_digest
 from vsched.testing import make_request
 from vsched.wire import AddAdapter, RemoveAdapter
 from vsched.worker.contract import AdapterFacts
@@ -306,3 +314,43 @@ async def test_items_of_an_adapter_that_changes_the_encoder_have_other_keys(benc
     assert {second for _, second in keys} == {b"two"}, "the client has encoded it"
     assert [item.adapter for item in one.items] == [1, 0]
     assert (one.adapter, other.adapter) == (1, 2)
+
+
+async def test_resumed_request_has_the_image_keys_of_its_adapter(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As in the record of the engine that died; otherwise its prompt would seem to have changed."""
+    played = ShellHarness(monkeypatch, tmp_path)
+    await played.start(SEPARATE)
+    adapter = ServedAdapter("a", 1, "somewhere")
+    adapter.facts = AdapterFacts(4, changes_encoder=True)
+    engine = played.engine()
+    engine.info = model_info(context_tokens=64)
+    table = cast("Any", SimpleNamespace(hold=lambda _: AdapterHold(adapter)))
+    assert engine._running is not None
+    engine._running = dataclasses.replace(engine._running, adapters=table)
+    wanted = make_request("r", list(range(10)), items=[ITEM], max_tokens=5)
+    lease = SimpleNamespace(release=lambda: None)
+
+    async def prepare(_: object) -> Any:
+        return SimpleNamespace(token_ids=wanted.prompt_token_ids, items=wanted.items, lease=lease)
+
+    accept = partial(
+        engine.accept,
+        msgspec.structs.replace(wanted, prompt_token_ids=[], items=()),
+        ("r",),
+        adapter="a",
+        images=1,
+        prepare=prepare,
+        make_answer=partial(
+            TokenStream, make_detokenizer=FakePreprocessor(engine.info).detokenizer
+        ),
+    )
+    (first,) = await accept()
+    (live,) = played.shell.kernel.requests
+    started = PartialOutput(prompt_digest(live.request), (3,))
+    first.abort()
+    (second,) = await accept(started=started)
+    assert second.output_tokens == 1
+    second.abort()
+    await played.close()
