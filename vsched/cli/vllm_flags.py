@@ -54,7 +54,7 @@ _TABLE = """
     plug-ins of vLLM
 --default-chat-template-kwargs refused: send chat_template_kwargs in requests
 # Images
---limit-mm-per-prompt sets media.images_max: images only
+--limit-mm-per-prompt sets media.images_max media.videos_max: a video counts as an image, too
 --allowed-local-media-path sets media.directory
 --allowed-media-domains * sets media.hosts
 --enable-mm-embeds 0 sets media.allow_embeddings=true/false
@@ -110,6 +110,7 @@ _TABLE = """
     CUDA graphs are captured if they work
 --compilation-config -cc -O --optimization-level --cudagraph-capture-sizes --max-cudagraph-capture-size
     --performance-mode no effect: nothing is compiled by torch; CUDA graphs are captured if they work
+-O0 -O1 -O2 -O3 0 no effect: nothing is compiled by torch; CUDA graphs are captured if they work
 --attention-backend --attention-config --moe-backend --linear-backend --mamba-backend --kernel-config
     --mm-encoder-attn-backend no effect: kernels are chosen by measurement or by generate.attention
 --enable-expert-parallel -ep --enable-eplb 0 refused: experts are divided by tensor parallelism at most
@@ -269,21 +270,31 @@ def pinned_bytes(words: Sequence[str]) -> Assignments:
     return {"generate.memory.use": "pinned", "generate.memory.bytes": str(size(words[0]))}
 
 
-def image_limit(words: Sequence[str]) -> Assignments:
-    """Limit of images from `{"image": 4}`, `{"image": {"count": 4}}` or `image=4,video=0`."""
+def media_limits(words: Sequence[str]) -> Assignments:
+    """Limits of images and videos from `{"image": 4}`, `{"image": {"count": 4}}` or `image=4,video=0`."""
     word = words[0]
     limits = (
         read_json(word)
         if word.startswith("{")
         else dict(part.partition("=")[::2] for part in word.split(","))
     )
+    counts = {
+        kind: size(str(limit.get("count", 999) if isinstance(limit, dict) else limit))
+        for kind, limit in limits.items()
+    }
     assignments: Assignments = {}
-    for kind, limit in limits.items():
-        number = size(str(limit.get("count", 999) if isinstance(limit, dict) else limit))
-        if kind == "image":
-            assignments["media.images_max"] = str(number)
+    for kind, number in counts.items():
+        if kind in ("image", "video"):
+            assignments[f"media.{kind}s_max"] = str(number)
         elif number:
-            raise ConfigError(f"has no counterpart for {kind}: only images are supported; set it 0")
+            raise ConfigError(
+                f"has no counterpart for {kind}: only images and videos are supported; set it 0"
+            )
+    if counts.get("image") == 0 and counts.get("video"):
+        raise ConfigError(
+            "has no counterpart for videos without images: media.images_max counts videos, too; "
+            'leave "image" out'
+        )
     return assignments
 
 
@@ -348,7 +359,7 @@ _CONVERT: dict[str, Convert] = {
     ),
     "--load-format": only("auto safetensors", "convert it, or see vsched make-checkpoint"),
     "--runner": only("auto generate", "only text generation is supported"),
-    "--limit-mm-per-prompt": image_limit,
+    "--limit-mm-per-prompt": media_limits,
     "--allowed-media-domains": json_list("media.hosts"),
     "--video-pruning-method": choice(
         "media.pruning.use",
@@ -375,6 +386,7 @@ _CONVERT: dict[str, Convert] = {
     ),
     "--nnodes": only("1", "start vsched host on other nodes and name them in cluster.hosts"),
     "--lora-modules": adapters,
+    "--max-loras": count(ADAPTERS),
     "--api-key": api_key,
     "--allowed-origins": json_list("server.cors_origins"),
     "--max-logprobs": count("server.logprobs_max", **{"-1": "10000000"}),
@@ -531,6 +543,11 @@ def _apply(
         raise ConfigError(f"{name} of vLLM has no counterpart: {flag.note}")
     if flag.values and not values:
         raise ConfigError(f"{name} of vLLM needs a value")
+    if values and not flag.values:
+        first = flag.names[0]
+        raise ConfigError(
+            f"{name} of vLLM takes no value, not {values[0]!r}: write {first}, or --no-{first[2:]} for off"
+        )
     convert = flag.convert_no if negated else flag.convert
     assignments: Assignments = {}
     if convert is not None:

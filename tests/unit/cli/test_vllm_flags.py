@@ -27,7 +27,7 @@ SAMPLES = {
     "--allowed-origins": '["https://app.example.com"]',
     "--distributed-executor-backend": "ray",
     "--generation-config": "vllm",
-    "--limit-mm-per-prompt": '{"image": 4}',
+    "--limit-mm-per-prompt": '{"image": 4, "video": 1}',
     "--lora-modules": "sql=/adapters/sql",
     "--scheduling-policy": "priority",
     "--tool-call-parser": "hermes",
@@ -136,7 +136,10 @@ def test_vllm_flags_that_are_refused_are_all_named() -> None:
         (["--served-model-name", "a", "b"], "has 2 values"),
         (["--lora-modules", "sql"], "needs name=path, not 'sql'"),
         (["--limit-mm-per-prompt", "{image"], "needs JSON"),
-        (["--limit-mm-per-prompt.video", "1"], "has no counterpart for video"),
+        (["--limit-mm-per-prompt.audio", "1"], "has no counterpart for audio"),
+        (["--limit-mm-per-prompt", "image=0,video=1"], "has no counterpart for videos without"),
+        (["--max-loras", "many"], "needs a number such as 8192, 32k or 32K, not 'many'"),
+        (["--enable-prefix-caching=false"], "takes no value, not 'false': .* --no-enable-prefix"),
         (["--api-key", "one", "two"], "has 2 keys"),
     ],
 )
@@ -160,6 +163,17 @@ def test_vllm_image_limit_is_read_in_all_its_forms() -> None:
         ["--limit-mm-per-prompt.image=3"],
     ):
         assert configured(*words).media.images_max == 3
+
+
+def test_vllm_limit_of_videos_sets_theirs() -> None:
+    media = configured("--limit-mm-per-prompt", '{"image": 4, "video": 0}').media
+    assert (media.images_max, media.videos_max) == (4, 0)
+    assert configured("--limit-mm-per-prompt.video", "2").media.videos_max == 2
+
+
+def test_vllm_optimization_level_may_be_attached() -> None:
+    assert translate(["-O3", "folder"]).words == ["folder"]
+    assert translate(["-O.mode=3", "folder"]).words == ["folder"]
 
 
 def test_vllm_api_key_goes_into_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
