@@ -254,6 +254,7 @@ def _option_text(option: Mapping[str, Any]) -> str:
         ("exclusiveMinimum", "above {:g}"),
         ("exclusiveMaximum", "below {:g}"),
         ("maximum", "at most {:g}"),
+        ("multipleOf", "a multiple of {:g}"),
     ):
         if key in bounds:
             texts.append(words.format(bounds[key]))

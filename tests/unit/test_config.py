@@ -115,6 +115,10 @@ def test_config_set_parses_by_the_type_of_the_key(
     [
         ("generate.slots=1.5", "generate.slots (from command line) is not valid: value 1.5,"),
         ("generate.slots=true", "generate.slots (from command line) is not valid: value True,"),
+        (
+            "encode.weights_group=17",
+            "encode.weights_group (from command line) is not valid: value 17, limit int, 0 to 128, a mult",
+        ),
         ("deadlines.step_s=nan", "deadlines.step_s (from command line) is not valid: value nan,"),
         (
             "placement=apart",
@@ -293,12 +297,15 @@ def test_config_shown_as_toml_loads_to_the_same(tmp_path: Path) -> None:
         "encode.threads=3",
         "encode.admission.max_tokens=77",
         'media.hosts=["a.org"]',
+        'adapters.load={"of 3.1" = "/adapters/one", two = "/adapters/two"}',
+        "adapters.count_max=2",
     ]
     first = load_config(None, sets=sets, environ={})
     again = load_config(write(tmp_path, to_toml(first, origin=True)), environ={})
     assert to_toml(again) == to_toml(first)
     assert again.policies == first.policies
     assert again.config.model == first.config.model
+    assert again.config.adapters == first.config.adapters
     assert "max_tokens = 77  # command line" in to_toml(first, origin=True).splitlines()
 
 

@@ -6,6 +6,7 @@ import ast
 import inspect
 import itertools
 import json
+import re
 from functools import cache
 
 import msgspec
@@ -49,12 +50,16 @@ def toml_value(value: object) -> str:
     """Format a value as TOML on one line."""
     plain = msgspec.to_builtins(value)
     if isinstance(plain, dict):
-        fields = ", ".join(f"{key} = {toml_value(item)}" for key, item in plain.items())
+        fields = ", ".join(f"{_toml_key(key)} = {toml_value(item)}" for key, item in plain.items())
         return f"{{{fields}}}"
     if isinstance(plain, list | tuple):
         return f"[{', '.join(map(toml_value, plain))}]"
     # JSON's strings, numbers and booleans are valid TOML, with one exception.
     return json.dumps(plain, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml_value(key)
 
 
 def keys_table() -> str:
