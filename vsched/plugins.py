@@ -10,6 +10,7 @@ import difflib
 import importlib
 import inspect
 import math
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -350,6 +351,14 @@ def load_registered(group: str, name: str, *, path: str, extra: str = "") -> obj
         raise ConfigError(f"{path}: cannot import {target!r}: {error}. Remedy: {remedy}") from error
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"{path}: cannot import {target!r}: {error}") from error
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]  # a SyntaxError names its own
+        where = (
+            "" if isinstance(error, SyntaxError) else f" ({place.filename}, line {place.lineno})"
+        )
+        raise ConfigError(
+            f"{path}: cannot import {target!r}: {type(error).__name__}: {error}{where}. Remedy: correct the module"
+        ) from error
 
 
 def _import(target: str) -> object:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import msgspec
@@ -140,6 +141,22 @@ def test_resolve_policy_refusal_starts_with_the_key(table: dict[str, Any], expec
     with pytest.raises(ConfigError) as caught:
         resolve_policy("admission", table, path="a.b")
     assert str(caught.value).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def admit(:\n", r"SyntaxError: .*\(a_faulty_module.py, line 1\). Remedy: "),
+        ("\nAdmision()\n", r"NameError: .*/a_faulty_module.py, line 2\). Remedy: "),
+    ],
+)
+def test_resolve_policy_names_the_line_of_a_module_that_cannot_be_imported(
+    text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a_faulty_module.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=f"a.b.use: cannot import 'a_faulty_module:A': {message}"):
+        resolve_policy("admission", {"use": "a_faulty_module:A"}, path="a.b")
 
 
 def test_resolve_policy_reports_a_missing_required_field() -> None:
