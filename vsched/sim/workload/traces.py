@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import csv
 import gzip
+import math
 import os
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from functools import partial
@@ -18,6 +20,7 @@ from typing import IO, NamedTuple, TypeVar
 import msgspec
 
 from vsched.errors import VschedError
+from vsched.policy import Count
 from vsched.record.files import is_record
 from vsched.sim.workload.requests import Arrival, Image, PromptPart, Text, Workload
 
@@ -30,6 +33,8 @@ AZURE_IMAGE_TOKENS = 765
 """Tokens per image if a trace has only the number of images: those of 1024 x 1024 pixels in the recorded service."""
 SHIFT = 1 << 40
 """Texts that occur once are numbered from here, to differ from shared blocks."""
+NOT_READ = (OSError, EOFError, zlib.error)
+"""Errors of a file that ends too early or is damaged, such as one whose download was cut off."""
 
 
 class TraceError(VschedError):
@@ -45,7 +50,7 @@ class TraceRow(NamedTuple):
     def count(self, name: str) -> int:
         """Return a field with a count of tokens."""
         value = self._number(name, "number")
-        if value < 0 or value != int(value):
+        if not 0 <= value < math.inf or value != int(value):
             raise ValueError(f"{name} is {value:g}, not a count")
         return int(value)
 
@@ -125,7 +130,7 @@ def _checked(path: Path, parse: Parse) -> Iterator[Arrival | None]:
                         )
                     last_ns = arrival.at_ns
                 yield arrival
-        except (ValueError, csv.Error, msgspec.MsgspecError) as error:
+        except (*NOT_READ, ValueError, csv.Error, msgspec.MsgspecError) as error:
             raise TraceError(f"{path}:{lines.number}: {error}") from error
 
 
@@ -144,7 +149,7 @@ def _format_of(path: Path) -> Parse:
     with _open(path) as file:
         try:
             first = file.readline().strip()
-        except (OSError, UnicodeDecodeError) as error:
+        except (*NOT_READ, UnicodeDecodeError) as error:
             raise TraceError(f"{path}:1: not a text: {error}") from error
     if first.startswith("{"):
         if '"hash_ids"' in first:
@@ -247,8 +252,8 @@ CSV_FORMATS: dict[tuple[str, ...], Callable[[TraceRow], Arrival | None]] = {
 
 class _Mooncake(msgspec.Struct):
     timestamp: float
-    input_length: int
-    output_length: int
+    input_length: Count
+    output_length: Count
     hash_ids: list[int]
 
 

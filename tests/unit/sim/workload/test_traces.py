@@ -134,6 +134,12 @@ def test_own_trace_reads_as_it_was_written(tmp_path: Path) -> None:
         (SERVEGEN + "0,1,1,1\n\n1,many,1,1\n", 4, "text_tokens is 'many', not a number"),
         (SERVEGEN + "0,1,1,1.5\n", 2, "output_tokens is 1.5, not a count"),
         (SERVEGEN + "0,1,1\n", 2, "output_tokens is '', not a number"),
+        (SERVEGEN + "0,1,1,inf\n", 2, "output_tokens is inf, not a count"),
+        (
+            '{"timestamp": 0, "input_length": 9, "output_length": -1, "hash_ids": [1]}',
+            1,
+            "output_length",
+        ),
         (SERVEGEN + "nan,1,1,1\n", 2, "arrival_s is nan, not a time"),
         (SERVEGEN + "2,1,1,1\n1.5,1,1,1\n", 3, "0.5 s before the row above; sort"),
         (AZURE + "yesterday,1,1\n", 2, "TIMESTAMP is 'yesterday', not a date and time"),
@@ -149,6 +155,15 @@ def test_trace_errors_name_line_and_cause(tmp_path: Path, text: str, line: int, 
         load_trace(path)
     assert str(error.value).startswith(f"{path}:{line}: ")
     assert what in str(error.value)
+
+
+@pytest.mark.parametrize("kept", [0.2, 0.9])
+def test_trace_that_was_not_downloaded_to_its_end(tmp_path: Path, kept: float) -> None:
+    packed = gzip.compress(b"".join(b"%d,%d,,1\n" % (one, one * one) for one in range(2000)))
+    path = tmp_path / "trace.csv.gz"
+    path.write_bytes(gzip.compress(SERVEGEN.encode()) + packed[: int(len(packed) * kept)])
+    with pytest.raises(TraceError, match=r"trace\.csv\.gz:\d+: .* ended before"):
+        load_trace(path)
 
 
 def test_trace_without_requests_or_file(tmp_path: Path) -> None:
