@@ -49,9 +49,12 @@ def top(
     key = os.environ.get(key_variable, "")
     if once:
         try:
-            console.print(frame(next(read_states(url, key)), None, _rows(console)))
+            first = next(read_states(url, key), None)
         except ConnectionError as error:
             raise VschedError(f"{error}. Remedy: start the server, or name its URL") from error
+        if first is None:
+            raise VschedError(f"{url} sent no state, as a server that stops. Remedy: try again")
+        console.print(frame(first, None, _rows(console)))
         return
     before: LiveState | None = None
     with contextlib.suppress(KeyboardInterrupt), Live(console=console, screen=True) as live:
@@ -84,13 +87,17 @@ def read_states(url: str, key: str) -> Iterator[LiveState]:
     from vsched.aio.live import LiveState
 
     decode = msgspec.json.Decoder(LiveState).decode
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError:  # an impossible port, or half an IPv6 address
+        host = None
+    if not host or parts.scheme not in ("http", "https"):
         raise ConfigError(
             f"vsched top: not a URL: value {url!r}, limit http://HOST:PORT. Remedy: name a server"
         )
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    connection = kind(parts.hostname, parts.port, timeout=ANSWER_S)
+    connection = kind(host, port, timeout=ANSWER_S)
     headers = {"accept": "text/event-stream"}
     if key:
         headers["authorization"] = f"Bearer {key}"
@@ -105,6 +112,10 @@ def read_states(url: str, key: str) -> Iterator[LiveState]:
         for line in reply:
             if line.startswith(b"data: {"):
                 yield decode(line.removeprefix(b"data: "))
+    except msgspec.MsgspecError as error:
+        raise VschedError(
+            f"{url} is no server of this version of vsched: {error}. Remedy: name its URL"
+        ) from error
     except (OSError, http.client.HTTPException) as error:
         raise ConnectionError(f"no connection to {url}: {error}") from error
     finally:

@@ -147,7 +147,18 @@ async def test_client_requests_the_model() -> None:
         await BenchClient(server.url).model()
 
 
-@pytest.mark.parametrize("url", ["", "localhost:8000", "ftp://x", "http://"])
+async def test_client_names_the_option_when_a_server_speaks_no_http() -> None:
+    async def handle(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"SSH-2.0-OpenSSH_9.6\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(handle, "127.0.0.1", 0) as listener:
+        port = listener.sockets[0].getsockname()[1]
+        with pytest.raises(BenchError, match="check --url"):
+            await BenchClient(f"http://127.0.0.1:{port}").model()
+
+
+@pytest.mark.parametrize("url", ["", "localhost:8000", "ftp://x", "http://", "http://x:99999"])
 def test_client_refuses_other_urls(url: str) -> None:
     with pytest.raises(ConfigError, match="http://host:port"):
         BenchClient(url)

@@ -110,6 +110,14 @@ def test_refusals_and_wrong_urls_are_errors() -> None:
         list(read_states(url, "secret"))
     with pytest.raises(ConfigError, match="value 'localhost'"):
         list(read_states("localhost", ""))
+    for url in ("http://localhost:99999", "http://[::1"):
+        with pytest.raises(ConfigError, match="not a URL"):
+            list(read_states(url, ""))
+    with (
+        answering(b"<html>", "text/html") as url,
+        pytest.raises(VschedError, match="is no server of this version of vsched"),
+    ):
+        list(read_states(url, "secret"))
     with pytest.raises(ConnectionError, match="no connection to http://127.0.0.1:1"):
         list(read_states("http://127.0.0.1:1", ""))
     main.import_commands(["top"])
@@ -124,3 +132,11 @@ def test_command_prints_one_state(monkeypatch: pytest.MonkeyPatch) -> None:
         done = CliRunner().invoke(app, ["top", url, "--once"])
     assert done.exit_code == 0
     assert "demo: ready" in done.output
+
+
+def test_command_explains_a_stream_without_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VSCHED_ADMIN_KEY", "secret")
+    main.import_commands(["top"])
+    with answering(b"", "text/event-stream") as url:
+        done = CliRunner().invoke(app, ["top", url, "--once"])
+    assert "sent no state" in str(done.exception)

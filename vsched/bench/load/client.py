@@ -23,6 +23,8 @@ from vsched.errors import ConfigError, VschedError
 _READ_BYTES = 256 * 1024
 _ERROR_CHARACTERS_MAX = 300
 _READY_POLL_S = 0.5
+UNREADABLE = (OSError, VschedError, msgspec.MsgspecError, httptools.HttpParserError)
+"""Errors of a connection, or of a response that is none of an OpenAI-compatible server."""
 
 
 class BenchError(VschedError):
@@ -119,11 +121,15 @@ class BenchClient:
 
     def __init__(self, url: str, *, api_key: str = "", timeout_s: float = 600.0) -> None:
         self.on_text: Callable[[Sample], None] | None = None
-        parts = urlsplit(url)
-        if parts.scheme not in {"http", "https"} or not parts.hostname:
+        try:
+            parts = urlsplit(url)
+            host, port = parts.hostname, parts.port
+        except ValueError:  # an impossible port, or half an IPv6 address
+            host = None
+        if not host or parts.scheme not in {"http", "https"}:
             raise ConfigError("url: not an http(s) URL. Remedy: give http://host:port.")
-        self._host = parts.hostname
-        self._port = parts.port or (443 if parts.scheme == "https" else 80)
+        self._host = host
+        self._port = port or (443 if parts.scheme == "https" else 80)
         self._prefix = parts.path.rstrip("/").removesuffix("/v1")
         self._secure = ssl.create_default_context() if parts.scheme == "https" else None
         self._timeout_s = timeout_s
@@ -144,7 +150,7 @@ class BenchClient:
                 status = await self._exchange("GET", "/v1/models", b"", response, None)
             if status == 200:
                 return msgspec.json.decode(bytes(response.body), type=_Models).data[0].id
-        except (OSError, TimeoutError, msgspec.MsgspecError, IndexError, VschedError) as error:
+        except (*UNREADABLE, IndexError) as error:
             message = "the server lists no model. Remedy: check --url, or give --model."
             raise BenchError(message) from error
         message = f"the server answered {status} to /v1/models. Remedy: check --url and --api-key."
@@ -165,7 +171,7 @@ class BenchClient:
                 sample.error = f"status {status}: {text[:_ERROR_CHARACTERS_MAX]}"
         except TimeoutError:
             sample.error = f"no answer within {self._timeout_s:g} s"
-        except (OSError, msgspec.MsgspecError, VschedError, httptools.HttpParserError) as error:
+        except UNREADABLE as error:
             sample.error = f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS_MAX]
         sample.ended = time.perf_counter()
         return sample
