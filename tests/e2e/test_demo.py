@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from tests.patience import PATIENCE_S
 from vsched import Engine
+from vsched.cli import app, demo_command
 from vsched.cli.demo_command import data_url, is_answer
 from vsched.config import load_config
 from vsched.media import MediaReference
@@ -46,6 +49,23 @@ def test_demo_answers_right_and_encodes_each_picture_once(tmp_path: Path) -> Non
         assert (tmp_path / ".demo" / f"{name}.png").exists()
     for wanted in ("Serving at http://127.0.0.1:", "prefill", "generate rank 0", "Stopped"):
         assert wanted in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], r"^openai is not installed. Remedy: pip install 'vsched\[demo\]'$"),
+        (["--folder", "taken"], r"^--folder taken: cannot be created: File exists. Remedy: "),
+    ],
+)
+def test_demo_names_what_it_lacks(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken").touch()
+    monkeypatch.setattr(demo_command, "find_spec", lambda _: None)
+    done = CliRunner().invoke(app, ["demo", *words])
+    assert re.search(message, str(done.exception))
 
 
 def test_trained_checkpoint_is_found_and_small() -> None:

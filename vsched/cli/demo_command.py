@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +13,7 @@ import typer
 
 from vsched.checkpoint_tools import ExamTurn
 from vsched.cli import app
-from vsched.errors import CheckpointError
+from vsched.errors import CheckpointError, ConfigError
 from vsched.terminal.options import new_table
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ Ask = Callable[..., Awaitable[str]]
 @app.command()
 def demo(
     folder: Annotated[Path, typer.Option(help="Folder for pictures.")] = Path(".demo"),
-    max_tokens: Annotated[int, typer.Option(help="Maximum tokens per answer.")] = 40,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens per answer.")] = 40,
     *,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the pictures.")] = 0,
 ) -> None:
@@ -41,7 +42,12 @@ def demo(
     from vsched.checkpoint_tools import load_tools
 
     console = Console(highlight=False)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--folder {folder}: cannot be created: {error.strerror}. Remedy: name another folder"
+        ) from error
     plugin = load_tools("transformers", "exam_tasks")
     trained = plugin.trained_checkpoint()
     if not trained:
@@ -49,6 +55,8 @@ def demo(
             "the trained checkpoint is in the repository, but not in wheels. Remedy: run the demo in a checkout, "
             "or serve another checkpoint: vsched serve ORG/NAME"
         )
+    if find_spec("openai") is None:
+        raise ConfigError("openai is not installed. Remedy: pip install 'vsched[demo]'")
     size = sum(path.stat().st_size for path in Path(trained).iterdir() if path.is_file())
     console.print(f"The trained checkpoint of the repository, {size / 1e6:.1f} MB.")
 
