@@ -155,8 +155,10 @@ def pytest_pycollect_makeitem(
         inner = getattr(getattr(obj, "hypothesis", None), "inner_test", obj)
         if not inspect.iscoroutinefunction(inner):
             raise pytest.UsageError(f"{collector.nodeid}::{name}: sim needs an async function")
-        if not collector.config.pluginmanager.hasplugin("asyncio"):
-            raise pytest.UsageError(f"{collector.nodeid}::{name}: sim needs pytest-asyncio")
+        if not collector.config.hook.pytest_asyncio_loop_factories.has_spec():
+            raise pytest.UsageError(
+                f"{collector.nodeid}::{name}: sim needs pytest-asyncio 1.5 or newer"
+            )
         if "asyncio" not in names:
             pytest.mark.asyncio(obj)
 

@@ -188,6 +188,19 @@ def test_plugin_refuses_markers_that_are_wrong(project: pytest.Pytester) -> None
     result.stdout.fnmatch_lines([*lines, "*test_it: sim needs an async function*", fixture])
 
 
+def test_plugin_names_the_version_of_pytest_asyncio_that_it_needs(
+    project: pytest.Pytester,
+) -> None:
+    project.makeini("[pytest]")  # the setting of pytest-asyncio is unknown without it
+    project.makeconftest(
+        'def pytest_configure(config): config.pluginmanager.register(object(), "asyncio")'
+    )
+    project.makepyfile("import pytest\n@pytest.mark.sim\nasync def test_it(): ...")
+    result = project.runpytest_inprocess("-p", "no:asyncio")
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(["*test_it: sim needs pytest-asyncio 1.5 or newer*"])
+
+
 def test_plugin_draws_faults_of_the_hosts_that_a_file_configures(
     project: pytest.Pytester,
 ) -> None:
