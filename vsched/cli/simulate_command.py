@@ -300,9 +300,14 @@ def _outage(text: str) -> GroupOutage:
     start, _, stop = span.partition(":")
     try:
         at_ns, back_ns = int(float(start) * 1e9), int(float(stop) * 1e9) if stop else None
-    except ValueError:
-        raise ConfigError(f"--outage {text}: not GROUP:FROM_S:TO_S, as in generate:60:90") from None
-    duration_ns = None if back_ns is None else max(back_ns - at_ns, 0)
+    except (OverflowError, ValueError):
+        at_ns = back_ns = -1
+    if at_ns < 0 or (back_ns is not None and back_ns <= at_ns):
+        raise ConfigError(
+            f"--outage {text}: not GROUP:FROM_S:TO_S. Remedy: write it as generate:60:90, with an end after the "
+            "start, or as generate:60 for good"
+        )
+    duration_ns = None if back_ns is None else back_ns - at_ns
     return GroupOutage(at_ns=at_ns, duration_ns=duration_ns, group=group)
 
 

@@ -299,8 +299,8 @@ class Collector(TenantCollector):
         self.last_ns = self.last_arrival_ns = 0
         self._start_ns = start_ns
         self._slow: dict[str, list[tuple[int, int, SlowRequest]]] = {name: [] for name in SLOW_BY}
-        self._ttft_ns = int(targets.ttft_ms * 1e6)
-        self._tpot_ns = int(targets.tpot_ms * 1e6)
+        self._ttft_ns = targets.ttft_ms * 1e6
+        self._tpot_ns = targets.tpot_ms * 1e6
 
     def arrived(self, now_ns: int, tenant: str = "") -> None:
         """Count a sent request."""

@@ -257,8 +257,15 @@ def generate_workload(name: str, *, seed: int, requests: int, rate: float) -> Wo
     """Return a generated workload by name.
 
     Raises:
-        ConfigError: When there is no such generator.
+        ConfigError: When there is no such generator, or the rate is not a number above 0.
     """
     if name not in GENERATORS:
         raise ConfigError(f"--workload {name}: unknown. Known: {', '.join(GENERATORS)}")
+    if not 0 < rate < math.inf:
+        raise ConfigError.of_limit(
+            "--rate: no rate of requests",
+            value=rate,
+            limit="a number above 0",
+            remedy="give requests per second",
+        )
     return GENERATORS[name](seed=seed, requests=requests, rate=rate)

@@ -287,6 +287,7 @@ def test_run_goodput_counts_requests_within_both_targets() -> None:
         return outcome.figures.good_share
 
     assert share(Targets()) == 1.0
+    assert share(Targets(ttft_ms=float("inf"), tpot_ms=float("inf"))) == 1.0
     assert share(Targets(ttft_ms=0)) == 0.0
     assert share(Targets(tpot_ms=0)) < 0.2, "requests of one token have no time a token"
     assert 0 < share(Targets(ttft_ms=150)) < 1

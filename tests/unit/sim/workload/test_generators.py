@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from itertools import pairwise
 from random import Random
@@ -52,6 +53,9 @@ def test_generator_is_a_function_of_its_seed(name: str) -> None:
 def test_generator_unknown() -> None:
     with pytest.raises(ConfigError, match="unknown. Known: poisson, gamma"):
         generate_workload("nope", seed=0, requests=1, rate=1.0)
+    for rate in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(ConfigError, match="--rate: no rate of requests: value "):
+            generate_workload("gamma", seed=0, requests=1, rate=rate)
 
 
 @pytest.mark.parametrize(
