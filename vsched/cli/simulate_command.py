@@ -407,7 +407,11 @@ def run_swarm(
         )
     loaded = load(configs[0] if configs else None, [*assignments])
     policies, unused = _policies_of(loaded)
-    words = [*(f"--config={path}" for path in configs), *(f"--set={one}" for one in assignments)]
+    words = [
+        *(f"--config={path}" for path in configs),
+        *(f"--set={one}" for one in assignments),
+        *([] if faults is None else [f"--faults={faults}"]),
+    ]
     started_s = time.perf_counter()
     with counting_progress() as report:
         outcome = swarm(

@@ -153,6 +153,9 @@ def test_simulate_runs_a_swarm_with_the_policies_of_a_configuration(
     assert f'File "{folder}/a_broken_policy.py", line 6, in admit' in said
     assert "ignored, since the swarm draws the shapes of its engines: generate.slots" in said
     assert f"--swarm 1 --seed 6 --config={broken} --set=generate.slots=3" in said
+    (folder / "plan.json").write_text("{}")
+    said = swarm("-c", broken, "--faults", "plan.json", status=1)
+    assert f"--swarm 1 --seed 6 --config={broken} --faults=plan.json" in said
     assert "1 scenarios in" in swarm("-c", "b.toml")
 
 
