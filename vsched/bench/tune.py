@@ -25,6 +25,7 @@ from vsched.terminal.options import (
     ConfigOption,
     JsonOption,
     SetOption,
+    check_writable,
     load,
     write_json,
 )
@@ -203,6 +204,7 @@ def tune(
     from vsched.api.http_server import forgo_models
     from vsched.terminal.progress import loading_progress
 
+    check_writable({"--write": write, "--json": out})
     console = Console()
     path = local_checkpoint(path)
     base = [*(assignments or ()), f"model.path={path}", "server.port=0"]

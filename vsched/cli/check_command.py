@@ -32,6 +32,7 @@ from vsched.terminal.options import (
     ConfigOption,
     JsonOption,
     SetOption,
+    check_writable,
     load_served,
     write_json,
 )
@@ -267,6 +268,7 @@ def check(
     The exit status is 1 if it cannot be served. `--json -` writes the report to standard output
     instead of the text.
     """
+    check_writable({"--json": None if out == STANDARD_OUTPUT else out})
     loaded = load_served(config, assignments, path)
     report = check_checkpoint(loaded)
     if out == STANDARD_OUTPUT:

@@ -19,7 +19,7 @@ from vsched.plugins import (
     load_policy_class,
 )
 from vsched.policy import DECISIONS, POLICY_TABLES, SEVERAL, decisions_of
-from vsched.terminal.options import table_console
+from vsched.terminal.options import check_writable, table_console
 
 policies_app = typer.Typer(help="List the registered policies, describe one, or try one.")
 app.add_typer(policies_app, name="policies")
@@ -89,9 +89,13 @@ def try_(
     """
     from vsched.cli.policy_trial import report, write_html
     from vsched.config.loading import parse_value
+    from vsched.sim.report.rendering import load_jinja
     from vsched.terminal.progress import counting_progress
     from vsched.testing import policy_trial
 
+    check_writable({"--html": html})
+    if html is not None:
+        load_jinja()
     targets = [name] if ":" in name else sorted({one.target for one in _registered(name)})
     if len(targets) > 1:
         raise ConfigError(f"{name}: several policies. Remedy: name one of {', '.join(targets)}")

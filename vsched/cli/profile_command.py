@@ -23,6 +23,7 @@ from vsched.terminal.options import (
     ConfigOption,
     JsonOption,
     SetOption,
+    check_writable,
     load_served,
     write_json,
 )
@@ -58,6 +59,7 @@ def profile(
     """Size the memory as `vsched serve` would and show the use of every byte; or measure step times instead."""
     from rich.console import Console
 
+    check_writable({"--json": out})
     console = Console()
     settings = load_served(config, assignments, path).config
     if calibrate:
@@ -132,6 +134,7 @@ def calibrate_vllm(
     from vsched.sim.cost.host_runs import fit_run, read_run, simulated_settings
     from vsched.sim.cost.model import load_cost_model, save_cost_model
 
+    check_writable({"--output": output})
     found = read_run(run)
     model = fit_run(found, load_cost_model(shape), name=run.name.partition(".")[0])
     save_cost_model(model, output)

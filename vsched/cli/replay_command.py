@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vsched.cli import app
-from vsched.terminal.options import JsonOption, open_output, write_json
+from vsched.terminal.options import JsonOption, check_writable, open_output, write_json
 
 if TYPE_CHECKING:
     from vsched.record import ReplayReport
@@ -38,6 +38,7 @@ def replay(
     from vsched.record.files import find_segments
     from vsched.terminal.progress import counting_progress
 
+    check_writable({"--json": json})
     find_segments(record)  # before anything is overwritten
     with contextlib.ExitStack() as open_files:
         drawn = None

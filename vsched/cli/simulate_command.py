@@ -21,6 +21,7 @@ from vsched.errors import ConfigError
 from vsched.terminal.options import (
     JsonOption,
     SetOption,
+    check_writable,
     load,
     open_output,
     table_console,
@@ -150,6 +151,10 @@ def simulate(
 
     files = {"--html": html, "--json": json}
     check_writable(files)
+    if html is not None:
+        from vsched.sim.report.rendering import load_jinja
+
+        load_jinja()
     run = load_record(trace) if trace is not None and is_record(trace) else None
     named = _configs(config, assignments, run)
     costs = load_cost_model(cost or COST) if run is None else _cost_of(run, cost)
@@ -182,22 +187,6 @@ def _refuse_without_swarm(ctx: typer.Context) -> None:
     ]
     if given:
         raise ConfigError(f"{', '.join(given)}: is not used with --swarm. Remedy: leave it out")
-
-
-def check_writable(files: Mapping[str, Path | None]) -> None:
-    """Check that output files can be written, before a simulation that may take minutes.
-
-    Raises:
-        ConfigError: When one cannot; names its option.
-    """
-    for option, path in files.items():
-        if path is None:
-            continue
-        target = path if path.exists() else path.parent  # /dev/stdout is in no writable folder
-        if path.is_dir() or not os.access(target, os.W_OK):
-            raise ConfigError(
-                f"{option} {path}: cannot be written. Remedy: name a file in an existing, writable folder"
-            )
 
 
 def _run_all(

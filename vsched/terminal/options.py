@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any
@@ -84,6 +84,22 @@ def new_table(title: str, *columns: str, texts: Collection[str], **options: Any)
     for name in columns:
         table.add_column(name, justify="left" if name in texts else "right")
     return table
+
+
+def check_writable(files: Mapping[str, Path | None]) -> None:
+    """Check that output files can be written, before work that may take minutes.
+
+    Raises:
+        ConfigError: When one cannot; names its option.
+    """
+    for option, path in files.items():
+        if path is None:
+            continue
+        target = path if path.exists() else path.parent  # /dev/stdout is in no writable folder
+        if path.is_dir() or not os.access(target, os.W_OK):
+            raise ConfigError(
+                f"{option} {path}: cannot be written. Remedy: name a file in an existing, writable folder"
+            )
 
 
 def open_output(option: str, path: Path) -> IO[bytes]:

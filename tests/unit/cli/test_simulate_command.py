@@ -14,10 +14,13 @@ from typer.testing import CliRunner
 from tests.trace_format import check_trace_events
 from tests.unit.sim.fast.test_recorded import load, record
 from tests.unit.sim.shapes import COST, read_json
-from vsched.cli import app, simulate_command
+from vsched.cli import app
+from vsched.cli.main import import_commands
 from vsched.errors import ConfigError
 from vsched.sim.cost.model import save_cost_model
+from vsched.terminal.options import check_writable
 
+import_commands(["simulate"])
 TRACE = "arrival_s,text_tokens,image_tokens,output_tokens\n" + "".join(
     f"{0.01 * number},20,{50 + number},{number % 7}\n" for number in range(20)
 )
@@ -139,9 +142,9 @@ def test_simulate_accepts_an_output_file_in_a_folder_that_is_not_writable(
 ) -> None:
     (folder / "out.json").touch()
     monkeypatch.setattr(os, "access", lambda path, _mode: path == Path("out.json"))
-    simulate_command.check_writable({"--json": Path("out.json")})
+    check_writable({"--json": Path("out.json")})
     with pytest.raises(ConfigError, match=r"--json new\.json: cannot be written"):
-        simulate_command.check_writable({"--json": Path("new.json")})
+        check_writable({"--json": Path("new.json")})
 
 
 def test_simulate_runs_a_swarm_with_the_policies_of_a_configuration(

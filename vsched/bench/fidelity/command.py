@@ -14,6 +14,7 @@ from vsched.terminal.options import (
     ConfigOption,
     JsonOption,
     SetOption,
+    check_writable,
     load_served,
     write_json,
 )
@@ -145,6 +146,7 @@ def fidelity(
     from vsched.sim.cost.model import load_cost_model
     from vsched.sim.workload.traces import load_trace
 
+    check_writable({"--json": out})
     console = Console()
     if not console.is_terminal:
         console = Console(width=PIPE_COLUMNS)

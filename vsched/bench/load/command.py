@@ -10,6 +10,7 @@ import typer
 
 from vsched.bench.load.shapes import Case, shape_of
 from vsched.errors import ConfigError
+from vsched.terminal.options import check_writable
 
 
 def serve(
@@ -52,6 +53,7 @@ def serve(
     from vsched.bench.load.client import BenchClient
     from vsched.bench.load.generator import LoadPlan, measure, sessions_for, write_report
 
+    check_writable({"--json": None if str(json) == "-" else json})
     levels = _levels(concurrency)
     sizes = {"words": words, "output_tokens": output_tokens}
 

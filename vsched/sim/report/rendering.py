@@ -15,6 +15,7 @@ from html import escape
 from importlib.resources import files
 from itertools import accumulate
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -290,11 +291,11 @@ class ReportPage:
     _repr_html_ = frame
 
 
-def render_html(outcomes: Sequence[SimulationOutcome]) -> str:
-    """Return the report as HTML.
+def load_jinja() -> ModuleType:
+    """Return the template library.
 
     Raises:
-        ConfigError: When Jinja2 is not installed.
+        ConfigError: When it is not installed.
     """
     try:
         import jinja2
@@ -302,13 +303,23 @@ def render_html(outcomes: Sequence[SimulationOutcome]) -> str:
         raise ConfigError(
             f"--html: {error.name} is not installed. Remedy: pip install 'vsched[report]'"
         ) from error
+    return jinja2
+
+
+def render_html(outcomes: Sequence[SimulationOutcome]) -> str:
+    """Return the report as HTML.
+
+    Raises:
+        ConfigError: When Jinja2 is not installed.
+    """
+    jinja2 = load_jinja()
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     own, page = files("vsched.sim.report"), files("vsched").joinpath(PAGE_FILES)
     template = environment.from_string(own.joinpath("report.html.jinja").read_text())
     slowest = [_slow_rows(index, outcome) for index, outcome in enumerate(outcomes)]
-    return template.render(
+    page_text: str = template.render(
         outcomes=outcomes,
         first=outcomes[0],
         span_s=max(outcome.figures.span_s for outcome in outcomes),
@@ -333,6 +344,7 @@ def render_html(outcomes: Sequence[SimulationOutcome]) -> str:
         uplot_style=page.joinpath("vendor/uplot.css").read_text(),
         uplot_license=page.joinpath("vendor/uplot.LICENSE").read_text(),
     )
+    return page_text
 
 
 def _for_script(json: str) -> str:
