@@ -44,6 +44,14 @@ REQUESTS_MIN = 4
 """Minimum requests of a run, and those of the first runs, which determine how many a run has."""
 CLOSE = 0.03
 """Required advantage over an earlier split, since each replica has its own weights and KV cache."""
+ALONE = (
+    "server.port=0",
+    "server.api_key_variable=",
+    "server.tenant_keys_variable=",
+    "record.path=",
+    "record.resume=false",
+)
+"""Settings of a server for the own clients: it asks for no key, and leaves the records of other servers alone."""
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True, order=True):
@@ -123,7 +131,9 @@ class Tuning:
         began_s = time.monotonic()
         async with running_server(config, on_progress=report) as running:
             start_s = time.monotonic() - began_s
-            run_s = max(self._split_s - start_s, 0.0) / (self._repeats * len(CASES))
+            takes_images = running.engine.config.media.images_max > 0
+            cases = [case for case in CASES if takes_images or case is Case.TEXT]
+            run_s = max(self._split_s - start_s, 0.0) / (self._repeats * len(cases))
 
             async def rate_of(case: str, requests: int, seed: int) -> float:
                 order = LoadOrder(
@@ -137,7 +147,7 @@ class Tuning:
                 async with ready_clients(order) as process:
                     return (await run_clients(process)).requests_s
 
-            for first in () if self.requests else CASES:
+            for first in () if self.requests else cases:
                 rate = await rate_of(first, REQUESTS_MIN, 1 << 20)
                 most = max(min(int(rate * run_s), 3 * self._clients), REQUESTS_MIN)
                 self.requests[first] = most
@@ -195,7 +205,7 @@ def tune(
     ] = None,
     out: JsonOption = None,
 ) -> None:
-    """Serve text and images with several splits of the cores, and report which one is fastest here."""
+    """Serve text, and images if the model takes any, with several splits of the cores; report the fastest here."""
     import asyncio
 
     import uvloop
@@ -207,9 +217,10 @@ def tune(
     check_writable({"--write": write, "--json": out})
     console = Console()
     path = local_checkpoint(path)
-    base = [*(assignments or ()), f"model.path={path}", "server.port=0"]
+    base = [*(assignments or ()), f"model.path={path}", *ALONE]
     plain = load(config, base).config
-    together = plain.encode.tensor_parallel == plain.generate.tensor_parallel
+    encode = plain.encode
+    together = encode.replicas > 0 and encode.tensor_parallel == plain.generate.tensor_parallel
     splits = placements(usable_cores(), together=together)
     configs = [load(config, [*base, *one.assignments()]).config for one in splits]
     forgo_models(configs[0])
@@ -242,7 +253,7 @@ def _show(trials: Sequence[PlacementTrial], best: PlacementTrial, console: Conso
 
     table = Table(caption="requests per second: median (minimum to maximum)")
     columns = ("replicas", "threads each", "encode threads", "placement")
-    for name in (*columns, *CASES, "of the best", ""):
+    for name in (*columns, *best.runs, "of the best", ""):
         table.add_column(name, justify="right")
     most = max(one.rate for one in trials)
     for one in trials:

@@ -8,10 +8,8 @@ from typing import Literal
 import pytest
 
 from tests.unit.bench import idle_plugin
-from vsched.bench import tune
-from vsched.bench.load.shapes import Case
-from vsched.bench.tune import Placement, PlacementTrial, Tuning, choose, placements
-from vsched.config import load_config
+from vsched.bench.tune import ALONE, Placement, PlacementTrial, Tuning, choose, placements
+from vsched.config import RecordConfig, load_config
 
 
 def _trial(replicas: int, text: float, image: float) -> PlacementTrial:
@@ -57,11 +55,10 @@ def test_placement_is_configuration(
 
 
 @pytest.mark.parametrize(("limit_s", "rounds"), [(3600.0, 2), (0.0, 1)], ids=["all", "time is up"])
-async def test_split_serves_every_case(
-    limit_s: float, rounds: int, monkeypatch: pytest.MonkeyPatch
+async def test_split_serves_every_case_of_a_model_without_images(
+    limit_s: float, rounds: int
 ) -> None:
     """As often as time permits, at least once; a run is shorter if there is little time."""
-    monkeypatch.setattr(tune, "CASES", (Case.TEXT,))
     placement = Placement(replicas=2, threads=1, encode_threads=1)
     sets = ["model.path=.", "server.port=0", "media.images_max=0", "encode.reserved=0"]
     sets += [f"{stage}.plugin={idle_plugin.NAME}" for stage in ("encode", "generate")]
@@ -73,3 +70,10 @@ async def test_split_serves_every_case(
     (found,) = tuning.trials
     assert len(found.runs["text"]) == rounds
     assert min(found.runs["text"]) > 0
+
+
+def test_own_servers_ask_for_no_key_and_leave_records_alone() -> None:
+    served = ["server.api_key_variable=KEY", "record.path=run.vlog", "record.resume=true"]
+    config = load_config(None, sets=[*served, *ALONE], environ={}).config
+    assert config.server.api_key_variable == ""
+    assert config.record == RecordConfig()
