@@ -738,7 +738,8 @@ class SimEngine:
     async def _run_session(self, session: ClientSession, after: ClientSession | None) -> None:
         if after is not None:
             await after.done.wait()
-            await asyncio.sleep(session.arrival.think_ns / 1e9)
+            due_ns = after.ended_ns + session.arrival.think_ns
+            await asyncio.sleep(max(due_ns - self.world.loop.now_ns(), 0) / 1e9)
         await session.run(self.engine, self.client)
 
     async def run(self, workload: Iterable[Arrival]) -> list[ClientSession]:

@@ -76,6 +76,8 @@ from vsched.types import FinishReason, ModelInfo, group_names
 START_NS = 1_000_000
 """Kernel time of the start of a workload: the kernel reads 0 as "never"."""
 PROGRESS_EVERY = 64
+REPLIED_MAX = 1 << 16
+"""Maximum number of conversations whose last reply is remembered until their next turn; the oldest are forgotten."""
 LEFT = FinishReason.ABORT.value
 """Code of requests whose clients disconnected."""
 Happen = Callable[[Any, int], Event | None]
@@ -130,6 +132,7 @@ class Simulation:
         self._digested = bytearray()
         self._arrivals: Iterator[Arrival] = iter(())
         self._talking: dict[str, deque[Arrival]] = {}
+        self._replied_ns: dict[str, int] = {}
         self._entering: LiveRequest | None = None
         self._arrival_ids = itertools.count(1)
         self._at_gate: dict[int, tuple[Arrival, int]] = {}
@@ -283,7 +286,7 @@ class Simulation:
         self._ingress.done(job, now_ns)
 
     def _take_sent(self, arrival: Arrival, now_ns: int) -> Arrived | None:
-        """Count a sent request; it waits for the end of an earlier turn."""
+        """Count a request, and send it unless its client waits for the earlier turn, or thinks about it."""
         self._next_arrival()
         self.collector.arrived(now_ns, arrival.tenant)
         if arrival.conversation:
@@ -292,6 +295,10 @@ class Simulation:
                 waiting.append(arrival)
                 return None
             self._talking[arrival.conversation] = deque()
+            ended_ns = self._replied_ns.pop(arrival.conversation, None)
+            if ended_ns is not None and ended_ns + arrival.think_ns > now_ns:
+                self._push(ended_ns + arrival.think_ns, self._arrive, arrival)
+                return None
         return self._arrive(arrival, now_ns)
 
     def _arrive(self, arrival: Arrival, now_ns: int) -> Arrived:
@@ -410,6 +417,9 @@ class Simulation:
                 self._push(now_ns + following.think_ns, self._arrive, following)
             else:
                 del self._talking[arrival.conversation]
+                self._replied_ns[arrival.conversation] = now_ns
+                if len(self._replied_ns) > REPLIED_MAX:
+                    del self._replied_ns[next(iter(self._replied_ns))]
 
     # --- figures ---
 

@@ -7,6 +7,7 @@ ids: a text is identified by a number, an image by a key.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -162,11 +163,26 @@ class Workload:
         return Workload(self.name, lambda: islice(self.open(), requests), count, self.notes)
 
     def faster(self, factor: float) -> Workload:
-        """Return the same requests, arriving `factor` times as fast."""
+        """Return the same requests from clients that send, and think, `factor` times as fast.
+
+        Raises:
+            ConfigError: When the factor is not a number above 0.
+        """
+        if not 0 < factor < math.inf:
+            raise ConfigError.of_limit(
+                "--speed: no speed-up",
+                value=factor,
+                limit="a number above 0",
+                remedy="give 1 for the original times",
+            )
 
         def scaled() -> Iterator[Arrival]:
             for arrival in self.open():
-                yield msgspec.structs.replace(arrival, at_ns=int(arrival.at_ns / factor))
+                yield msgspec.structs.replace(
+                    arrival,
+                    at_ns=int(arrival.at_ns / factor),
+                    think_ns=int(arrival.think_ns / factor),
+                )
 
         return Workload(f"{self.name} x{factor:g}", scaled, self.requests, self.notes)
 

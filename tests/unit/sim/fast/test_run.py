@@ -166,6 +166,21 @@ def test_run_sends_a_turn_after_the_answer_to_the_one_before() -> None:
     assert outcome.figures.prefix_hits > 0
 
 
+@pytest.mark.parametrize(("planned_ms", "sent_ms"), [(1, 7), (9, 9)])
+def test_run_lets_a_client_think_after_an_answer_that_came_in_time(
+    planned_ms: int, sent_ms: int
+) -> None:
+    first = arrival(1, 0, outputs=20, conversation="c")
+    ended_ns = run(workload_of("one", [first]))[1].end_ns("r1")
+    planned_ns = ended_ns + planned_ms * 1_000_000
+    second = msgspec.structs.replace(
+        arrival(2, 0, outputs=2, conversation="c", think_ns=7_000_000), at_ns=planned_ns
+    )
+    _, seen = run(workload_of("two", [first, second]))
+    submitted_ns = seen.finishes["r2"][0].times.submitted_ns - START_NS
+    assert submitted_ns == ended_ns + sent_ms * 1_000_000
+
+
 @pytest.mark.parametrize(
     ("sets", "code"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import math
 from pathlib import Path
 
 import msgspec
@@ -179,6 +180,14 @@ def test_workload_first_and_faster(tmp_path: Path) -> None:
     assert workload.requests == 3
     assert [one.at_ns for one in workload] == [0, 250_000_000, 500_000_000]
     assert len(list(workload)) == 3, "it can be gone through again"
+    for factor in (0.0, math.nan):
+        with pytest.raises(ConfigError, match="--speed: no speed-up: value "):
+            workload.faster(factor)
+
+
+def test_workload_of_conversations_is_faster_with_its_pauses() -> None:
+    one = workload_of("talk", [arrival(0, 8, Text(1, 5), conversation="c", think_ns=4000)])
+    assert [(each.at_ns, each.think_ns) for each in one.faster(4)] == [(2_000_000, 1000)]
 
 
 def test_workload_of_has_values_of_the_declared_types(tmp_path: Path) -> None:
