@@ -56,6 +56,10 @@ def top(
             raise VschedError(f"{url} sent no state, as a server that stops. Remedy: try again")
         console.print(frame(first, None, _rows(console)))
         return
+    if not console.is_terminal:
+        raise ConfigError(
+            "vsched top: standard output is no terminal. Remedy: --once prints one state"
+        )
     before: LiveState | None = None
     with contextlib.suppress(KeyboardInterrupt), Live(console=console, screen=True) as live:
         while True:

@@ -140,3 +140,9 @@ def test_command_explains_a_stream_without_a_state(monkeypatch: pytest.MonkeyPat
     with answering(b"", "text/event-stream") as url:
         done = CliRunner().invoke(app, ["top", url, "--once"])
     assert "sent no state" in str(done.exception)
+
+
+def test_command_without_a_terminal_names_the_option_for_one_state() -> None:
+    main.import_commands(["top"])
+    done = CliRunner().invoke(app, ["top", "http://127.0.0.1:1"])
+    assert str(done.exception).endswith("is no terminal. Remedy: --once prints one state")
