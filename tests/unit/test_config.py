@@ -205,8 +205,16 @@ def test_config_refusals_of_files_name_the_file(tmp_path: Path) -> None:
     assert refusal(path=tmp_path) == f"{tmp_path}: cannot be read: Is a directory. {remedy}"
     path = write(tmp_path, "[generate\n")
     assert refusal(path=path).startswith(f"{path}: not valid TOML: ")
+    path = write(tmp_path, f"a = {'[' * 3000}{']' * 3000}")
+    assert refusal(path=path).startswith(f"{path}: not valid TOML: maximum recursion depth")
     path = write(tmp_path, "[generate]\nslot = 1\n")
     assert refusal(path=path).startswith(f"generate.slot (from file {path}): unknown key.")
+
+
+def test_config_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    """Editors on Windows write one."""
+    path = write(tmp_path, "\ufeff[generate]\nslots = 3\n")
+    assert load_config(path, environ={}).config.generate.slots == 3
 
 
 def test_config_text_cannot_smuggle_further_keys() -> None:
