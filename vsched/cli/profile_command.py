@@ -24,7 +24,7 @@ from vsched.terminal.options import (
     JsonOption,
     SetOption,
     check_writable,
-    load_served,
+    load_measured,
     write_json,
 )
 
@@ -61,7 +61,7 @@ def profile(
 
     check_writable({"--json": out})
     console = Console()
-    settings = load_served(config, assignments, path).config
+    settings = load_measured(config, assignments, path)
     if calibrate:
         from vsched.sim.cost.model import save_cost_model
 

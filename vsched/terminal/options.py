@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from vsched.config import LoadedConfig
+    from vsched.config import Config, LoadedConfig
 
 PIPE_COLUMNS = 160
 CheckpointArgument = Annotated[
@@ -67,6 +67,14 @@ def load_served(
     with loading_progress(Console(stderr=True)) as report:
         served = with_local_checkpoints(loaded.config, partial(report, "checkpoint"))
     return resolve_loaded(msgspec.structs.replace(loaded, config=served), only_serves=only_serves)
+
+
+def load_measured(config: Path | None, assignments: list[str] | None, path: str) -> Config:
+    """Load a configuration like `load_served`, to measure an engine: it leaves the record of a server alone."""
+    from vsched.config import RecordConfig
+
+    loaded = load_served(config, assignments, path)
+    return msgspec.structs.replace(loaded.config, record=RecordConfig())
 
 
 def table_console() -> Console:

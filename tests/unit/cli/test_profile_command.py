@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from tests.unit.memory.views import attempted, memory_view
 from vsched.cli import app, main, profile_command
+from vsched.config import Config, RecordConfig
 from vsched.errors import DeviceOutOfMemory
 from vsched.memory import Ledger, group_ledger
 
@@ -24,13 +25,15 @@ def test_profile_reports_the_threads_of_each_rank(
     ledger = group_ledger(memory_view(), [attempted("build", 1_000)])
     threads = {"generate": {"0": {"active": 1, "total": 2}}}
 
-    async def size(*_: object) -> tuple[Ledger, dict[str, Any], None]:
+    async def size(settings: Config, _: object) -> tuple[Ledger, dict[str, Any], None]:
+        assert settings.record == RecordConfig(), "the record of a server is not overwritten"
         return ledger, {"generate": {"blocks_total": 4}, "threads": threads, "memory": {}}, None
 
     monkeypatch.setattr(profile_command, "_size", size)
     main.import_commands()
     out = tmp_path / "ledger.json"
-    done = CliRunner().invoke(app, ["profile", DEMO, "--json", str(out)], catch_exceptions=False)
+    words = ["profile", DEMO, "--json", str(out), "--set", "record.path=run.vlog"]
+    done = CliRunner().invoke(app, words, catch_exceptions=False)
     assert "generate rank 0 computes with 1 of 2 threads\n" in done.output
     assert "64 tokens of KV cache, found" in done.output
     assert json.loads(out.read_text())["threads"] == threads

@@ -15,7 +15,7 @@ from vsched.terminal.options import (
     JsonOption,
     SetOption,
     check_writable,
-    load_served,
+    load_measured,
     write_json,
 )
 
@@ -151,7 +151,7 @@ def fidelity(
     if not console.is_terminal:
         console = Console(width=PIPE_COLUMNS)
     levels = _numbers("--loads", loads)
-    settings = load_served(config, assignments, path).config
+    settings = load_measured(config, assignments, path)
     requests = small_requests(seed, GENERATED) if trace is None else load_trace(trace)
     if cost is None:
         costs = run_calibration_here(settings, console, CALIBRATION_S)
