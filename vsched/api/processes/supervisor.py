@@ -179,10 +179,11 @@ class ProcessSession:
                 ids = choices[0].prompt_token_ids if images else None
                 # Before the tokens that an earlier engine generated, which were pushed already.
                 self._link.call("accepted", number, ids, first=True)
-            finally:
-                del self._arriving[number]
 
-        self._arriving[number] = _Arriving(self._loop.create_task(serve()), submitted)
+        task = self._loop.create_task(serve())
+        self._arriving[number] = _Arriving(task, submitted)
+        # Not in `serve`, which never runs if the task is cancelled at once.
+        task.add_done_callback(lambda _: self._arriving.pop(number))
 
     def _forget(self, number: int) -> None:
         self._live.pop(number, None)

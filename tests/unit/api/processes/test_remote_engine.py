@@ -189,6 +189,20 @@ async def test_remote_client_that_leaves_early_leaves_nothing(
     assert len(ends) == sum(isinstance(one, Arrived) for one in events)
 
 
+async def test_remote_client_may_leave_before_its_request_has_come_in(joined: Joined) -> None:
+    """The engine reads both calls at once, and the task of the request never starts."""
+    joined.up.held = True
+    task = asyncio.ensure_future(ask(joined.remote))
+    await joined.turns()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await joined.turns()
+    joined.up.let_go()
+    await joined.turns()
+    assert [name for name, _ in joined.up.sent] == ["admit", "cancel"]
+    assert joined.numbers == (0, 0, 0)
+
+
 @pytest.mark.parametrize("turns", [0, 12])
 async def test_remote_client_that_leaves_before_its_acceptance_is_heard_of_harms_no_other(
     joined: Joined, turns: int, events: list[Event]
