@@ -112,13 +112,13 @@ class ContentBlocks:
     def take(self, delta: OutputDelta) -> list[BlockStep]:
         """Convert the next delta to steps; the last delta ends the output, which has at least one block."""
         reason = delta.finish_reason
-        added = ChatDelta(content=delta.text)
+        added = [ChatDelta(content=delta.text)]
         if self._message_builder is not None:
-            added = self._message_builder.added(delta.text, reason)
+            added = self._message_builder.added_in_order(delta.text, reason)
             reason = reason and self._message_builder.finish_reason(reason)
-        if added.reasoning_content and not added.content and not added.tool_calls:
+        if added and all(one.reasoning_content for one in added):
             self.reasoning_tokens += len(delta.token_ids)
-        steps = list(self._added(added))
+        steps = [step for one in added for step in self._added(one)]
         if self._wants_logprobs:
             self._pending_logprobs += delta.logprobs or ()
         if reason is not None:

@@ -472,6 +472,13 @@ class MessageBuilder:
 
     def added(self, text: str, reason: str | None) -> ChatDelta:
         """Format the next piece of text; `reason` is the finish reason of the last piece."""
+        return self._delta(self._next_parts(text, reason))
+
+    def added_in_order(self, text: str, reason: str | None) -> list[ChatDelta]:
+        """Like `added`, with a delta for each part, whose order a single one loses."""
+        return [self._delta([part]) for part in self._next_parts(text, reason)]
+
+    def _next_parts(self, text: str, reason: str | None) -> list[AnswerPart]:
         parser = self._parser
         parts = [*parser.push(text)]
         if reason is not None and isinstance(parser, OutputParser):
@@ -480,7 +487,7 @@ class MessageBuilder:
             parts += parser.finish()
         parts = list(filter(self._is_wanted, parts))
         self.is_silent = self._has_tools and not parts
-        return self._delta(parts)
+        return parts
 
     def _is_wanted(self, part: AnswerPart) -> bool:
         if part.kind != "call":

@@ -101,6 +101,21 @@ async def test_text_and_calls(size: int, *, stream: bool) -> None:
 
 
 @each_case("stream", [False, True])
+@each_case("size", [1, 7, 30, 500])
+async def test_text_after_a_call_stays_there(size: int, *, stream: bool) -> None:
+    """Also if one delta has the end of the arguments and the text."""
+    engine = saying(f"{CALLS}\nDone.", size=size)
+    reply = await post(engine, MESSAGES, body(tools=TOOLS, stream=stream))
+    message = without_ids(merged(named_events(reply)) if stream else reply.json)
+    assert message["content"] == [
+        {"type": "text", "text": "Look."},
+        {"type": "tool_use", "name": "f", "input": {"a": 1}},
+        {"type": "tool_use", "name": "f", "input": {"b": "ü"}},
+        {"type": "text", "text": "Done."},
+    ]
+
+
+@each_case("stream", [False, True])
 async def test_thoughts_come_first(*, stream: bool) -> None:
     settings = ApiSettings(reasoning_format="think")
     engine = saying("<think>hm</think>yes", size=3)
