@@ -63,6 +63,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._started_s = 0.0
         self._arrival: asyncio.TimerHandle | None = None
         self._reading: asyncio.TimerHandle | None = None
+        self._answered: RequestResponseCycle | None = None
+        """The request that is being answered; `cycle` is the last one that came, perhaps a pipelined one."""
 
     # --- requests ---
 
@@ -73,8 +75,11 @@ class BoundedProtocol(HttpToolsProtocol):
         self._expect_request()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel all timers."""
+        """Cancel all timers, and tell the request that is being answered."""
         super().connection_lost(exc)
+        if self._answered is not None:
+            self._answered.disconnected = True
+            self._answered.message_event.set()
         self._request_came()
         self._client_read()
 
@@ -126,12 +131,13 @@ class BoundedProtocol(HttpToolsProtocol):
         self._count(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Count a header or trailer.
+        """Count a header or trailer; a trailer is dropped, since headers decide about access.
 
         Raises:
             RequestRefused: Passed on by the parser as an error of its own.
         """
-        super().on_header(name, value)
+        if not self._in_body:
+            super().on_header(name, value)
         count, limit = len(self.headers), self._limits.headers_max
         if count > limit:
             self._refusal = _head_refused("headers", count, limit, "server.headers_max")
@@ -155,6 +161,8 @@ class BoundedProtocol(HttpToolsProtocol):
         limit = self._limits.max_connections
         is_full = max(len(self.connections), len(self.tasks)) >= limit
         super().on_headers_complete()
+        if not self.pipeline:
+            self._answered = self.cycle
         if is_full:
             self._log_refusal(503, "-")  # uvicorn responds, without the application
         if old:
@@ -226,7 +234,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def _on_late_request(self) -> None:
         self._arrival = None
         answering = self.cycle is not None and not self.cycle.response_complete
-        if answering and not self.cycle.more_body:
+        if self.pipeline or (answering and not self.cycle.more_body):
             self._expect_request()  # a pipelined request, delayed by the current response
         elif answering or self._in_head:
             limit = f"{self._limits.receive_s:g} s"
@@ -242,7 +250,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _refuse(self, error: RequestRefused) -> None:
         """Send an error instead of the application, and close; if a response has started, only abort it."""
-        cycle = self.cycle
+        cycle = self._answered
         request_id = secrets.token_hex(16)
         if cycle is None or cycle.response_complete:
             self._log_refusal(error.status, request_id)
@@ -282,8 +290,8 @@ class BoundedProtocol(HttpToolsProtocol):
         is_answering = cycle is not None and not cycle.response_complete
         if is_answering and not cycle.more_body:
             cycle.keep_alive = cycle.waiting_for_100_continue = False
-            if not self.pipeline and self.parser.get_http_version() == "1.1":
-                self._probe(cycle)
+            if self._answered is not None and self.parser.get_http_version() == "1.1":
+                self._probe(self._answered)
             return True
         if is_answering or self._in_head:
             message = (
@@ -321,6 +329,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """Start the timer for unread data if the connection is closing."""
+        if self.pipeline:
+            self._answered = self.pipeline[-1][0]  # it is next
         super().on_response_complete()
         self._expect_rest()
 

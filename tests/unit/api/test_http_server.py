@@ -187,6 +187,46 @@ async def test_connection_pipelined_request_waits_for_the_answer_before_it() -> 
     assert b"HTTP/1.1 408 " in answer
 
 
+async def test_connection_pipelined_half_body_does_not_end_the_answer_before_it() -> None:
+    """Nor is its 408 written into the middle of that answer."""
+    released = asyncio.Event()
+    last = OutputDelta("x", [1], finish_reason="stop")
+    engine = FakeEngine(OutputDelta("x", [1]), released, last)
+    async with served(engine, receive_s=SOON_S) as port, connected(port) as client:
+        await client.send(HEAD + b"Content-Length: %d\r\n\r\n" % len(STREAM) + STREAM)
+        await until(lambda: engine.generations)
+        await client.send(REQUEST[:-1])
+        for _ in range(2):
+            async with connected(port) as other:
+                await other.answer()
+        assert not engine.generations[0].aborted
+        released.set()
+        answer = await client.answer()
+    stream, end, rest = answer.partition(b"data: [DONE]")
+    assert end
+    assert stream.count(b"HTTP/1.1") == 1
+    assert b"HTTP/1.1 408 " in rest
+
+
+async def test_connection_that_is_lost_ends_the_request_before_a_pipelined_one() -> None:
+    engine = FakeEngine(asyncio.Event())
+    async with served(engine) as port, connected(port) as client:
+        await client.send(REQUEST + GET + b"\r\n")
+        await until(lambda: engine.generations)
+        client.close()
+        await until(lambda: engine.generations[0].aborted)
+
+
+async def test_connection_trailer_is_no_header(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy that checks or sets headers passes trailers on."""
+    monkeypatch.setenv("KEY", "secret")
+    chunked = b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n" % (len(BODY), BODY)
+    sent = HEAD + chunked + b"Authorization: Bearer secret\r\n\r\n"
+    async with served(FakeEngine(), api_key_variable="KEY") as port, connected(port) as client:
+        await client.send(sent)
+        assert (await client.answer()).startswith(b"HTTP/1.1 401 ")
+
+
 async def test_connection_head_within_its_limits_is_served() -> None:
     headers = b"".join(b"X-%d: %s\r\n" % (index, b"y" * 300) for index in range(97))
     async with served(FakeEngine()) as port, connected(port) as client:
