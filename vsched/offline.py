@@ -14,7 +14,7 @@ import os
 import random
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Literal, Self, TypeVar, cast
@@ -288,15 +288,14 @@ _Prepare = Callable[[], tuple[Prompt, Sequence[ImageReference]]]
 def _prompt(prompt: str | Sequence[int] | Mapping[str, Any]) -> _Prepare:
     """Return the preparation of one entry of `generate`."""
     if not isinstance(prompt, Mapping):
-        text = prompt if isinstance(prompt, str) else list(prompt)
-        return lambda: (text, ())
+        return lambda: (cast("Prompt", prompt), ())  # the engine refuses other types
     unknown = sorted(prompt.keys() - {"prompt", "images"})
     if unknown or "prompt" not in prompt:
         raise RequestRefused(
             f"a prompt has the keys {', '.join(map(str, prompt))}. Remedy: pass prompt, and images if there are any.",
             code="invalid_value",
         )
-    return lambda: (prompt["prompt"], [_reference(image) for image in prompt.get("images", ())])
+    return lambda: (prompt["prompt"], _references(prompt.get("images", ())))
 
 
 def _conversation(
@@ -311,8 +310,10 @@ def _conversation(
     return render(with_template_calls(rendered), **arguments), images
 
 
-def _encoded(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace PIL images in a message by data URLs."""
+def _encoded(message: object) -> object:
+    """Replace PIL images in a message by data URLs; return anything but a mapping unchanged."""
+    if not isinstance(message, Mapping):
+        return message
     content = message.get("content")
     if not isinstance(content, Sequence) or isinstance(content, str):
         return dict(message)
@@ -325,12 +326,30 @@ def _encoded(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**message, "content": parts}
 
 
+def _references(images: Any) -> Any:
+    """Encode the PIL images of a list as data URLs; return anything but an iterable unchanged."""
+    is_list = isinstance(images, Iterable) and not isinstance(images, str)
+    return list(map(_reference, images)) if is_list else images
+
+
+_PNG_MODES = frozenset(["1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA"])
+
+
 def _reference(image: ImageReference | Image.Image) -> ImageReference:
-    """Encode a PIL image as a data URL; return other references unchanged."""
+    """Encode a PIL image as a data URL; return other references unchanged.
+
+    Raises:
+        RequestRefused: If it cannot be read, such as an opened file that is damaged, or be converted to RGB.
+    """
     if not isinstance(image, Image.Image):
         return image
     buffer = io.BytesIO()
-    image.save(buffer, "PNG", compress_level=1)
+    try:
+        image = image if image.mode in _PNG_MODES else image.convert("RGB")
+        image.save(buffer, "PNG", compress_level=1)
+    except Exception as error:
+        message = f"a PIL image cannot be encoded ({error}). Remedy: pass a complete RGB image."
+        raise RequestRefused(message, code="image_invalid") from error
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 

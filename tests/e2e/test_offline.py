@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -72,6 +74,44 @@ def test_offline_error_is_raised_or_kept(llm: LLM) -> None:
     assert "context" in done[1].error
     with pytest.raises(RequestRefused, match="messages"):
         llm.chat([{"role": "emperor", "content": "Hello"}])
+
+
+@pytest.mark.parametrize("mode", ["CMYK", "YCbCr", "HSV", "F", "1", "P", "LA"])
+def test_offline_image_may_have_any_mode(llm: LLM, mode: str) -> None:
+    part = {"type": "image_pil", "image_pil": Image.new("RGB", (56, 56), "white").convert(mode)}
+    (done,) = llm.chat(picture(part), GREEDY, on_error="keep")
+    assert (done.finish_reason, done.error) == ("length", "")
+
+
+def test_offline_damaged_image_leaves_other_requests_alone(llm: LLM) -> None:
+    file = io.BytesIO()
+    Image.effect_noise((56, 56), 50).save(file, "PNG")
+    image = Image.open(io.BytesIO(file.getvalue()[:-100]))
+    bad = picture({"type": "image_pil", "image_pil": image})
+    good = [{"role": "user", "content": "Hello"}]
+    refused, done = llm.chat([bad, good], GREEDY, on_error="keep")
+    assert (refused.finish_reason, done.finish_reason) == ("error", "length")
+    assert "cannot be encoded" in refused.error
+
+
+@pytest.mark.parametrize(
+    ("prompts", "wanted"),
+    [
+        ([1, 2], "prompt is not valid: value 1"),
+        ({"prompt": "x", "images": "data:,"}, "pass images as such a list"),
+        ({"prompt": "x", "images": Image.new("L", (1, 1))}, "pass images as such a list"),
+        ({"prompt": "x", "images": None}, "pass images as such a list"),
+    ],
+)
+def test_offline_arguments_of_other_types_are_refused(llm: LLM, prompts: Any, wanted: str) -> None:
+    with pytest.raises(RequestRefused, match=wanted):
+        llm.generate(prompts, GREEDY)
+
+
+@pytest.mark.parametrize("messages", ["Hello", ["Hello"], [1], [[Image]]])
+def test_offline_conversations_of_other_types_are_refused(llm: LLM, messages: Any) -> None:
+    with pytest.raises(RequestRefused, match="messages: "):
+        llm.chat(messages, GREEDY)
 
 
 def test_offline_equal_prompts_get_independent_draws_that_repeat(llm: LLM) -> None:
