@@ -555,7 +555,8 @@ def _after(exchange: HttpExchange, query: QueryParams) -> int:
         sent = (exchange.header(b"last-event-id") or b"").decode("latin-1").strip()
     if not sent:
         return -1
-    if not sent.isascii() or not sent.isdigit() or int(sent[:17]) > _EVENTS_MAX:
+    is_number = sent.isascii() and sent.isdigit() and len(sent) <= len(str(_EVENTS_MAX))
+    if not is_number or int(sent) > _EVENTS_MAX:
         raise out_of_bounds(
             "starting_after",
             value=sent[:40],

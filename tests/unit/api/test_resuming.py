@@ -404,6 +404,7 @@ async def test_id_of_several_requests_is_the_last_one_s(tmp_path: Path) -> None:
     [
         ("starting_after=-1", "starting_after"),
         ("starting_after=x", "starting_after"),
+        pytest.param(f"starting_after=0000000000{5000 * '9'}", "starting_after", id="long"),
         ("stream=perhaps", "stream"),
     ],
 )
