@@ -482,7 +482,11 @@ class ResponsesEndpoint(ChatEndpoint):
         refuse_unsupported(request)
         with named_as(NAMES):
             job = await super().check(chat_request(request), request_id)
-        return msgspec.structs.replace(job, original=msgspec.structs.replace(request, input=""))
+        return msgspec.structs.replace(
+            job,
+            original=msgspec.structs.replace(request, input=""),
+            constrained_by=NAMES.get(job.constrained_by, job.constrained_by),
+        )
 
 
 def _with_format(text: TextOptions | None) -> TextOptions:

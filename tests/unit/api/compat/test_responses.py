@@ -17,7 +17,7 @@ from vsched.api import ApiSettings
 from vsched.api.bodies import SMALL_BYTES
 from vsched.api.compat.responses import ResponsesRequest, chat_request
 from vsched.api.request_schema import ChatRequest
-from vsched.errors import RequestFailed
+from vsched.errors import RequestFailed, RequestRefused
 
 RESPONSES = "/v1/responses"
 TOOLS = [{"type": "function", "name": "f", "parameters": {"type": "object"}}]
@@ -279,6 +279,8 @@ async def test_parameters_reach_the_engine() -> None:
     found = engine.sampling
     assert (found.max_tokens, found.temperature, found.top_p, found.seed) == (8, 0.5, 0.9, 4)
     assert msgspec.json.decode(found.grammar) == {"json_schema": schema}
+    engine.refusal = RequestRefused("it cannot be used. Remedy: mend it.", code="invalid_grammar")
+    assert (await post(engine, RESPONSES, sent)).error["param"] == "text.format"
 
 
 def test_choices_of_tools() -> None:
