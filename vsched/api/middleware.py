@@ -189,7 +189,7 @@ _PUBLIC_PATHS = frozenset({"/health", "/ready", "/ping", "/docs", "/openapi.json
 _ADMIN = "/admin/"
 _ADMIN_ALIASES = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 """Operator functions under other servers' paths."""
-_FORWARDED = (b"forwarded", b"via", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip")
+_FORWARDED = re.compile(rb"forwarded|via|x-forwarded-.*|x-real-ip")
 _VALUE_CHARACTERS_MAX = 100
 
 
@@ -377,7 +377,7 @@ def _is_local(exchange: HttpExchange) -> bool:
     return (
         is_named
         and not _is_foreign(exchange)
-        and all(exchange.header(name) is None for name in _FORWARDED)
+        and not any(_FORWARDED.fullmatch(name) for name, _ in exchange.scope["headers"])
     )
 
 

@@ -212,6 +212,7 @@ def test_settings_of_names_paths_and_origins_are_read() -> None:
         {"origin": "null"},
         {"host": "evil.example"},
         {"x-forwarded-for": "127.0.0.1"},
+        {"x-forwarded-proto": "https"},
         {"forwarded": "for=127.0.0.1"},
         {"via": "1.1 proxy"},
     ],
