@@ -31,6 +31,7 @@ from vsched.aio.arrivals import (
     final_length,
     further_choices,
     prompts_untold,
+    refusal_error,
     request_of,
 )
 from vsched.aio.grammar_checks import GrammarChecker, GrammarChecks, grammar_processes
@@ -73,6 +74,7 @@ from vsched.devices import log_devices, resolve_devices
 from vsched.errors import ConfigError, PolicyError, RequestRefused
 from vsched.fork_server import ForkServer
 from vsched.kernel import Scheduler
+from vsched.kernel.commands import RefusalCode, Refuse
 from vsched.kernel.events import Arrived, PolicyReplaced
 from vsched.media import ImageReference, MediaPipeline, PixelStore, Prompt
 from vsched.media.pipeline import PreparedRequest
@@ -394,6 +396,8 @@ class Engine:
         """
         self._serving()
         names = checked_argument("request_ids", request_ids, RequestIds)
+        if len(set(names)) < len(names):
+            raise refusal_error(Refuse(names[0], RefusalCode.DUPLICATE_ID))
         adapter = checked_argument("adapter", adapter, str)
         prompt = checked_prompt(prompt)
         images = checked_images(images)

@@ -195,6 +195,8 @@ async def test_bad_requests_are_refused_and_another_is_served(engine: Engine) ->
     with pytest.raises(RequestRefused) as caught:
         await begin(engine, ASK, request_id="beside")
     assert caught.value.status == 409
+    with pytest.raises(RequestRefused, match="in use"):
+        await engine.generate_choices(prompt=[100], request_ids=["twice", "twice"])
     two = engine.preprocessor.render(TWO_IMAGES.messages)
     for name, (fields, code, words) in REFUSED.items():
         with pytest.raises(RequestRefused, match=words) as caught:

@@ -361,6 +361,8 @@ def check_numbers(token_ids: Sequence[int], sampling: SamplingParams, *, vocab_s
     if token_ids:
         _within("a token id of the prompt", min(token_ids), 0, vocab_size - 1)
         _within("a token id of the prompt", max(token_ids), 0, vocab_size - 1)
+    for stop in sampling.stop:
+        _within("the length of a stop string", len(stop), 1, _INT32_MAX)
     for token_id in sampling.stop_token_ids:
         _within("a stop token id", token_id, 0, vocab_size - 1)
     for token_id, bias in sampling.logit_bias:

@@ -46,6 +46,7 @@ SEED_MAX = 2**63 - 1
         ({"token_ids": [1, -1]}, -1, "0 to 99"),
         ({"token_ids": [1, 100, 2]}, 100, "0 to 99"),
         ({"token_ids": [2**31]}, 2**31, "0 to 99"),
+        ({"stop": ("x", "")}, 0, f"1 to {INT32_MAX}"),
         ({"stop_token_ids": (1, 100)}, 100, "0 to 99"),
         ({"stop_token_ids": (-1,)}, -1, "0 to 99"),
         ({"stop_token_ids": (2**70,)}, 2**70, "0 to 99"),
@@ -75,9 +76,9 @@ def test_check_numbers_refuses(what: dict[str, Any], value: object, limit: str) 
     """With the value, the limit and the remedy."""
     sampling = dict(what)
     token_ids = sampling.pop("token_ids", [1, 2])
-    name = next(iter(sampling), "a token id of the prompt").replace(
-        "stop_token_ids", "a stop token id"
-    )
+    field = next(iter(sampling), "a token id of the prompt")
+    names = {"stop": "the length of a stop string", "stop_token_ids": "a stop token id"}
+    name = names.get(field, field)
     with pytest.raises(RequestRefused) as caught:
         check_numbers(token_ids, SamplingParams(**sampling), vocab_size=VOCABULARY)
     assert (
