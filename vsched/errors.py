@@ -19,9 +19,9 @@ def limit_message(what: str, *, value: object, limit: object, remedy: str) -> st
 
 
 def safe_text(value: object, convert: Callable[[Any], str] = repr) -> str:
-    """Return a text for a message about a value whose own methods may raise anything."""
+    """Return a text for a message about a value whose own methods may raise anything, with surrogates escaped."""
     try:
-        return convert(value)
+        return convert(value).encode(errors="backslashreplace").decode()
     except BaseException as error:  # noqa: BLE001 - it is about a value of a user's class
         reraise_interrupt(error)
         return f"<a {type(value).__name__} that {convert.__name__}() failed for>"

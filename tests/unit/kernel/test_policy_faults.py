@@ -278,3 +278,11 @@ def test_guard_notices_do_not_flood() -> None:
         cluster.submit(image_request(f"r{index}", (b"image%d" % index, 4), max_tokens=1))
     assert len(cluster.notices) == 100
     assert cluster.kernel.statistics()["policy_faults"]["Answering"] >= 110
+
+
+def test_guard_notice_can_be_recorded_whatever_an_error_says() -> None:
+    """A lone surrogate, as in names of files, has no UTF-8."""
+    error = ValueError("no file \udcff")
+    cluster = serve_all({"generate_admission": answering("admission", error)})
+    assert r"(ValueError: no file \udcff)" in cluster.notices[0]
+    assert cluster.notices[0].encode()
