@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import msgspec
 
-from vsched.errors import PolicyError
+from vsched.errors import PolicyError, reraise_interrupt, safe_text
 from vsched.kernel import SchedulerLimits
 from vsched.kernel.commands import Command
 from vsched.kernel.events import Event
@@ -179,9 +179,10 @@ def check_policy(
             assert first == repeated, "the same run gave another result the second time"
             if made.state_type is not None and count < GROWTH_RUNS:
                 check_growth(default_policies(made), seed)
-        except Exception as error:
+        except BaseException as error:
+            reraise_interrupt(error)
             kind = "" if isinstance(error, PolicyError) else f"{type(error).__name__}: "
-            failed = PolicyError(f"{name}: seed {seed}: {kind}{error}")
+            failed = PolicyError(f"{name}: seed {seed}: {kind}{safe_text(error, str)}")
             for note in getattr(error, "__notes__", ()):
                 failed.add_note(note)
             raise failed from error

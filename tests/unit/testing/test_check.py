@@ -143,6 +143,11 @@ class Routes(RoutingPolicy, frozen=True, kw_only=True):
         return min(self.choice, len(view.replicas))
 
 
+class Exits(RoutingPolicy, frozen=True, kw_only=True):
+    def choose(self, view: RoutingView) -> int:
+        raise SystemExit(0)
+
+
 class Sorts(RoutingPolicy, frozen=True, kw_only=True):
     """Tries to change its view."""
 
@@ -258,6 +263,7 @@ def test_check_policy_passes_a_good_one(policy: type[Policy] | Policy) -> None:
         (Nobody, "index -1 is outside"),
         (Routes(choice=0), "replica 0 is down"),
         (Routes(choice=99), "outside 0 to"),
+        (Exits, "SystemExit: 0"),
         (Sorts, "'tuple' object has no attribute 'sort'"),
         (Proposes(tokens=1 << 60), "does not fit on an empty device"),
         (Endless, "it does not end"),
