@@ -11,6 +11,7 @@ from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.text import Text
 
+from vsched.config import toml_value
 from vsched.config.sections import PoliciesConfig
 from vsched.policy import SEVERAL
 from vsched.sim.fast.metrics import SimulationOutcome, TenantFigures
@@ -77,6 +78,8 @@ def _contract(trial: PolicyTrial, target: str) -> Iterator[RenderableType]:
         )
         return
     name = target.partition(":")[2] or target
+    if trial.fields:
+        name += f"({', '.join(f'{key}={value!r}' for key, value in trial.fields.items())})"
     yield Text(f"Contract: FAILED. {trial.problem}", style="bold red")
     yield Text("\n".join(getattr(trial.problem, "__notes__", ())), style="red")
     yield Text(f"In a test: vsched.testing.check_policy({name}, seeds=[{trial.schedules - 1}])")
@@ -209,4 +212,6 @@ def _verdict(trial: PolicyTrial, target: str, noticed: list[str]) -> Iterator[Re
     several = len(trial.tables) > 1
     yield Text(f'  [{SEVERAL if several else trial.tables[0]}]\n  use = "{target}"')
     if several:
-        yield Text(f"  seats = [{', '.join(repr(one) for one in trial.tables)}]")
+        yield Text(f"  seats = {toml_value(trial.tables)}")
+    for key, value in trial.fields.items():
+        yield Text(f"  {key} = {toml_value(value)}")

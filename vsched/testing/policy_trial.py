@@ -68,6 +68,7 @@ class PolicyTrial(msgspec.Struct, kw_only=True):
     Attributes:
         label: Name of the policy in tables.
         tables: Policy tables that it decides for in the swarm and the gallery.
+        fields: Fields that were set.
         report: Result of `check_policy`; None if it failed.
         schedules: Number of random schedules that ran.
         problem: The failure of `check_policy`.
@@ -80,6 +81,7 @@ class PolicyTrial(msgspec.Struct, kw_only=True):
 
     label: str
     tables: list[str]
+    fields: dict[str, Any] = {}
     report: PolicyReport | None = None
     schedules: int = 0
     problem: PolicyError | None = None
@@ -111,7 +113,8 @@ def try_policy(
         ConfigError, PolicyError: When the policy cannot be built, or has no method for one of `tables`.
     """
     policy = resolve_policy(SEVERAL, table, path="policy")
-    trial = PolicyTrial(label=type(policy).__name__, tables=_tables(policy, tables))
+    fields = {name: value for name, value in table.items() if name != "use"}
+    trial = PolicyTrial(label=type(policy).__name__, tables=_tables(policy, tables), fields=fields)
     _check(policy, trial, effort, on_progress)
     placed = {path: policy for path in trial.tables if path in KERNEL_TABLES}
     if placed:

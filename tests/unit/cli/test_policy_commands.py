@@ -85,7 +85,9 @@ def test_try_compares_a_policy_with_one_state_by_tenant(folder: Path) -> None:
         assert words in said
     assert "answers overruled" in said
     assert "youngest, swap" in said
-    assert "To deploy it:" in said
+    deployed = " ".join(said.partition("To deploy it:")[2].split())
+    seats = '["generate.admission", "generate.preemption"]'
+    assert f'[policy] use = "tried_policies:Two" seats = {seats} spare = 1' in deployed
     page = (folder / "trial.html").read_text()
     assert "Contract: passed" in page
     frames = re.findall(r'<summary>(.+?)</summary><iframe srcdoc="([^"]+)"', page)
