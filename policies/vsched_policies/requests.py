@@ -30,6 +30,7 @@ from vsched.policy import (
     StepView,
 )
 from vsched.policy.measured import Measured
+from vsched.policy.requests import RETRY_AFTER_MAX_S
 from vsched_policies.admission import pack
 
 TENANTS_MAX = 128
@@ -119,7 +120,7 @@ class TenantFair(RequestPolicy, frozen=True, kw_only=True):
                 limit=f"{rate:g} a second",
                 remedy=f"try again in {retry_s} s",
             )
-            return Shed(text.removesuffix("."), retry_s)
+            return Shed(text.removesuffix("."), min(retry_s, RETRY_AFTER_MAX_S))
         buckets = served.full_ns | {tenant: full_ns}
         kept = sorted((at_ns, name) for name, at_ns in buckets.items() if at_ns > now_ns)
         served.full_ns = {name: at_ns for at_ns, name in kept[-TENANTS_MAX:]}

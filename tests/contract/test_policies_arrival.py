@@ -21,6 +21,7 @@ from vsched.policy import (
 from vsched.policy.measured import FirstTokenTime, Measurements
 from vsched.sim import SimulationOutcome, generate_workload, load_cost_model, simulate
 from vsched.sim.workload.requests import Arrival, Text, workload_of
+from vsched.testing import RequestAt, run_policy
 from vsched_policies.arrival import DeadlineShed, busy_gap_ns
 from vsched_policies.requests import TENANTS_MAX, ServedTokens, TenantFair
 
@@ -180,3 +181,10 @@ def test_tenant_fair_keeps_a_tenant_to_its_rate(wait_s: float, *, shed: bool) ->
     figures = outcome.figures
     assert figures.failed == ({"shed": 176} if shed else {})
     assert figures.span_s == pytest.approx(1.9 if shed else 19.5, abs=0.2)
+
+
+def test_tenant_fair_keeps_a_rate_of_less_than_one_request_a_day() -> None:
+    """A client is told to come back after a day at most."""
+    policy = TenantFair(rate=1 / (7 * 24 * 3600), burst=1)
+    requests = [RequestAt(at_s=at, name=f"r{at}", tenant="trial") for at in range(3)]
+    assert [*run_policy(policy, *requests).rejected] == ["r1", "r2"]
