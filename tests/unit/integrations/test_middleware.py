@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
@@ -188,3 +189,46 @@ async def test_broken_bodies_and_names_are_answered() -> None:
     assert b"64 letters" in text
     with pytest.raises(json.JSONDecodeError):
         await call(door, b"{no json")  # the server gets it as it is
+
+
+class SeesAll(RequestPolicy, frozen=True, kw_only=True):
+    seen: list[ArrivalView] = msgspec.field(default_factory=list)
+
+    def arrive(self, view: ArrivalView) -> ArrivalDecision:
+        self.seen.append(view)
+        return Admit()
+
+
+class SeesReplicas(RoutingPolicy, frozen=True, kw_only=True):
+    seen: list[RoutingView] = msgspec.field(default_factory=list)
+
+    def choose(self, view: RoutingView) -> int:
+        self.seen.append(view)
+        return 0
+
+
+class Streaming(Server):
+    """Ends its answer with an empty piece, as streams do."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def in_pieces(message: Message) -> None:
+            await send({**message, "more_body": True} if "body" in message else message)
+
+        await super().__call__(scope, receive, in_pieces)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+@pytest.mark.parametrize("server", [Server, Streaming])
+async def test_views_have_the_facts_of_the_request_and_of_those_before(
+    server: type[Server],
+) -> None:
+    arrival, routing = SeesAll(), SeesReplicas()
+    door = Door(server(), {"arrival": arrival, "routing": routing}, tenant_header="x-tenant")
+    for _ in range(2):
+        await call(door, {"session_id": "talk", "priority": -3}, {"x-tenant": "a"})
+    _, second = arrival.seen
+    assert len(second.measured.ends) == 2  # computed on access
+    assert [one.tenant for one in second.measured.first_tokens] == ["a", "a"]
+    for one in (second.request, routing.seen[1]):
+        assert (one.tenant, one.session, one.priority) == ("a", "talk", 3)
+    assert second.now_ns <= routing.seen[1].now_ns

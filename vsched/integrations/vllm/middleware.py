@@ -51,6 +51,7 @@ class InFlight:
         self.priority = -_number(body, "priority")  # vLLM: less is more urgent
         self.choices = max(_number(body, "n"), 1)
         self.outputs_max = _number(body, "max_completion_tokens") or _number(body, "max_tokens")
+        self.session = _text(body, "session_id")
         self.more = _table(body.get("vllm_xargs"))
         self.target_ns = target_of(self.more, self.arrived_ns)
         self.state, self.asks, self.replica = "held", 0, 0
@@ -175,6 +176,7 @@ class Middleware:
             now_ns=now_ns,
             request=ArrivingRequest(
                 tenant=one.tenant,
+                session=one.session,
                 priority=one.priority,
                 arrived_ns=one.arrived_ns,
                 target_ns=one.target_ns,
@@ -202,6 +204,7 @@ class Middleware:
                 loads[each.replica] += each.outputs_max or 1
         self._routed += 1
         view = RoutingView(
+            now_ns=time.monotonic_ns(),
             replicas=[
                 ReplicaView(index=i, load_tokens=n, healthy=True) for i, n in enumerate(loads)
             ],
@@ -211,6 +214,7 @@ class Middleware:
             max_tokens=one.outputs_max,
             priority=one.priority,
             tenant=one.tenant,
+            session=one.session,
             measured=self._measured,
             state=seat.state,
         )
@@ -220,17 +224,18 @@ class Middleware:
 
         async def watched(message: Message) -> None:
             await send(message)
-            if message["type"] != "http.response.body" or not message.get("body"):
+            if message["type"] != "http.response.body":
                 return
             now_ns = time.monotonic_ns()
-            if one.state == "waiting":
+            if message.get("body") and one.state == "waiting":
                 one.state = "running"
                 took_ns = now_ns - one.arrived_ns
                 first = FirstTokenTime(
                     now_ns, took_ns, 0, 0, 0, 0, 0, one.priority, one.tenant, one.target_ns
                 )
                 self._measured.note_first_token(first)
-            if not message.get("more_body"):
+            # A stream ends with an empty body.
+            if one.state == "running" and not message.get("more_body"):
                 self._measured.note_end(
                     EndTime(now_ns, now_ns - one.arrived_ns, 0, 0, 0, one.tenant)
                 )
@@ -260,6 +265,13 @@ def _number(body: Body, key: str) -> int:
         return msgspec.json.decode(body[key], type=int) if key in body else 0
     except msgspec.MsgspecError:
         return 0
+
+
+def _text(body: Body, key: str) -> str:
+    try:
+        return msgspec.json.decode(body[key], type=str) if key in body else ""
+    except msgspec.MsgspecError:
+        return ""
 
 
 def _table(raw: Any) -> dict[str, Any]:
