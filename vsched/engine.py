@@ -11,6 +11,7 @@ import logging
 import os
 import random
 import time
+import traceback
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -71,7 +72,7 @@ from vsched.config.checks import check_combinations
 from vsched.config.devices import settle
 from vsched.config.policies import check_replacement, policy_tables
 from vsched.devices import log_devices, resolve_devices
-from vsched.errors import ConfigError, PolicyError, RequestRefused
+from vsched.errors import ConfigError, PolicyError, RequestRefused, reraise_interrupt, safe_text
 from vsched.fork_server import ForkServer
 from vsched.kernel import Scheduler
 from vsched.kernel.commands import RefusalCode, Refuse
@@ -81,7 +82,8 @@ from vsched.media.pipeline import PreparedRequest
 from vsched.media.pruning import Pruning, make_pruning
 from vsched.memory import Ledger
 from vsched.notebook import Statistics
-from vsched.policy import Policy
+from vsched.plugins import resolve_policy
+from vsched.policy import POLICY_TABLES, SEVERAL, Policy, without_seats
 from vsched.policy_host.call_times import QueueClock
 from vsched.record.journal import PartialOutput
 from vsched.record.recorder import check_record_path, open_recorder
@@ -208,6 +210,7 @@ class Engine:
         self.config, self._devices = settle(plain_config(config), os.environ)
         self._environment = environment or Environment()
         self._policies = resolve_policies(self.config)
+        self._replacing: Mapping[str, dict[str, Any]] = {}  # by table, while they are installed
         self._on_progress = on_progress or (lambda _group, _what, _fraction: None)
         self._state = "loading"
         self._finished = FinishedRequests()
@@ -276,7 +279,9 @@ class Engine:
                 limits=lambda blocks: scheduler_limits(
                     config, info, self._policies, blocks=blocks, drafts=drafts
                 ),
-                policies=self._policies.for_kernel(),
+                policies=msgspec.structs.replace(
+                    self._policies.for_kernel(), build=self._build_policy
+                ),
                 on_progress=self._on_progress,
                 drain_s=config.deadlines.drain_s,
                 call_budget_ms=config.policies.call_budget_ms,
@@ -687,8 +692,27 @@ class Engine:
             verifies_drafts(self.config, self.info, policies)
         except (ConfigError, PolicyError) as error:
             raise RequestRefused(str(error), code="invalid_policy") from error
-        self._policies = policies
-        running.shell.handle(PolicyReplaced(tables=checked))
+        except BaseException as error:  # a user's module or class may raise anything
+            reraise_interrupt(error)
+            trace = traceback.extract_tb(error.__traceback__)[-1]
+            raise RequestRefused(
+                f"{', '.join(tables)}: {type(error).__name__}: {safe_text(error, str)}, at "
+                f"{trace.filename}:{trace.lineno}. Remedy: mend the policy",
+                code="invalid_policy",
+            ) from error
+        self._policies, self._replacing = policies, checked
+        try:
+            running.shell.handle(PolicyReplaced(tables=checked))
+        finally:
+            self._replacing = {}
+
+    def _build_policy(self, decision: str, table: Mapping[str, Any]) -> Policy:
+        """Return the policy that was checked for this table: building another may fail, when nothing may fail."""
+        for path, one in self._replacing.items():
+            own = SEVERAL if path == SEVERAL else POLICY_TABLES[path]
+            if own == decision and without_seats(one) == table:
+                return self._policies.by_table[one["seats"][0] if path == SEVERAL else path]
+        return resolve_policy(decision, table)
 
     def policies(self) -> dict[str, dict[str, Any]]:
         """Return the configuration table of the policy that now decides for each policy table."""

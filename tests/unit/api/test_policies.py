@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
@@ -118,3 +119,81 @@ async def test_invalid_policies_change_nothing() -> None:
             assert message in caught.value.message
             assert (caught.value.status, caught.value.code) == (400, "invalid_policy")
             assert engine.engine.policies() == before
+
+
+class BuiltOnce(RequestPolicy, frozen=True, kw_only=True):
+    """Registers a metric when it is built, which works once."""
+
+    built: ClassVar[list[str]] = []
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if self.name in self.built:
+            raise ValueError(f"duplicated metric {self.name}")
+        self.built.append(self.name)
+
+    def admit(self, view: AdmissionView) -> Admission:
+        return Admission(range(min(len(view.waiting), view.entries_free)))
+
+
+@pytest.mark.sim
+async def test_a_policy_that_can_be_built_only_once_is_installed(workload: Any) -> None:
+    """The scheduler does not build it again: it could not go on without it."""
+    async with SimEngine() as engine:
+        table = {"use": f"{__name__}:BuiltOnce", "name": "first"}
+        reply = await engine.client.request("POST", PATH, json={"generate.admission": table})
+        assert reply.status == 200
+        assert engine.engine.state == "ready"
+        assert engine.engine.policies()["generate.admission"] == table
+        await engine.run(workload)
+        await engine.heal()
+        reply = await engine.client.request("POST", PATH, json={"generate.admission": table})
+        assert reply.status == 400
+        assert "duplicated metric first" in reply.json()["error"]["message"]
+
+
+BROKEN = {
+    "exits": "import sys\nsys.exit(3)\n",
+    "fails": "1 / 0\n",
+    "limits": """
+from vsched.policy import RequestPolicy
+
+
+class P(RequestPolicy):
+    def admit(self, view):
+        return None
+
+    def encode_limits(self):
+        raise SystemExit(4)
+""",
+    "none": """
+from vsched.policy import RequestPolicy
+
+
+class P(RequestPolicy):
+    def admit(self, view):
+        return None
+
+    def encode_limits(self):
+        return None
+""",
+}
+
+
+@pytest.mark.sim
+async def test_code_that_fails_when_it_is_loaded_is_refused_with_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    async with SimEngine() as engine:
+        before = engine.engine.policies()
+        for name, code in BROKEN.items():
+            (tmp_path / f"{name}_when_loaded.py").write_text(code)
+            table = {"use": f"{name}_when_loaded:P"}
+            reply = await engine.client.request("POST", PATH, json={"encode.admission": table})
+            error = reply.json()["error"]
+            assert (reply.status, error["code"]) == (400, "invalid_policy")
+            assert error["message"].startswith("encode.admission: ")
+            assert ("_when_loaded.py:" in error["message"]) == (name != "none")
+        assert engine.engine.policies() == before
+        assert engine.engine.state == "ready"
