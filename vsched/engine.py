@@ -473,6 +473,7 @@ class Engine:
                         images=images,
                         choices=len(request_ids),
                         outputs_max=requested.sampling.max_tokens,
+                        session=requested.session,
                     )
                 )
                 prepared = await prepare(parts)

@@ -145,6 +145,7 @@ class ArrivalGate(Restorable):
             now_ns=now_ns,
             request=ArrivingRequest(
                 tenant=tenant,
+                session=arrived.session,
                 priority=arrived.priority,
                 arrived_ns=request.arrived_ns,
                 target_ns=None if target_ms is None else request.arrived_ns + target_ms * 1_000_000,

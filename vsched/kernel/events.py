@@ -26,7 +26,7 @@ class FurtherChoice(msgspec.Struct, frozen=True, array_like=True):
 class Arrived(msgspec.Struct, frozen=True):
     """A request has arrived, with the fields that are known before its preparation.
 
-    `AdmitArrival` or `RejectArrival` choices it, at once or later; `arrival_id` is unique.
+    `AdmitArrival` or `RejectArrival` answers it, at once or later; `arrival_id` is unique.
     """
 
     arrival_id: int
@@ -36,6 +36,7 @@ class Arrived(msgspec.Struct, frozen=True):
     images: int = 0
     choices: int = 1
     outputs_max: int = 0
+    session: str = ""
 
 
 class Withdrawn(msgspec.Struct, frozen=True):

@@ -119,7 +119,7 @@ class RequestState(msgspec.Struct, eq=False, kw_only=True):
         hashes: Hashes of the full blocks of `tokens`.
         root: Parent of the first hash; None if it shares no blocks, and has no hashes.
         first: Number of the first choice of the same request.
-        answers: Number of choices of the request; they have consecutive numbers.
+        choices: Number of choices of the request; they have consecutive numbers.
         computed: Tokens whose KV is decided (sent or done), while it has a slot.
         branch: End of the cached blocks when it joined, for a model with a recurrent state.
         first_step: The step that yields its first token since it joined; -1 before its last chunk is decided.

@@ -30,7 +30,7 @@ class ArrivingRequest(OfRequest, frozen=True, kw_only=True):
         arrived_ns: Time of its arrival.
         target_ns: Deadline of its first token; None without a target.
         images: Number of its images.
-        answers: Number of its choices (`n`).
+        choices: Number of its choices (`n`).
         outputs_max: Maximum output tokens of each choice; 0 for the rest of the context.
         asks: Number of times that it was held.
     """
@@ -44,7 +44,7 @@ class ArrivingRequest(OfRequest, frozen=True, kw_only=True):
 
 
 class ArrivalView(View, frozen=True, kw_only=True):
-    """Input of a arrival policy: an arrived request and the load of the server.
+    """Input of an arrival policy: an arrived request and the load of the server.
 
     Attributes:
         request: The arrived request, which the numbers below do not include.

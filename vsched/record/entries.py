@@ -94,7 +94,10 @@ def _decode(body: bytes | msgspec.Raw) -> Event | Command:
     try:
         name, *values = msgspec.msgpack.decode(body)
         cls = _CLASSES[name]
-        fields = dict(zip(cls.__struct_encode_fields__, values, strict=True))
+        names = cls.__struct_encode_fields__
+        if len(values) > len(names):
+            raise ValueError(f"{name} has {len(values)} fields, not up to {len(names)}")
+        fields = dict(zip(names, values, strict=False))  # an older record may lack the last ones
         return cast("Event | Command", msgspec.convert(fields, cls, dec_hook=_unpack))
     except (ValueError, TypeError, KeyError) as error:  # an error of msgspec is a ValueError
         raise RecordError(f"an event or a command cannot be read: {error}") from error

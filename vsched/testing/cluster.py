@@ -219,6 +219,7 @@ class ModelCluster:
                 images=len(request.items),
                 choices=choices,
                 outputs_max=request.sampling.max_tokens,
+                session=request.session,
             )
         )
         return self._arrivals

@@ -243,3 +243,14 @@ def test_renamed_classes_keep_their_names_in_records() -> None:
     entry = decode_entry(body)
     assert entry.event == Arrived(1)
     assert [*map(decode_command, entry.commands)] == [AdmitArrival(1), RejectArrival(2)]
+
+
+def test_event_of_an_older_record_may_lack_the_last_fields() -> None:
+    number, now_ns, event, commands, digest = msgspec.msgpack.decode(
+        encode_entry(3, 5, Arrived(1, "a", session="talk"), [])
+    )
+    older = msgspec.msgpack.encode((number, now_ns, event[:-1], commands, digest))
+    assert decode_entry(older).event == Arrived(1, "a")
+    newer = msgspec.msgpack.encode((number, now_ns, [*event, 1], commands, digest))
+    with pytest.raises(RecordError, match="Knocked has 9 fields, not up to 8"):
+        decode_entry(newer)

@@ -168,6 +168,7 @@ class DraftGrants(Restorable):
             model=self._limits.draft_model,
             priority=state.request.priority,
             tenant=state.request.tenant,
+            session=state.request.session,
             measured=self._measured(),
             state=self._seat.state,
         )

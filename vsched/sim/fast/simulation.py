@@ -313,6 +313,7 @@ class Simulation:
             arrival.ttft_target_ms,
             images=len(arrival.media),
             outputs_max=arrival.outputs_max,
+            session=arrival.conversation,
         )
 
     def _submit(self, prepared: IncomingRequest, now_ns: int) -> Submitted | Withdrawn:
