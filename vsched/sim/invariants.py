@@ -177,8 +177,10 @@ class Oracles:
             del self._writing[event.group]
         elif type(event) is GroupLost:
             self._lose(event.group)
-        elif type(event) is PolicyReplaced and "generate.admission" in event.tables:
-            self._fifo = event.tables["generate.admission"] == {"use": "fifo"}
+        elif type(event) is PolicyReplaced:
+            for path, table in event.tables.items():
+                if "generate.admission" in (path, *table.get("seats", ())):
+                    self._fifo = table == {"use": "fifo"}
 
     def _lose(self, group: str) -> None:
         if stage_of(group) == "encode":

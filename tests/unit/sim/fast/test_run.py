@@ -13,7 +13,7 @@ from tests.unit.sim.shapes import COST, SCARCE, TINY, arrival, config, scarce
 from vsched.errors import ConfigError, PolicyError
 from vsched.kernel import Scheduler
 from vsched.kernel.commands import Command, Finish
-from vsched.kernel.events import Event, Stepped
+from vsched.kernel.events import Event, PolicyReplaced, Stepped
 from vsched.policy import (
     Admission,
     AdmissionView,
@@ -326,6 +326,10 @@ def test_run_with_a_policy_of_ones_own_checks_the_order_of_that() -> None:
     setup = prepare(other, COST, policies={"generate.admission": Fifo()})
     assert Oracles(setup)._fifo
     assert not Oracles(prepare(other, COST))._fifo
+    replaced = Oracles(setup)
+    table = {"use": "tenant-fair", "seats": ["generate.admission", "generate.step"]}
+    replaced._take_event(PolicyReplaced(tables={"policy": table}))
+    assert not replaced._fifo, "the table `policy` replaces it, too"
 
 
 def test_run_limits_follow_from_the_policies_that_decide() -> None:
