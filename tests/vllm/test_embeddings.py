@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from vsched.integrations.vllm.embeddings import PolicyEncoderCache
+from vsched.integrations.vllm.embeddings import PolicyEncoderCache, logger
 from vsched.policy import CachePolicy, EvictionOrder, Key
 from vsched_policies.eviction import LruOrder
 
@@ -83,3 +83,11 @@ def test_the_policy_names_the_embeddings_that_are_evicted(
     tables: Mapping[str, Any], gone: list[str]
 ) -> None:
     assert evicted(tables) == gone
+
+
+def test_failures_of_the_policy_are_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(logger, "warning", lambda text, *values: lines.append(text % values))
+    evicted({"encode": {"eviction": {"use": f"{HERE}:Broken"}}})
+    (line,) = lines
+    assert line.startswith("policy Broken failed at test_embeddings.py:")

@@ -16,6 +16,8 @@ from vsched.integrations.vllm.settings import EMBEDDINGS, read_settings
 from vsched.policy import CachePolicy
 from vsched.policy_host import GuardedOrder, PolicyFaults
 
+logger = init_logger("vllm.vsched")
+
 
 class OrderedByPolicy(OrderedDict[str, int]):
     """Entries that can be evicted, with their sizes; `popitem` asks the policy."""
@@ -25,15 +27,22 @@ class OrderedByPolicy(OrderedDict[str, int]):
         self.faults = PolicyFaults()
         self._policy = policy
         self._order: GuardedOrder[str] = GuardedOrder(policy, self.faults)
+        self._log_failures()
+
+    def _log_failures(self) -> None:
+        for notice in self.faults.take_notices():
+            logger.warning("%s", notice)
 
     def __setitem__(self, key: str, size: int) -> None:
         super().__setitem__(key, size)
         if not self._order.add(key, size):
             self.move_to_end(key, last=False)  # the policy does not keep it: it goes first
+        self._log_failures()
 
     def pop(self, key: str) -> int:  # type: ignore[override]
         if key in self._order:
             self._order.reuse(key)
+            self._log_failures()
         return super().pop(key)
 
     def popitem(self, last: bool = True) -> tuple[str, int]:
@@ -41,11 +50,13 @@ class OrderedByPolicy(OrderedDict[str, int]):
         first = next(iter(self))
         if len(self._order) == len(self):
             (first,) = self._order.take_victims(1)
+            self._log_failures()
         return first, super().pop(first)
 
     def clear(self) -> None:
         super().clear()
         self._order = GuardedOrder(self._policy, self.faults)
+        self._log_failures()
 
 
 class PolicyEncoderCache(EncoderCacheManager):  # type: ignore[misc]
@@ -58,6 +69,6 @@ class PolicyEncoderCache(EncoderCacheManager):  # type: ignore[misc]
         settings = read_settings(vllm_config, vllm.__version__, EMBEDDINGS)
         policy = settings.policies.by_table.get("encode.eviction")
         if isinstance(policy, CachePolicy):
-            init_logger("vllm.vsched").info("encode.eviction: %r", policy)
+            logger.info("encode.eviction: %r", policy)
             manager.freeable = OrderedByPolicy(policy)
         return manager

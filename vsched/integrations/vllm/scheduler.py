@@ -291,12 +291,16 @@ class PolicyScheduler(Base):  # type: ignore[misc]
 
     def _view_entry(self, entry: Entry) -> None:
         """Renew the view of a waiting request, with its tokens that the prefix cache has now."""
-        manager, request, found = self.kv_cache_manager, entry.request, 0
         entry.looked = self._step
-        if request.block_hashes and manager.prefix_cache_lookup_enabled(request):
-            hashes, most = request.block_hashes, request.num_tokens - 1
-            found = manager.coordinator.find_longest_cache_hit(hashes, most)[1]
-        entry.renew_view(found, self.block_size)
+        found = self.host.guard("searching the prefix cache", self._cached_tokens, entry.request)
+        entry.renew_view(found or 0, self.block_size)
+
+    def _cached_tokens(self, request: Request) -> int:
+        manager, hashes = self.kv_cache_manager, request.block_hashes
+        if not (hashes and manager.prefix_cache_lookup_enabled(request)):
+            return 0
+        found: int = manager.coordinator.find_longest_cache_hit(hashes, request.num_tokens - 1)[1]
+        return found
 
     def _blocks_are_scarce(self, room: int) -> bool:
         """Return False if the requests of this step will certainly get their blocks."""
