@@ -11,6 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from traceback import TracebackException
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -185,7 +186,7 @@ class Shell:
         self._record: EventRecorder | None = None
         self._events: deque[tuple[Event, GenerateResult]] = deque()
         self._handling = False
-        self._failures_logged = 0
+        self._failures_logged: Mapping[str, TracebackException] = {}
         self._streams = StreamTable(lambda request_id: self.end(request_id, FinishReason.ERROR))
         self.arrivals = PendingArrivals(self._take_arrival, now_ns)
         self._submitting: dict[str, AnswerSink] = {}
@@ -373,11 +374,12 @@ class Shell:
     def _log_policy_failures(self) -> None:
         """Log the tracebacks that have not been logged: one for each policy and type of exception."""
         failures = self._kernel.policy_failures
-        for name in [*failures][self._failures_logged :]:
-            logger.warning(
-                "policy %s failed for the first time:\n%s", name, "".join(failures[name].format())
-            )
-        self._failures_logged = len(failures)
+        for name, trace in failures.items():
+            if self._failures_logged.get(name) is not trace:
+                logger.warning(
+                    "policy %s failed for the first time:\n%s", name, "".join(trace.format())
+                )
+        self._failures_logged = dict(failures)
 
     def _send(self, commands: Sequence[Command]) -> None:
         for command in commands:

@@ -69,7 +69,8 @@ class PolicyFaults(Restorable):
     """Counts policy failures and keeps notices of them until the scheduler takes them.
 
     Attributes:
-        first: The traceback of each policy's first failure since this kernel was created, by the name of its class;
+        counts: Number of failures since the policy was installed, by the name of its class.
+        first: The traceback of each policy's first failure since then or since this kernel was created, by that name;
             of its failures by other types of exception, by that name and theirs.
     """
 
@@ -101,6 +102,14 @@ class PolicyFaults(Restorable):
             f"policy {name} failed at {_place(policy, method, trace)} ({kind}: {safe_text(error, str):.500}); "
             f"the default decided. Input: {safe_text(shown):.500}"
         )
+
+    def forget(self, policy: Policy) -> None:
+        """Forget the failures of a class that is installed again: those of the new policy are noticed, too."""
+        name = type(policy).__name__
+        self.counts.pop(name, None)
+        for key in [*self.first]:
+            if key.partition(",")[0] == name:
+                del self.first[key]
 
     def take_notices(self) -> list[str]:
         """Return the notices since this was last asked."""
@@ -322,6 +331,7 @@ class PolicySeats(Restorable):
 
     def install(self, tables: Collection[str], policy: Policy, *, one_state: bool) -> None:
         """Put a policy at the seats of configuration tables, with a fresh state for each seat, or one for all."""
+        self.faults.forget(policy)
         shared = PolicyMemory(policy) if one_state else None
         for name, seat in self._seats.items():
             if _table_of(name) in tables:

@@ -219,3 +219,29 @@ def test_a_record_of_replacements_is_replayed_from_any_segment(
     for old in sorted(tmp_path.glob("run.vlog.*"))[: report.segments // 2]:
         old.unlink()
     assert replay(path).difference is None
+
+
+class Fails(RequestPolicy, frozen=True, kw_only=True):
+    """Raises errors of a kind."""
+
+    kind: str
+
+    def admit(self, view: AdmissionView) -> Admission:
+        raise {"old": LookupError, "new": ZeroDivisionError}[self.kind](self.kind)
+
+
+def test_failures_of_a_policy_that_is_installed_again_are_noticed() -> None:
+    """An operator who mends a policy sees whether it still fails, however often it failed before."""
+    cluster = ModelCluster(LIMITS, default_policies(generate_admission=Fails(kind="old")))
+    for number in range(200):
+        cluster.submit(make_request(f"r{number}", [number, 2], max_tokens=1))
+        cluster.drain()
+    assert cluster.kernel.statistics()["policy_faults"]["Fails"] > 100
+    cluster.notices.clear()
+    install(cluster, generate__admission={"use": f"{HERE}:Fails", "kind": "new"})
+    submit(cluster, 1)
+    cluster.drain()
+    assert cluster.kernel.statistics()["policy_faults"]["Fails"] < 10
+    assert any("(ZeroDivisionError: new)" in notice for notice in cluster.notices)
+    (trace,) = cluster.kernel.policy_failures.values()
+    assert trace.exc_type is ZeroDivisionError
