@@ -232,14 +232,17 @@ class Admission(msgspec.Struct, frozen=True):
 
 def check_admission(
     returned: Admission,
-    waiting: Sequence[WaitingEntry],
+    waiting: Sequence[Any],
     entries_free: int,
     running: int,
     now_ns: int,
     hold_max_ns: int,
     eligible: Sequence[int] = (),
 ) -> Admission:
-    """Return the checked admission; while nothing runs, an entry must join, or all be held."""
+    """Return the checked admission; while nothing runs, an entry must join, or all be held.
+
+    `waiting` are entries with an `arrived_ns`: not those of the view, which a policy could have changed by force.
+    """
     del entries_free
     indices = check_distinct(returned.indices, len(waiting))
     hold_until_ns = returned.hold_until_ns

@@ -19,8 +19,10 @@ from vsched.policy_host.snapshot import Restorable, Saved
 
 
 class Ordered(Protocol):
-    """An entry with a place in a queue, and its view for admission policies."""
+    """An entry with a place in a queue, its time of arrival, and its view for admission policies."""
 
+    @property
+    def arrived_ns(self) -> int: ...
     @property
     def order(self) -> tuple[int, int]: ...
     @property
@@ -61,16 +63,20 @@ class OrderedQueue(Restorable, Generic[Waiting]):
         return until_ns if until_ns is not None and until_ns > now_ns else None
 
     def admit(
-        self, seat: PolicySeat, view: AdmissionView, hold_max_ns: int
+        self,
+        seat: PolicySeat,
+        view: AdmissionView,
+        waiting: Sequence[Waiting],
+        hold_max_ns: int,
     ) -> tuple[Admission, bool]:
-        """Call the admission policy, and note its hold.
+        """Call the admission policy, and note its hold; `waiting` are the entries of the view.
 
         Returns:
             The entries to admit, in order; and whether the overdue one was put first.
         """
         free, overdue, now_ns = view.entries_free, view.overdue, view.now_ns
         admission: Admission = seat.decide(
-            view, view.waiting, free, view.running, now_ns, hold_max_ns, view.eligible
+            view, waiting, free, view.running, now_ns, hold_max_ns, view.eligible
         )
         self.hold_until_ns = admission.hold_until_ns
         indices = admission.indices

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.unit.kernel.policy_pool import AllWaiting
@@ -336,3 +337,21 @@ def test_policy_sees_preemptible_requests() -> None:
     run(Watching())
     assert (0, 1, 2, 3) in [eligible for eligible, _ in seen]
     assert all(len(eligible) <= count <= SLOTS for eligible, count in seen)
+
+
+class ForcesArrivals(RequestPolicy, frozen=True, kw_only=True):
+    """Makes all entries look as if they had just come, and holds them."""
+
+    def admit(self, view: AdmissionView) -> Admission:
+        for entry in view.waiting:
+            msgspec.structs.force_setattr(entry, "arrived_ns", 1 << 60)
+        return Admission(hold_until_ns=1 << 60)
+
+
+@pytest.mark.parametrize("table", ["generate_admission", "encode_admission"])
+def test_times_of_arrival_that_a_policy_forces_hold_no_request_for_longer(table: str) -> None:
+    limits = make_limits(passed_over_ns=5 * SECOND_NS)
+    cluster = cluster_of(limits, **{table: ForcesArrivals()})
+    cluster.submit(image_request("r", (b"image", 4)))
+    assert_served(cluster, "r")
+    assert "held for over 5 s" in cluster.notices[0]

@@ -277,7 +277,7 @@ class PolicyScheduler(Base):  # type: ignore[misc]
             measured=self.measured,
             state=seat.state,
         )
-        admission, put_first = ordered.admit(seat, view, self._passed_over_ns)
+        admission, put_first = ordered.admit(seat, view, entries, self._passed_over_ns)
         if put_first and overdue is not None:
             self._helped = entries[overdue].request
         queue.show([entries[index] for index in admission.indices[:slots]], now_ns)

@@ -179,7 +179,9 @@ class EncodeStage(Restorable):
             measured=self.measured,
             state=self._admission.state,
         )
-        admission, _ = self._queue.admit(self._admission, view, self._limits.passed_over_ns)
+        admission, _ = self._queue.admit(
+            self._admission, view, waiting, self._limits.passed_over_ns
+        )
         chosen = [waiting[index] for index in admission.indices][: self._limits.encode_items]
         batch = self._take(chosen, now_ns)
         if not batch and chosen:

@@ -470,7 +470,9 @@ class GenerateGroup(Group):
         )
         admission = Admission((0,))
         if not self._front_first:
-            admission, helped = queue.admit(self._admission, view, self._limits.passed_over_ns)
+            admission, helped = queue.admit(
+                self._admission, view, waiting, self._limits.passed_over_ns
+            )
             if helped and overdue is not None:
                 self._helped = waiting[overdue].state.number
         victims = [in_order[index] for index in reversed(admission.preempt)]

@@ -31,12 +31,13 @@ from vsched.types import count_of
 class ReadyEntry:
     """A waiting request, and its view for admission policies."""
 
-    __slots__ = ("order", "state", "view")
+    __slots__ = ("arrived_ns", "order", "state", "view")
 
     def __init__(self, state: RequestState, block_size: int) -> None:
         request = state.request
         self.state = state
         self.order = state.order
+        self.arrived_ns = state.submitted_ns
         self.view = WaitingEntry(
             tokens=state.uncached,
             blocks=-(-len(state.tokens) // block_size),
