@@ -31,7 +31,7 @@ class SloFeedback(RequestPolicy, frozen=True, kw_only=True):
     Every step in which decoding requests waited longer than `itl_target_ms` reduces the time by a
     share. A first token later than its target (the request's own, or `ttft_target_ms`) increases it
     by a share, unless gaps are too long. ITL has precedence if both targets cannot be met. Requests
-    advance in order of arrival.
+    advance in order of arrival. It has no effect if `generate.step_target_ms` is 0.
 
     Attributes:
         itl_target_ms: Maximum time between two tokens of a request.

@@ -300,7 +300,7 @@ class StepView(View, frozen=True, kw_only=True):
         decodes: Number of requests that decode in the step.
         tokens_free: Tokens that the step can still take.
         time_ns: Configured time limit of the prefill in this step (`generate.step_target_ms` and its ratio); None for
-            no limit, as in a step without decodes.
+            no limit, as in a step without decodes, or with a target of 0, for which step times are not estimated.
         decode_ns: Estimated time of the decodes alone; 0 before there is an estimate.
         token_ns: Estimated time per prompt token; 0 before there is an estimate.
         pair_ns: Estimated time per pair of a prompt token and an earlier token; 0 before there is an estimate.
@@ -326,7 +326,7 @@ class StepShares(msgspec.Struct, frozen=True):
         order: Indices into `view.prefilling` of the requests that advance.
         tokens: Maximum tokens of each of them, in the same order; None for all that fit.
         time_ns: Time limit of the prefill in this step, in place of `view.time_ns`; None to keep that. Ignored in a
-            step without decodes.
+            step without a limit, where `view.time_ns` is None.
     """
 
     order: Sequence[int]
