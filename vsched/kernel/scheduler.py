@@ -67,6 +67,10 @@ GRAMMAR_FAILED = (
     "the output could not be held to its grammar any further, which became too complex. "
     "Remedy: simplify the grammar; fewer alternatives that begin alike help most."
 )
+NOT_FINITE = (
+    "no token could be drawn, as no logit of the model was a finite number. Remedy: where activations overflow "
+    "float16, serve with model.dtype bfloat16 or float32; otherwise check the weights of the model and of its adapter."
+)
 
 
 class InstalledPolicies(Restorable):
@@ -211,6 +215,8 @@ class Scheduler(SnapshotRoot):
             state = live.get(finished.number)
             if state is not None and finished.reason is FinishReason.ERROR:
                 message, code = GRAMMAR_FAILED, "grammar_failed"
+                if not state.request.sampling.grammar:
+                    message, code = NOT_FINITE, "no_token"
                 commands.append(moves.fail(state, now_ns, message, code=code))
             elif state is not None:
                 commands.append(moves.finish(state, finished.reason, now_ns))

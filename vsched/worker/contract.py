@@ -418,6 +418,7 @@ class PromptLogprobs:
 class Sampled:
     """The tokens of a step, int32 [rows], and the requested log-probabilities.
 
+    A token of -1 ends its request with an error: none can be drawn, as no logit of the row is a finite number.
     `prompts` has one entry for each chunk with `reported` rows.
     """
 

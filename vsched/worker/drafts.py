@@ -214,6 +214,7 @@ class DraftModel:
             slot
             for slot in going
             if len(found[slot]) < wanted[slot]
+            and found[slot][-1] >= 0
             and found[slot][-1] not in self._followed[slot].sequence.stop_token_ids
         ]:
             rows = []
@@ -224,8 +225,11 @@ class DraftModel:
                 followed.done += 1
             for slot, token in zip(going, self._run(rows, [], table), strict=True):
                 found[slot].append(token)
-        size = self._vocabulary  # tokens that the target model does not have end a draft
-        return {slot: [*itertools.takewhile(size.__gt__, tokens)] for slot, tokens in found.items()}
+        known = range(self._vocabulary)  # tokens that the target model does not have end a draft
+        return {
+            slot: [*itertools.takewhile(known.__contains__, tokens)]
+            for slot, tokens in found.items()
+        }
 
     def _receive(self, slot: int, sequence: SequenceState, table: SlotTable) -> None:
         """Update a sequence with its new tokens; rejected draft tokens are forgotten."""

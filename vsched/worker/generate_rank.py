@@ -417,6 +417,7 @@ class GenerateRank(StageRank):
             index: FinishReason.STOP if stopped[index] else FinishReason.LENGTH
             for index in np.flatnonzero(over).tolist()
         }
+        ends |= dict.fromkeys(np.flatnonzero(tokens < 0).tolist(), FinishReason.ERROR)
         _follow(special, tokens, ends)
         return ends
 
@@ -435,8 +436,12 @@ class GenerateRank(StageRank):
             found = self._take(at, tokens[row : row + 1], special)
             if found:
                 ends[row] = found[0]
-            taken.append(int(tokens[row]))
+            if tokens[row] >= 0:
+                taken.append(int(tokens[row]))
         return Drafted(slot, len(drafts), taken)
+
+
+_COMPLETE = (FinishReason.STOP, FinishReason.ERROR)
 
 
 def _follow(
@@ -445,7 +450,7 @@ def _follow(
     """Pass the tokens of rows to their grammars; add finish reasons to `ends`."""
     for index, sequence in special:
         # Its mask is then for the next token.
-        if sequence.matcher is None or ends.get(index) is FinishReason.STOP:
+        if sequence.matcher is None or ends.get(index) in _COMPLETE:
             continue
         reason = sequence.matcher.follow([int(tokens[index])])
         if reason is FinishReason.STOP:

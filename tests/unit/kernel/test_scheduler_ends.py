@@ -245,7 +245,8 @@ def test_scheduler_resumes_after_a_lost_encode_group(losses: int) -> None:
     assert_holds_nothing(cluster)
 
 
-def test_scheduler_fails_what_a_rank_could_not_hold_to_its_grammar() -> None:
+@pytest.mark.parametrize(("grammar", "code"), [("{}", "grammar_failed"), ("", "no_token")])
+def test_scheduler_fails_what_a_rank_could_not_continue(grammar: str, code: str) -> None:
     """It ends with an error and frees everything; other requests go on."""
     cluster = ModelCluster(make_limits(prefix_cache=False))
     cluster.submit(make_request("r", words(5), max_tokens=20))
@@ -256,6 +257,9 @@ def test_scheduler_fails_what_a_rank_could_not_hold_to_its_grammar() -> None:
     slot, number = next(
         (slot, number) for slot, number in generator.slots.items() if cluster.names[number] == "r"
     )
+    state = cluster.kernel._table.live[number]
+    sampling = msgspec.structs.replace(state.request.sampling, grammar=grammar)
+    state.request = msgspec.structs.replace(state.request, sampling=sampling)
     result, sampled = generator.step()
     for sampler, token in sampled:
         cluster.outputs[cluster.names[sampler]].append(token)
@@ -264,7 +268,7 @@ def test_scheduler_fails_what_a_rank_could_not_hold_to_its_grammar() -> None:
     cluster.send(msgspec.structs.replace(result, finished=ended))
     assert cluster.ended["r"].reason is FinishReason.ERROR
     cluster.faults += 1
-    assert cluster.ended["r"].code == "grammar_failed"
+    assert cluster.ended["r"].code == code
     assert "Remedy" in cluster.ended["r"].message
     assert_served(cluster, "other")
 

@@ -178,6 +178,15 @@ def test_generate_rank_verifies_drafts_in_rows_behind_the_last_token() -> None:
     assert (worker.batches[2]["tokens"], worker.batches[2]["positions"]) == ([9], [6])
 
 
+def test_generate_rank_ends_at_a_draft_without_a_token_to_draw_after_it() -> None:
+    worker = Script([6], [5, 6, -1, -1], [1])
+    rank = started(worker, [5, 6, 5])
+    result = rank.apply(GenerateDecision(2, granted=[DraftGrant(1, 3, 2)]))
+    assert tokens_of(result)[1] == 5
+    assert result.drafted == [Drafted(1, 3, [6])]
+    assert result.finished == [Finished(1, 1, FinishReason.ERROR)]
+
+
 def test_generate_rank_keeps_a_grant_until_another_or_a_leave() -> None:
     worker = Script([6], [5, 1], [6], [7, 1], [8])
     rank = started(worker, [5, 6, 5])

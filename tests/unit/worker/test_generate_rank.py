@@ -197,6 +197,18 @@ def test_generate_rank_ends_a_sequence(
     assert len(worker.batches) == steps, "without work, the worker is not called"
 
 
+def test_generate_rank_ends_alone_a_request_without_a_token_to_draw() -> None:
+    """A row of logits that are no numbers ends its request with an error, and no other one."""
+    worker = Script([5, 6], [-1, 7], [8])
+    rank = rank_of(worker)
+    joined = [join(1, 0, [1, 2]), join(2, 1, [3, 4])]
+    rank.apply(GenerateDecision(1, joined=joined, chunks=[whole(0, 2), whole(1, 2)]))
+    result = rank.apply(GenerateDecision(2))
+    assert result.finished == [Finished(0, 1, FinishReason.ERROR)]
+    assert tokens_of(result) == [-1, 7, -1, -1]
+    assert tokens_of(rank.apply(GenerateDecision(3))) == [-1, 8, -1, -1]
+
+
 @pytest.mark.parametrize(("stops", "special"), [((9,), [(0, 1, [])]), ((), [])])
 def test_a_least_number_of_tokens_is_special_only_where_it_forbids_a_stop_token(
     stops: tuple[int, ...], special: list[tuple[int, int, list[int]]]

@@ -18,7 +18,6 @@ vLLM without FlashInfer. Sums are in float64: if a threshold or a draw falls wit
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +33,9 @@ SEED_MASK = (1 << 64) - 1
 
 TEMPERATURE_MIN = 1e-6
 """Below this, every draw equals the argmax, and the quotient would overflow."""
+
+UNDRAWN = -1
+"""The token of a row from which none can be drawn: its largest logit is NaN or infinite."""
 
 Logits = npt.NDArray[np.float32]
 
@@ -61,8 +63,7 @@ def choose_tokens(
 
     Shape: `tokens` [rows]; `logits` [rows, vocabulary], any float type.
 
-    Raises:
-        FloatingPointError: When no token can be drawn.
+    A row from which none can be drawn gets -1.
     """
     if not special:
         return Sampled(tokens=tokens)
@@ -74,7 +75,11 @@ def with_logprobs(
     tokens: npt.NDArray[np.int32], logits: torch.Tensor, special: Sequence[SpecialRow]
 ) -> Sampled:
     """Return the tokens of all rows, and log-probabilities for the special rows that asked for them."""
-    reporting = [entry for entry in special if entry.sequence.sampling.logprobs is not None]
+    reporting = [
+        entry
+        for entry in special
+        if entry.sequence.sampling.logprobs is not None and tokens[entry.row] != UNDRAWN
+    ]
     if not reporting:
         return Sampled(tokens=tokens)
     if logits.device.type != "cpu":
@@ -111,14 +116,8 @@ def logprobs_on_device(
 
 
 def draw_in_torch(logits: torch.Tensor, special: Sequence[SpecialRow]) -> npt.NDArray[np.int32]:
-    """Return the token of each special row: the definition, which compiled samplers are tested against.
-
-    Raises:
-        FloatingPointError: When no token can be drawn.
-    """
-    staged = StagedDraw(special, logits.shape[1])
-    drawn: npt.NDArray[np.int32] = staged.run(logits).cpu().numpy()
-    staged.check(drawn)
+    """Return the token of each special row, -1 for none: the definition, which compiled samplers are tested against."""
+    drawn: npt.NDArray[np.int32] = StagedDraw(special, logits.shape[1]).run(logits).cpu().numpy()
     return drawn
 
 
@@ -152,20 +151,6 @@ def biases(entry: SpecialRow, vocabulary: int) -> dict[int, float]:
     return added
 
 
-def check_highest(highest: float, entry: SpecialRow) -> None:
-    """Check that a token can be drawn.
-
-    Raises:
-        FloatingPointError: When the highest logit is not finite.
-    """
-    if not math.isfinite(highest):
-        raise FloatingPointError(
-            f"the largest logit of token {entry.position} of request {entry.sequence.number} is {highest}, no finite "
-            "number. Remedy: where activations overflow float16, set model.dtype to bfloat16 or float32; otherwise "
-            "check the weights, and that logit_bias and bad_words leave a token."
-        )
-
-
 def _largest(
     values: npt.NDArray[np.float64], count: int, partitioned: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.int64]:
@@ -193,10 +178,6 @@ def _logprobs(raw: Logits, row: int, token: int, count: int) -> TokenLogprobs:
         head = head[np.argsort(-values[head], kind="stable")]
         top = [(int(index), float(values[index])) for index in head]
     return TokenLogprobs(row=row, logprob=float(values[token]), top=top)
-
-
-_UNDRAWN = -1
-"""The token of a row that cannot be drawn."""
 
 
 def is_foreseeable(sequence: SequenceState) -> bool:
@@ -281,21 +262,12 @@ class StagedDraw:
         place = (cumulative <= target[:, None]).sum(dim=1)
         last_kept = weights.shape[1] - 1 - (weights > 0.0).flip(1).int().argmax(dim=1)
         drawn = torch.minimum(place, last_kept)
-        drawn = torch.where(highest.isfinite(), drawn, _UNDRAWN)
-        return torch.where(is_greedy > 0, values.argmax(dim=1), drawn).int()
+        drawn = torch.where(is_greedy > 0, values.argmax(dim=1), drawn)
+        return torch.where(highest.isfinite(), drawn, UNDRAWN).int()
 
     def rows_on(self, device: torch.device) -> torch.Tensor:
         """Return the row numbers, int64, on a device."""
         return sent(self.rows, device)
-
-    def check(self, drawn: npt.NDArray[np.int32]) -> None:
-        """Check the tokens of the special rows, once the host has read them.
-
-        Raises:
-            FloatingPointError: When no token could be drawn.
-        """
-        for index in np.flatnonzero(drawn == _UNDRAWN).tolist():
-            check_highest(np.nan, self._special[index])
 
 
 class _Penalties:

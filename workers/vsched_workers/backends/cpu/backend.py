@@ -49,9 +49,9 @@ from vsched_workers.batching.paged_attention import AttentionKernels
 from vsched_workers.batching.sampling import (
     SEED_MASK,
     TEMPERATURE_MIN,
+    UNDRAWN,
     SpecialRow,
     biases,
-    check_highest,
 )
 from vsched_workers.memory import sparse_runs
 from vsched_workers.quantized.layers import QuantizedLinear, Quantizer
@@ -61,11 +61,7 @@ if TYPE_CHECKING:
 
 
 def draw_compiled(logits: torch.Tensor, special: Sequence[SpecialRow]) -> npt.NDArray[np.int32]:
-    """Return the token of each special row, as `draw_in_torch` does; logits bfloat16 or float32.
-
-    Raises:
-        FloatingPointError: There is no finite logit to sample from.
-    """
+    """Return the token of each special row, as `draw_in_torch` does; logits bfloat16 or float32."""
     logits = logits.contiguous()
     vocabulary = logits.shape[1]
     halves, singles = np.empty((0, vocabulary), np.uint16), np.empty((0, vocabulary), np.float32)
@@ -78,10 +74,7 @@ def draw_compiled(logits: torch.Tensor, special: Sequence[SpecialRow]) -> npt.ND
         *(halves, singles, *_parameters(special, vocabulary)),
         *(_buffers(vocabulary), tokens, highest),
     )
-    if not np.isfinite(highest).all():
-        for entry, top in zip(special, highest.tolist(), strict=True):
-            if entry.sequence.sampling.temperature != 0.0:
-                check_highest(top, entry)
+    tokens[~np.isfinite(highest)] = UNDRAWN
     return tokens
 
 

@@ -239,18 +239,11 @@ class _InFlightStep:
     logits: torch.Tensor
     tokens: torch.Tensor
     wait: Act
-    draw: StagedDraw | None
 
     def read(self) -> npt.NDArray[np.int32]:
-        """Wait for the tokens, int32 [rows], and return them; they are the input of the following step.
-
-        Raises:
-            FloatingPointError: When no token could be drawn.
-        """
+        """Wait for the tokens, int32 [rows], and return them; they are the input of the following step."""
         self.wait()
         found: npt.NDArray[np.int32] = self.tokens.numpy()[: len(self.rows.slots)].copy()
-        if self.draw is not None:
-            self.draw.check(found[self.draw.rows])
         self.following.tokens = found
         return found
 
@@ -372,7 +365,6 @@ class DecodeGraphs:
         """
         count = len(rows.slots)
         replay, logits = self._captured[self._bucket(count)]
-        draw = None
         if rows.special:
             draw = StagedDraw(rows.drawn(), logits.shape[1], ahead=ahead)
             replay = functools.partial(self._draw, replay, draw, logits, ahead=ahead)
@@ -380,7 +372,7 @@ class DecodeGraphs:
         read = self._read[self._next_read]
         self._next_read = (self._next_read + 1) % len(self._read)
         wait = self._stream.download(self._tokens, read)
-        step = _InFlightStep(rows, rows.later(), logits[:count], read, wait, draw)
+        step = _InFlightStep(rows, rows.later(), logits[:count], read, wait)
         self._next = step.following
         return step
 

@@ -192,11 +192,7 @@ class Backend:
         return logits.argmax(dim=-1).numpy().astype(np.int32)
 
     def draw(self, logits: torch.Tensor, special: Sequence[SpecialRow]) -> npt.NDArray[np.int32]:
-        """Sample the tokens of special rows, by default in torch.
-
-        Raises:
-            FloatingPointError: When no token can be drawn.
-        """
+        """Sample the tokens of special rows, -1 for none, by default in torch."""
         return draw_in_torch(logits, special)
 
     # --- attention and captured steps ---
