@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -25,10 +26,11 @@ from tests.workers.driver import (
 )
 from vsched.errors import CheckpointError, ConfigError, RequestRefused
 from vsched.types import ModelInfo, SamplingDefaults
-from vsched.worker.contract import Preprocessor
+from vsched.worker.contract import Preprocessor, WorkerSettings
 from vsched_workers.checkpoint.facts import sampling_defaults, stop_token_ids
 from vsched_workers.checkpoint.random_init import make_checkpoint
 from vsched_workers.checkpoint.tokenizer_files import chat_templates, tokenizer_files
+from vsched_workers.families import OwnQwen25Vl, language_family
 from vsched_workers.families.qwen_image import PIXELS as PIXEL_VALUES
 from vsched_workers.plugin import plugin
 
@@ -582,6 +584,30 @@ def test_a_token_that_only_the_tokenizer_knows_does_no_harm(copy: Callable[..., 
     loaded = front_end(path)
     assert loaded.info.vocab_size == 384
     assert loaded.tokenize("a<image>")[-1] == 384  # the engine refuses it
+
+
+@pytest.mark.parametrize(
+    ("file", "settings"),
+    [
+        ("tokenizer_config.json", {"extra_special_tokens": 1.5}),
+        ("processor_config.json", {"video_processor": {"size": {"shortest_edge": "small"}}}),
+        ("processor_config.json", {"video_processor": {"size": {"longest_edge": math.inf}}}),
+    ],
+)
+def test_settings_of_the_wrong_type_are_reported(
+    copy: Callable[..., Path], file: str, settings: dict[str, Any]
+) -> None:
+    path = copy()
+    set_values(path / file, **settings)
+    with pytest.raises(CheckpointError, match=r"settings hold a value of the wrong type.*Remedy"):
+        front_end(path)
+
+
+def test_ranks_read_the_numbers_that_python_writes_into_json(copy: Callable[..., Path]) -> None:
+    """`Infinity`, as in files that transformers writes, is no JSON for other readers."""
+    path = copy()
+    set_values(path / "config.json", unknown=math.inf)
+    assert isinstance(language_family("qwen2_5_vl", str(path), WorkerSettings()), OwnQwen25Vl)
 
 
 # --- image processors ---

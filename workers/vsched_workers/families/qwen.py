@@ -6,12 +6,11 @@ checkpoint's `config.json` have the names of transformers' configuration objects
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
-
-import msgspec
 
 from vsched_workers.families.base import Family
 from vsched_workers.families.decoders import Decoder, usual_sharing
@@ -240,7 +239,7 @@ def read_settings(family: Qwen25Vl, path: str) -> QwenSettings | None:
     Raises:
         CheckpointError: When a required entry is missing.
     """
-    config: dict[str, Any] = msgspec.json.decode(Path(path, "config.json").read_bytes())
+    config: dict[str, Any] = json.loads(Path(path, "config.json").read_bytes())
     rope = _rope(config)
     part = config.get("text_config")
     part = part if isinstance(part, Mapping) else config

@@ -5,6 +5,7 @@ Tokenizer and image processor are loaded separately: the combined one needs torc
 
 from __future__ import annotations
 
+from vsched.errors import CheckpointError
 from vsched.types import ModelInfo
 from vsched_workers.checkpoint.files import checkpoint_directory
 from vsched_workers.checkpoint.preprocess.generic import AnyPreprocessor, load_images
@@ -22,6 +23,16 @@ def load_preprocessor(info: ModelInfo) -> TextPreprocessor:
     Raises:
         CheckpointError: When tokenizer or processor are missing or cannot be loaded.
     """
+    try:
+        return _loaded(info)
+    except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
+        raise CheckpointError(
+            "the tokenizer's or the processor's settings hold a value of the wrong type "
+            f"({type(error).__name__}). Remedy: download the checkpoint again."
+        ) from error
+
+
+def _loaded(info: ModelInfo) -> TextPreprocessor:
     directory = checkpoint_directory(info.path)
     tokenizer = load_tokenizer(
         directory,
