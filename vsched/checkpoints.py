@@ -101,9 +101,13 @@ def _converted(file: Path, progress: Progress | None) -> str:
         plugin = load_tools("transformers", "check_conversion")
         logger.info("converting %s once, to %s", file.name, folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        plugin.convert_gguf(
-            str(source), str(folder), dtype="bfloat16", progress=progress or (lambda *_: None)
-        )
+        try:
+            plugin.convert_gguf(
+                str(source), str(folder), dtype="bfloat16", progress=progress or (lambda *_: None)
+            )
+        except CheckpointError:
+            if not folder.is_dir():  # otherwise another process was faster
+                raise
     return str(folder)
 
 

@@ -189,6 +189,24 @@ def test_gguf_file_in_place_of_a_folder_is_converted_once(
     assert with_local_checkpoints(config) != local, "another file of this name gets its own folder"
 
 
+def test_gguf_file_that_another_server_has_converted_meanwhile_is_served(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two servers that start with the same new file both convert it; the second one finds the first one's folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = load_config(None, sets=[f"model.path={make()}"], environ={}).config
+    real = TransformersPlugin.convert_gguf
+    folders: list[str] = []
+
+    def both(self: TransformersPlugin, file: str, path: str, **options: Any) -> int:
+        real(self, file, path, **options)
+        folders.append(path)
+        return real(self, file, path, **options)
+
+    monkeypatch.setattr(TransformersPlugin, "convert_gguf", both)
+    assert [with_local_checkpoints(config).model.path] == folders
+
+
 @pytest.mark.slow
 def test_gguf_that_stays_quantised_computes_what_its_dequantised_weights_do(
     make: Make, tmp_path: Path, model: Any
