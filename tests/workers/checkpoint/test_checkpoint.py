@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -290,6 +291,20 @@ def test_make_checkpoint_is_reproducible(tmp_path: Path, checkpoints: Checkpoint
         assert (tmp_path / "again" / name).read_bytes() == made
     other = tensors(tmp_path / "other")["model.embed_tokens.weight"]
     assert not np.array_equal(other, tensors(tmp_path / "again")["model.embed_tokens.weight"])
+
+
+def test_make_checkpoint_reports_a_full_disk(tmp_path: Path) -> None:
+    """The limit on the size of a file stands for the disk: writing fails in the same place."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+    try:
+        with pytest.raises(
+            CheckpointError, match=r"'made' cannot be written \(.*Remedy: free space"
+        ):
+            make_checkpoint(str(tmp_path / "made"), "nano25")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())
 
 
 def test_make_checkpoint_refuses(tmp_path: Path, checkpoints: Checkpoints) -> None:

@@ -84,6 +84,8 @@ def new_checkpoint(path: str) -> Iterator[Path]:
     Raises:
         CheckpointError: When there is anything but an empty folder at `path`, or it is not writable.
     """
+    from safetensors import SafetensorError
+
     check_new(path)
     target = Path(path).absolute()
     try:
@@ -93,9 +95,10 @@ def new_checkpoint(path: str) -> Iterator[Path]:
             folder.mkdir()
             yield folder
             folder.rename(target)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # the latter with a full disk
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise CheckpointError(
-            f"{target.name!r} cannot be written ({error.strerror or type(error).__name__}). "
+            f"{target.name!r} cannot be written ({reason}). "
             "Remedy: free space, or name another directory."
         ) from error
 
