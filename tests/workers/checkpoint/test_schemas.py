@@ -260,6 +260,32 @@ def test_schemas_of_calls_are_rewritten_or_refused(grammars: TokenGrammars, wrap
         grammars.check(calls({"properties": {"id": {"const": 2**63}}}))
 
 
+@pytest.mark.parametrize(
+    ("pattern", "text", "fits"),
+    [
+        (r"^\d+$", "12", True),
+        (r"^\d+$", "1\u0661", False),
+        (r"^\w+$", "a_1", True),
+        (r"^\w+$", "é", False),
+        (r"^[\d-]+$", "1-2", True),
+        (r"^[\d-]+$", "\u0661", False),
+        (r"^\D$", "\u0661", True),
+        (r"^[^\w]$", "é", True),
+    ],
+)
+def test_classes_of_patterns_are_ascii(
+    grammars: TokenGrammars, pattern: str, text: str, fits: bool
+) -> None:
+    """In strings of JSON, and in arguments of calls that are written without quotes."""
+    written = {"text": {"end": "<", "without": "<", "pattern": pattern}}
+    schema = {"type": "string", "pattern": pattern}
+    for grammar, output in (
+        (encoded(json_schema=schema), f'"{text}"'),
+        (encoded(calls={"start": written, "rules": {}}), f"{text}<"),
+    ):
+        assert accepts(grammars, grammar, output) == fits, grammar
+
+
 def test_rewriting_keeps_the_order_of_keys_and_the_sent_schema() -> None:
     sent = {"type": "object", "properties": {"b": {"title": "B"}, "a": {"$ref": "#/$defs/z"}}}
     sent["$defs"] = {"z": {"type": "null"}}

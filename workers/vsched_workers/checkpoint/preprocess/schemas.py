@@ -428,9 +428,11 @@ def _add_bounds(
 
 _ANY = r"[^\n\r\x{2028}\x{2029}]"
 _SPACE, _NO_SPACE = r"[\t\n\x0b\x0c\r ]", r"[^\s\x1c-\x1f\x{feff}]"
-_ESCAPES = {r"\s": _SPACE, r"\S": _NO_SPACE}
-_NEGATED = {r"\s": r"[\s\x1c-\x1f\x{feff}]", r"\S": r"[^\t\n\x0b\x0c\r ]"}
-"""Whitespace in negated classes: all characters that some validator treats as such."""
+_ASCII = {r"\d": "[0-9]", r"\D": "[^0-9]", r"\w": "[0-9A-Za-z_]", r"\W": "[^0-9A-Za-z_]"}
+"""ECMA-262's classes of digits and letters; the library's are Unicode's outside of JSON."""
+_ESCAPES = _ASCII | {r"\s": _SPACE, r"\S": _NO_SPACE}
+_NEGATED = _ASCII | {r"\s": r"[\s\x1c-\x1f\x{feff}]", r"\S": r"[^\t\n\x0b\x0c\r ]"}
+"""Classes within negated classes; whitespace is all characters that some validator treats as such."""
 _NOT_REGULAR = re.compile(r"\\[bB1-9]|\(\?<?[=!]")
 _PARTS = re.compile(r"\\.|\.|\(\?<?[=!]|\[\^?(?:\\.|[^\]\\])*\]", re.DOTALL)
 _HEADS = {
