@@ -328,6 +328,8 @@ def write(folder: Path, **files: Any) -> Path:
         ({"eos_token_id": [7, 9]}, {"eos_token_id": 1}, (7, 9)),
         ({"eos_token_id": 7}, {"eos_token_id": 1}, (7,)),
         ({"eos_token_id": None}, {"eos_token_id": 1}, (1,)),
+        ({"eos_token_id": -1}, {"eos_token_id": 1}, (1,)),
+        ({"eos_token_id": [-1]}, {"eos_token_id": [2, -1]}, (2,)),
         ({}, {"text_config": {"eos_token_id": [1, 2]}}, (1, 2)),
         ({}, {}, ()),
     ],

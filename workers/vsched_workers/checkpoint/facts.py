@@ -122,9 +122,8 @@ def _tables(directory: Path, config: Mapping[str, Any]) -> Iterator[Mapping[str,
 
 def _ids(table: Mapping[str, Any]) -> tuple[int, ...]:
     stated = table.get("eos_token_id")
-    if isinstance(stated, int):
-        return (stated,)
-    return tuple(int(token) for token in stated) if isinstance(stated, list) else ()
+    tokens = stated if isinstance(stated, list) else [stated] if isinstance(stated, int) else []
+    return tuple(int(token) for token in tokens if int(token) >= 0)  # -1 stands for none
 
 
 def _tokenizer_end(directory: Path) -> tuple[int, ...]:
