@@ -23,8 +23,11 @@ from vsched.worker.registry import load_worker
 NAME = "vsched: grammars"
 CPU_S_MAX = 1.0
 """CPU time of one check. The plug-in has a lower limit of its own; this one stops endless loops."""
-WALL_S_MAX = 5.0
-"""Time of one check: out of memory, the library may wait for a lock for ever, without CPU time."""
+WALL_S_MAX = 15.0
+"""Time of one check: out of memory, the library may wait for a lock for ever, without CPU time.
+
+Fifteen times the CPU time: on a busy machine a check may get less than a fifth of a core.
+"""
 MEMORY_BYTES_MAX = 64 << 20
 """Memory of one check: five times the usage of the largest 64 KiB schemas."""
 _STACK_BYTES_MAX = 8 << 20
