@@ -14,6 +14,7 @@ from vsched.config.sections import PolicyTable
 from vsched.errors import ConfigError, PolicyError, limit_message
 from vsched.plugins import resolve_policy
 from vsched.policy import KERNEL_TABLES, POLICY_TABLES, SEVERAL, Policy, decisions_of
+from vsched.policy_host.call_times import QueueClock
 from vsched.policy_host.seats import Ask
 from vsched.sim.cluster.scenario import SwarmFailure, swarm
 from vsched.sim.fast.metrics import SimulationOutcome
@@ -226,8 +227,14 @@ def _run_case(
     return CaseTrial(case, [first, own, *others])
 
 
+_PREEMPTED_NS = 100_000
+"""Shorter calls were hardly preempted: the clock of waiting times is not read after them."""
+
+
 class CallWatch:
     """Times the calls of a policy at some tables, and stops calling it once they took too long together.
+
+    Time in which the thread waited for a core does not count.
 
     Attributes:
         stopped: Whether they did.
@@ -239,6 +246,7 @@ class CallWatch:
         self.seats: dict[str, SeatCalls] = {}
         self._tables = tables
         self._left_ns = int(seconds * 1e9)
+        self._waited_ns = QueueClock()
 
     def __call__(self, seat: str, ask: Ask) -> Ask:
         """Wrap the call of a seat such as `generate-0.step`."""
@@ -247,17 +255,20 @@ class CallWatch:
         if path not in self._tables:
             return ask
         calls = self.seats.setdefault(path, SeatCalls())
-        now_ns = time.perf_counter_ns
+        now_ns, waited_ns = time.perf_counter_ns, self._waited_ns
 
         def timed(view: Any) -> Any:
             if self._left_ns < 0:
                 self.stopped = True
                 raise TimeoutError("the policy is too slow for this case")
+            before_ns = waited_ns()
             started_ns = now_ns()
             try:
                 return ask(view)
             finally:
                 took_ns = now_ns() - started_ns
+                if took_ns > _PREEMPTED_NS:
+                    took_ns -= waited_ns() - before_ns
                 self._left_ns -= took_ns
                 calls.calls += 1
                 calls.total_ns += took_ns

@@ -118,6 +118,17 @@ def test_try_stops_a_slow_policy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("folder")
+def test_try_does_not_count_waiting_for_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Next to other programs, a fast policy is not slow."""
+    clock_ns = iter([0, 5_000_000_000])
+    waited_ns = iter([0, 4_999_000_000])
+    monkeypatch.setattr("vsched.testing.policy_trial.time.perf_counter_ns", lambda: next(clock_ns))
+    monkeypatch.setattr(policy_trial, "QueueClock", lambda: lambda: next(waited_ns))
+    watch = policy_trial.CallWatch({"generate.step": {}}, seconds=1.0)
+    assert watch("generate-0.step", lambda view: view)("answer") == "answer"
+    assert watch.seats["generate.step"].total_ns == 1_000_000
+
+
 def test_try_has_a_draft_model_for_a_policy_that_asks_for_it() -> None:
     said = tried("draft-model")
     assert "Swarm: passed" in said
