@@ -193,7 +193,7 @@ async def test_code_that_fails_when_it_is_loaded_is_refused_with_its_place(
             reply = await engine.client.request("POST", PATH, json={"encode.admission": table})
             error = reply.json()["error"]
             assert (reply.status, error["code"]) == (400, "invalid_policy")
-            assert error["message"].startswith("encode.admission: ")
-            assert ("_when_loaded.py:" in error["message"]) == (name != "none")
+            assert error["message"].startswith("encode.admission")
+            assert ("_when_loaded.py" in error["message"]) == (name != "none")
         assert engine.engine.policies() == before
         assert engine.engine.state == "ready"
