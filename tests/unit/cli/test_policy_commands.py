@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -122,7 +123,8 @@ def test_try_does_not_count_waiting_for_a_core(monkeypatch: pytest.MonkeyPatch) 
     """Next to other programs, a fast policy is not slow."""
     clock_ns = iter([0, 5_000_000_000])
     waited_ns = iter([0, 4_999_000_000])
-    monkeypatch.setattr("vsched.testing.policy_trial.time.perf_counter_ns", lambda: next(clock_ns))
+    clock = SimpleNamespace(perf_counter_ns=lambda: next(clock_ns))
+    monkeypatch.setattr(policy_trial, "time", clock)
     monkeypatch.setattr(policy_trial, "QueueClock", lambda: lambda: next(waited_ns))
     watch = policy_trial.CallWatch({"generate.step": {}}, seconds=1.0)
     assert watch("generate-0.step", lambda view: view)("answer") == "answer"
