@@ -184,7 +184,7 @@ def test_tenant_fair_keeps_a_tenant_to_its_rate(wait_s: float, *, shed: bool) ->
 
 
 def test_tenant_fair_keeps_a_rate_of_less_than_one_request_a_day() -> None:
-    """A client is told to come back after a day at most."""
+    """Maximum of `Retry-After`: a day."""
     policy = TenantFair(rate=1 / (7 * 24 * 3600), burst=1)
     requests = [RequestAt(at_s=at, name=f"r{at}", tenant="trial") for at in range(3)]
     assert [*run_policy(policy, *requests).rejected] == ["r1", "r2"]

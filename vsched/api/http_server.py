@@ -64,7 +64,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._arrival: asyncio.TimerHandle | None = None
         self._reading: asyncio.TimerHandle | None = None
         self._answered: RequestResponseCycle | None = None
-        """The request that is being answered; `cycle` is the last one that came, perhaps a pipelined one."""
+        """The request in progress; `cycle` is the last received one, perhaps pipelined."""
 
     # --- requests ---
 
@@ -75,7 +75,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._expect_request()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel all timers, and tell the request that is being answered."""
+        """Cancel all timers, and mark the request in progress as disconnected."""
         super().connection_lost(exc)
         if self._answered is not None:
             self._answered.disconnected = True

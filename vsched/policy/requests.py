@@ -241,7 +241,7 @@ def check_admission(
 ) -> Admission:
     """Return the checked admission; while nothing runs, an entry must join, or all be held.
 
-    `waiting` are entries with an `arrived_ns`: not those of the view, which a policy could have changed by force.
+    `waiting` are entries with an `arrived_ns`, not the view's own: a policy can change these by force.
     """
     del entries_free
     indices = check_distinct(returned.indices, len(waiting))

@@ -104,7 +104,7 @@ class PolicyFaults(Restorable):
         )
 
     def forget(self, policy: Policy) -> None:
-        """Forget the failures of a class that is installed again: those of the new policy are noticed, too."""
+        """Clear the failures of a policy class on installation: a new policy of this name gets notices again."""
         name = type(policy).__name__
         self.counts.pop(name, None)
         for key in [*self.first]:

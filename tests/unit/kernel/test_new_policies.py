@@ -231,7 +231,7 @@ class Fails(RequestPolicy, frozen=True, kw_only=True):
 
 
 def test_failures_of_a_policy_that_is_installed_again_are_noticed() -> None:
-    """An operator who mends a policy sees whether it still fails, however often it failed before."""
+    """Notices after the installation of a corrected policy, independent of earlier failures."""
     cluster = ModelCluster(LIMITS, default_policies(generate_admission=Fails(kind="old")))
     for number in range(200):
         cluster.submit(make_request(f"r{number}", [number, 2], max_tokens=1))

@@ -1,4 +1,4 @@
-"""What a client says about its request is in the views of all decisions about it."""
+"""Fields of a request that its client chose, in the views of all decisions."""
 
 from __future__ import annotations
 

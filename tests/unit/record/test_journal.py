@@ -242,7 +242,7 @@ def end_server(path: Path, code: str) -> None:
 
 @pytest.mark.parametrize("code", ["stopping", "given_up", "cleared"])
 def test_answers_that_ended_with_their_server_go_on(tmp_path: Path, code: str) -> None:
-    """Such as those that nobody has read yet; what an operator ended has that error."""
+    """Unread answers continue; an answer cleared by an operator keeps its error."""
     path = tmp_path / "run.vlog"
     names = [*record_run(path, 1).requests]
     cut(path, 0.6)

@@ -94,7 +94,7 @@ def with_logprobs(
 def logprobs_on_device(
     tokens: npt.NDArray[np.int32], logits: torch.Tensor, reporting: Sequence[SpecialRow]
 ) -> list[TokenLogprobs]:
-    """Return the log-probabilities of all rows at once, where they are: one row takes a host milliseconds."""
+    """Log-probabilities of all rows at once, on the device of the logits: the host takes milliseconds per row."""
     rows = np.array([entry.row for entry in reporting], np.int64)
     counts = [entry.sequence.sampling.logprobs or 0 for entry in reporting]
     values = logits[sent(rows, logits.device)].float()

@@ -148,7 +148,7 @@ class CudaGraphStream:
 
 @contextmanager
 def _without_waits() -> Iterator[None]:
-    """Raise a RuntimeError where the host waits for the device, until the context ends."""
+    """Context in which a synchronization of the host with the device raises a RuntimeError."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch calls the mode a prototype
         torch.cuda.set_sync_debug_mode("error")
