@@ -78,7 +78,7 @@ from vsched_workers.checkpoint.whole_model import (
     left_out,
     load_whole,
 )
-from vsched_workers.families import LanguageFamily, OwnQwen25Vl, language_family
+from vsched_workers.families import LanguageFamily, language_family
 from vsched_workers.families.decoders import AttentionKind, text_family, text_positions
 from vsched_workers.families.generic import read_config
 from vsched_workers.families.qwen_positions import Items
@@ -391,12 +391,11 @@ def _load_family(
     tied = bool(config.tie_word_embeddings)
     index = WeightIndex.open(checkpoint_directory(info.path), tied=tied)
     ranks, rank = settings.ranks, settings.rank
-    own = isinstance(family, OwnQwen25Vl)
-    if not own:
+    if not family.own_modules:
         paged_attention.register()  # transformers looks it up while it builds the model
     with torch.device("meta"):
         model: Any = family.build_language(info.path, paged_attention.NAME)
-    if own:
+    if family.own_modules:
         model.attend_by(paged_attention.attend)
     cuts = slice_module(model, family.language_sharing, ranks=ranks, rank=rank)
     check_groups(cuts, settings, stage="generate")

@@ -79,12 +79,10 @@ class TransformersPlugin(WorkerPlugin, CheckpointTools):
         """Return the modules that CPU ranks import; none for CUDA, which cannot be used after a fork."""
         if device != "cpu":
             return ()
-        from vsched_workers.families import FAMILIES, OwnQwen25Vl, language_family
+        from vsched_workers.families import FAMILIES, language_family
 
-        settings = WorkerSettings(device=device)
-        if info.family in FAMILIES and isinstance(
-            language_family(info.family, info.path, settings), OwnQwen25Vl
-        ):
+        family = language_family(info.family, info.path, WorkerSettings(device=device))
+        if family is not None and family.own_modules:
             return [LEAN_TORCH, *RANK_MODULES, *OWN_MODULES]
         names = [info.family]
         if info.family not in FAMILIES:

@@ -36,6 +36,7 @@ from vsched_workers.families.generic import (
     text_config,
     vision_facts,
 )
+from vsched_workers.families.own_families import own_text
 from vsched_workers.families.qwen_image import (
     ResizeLimits,
     clamp_limits,
@@ -314,14 +315,20 @@ def _inspect(
 def _inspect_any(
     directory: Path, config: dict[str, Any], dtype: str, item_tokens_max: int
 ) -> ModelInfo:
-    """Read the properties of a model on the generic path."""
+    """Read the properties of a text model, or of any model on the generic path."""
     family = model_type_of(config)
     if not family:
         raise CheckpointError(
             "config.json: model_type is missing. Remedy: give the directory of a complete checkpoint."
         )
-    vision = vision_facts(directory, family) if takes_images(family) else None
-    text = text_config(directory, family) if vision is None else vision.text
+    own, vision = own_text(family, str(directory)), None
+    if own is None and takes_images(family):
+        vision = vision_facts(directory, family)
+    text: Any
+    if vision is not None:
+        text = vision.text
+    else:
+        text = text_config(directory, family) if own is None else own.model_config("")
     _check_files(directory, config)
     if scheme_of(config) is not None and language_family(family, str(directory)) is None:
         raise refusal(family, "quantized weights, which the generic path does not read")

@@ -9,13 +9,8 @@ from vsched.errors import CheckpointError
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.families.base import Family
 from vsched_workers.families.decoders import DECODERS, TextFamily, text_family
-from vsched_workers.families.own_qwen import OwnQwen25Vl
-from vsched_workers.families.qwen import (
-    Qwen3Vl,
-    Qwen3VlMoe,
-    Qwen25Vl,
-    read_settings,
-)
+from vsched_workers.families.own_families import OwnQwen25Vl, own_text
+from vsched_workers.families.qwen import Qwen3Vl, Qwen3VlMoe, Qwen25Vl, read_settings
 
 LanguageFamily = Family | TextFamily
 
@@ -33,7 +28,7 @@ def model_type_of(config: Mapping[str, Any]) -> str:
     stated = config.get("model_type")
     name = stated if isinstance(stated, str) else ""
     classes = config.get("architectures")
-    if name in FAMILIES or not isinstance(classes, list) or not classes:
+    if name in FAMILIES or name in DECODERS or not isinstance(classes, list) or not classes:
         return name
     from transformers import CONFIG_MAPPING
 
@@ -73,16 +68,19 @@ def family_of(config: Mapping[str, Any]) -> Family:
 def family_of_rank(name: str, path: str, settings: WorkerSettings) -> Family:
     """Return the family that a rank runs a checkpoint with, with vsched's own modules where they are used.
 
-    These are for CPUs; with `exact` attention, all modules are transformers'.
-
     Raises:
         CheckpointError: When the configuration lacks a required entry.
     """
     family = FAMILIES[name]
-    if isinstance(family, Qwen25Vl) and settings.device == "cpu" and settings.attention != "exact":
+    if isinstance(family, Qwen25Vl) and _runs_own_modules(settings):
         own = read_settings(family, path)
         return family if own is None else OwnQwen25Vl(own)
     return family
+
+
+def _runs_own_modules(settings: WorkerSettings) -> bool:
+    """Return whether a rank runs vsched's own modules: on a CPU, unless attention is transformers' own."""
+    return settings.device == "cpu" and settings.attention != "exact"
 
 
 def language_family(
@@ -99,6 +97,10 @@ def language_family(
         return FAMILIES[name] if settings is None else family_of_rank(name, path, settings)
     if name not in DECODERS:
         return None
+    if settings is None or _runs_own_modules(settings):
+        own = own_text(name, path)
+        if own is not None:
+            return own
     return text_family(name, TextFamily(name, DECODERS[name]).model_config(path))
 
 

@@ -44,6 +44,7 @@ class Family(ABC):
         writes_timestamps: Whether timestamps stand between the frame groups of a video, instead of positions with a
             temporal axis.
         video_processor: The class of its video processor.
+        own_modules: Whether its modules are vsched's own, so that ranks do not import transformers.
     """
 
     name: ClassVar[str]
@@ -58,6 +59,7 @@ class Family(ABC):
     flips: ClassVar[tuple[str, ...]] = ()
     vision_sharing: ClassVar[Sharing]
     writes_timestamps: ClassVar[bool] = False
+    own_modules: ClassVar[bool] = False
     video_processor: ClassVar[VideoProcessor] = VIDEO_PROCESSORS["Qwen2VLVideoProcessor"]
 
     def text(self, config: Mapping[str, Any], key: str) -> Any:

@@ -351,6 +351,7 @@ class TextFamily:
 
     flips: tuple[str, ...] = ()
     language_prefixes: tuple[str, ...] = ("model.", "")
+    own_modules = False
 
     def __init__(self, name: str, decoder: Decoder) -> None:
         """Take the `model_type` and its description."""

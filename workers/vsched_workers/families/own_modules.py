@@ -1,4 +1,4 @@
-"""Language model and vision tower of Qwen2.5-VL without transformers, whose import takes most of a rank's start.
+"""Decoder-only language models and Qwen2.5-VL's tower without transformers, whose import takes most of a rank's start.
 
 Modules and tensors have the same names as transformers', and the results are bit-identical:
 `tests/workers/families/test_own_modules.py` compares them.
@@ -10,18 +10,21 @@ version; importing transformers after the start, since the first request would w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from vsched_workers.families.qwen import QwenTextSettings, QwenVisionSettings
+from vsched_workers.families.qwen import QwenVisionSettings
 from vsched_workers.families.qwen_positions import frame_lengths, patch_places, window_order
+from vsched_workers.families.text_settings import TextSettings
 
 
-class QwenRmsNorm(nn.Module):
+class RmsNorm(nn.Module):
     """RMS norm; the normalized row is rounded before the product with the weight."""
 
     def __init__(self, width: int, eps: float) -> None:
@@ -36,7 +39,7 @@ class QwenRmsNorm(nn.Module):
         return self.weight * wide.to(rows.dtype)
 
 
-class QwenFeedForward(nn.Module):
+class GatedFeedForward(nn.Module):
     """A gated feed-forward."""
 
     def __init__(self, width: int, inner: int, *, bias: bool) -> None:
@@ -68,14 +71,14 @@ def rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
 Angles = tuple[torch.Tensor, torch.Tensor]
 
 
-class QwenAxesRotary(nn.Module):
+class AxesRotary(nn.Module):
     """Cosines and sines of mrope positions: each axis has sections of the frequencies."""
 
     inv_freq: torch.Tensor
     rope_type = "default"
     attention_scaling = 1.0
 
-    def __init__(self, config: QwenTextSettings) -> None:
+    def __init__(self, config: TextSettings) -> None:
         super().__init__()
         self.config = config
         self._sections: list[int] = config.rope_parameters["mrope_section"]
@@ -96,51 +99,95 @@ class QwenAxesRotary(nn.Module):
         return torch.cat((half, half), dim=-1)
 
 
-class QwenAttention(nn.Module):
+class TextRotary(nn.Module):
+    """Cosines and sines of text positions."""
+
+    inv_freq: torch.Tensor
+    attention_scaling = 1.0
+
+    def __init__(self, config: TextSettings) -> None:
+        super().__init__()
+        made = frequencies(config.rope_parameters["rope_theta"], config.head_dim)
+        if config.rope_parameters["rope_type"] == "llama3":
+            made = _llama3_scaled(made, config.rope_parameters)
+        self.register_buffer("inv_freq", made, persistent=False)
+
+    @torch.no_grad()
+    def forward(self, like: torch.Tensor, positions: torch.Tensor) -> Angles:
+        """Return [batch, rows, head dim] each, of the type of `like`, for positions [batch, rows]."""
+        angles = (positions[..., None].float() * self.inv_freq).repeat(1, 1, 2)
+        return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+
+
+def _llama3_scaled(made: torch.Tensor, rope: Mapping[str, Any]) -> torch.Tensor:
+    """Return frequencies scaled as in Llama 3: long waves are stretched, short ones kept, others in between."""
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    original = rope["original_max_position_embeddings"]
+    waves = 2 * math.pi / made
+    stretched = torch.where(waves > original / low, made / rope["factor"], made)
+    kept = (original / waves - low) / (high - low)
+    between = (1 - kept) * stretched / rope["factor"] + kept * stretched
+    outside = (waves < original / high) | (waves > original / low)
+    return torch.where(outside, stretched, between)
+
+
+class DecoderAttention(nn.Module):
     """The attention of one layer.
 
     Attributes:
-        attend: The attention function, with transformers' interface; set by `QwenLanguageModel.attend_by`.
+        attend: The attention function, with transformers' interface; set by `DecoderModel.attend_by`.
     """
 
     attend: Callable[..., tuple[torch.Tensor, object]]
 
-    def __init__(self, config: QwenTextSettings, index: int) -> None:
+    def __init__(self, config: TextSettings, index: int) -> None:
         super().__init__()
         self.layer_idx = index
         self.num_heads = config.num_attention_heads
         self.num_key_value_heads = config.num_key_value_heads
         self.head_dim = config.head_dim
         self.scaling = self.head_dim**-0.5
-        width, kv_width = config.hidden_size, self.num_key_value_heads * self.head_dim
-        self.q_proj = nn.Linear(width, width)
-        self.k_proj = nn.Linear(width, kv_width)
-        self.v_proj = nn.Linear(width, kv_width)
-        self.o_proj = nn.Linear(width, width, bias=False)
+        width = config.hidden_size
+        q_width, kv_width = (
+            heads * self.head_dim for heads in (self.num_heads, self.num_key_value_heads)
+        )
+        self.q_proj = nn.Linear(width, q_width, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(width, kv_width, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(width, kv_width, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(q_width, width, bias=config.out_bias)
+        self.q_norm, self.k_norm = (
+            RmsNorm(self.head_dim, config.rms_norm_eps) if config.head_norms else nn.Identity()
+            for _ in range(2)
+        )
 
     def forward(self, rows: torch.Tensor, angles: Angles) -> torch.Tensor:
         """Return the output of attention for rows [1, rows, hidden]."""
         query, key, value = (
-            product(rows).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            product(rows).unflatten(-1, (-1, self.head_dim))
             for product in (self.q_proj, self.k_proj, self.v_proj)
         )
         cos, sin = (each[:, None] for each in angles)
-        turned = rotated(query, cos, sin), rotated(key, cos, sin)
-        attended, _ = self.attend(self, *turned, value, None, scaling=self.scaling)
+        query, key = (
+            rotated(heads.transpose(1, 2), cos, sin)
+            for heads in (self.q_norm(query), self.k_norm(key))
+        )
+        attended, _ = self.attend(
+            self, query, key, value.transpose(1, 2), None, scaling=self.scaling
+        )
         added: torch.Tensor = self.o_proj(attended.reshape(*rows.shape[:2], -1))
         return added
 
 
-class QwenLayer(nn.Module):
+class DecoderLayer(nn.Module):
     """One layer."""
 
-    def __init__(self, config: QwenTextSettings, index: int) -> None:
+    def __init__(self, config: TextSettings, index: int) -> None:
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
-        self.self_attn = QwenAttention(config, index)
-        self.mlp = QwenFeedForward(width, config.intermediate_size, bias=False)
-        self.input_layernorm = QwenRmsNorm(width, eps)
-        self.post_attention_layernorm = QwenRmsNorm(width, eps)
+        self.self_attn = DecoderAttention(config, index)
+        self.mlp = GatedFeedForward(width, config.intermediate_size, bias=config.feed_forward_bias)
+        self.input_layernorm = RmsNorm(width, eps)
+        self.post_attention_layernorm = RmsNorm(width, eps)
 
     def forward(self, rows: torch.Tensor, angles: Angles) -> torch.Tensor:
         """Return rows of the same shape."""
@@ -149,33 +196,38 @@ class QwenLayer(nn.Module):
         return added
 
 
-class QwenLanguageModel(nn.Module):
+class DecoderModel(nn.Module):
     """The model without its head."""
 
-    def __init__(self, config: QwenTextSettings) -> None:
+    def __init__(self, config: TextSettings) -> None:
         super().__init__()
         self.config = config
         size = config.vocab_size, config.hidden_size
         # Random values would be overwritten; on the meta device, drawing them would make torch import its compiler.
         self.embed_tokens = nn.Embedding(*size, _weight=torch.empty(size))
         self.layers = nn.ModuleList(
-            QwenLayer(config, index) for index in range(config.num_hidden_layers)
+            DecoderLayer(config, index) for index in range(config.num_hidden_layers)
         )
-        self.norm = QwenRmsNorm(config.hidden_size, config.rms_norm_eps)
-        self.rotary_emb = QwenAxesRotary(config)
+        self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
+        self._axes = "mrope_section" in config.rope_parameters
+        self.rotary_emb = AxesRotary(config) if self._axes else TextRotary(config)
 
     def attend_by(self, attend: Callable[..., tuple[torch.Tensor, object]]) -> None:
         """Set the attention function of all layers."""
         for layer in self.layers:
-            assert isinstance(layer, QwenLayer)
+            assert isinstance(layer, DecoderLayer)
             layer.self_attn.attend = attend
 
     def forward(
         self, *, inputs_embeds: torch.Tensor, position_ids: torch.Tensor, use_cache: bool
     ) -> SimpleNamespace:
-        """Run a packed batch [1, rows, hidden] at positions [4, 1, rows]: the text position and three mrope axes."""
+        """Run a packed batch [1, rows, hidden] at positions [1, rows].
+
+        With mrope, they are [4, 1, rows]: the text position and three axes.
+        """
         assert not use_cache, "the running step has the cache"
-        angles = self.rotary_emb(inputs_embeds, position_ids[-3:])
+        places = position_ids[-3:] if self._axes else position_ids
+        angles = self.rotary_emb(inputs_embeds, places)
         rows = inputs_embeds
         for layer in self.layers:
             rows = layer(rows, angles)
@@ -260,10 +312,10 @@ class QwenBlock(nn.Module):
 
     def __init__(self, config: QwenVisionSettings) -> None:
         super().__init__()
-        self.norm1 = QwenRmsNorm(config.hidden_size, EPS)
-        self.norm2 = QwenRmsNorm(config.hidden_size, EPS)
+        self.norm1 = RmsNorm(config.hidden_size, EPS)
+        self.norm2 = RmsNorm(config.hidden_size, EPS)
         self.attn = QwenPatchAttention(config)
-        self.mlp = QwenFeedForward(config.hidden_size, config.intermediate_size, bias=True)
+        self.mlp = GatedFeedForward(config.hidden_size, config.intermediate_size, bias=True)
 
     def forward(
         self, rows: torch.Tensor, cu_seqlens: torch.Tensor, position_embeddings: Angles
@@ -280,7 +332,7 @@ class QwenMerger(nn.Module):
     def __init__(self, config: QwenVisionSettings) -> None:
         super().__init__()
         self.width = config.hidden_size * config.spatial_merge_size**2
-        self.ln_q = QwenRmsNorm(config.hidden_size, EPS)
+        self.ln_q = RmsNorm(config.hidden_size, EPS)
         self.mlp = nn.Sequential(
             nn.Linear(self.width, self.width),
             nn.GELU(),

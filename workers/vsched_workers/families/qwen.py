@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from vsched_workers.families.base import Family
 from vsched_workers.families.decoders import Decoder, usual_sharing
 from vsched_workers.families.sharing import Sharing, Split
+from vsched_workers.families.text_settings import SIZES, TextSettings
 from vsched_workers.families.video_processors import VIDEO_PROCESSORS, VideoProcessor
 
 if TYPE_CHECKING:
@@ -180,28 +181,6 @@ _PLAIN_ROPE = {"default", "mrope"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class QwenTextSettings:
-    """The text part; each field is an entry of it."""
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    max_position_embeddings: int
-    rms_norm_eps: float
-    rope_parameters: Mapping[str, Any]
-    hidden_act: str = "silu"
-    sliding_window: int | None = None
-
-    @property
-    def head_dim(self) -> int:
-        """The head dimension."""
-        return self.hidden_size // self.num_attention_heads
-
-
-@dataclass(frozen=True, kw_only=True)
 class QwenVisionSettings:
     """The vision part; each field is an entry of it."""
 
@@ -224,11 +203,11 @@ class QwenVisionSettings:
 class QwenSettings:
     """The whole model."""
 
-    text_config: QwenTextSettings
+    text_config: TextSettings
     vision_config: QwenVisionSettings
     tie_word_embeddings: bool
 
-    def get_text_config(self) -> QwenTextSettings:
+    def get_text_config(self) -> TextSettings:
         """Return the text part."""
         return self.text_config
 
@@ -253,17 +232,16 @@ def read_settings(family: Qwen25Vl, path: str) -> QwenSettings | None:
     if part.get("rms_norm_eps") is None:
         return None
     seen_rope = sees.get("rope_parameters") or {}
-    text_sizes: dict[str, Any] = {
-        name: int(family.text(config, name)) for name in _sizes(QwenTextSettings)
-    }
+    sizes: dict[str, Any] = {name: int(family.text(config, name)) for name in SIZES}
     return QwenSettings(
-        text_config=QwenTextSettings(
-            **text_sizes,
+        text_config=TextSettings(
+            **sizes,
+            head_dim=family.head_dim(config),
             rms_norm_eps=float(part["rms_norm_eps"]),
             rope_parameters=rope,
         ),
         vision_config=QwenVisionSettings(
-            **{name: int(family.vision(config, name)) for name in _sizes(QwenVisionSettings)},
+            **{name: int(family.vision(config, name)) for name in _VISION_SIZES},
             fullatt_block_indexes=tuple(sees["fullatt_block_indexes"]),
             rope_theta=float(seen_rope.get("rope_theta", 10_000.0)),
             tokens_per_second=float(sees.get("tokens_per_second", 4)),
@@ -272,11 +250,7 @@ def read_settings(family: Qwen25Vl, path: str) -> QwenSettings | None:
     )
 
 
-def _sizes(part: type[QwenTextSettings | QwenVisionSettings]) -> list[str]:
-    """Return the names of the integers among the fields."""
-    return [field.name for field in fields(part) if field.type == "int"]
-
-
+_VISION_SIZES = [field.name for field in fields(QwenVisionSettings) if field.type == "int"]
 _VISION_STATED = {"depth", "window_size", "out_hidden_size", "fullatt_block_indexes"}
 
 
