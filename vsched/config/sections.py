@@ -222,7 +222,8 @@ class GenerateConfig(StageConfig, frozen=True, kw_only=True):
     processes; 0 for no limit. It is lower when more than 5 requests decode for each waiting one."""
     step_target_ratio: Annotated[float, Meta(ge=1.5)] = 8.0
     """A step with prefill may always take this many times as long as one without, in case the decodes of a large model
-    alone come close to `step_target_ms`; lower as that is, but at least 1.75."""
+    alone come close to `step_target_ms`; lower as that is, but at least 1.75. Up to twice as many if more than two
+    requests wait for each decoding one."""
     slots: NonNegative = 0
     """Maximum number of running requests; 0 for 64 on a CPU, 256 with CUDA."""
     max_waiting: Positive = 1024

@@ -13,7 +13,7 @@ token.
 
 A long step delays every decoding request for the sake of the waiting ones. So the limit of a step falls with the number
 of decoding requests for each waiting one (`limit_share`): a long video next to 31 streams takes short steps, and a
-queue of prompts long ones.
+queue of prompts long ones: with a long queue, the ratio even grows.
 
 Times are part of events, so a host that is a function of its events remains one of its events.
 """
@@ -33,6 +33,8 @@ NOISE = 0.05
 """Share of the time of a step below which the time of its prefill is noise."""
 PATIENCE = 5
 """Decoding requests that a waiting request may delay for the whole limit of a step."""
+QUEUE_SHARE = 2.0
+"""Maximum share of the ratio of a step, reached with four waiting requests for each decoding one."""
 RATIO_MIN = 1.75
 """Ratio to its decodes that a step may take next to any number of them. Encoding may take as long in between."""
 
@@ -40,8 +42,15 @@ _UNPLANNED = (0, 0, 0.0)
 
 
 def limit_share(decoding: int, waiting: int) -> float:
-    """Return the share of the limit of a step that `waiting` requests justify next to `decoding` ones."""
-    return min(1.0, PATIENCE * max(waiting, 1) / decoding) if decoding else 1.0
+    """Return the share of the limit of a step that `waiting` requests justify next to `decoding` ones.
+
+    It is more than 1, for the ratio alone, with a long queue: the more requests decode together, the less the others
+    wait.
+    """
+    if not decoding:
+        return 1.0
+    share = PATIENCE * max(waiting, 1) / decoding
+    return share if share < 1.0 else max(1.0, min(QUEUE_SHARE, waiting / (2 * decoding)))
 
 
 class StepTimeModel(Restorable):
@@ -76,7 +85,7 @@ class StepTimeModel(Restorable):
             return 0.0
         decode_ns = self.decode_ns(decodes)
         ratio = max(self._ratio * share, min(self._ratio, RATIO_MIN))
-        return max(max(self._target_ns * share, ratio * decode_ns) - decode_ns, 1.0)
+        return max(max(self._target_ns * min(share, 1.0), ratio * decode_ns) - decode_ns, 1.0)
 
     def note(self, step: int, decodes: int, budget: PrefillBudget | None = None) -> None:
         """Note the composition of a step until its time is known; there is no budget without prefill."""
