@@ -144,7 +144,12 @@ def gallery(
     from vsched.sim.gallery import CASES, draw_case, run_case
     from vsched.sim.workload.traces import save_trace
 
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{folder}: cannot be created: {error.strerror}. Remedy: name another folder"
+        ) from error
     for case in CASES.values():
         path = folder / f"policies-{case.name}.png"
         try:

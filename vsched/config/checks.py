@@ -5,6 +5,7 @@ Each check yields the problems that it finds, in lines that start with the path 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any
@@ -229,10 +230,10 @@ def _cluster_stages(cluster: ClusterConfig) -> Iterator[str]:
                 f'Remedy: ["{RAY_HOST}"], or hosts alone'
             )
         for name, amount in getattr(cluster, f"{key}_resources").items():
-            if amount <= 0:
+            if not 0 < amount < math.inf:  # NaN, too
                 yield limit_message(
                     f"cluster.{key}_resources.{name}: no amount of a resource",
                     value=amount,
-                    limit="above 0",
+                    limit="a number above 0",
                     remedy="leave out resources that replicas do not need",
                 )

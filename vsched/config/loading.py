@@ -205,11 +205,12 @@ def parse_value(text: str) -> Any:
 
 
 def _merge(into: Tree, tree: Tree) -> None:
+    """Add a tree; a value in place of a table stays, so that it is reported."""
     for key, value in tree.items():
-        if isinstance(value, dict) and isinstance(into.get(key), dict):
-            _merge(into[key], value)
-        else:
+        if not isinstance(value, dict) or key not in into:
             into[key] = value
+        elif isinstance(into[key], dict):
+            _merge(into[key], value)
 
 
 def _lay_over(

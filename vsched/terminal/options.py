@@ -98,11 +98,15 @@ def check_writable(files: Mapping[str, Path | None]) -> None:
     """Check that output files can be written, before work that may take minutes.
 
     Raises:
-        ConfigError: When one cannot; names its option.
+        ConfigError: When one cannot, or two are the same; names the option.
     """
+    seen: dict[Path, str] = {}
     for option, path in files.items():
         if path is None:
             continue
+        other = seen.setdefault(path.resolve(), option)
+        if other != option and (path.is_file() or not path.exists()):
+            raise ConfigError(f"{option} {path}: {other} has the same file. Remedy: name another")
         target = path if path.exists() else path.parent  # /dev/stdout is in no writable folder
         if path.is_dir() or not os.access(target, os.W_OK):
             raise ConfigError(
