@@ -71,6 +71,13 @@ def choose_tokens(
     return with_logprobs(tokens, logits, special)
 
 
+def greedy_tokens(logits: torch.Tensor) -> torch.Tensor:
+    """Return the first largest logit of each row, [rows]; -1 for a row where it is no finite number."""
+    tokens = logits.argmax(dim=-1)
+    highest = logits.gather(-1, tokens[:, None])[:, 0]
+    return torch.where(highest.isfinite(), tokens, UNDRAWN).int()
+
+
 def with_logprobs(
     tokens: npt.NDArray[np.int32], logits: torch.Tensor, special: Sequence[SpecialRow]
 ) -> Sampled:

@@ -60,6 +60,10 @@ if TYPE_CHECKING:
     from vsched_workers.families.decoders import Decoder
 
 
+BF16_EXPONENT = 0x7F80
+"""The exponent's bits of a bfloat16 number; all are set if it is infinite or NaN."""
+
+
 def draw_compiled(logits: torch.Tensor, special: Sequence[SpecialRow]) -> npt.NDArray[np.int32]:
     """Return the token of each special row, as `draw_in_torch` does; logits bfloat16 or float32."""
     logits = logits.contiguous()
@@ -262,6 +266,8 @@ class CpuBackend(Backend):
             return super().argmax(logits)
         found = np.empty(len(logits), dtype=np.int32)
         argmax(logits.data_ptr(), *logits.shape, found)
+        highest = logits.view(torch.int16).numpy()[np.arange(len(found)), found]
+        found[highest & BF16_EXPONENT == BF16_EXPONENT] = UNDRAWN
         return found
 
     def draw(self, logits: torch.Tensor, special: Sequence[SpecialRow]) -> npt.NDArray[np.int32]:

@@ -53,7 +53,13 @@ from vsched_workers.batching.kv_cache import KvCache
 from vsched_workers.batching.packed_step import special_rows
 from vsched_workers.batching.paged_attention import AttentionKernels, PagedStep, StatesOfStep
 from vsched_workers.batching.recurrent_state import RecurrentStates
-from vsched_workers.batching.sampling import SpecialRow, StagedDraw, is_foreseeable, with_logprobs
+from vsched_workers.batching.sampling import (
+    SpecialRow,
+    StagedDraw,
+    greedy_tokens,
+    is_foreseeable,
+    with_logprobs,
+)
 from vsched_workers.memory.out_of_memory import typed_out_of_memory
 
 Run = Callable[[], torch.Tensor]
@@ -514,9 +520,9 @@ class DecodeGraphs:
         moved = index + delta
         positions = torch.stack((index, moved, moved, moved))[:, None]
         logits = self._run(token.long(), positions, step)
-        chosen = logits.argmax(dim=-1).int()
+        chosen = greedy_tokens(logits)
         self._tokens[:rows].copy_(chosen)
-        token.copy_(chosen)
+        token.copy_(chosen.clamp(min=0))
         at.add_(grows)
         return logits
 

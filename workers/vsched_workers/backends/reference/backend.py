@@ -38,7 +38,7 @@ from vsched_workers.backends.reference.packed_weights import (
 from vsched_workers.batching.kv_cache import KvCache, SwapArea
 from vsched_workers.batching.paged_attention import AttentionKernels
 from vsched_workers.batching.recurrent_state import RecurrentStates
-from vsched_workers.batching.sampling import SpecialRow, draw_in_torch
+from vsched_workers.batching.sampling import SpecialRow, draw_in_torch, greedy_tokens
 from vsched_workers.parallel.rank_group import Collectives
 
 if TYPE_CHECKING:
@@ -188,8 +188,9 @@ class Backend:
         return {}
 
     def argmax(self, logits: torch.Tensor) -> npt.NDArray[np.int32]:
-        """Return the index of the largest logit of each row, the first of equal ones; logits [rows, vocabulary]."""
-        return logits.argmax(dim=-1).numpy().astype(np.int32)
+        """Return the token of the largest logit of each row; see `greedy_tokens`."""
+        found: npt.NDArray[np.int32] = greedy_tokens(logits).numpy()
+        return found
 
     def draw(self, logits: torch.Tensor, special: Sequence[SpecialRow]) -> npt.NDArray[np.int32]:
         """Sample the tokens of special rows, -1 for none, by default in torch."""
