@@ -69,11 +69,17 @@ def family_of_rank(name: str, path: str, settings: WorkerSettings) -> Family:
     """Return the family that a rank runs a checkpoint with, with vsched's own modules where they are used.
 
     Raises:
-        CheckpointError: When the configuration lacks a required entry.
+        CheckpointError: When the configuration lacks a required entry, or has one of the wrong type.
     """
     family = FAMILIES[name]
     if isinstance(family, Qwen25Vl) and _runs_own_modules(settings):
-        own = read_settings(family, path)
+        try:
+            own = read_settings(family, path)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                f"config.json holds a value of the wrong type ({error}). "
+                "Remedy: download the checkpoint again."
+            ) from error
         return family if own is None else OwnQwen25Vl(own)
     return family
 
