@@ -8,12 +8,14 @@ all vote on each. The groups get equal sizes: the kernel counts with the smalles
 Groups on separate memories carry an order out at the same time. Those that share one first drop their KV caches, and
 then take turns, so that each measures the others at rest.
 
-A restarted group builds the size that was accepted before, and a restarted encode rank keeps its reservation.
+A restarted encode rank keeps its reservation. A restarted group builds the size that was accepted before, or a smaller
+one if a step ran out of memory, or if something else has taken the memory meanwhile: its steps are then proved again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -38,6 +40,10 @@ from vsched.memory import (
 from vsched.policy import Build, MemoryPolicy, MemoryView, Probe, RankMemory, Reservation
 from vsched.wire import SizeKv
 
+logger = logging.getLogger(__name__)
+
+EIGHTHS_MIN = 4
+"""Eighths of the accepted KV cache that a restarted group has at least."""
 _PROCESS = re.compile(r"(?<=limit of )\d+|(?<=device of )\d+")
 """Process id in the name of a pool that one process has."""
 
@@ -79,6 +85,7 @@ class Sizing:
         self._complete = asyncio.Event()
         self._accepted: Accepted | None = None
         self._sized = asyncio.Event()
+        self._eighths: dict[str, int] = {}
         self.ledger: Ledger | None = None
 
     def reserved_bytes(self, group: str, rank: int) -> int | None:
@@ -142,8 +149,47 @@ class Sizing:
         if accepted is None:
             accepted = await self._size_with_others(group)
         else:
-            await _rebuild(generate, accepted.tokens)
+            accepted = await self._rebuild(group, generate, accepted)
         generate.accept(accepted.blocks)
+
+    def ran_out(self, groups: Sequence[str]) -> None:
+        """Note that a step ran out of memory: the groups come back with an eighth less KV cache, down to a half."""
+        for group in groups:
+            self._eighths[group] = max(self._eighths.get(group, 8) - 1, EIGHTHS_MIN)
+
+    async def _rebuild(self, group: str, generate: Leader, accepted: Accepted) -> Accepted:
+        """Build the KV cache that was accepted before, in a restarted group, or one that fits.
+
+        Raises:
+            DeviceOutOfMemory: If none does that is large enough for every request.
+        """
+        view, message = self._view, ""
+        blocks_min = min(-(-view.context_tokens // view.block_size), accepted.blocks)
+        for eighths in range(self._eighths.get(group, 8), EIGHTHS_MIN - 1, -1):
+            blocks = max(accepted.blocks * eighths // 8, blocks_min)
+            tokens, smaller = blocks * view.block_size, blocks < accepted.blocks
+            if smaller:
+                votes = await self._carry_out(group, Build(tokens))
+            else:
+                votes = await generate.size(SizeKv(tokens, profile=False, headroom_bytes=0))
+            failed = [vote for vote in votes if vote.outcome != "fits"]
+            if not failed:
+                if smaller:
+                    logger.warning(
+                        "%s: %d tokens of KV cache instead of %d%s",
+                        *(group, tokens, accepted.tokens),
+                        f": {message}" if message else ", after a step ran out of memory",
+                    )
+                return Accepted(tokens, blocks)
+            message = failed[0].message
+            if failed[0].outcome == "leak" or blocks == blocks_min:
+                break
+        raise DeviceOutOfMemory.of_limit(
+            f"the generate group cannot build the KV cache that it had before it was lost ({message})",
+            value=f"{accepted.tokens} tokens",
+            limit="what is free on the device now",
+            remedy="see what else takes the device's memory, or restart the server",
+        )
 
     async def _size_with_others(self, group: str) -> Accepted:
         """Wait until all groups are there; the first group sizes all, and the others wait for it."""
@@ -301,22 +347,6 @@ class Sizing:
         named = _PROCESS.sub(f"{next(beside, group)} rank {rank}", pool)
         host = self._hosts[group]
         return f"{host}: {named}" if host else named
-
-
-async def _rebuild(generate: Leader, tokens: int) -> None:
-    """Build the KV cache that was accepted before, in a restarted group; nothing is measured again.
-
-    Raises:
-        DeviceOutOfMemory: If a rank cannot.
-    """
-    for vote in await generate.size(SizeKv(tokens, profile=False, headroom_bytes=0)):
-        if vote.outcome != "fits":
-            raise DeviceOutOfMemory.of_limit(
-                f"the generate group cannot build the KV cache that it had before it was lost ({vote.message})",
-                value=f"{tokens} tokens",
-                limit="what is free on the device now",
-                remedy="see what else takes the device's memory, or restart the server",
-            )
 
 
 def _numbered(ranks: Sequence[RankMemory]) -> list[RankMemory]:

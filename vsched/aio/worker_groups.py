@@ -33,11 +33,13 @@ from vsched.aio.leader import Leader, ProcessLiveness, RankThreads
 from vsched.config.sections import DeadlinesConfig
 from vsched.errors import DeviceOutOfMemory, RequestRefused, failure_of, startup_error
 from vsched.failures import (
+    ErrorKind,
     GroupFailure,
     HostLost,
     LostTooOften,
     NotReady,
     ProcessExited,
+    RankStopped,
     RestartedByOperator,
 )
 from vsched.kernel.events import Drain, Event, GroupLost, Resume
@@ -298,6 +300,8 @@ class WorkerGroup:
         logger.error("lost: %s", failure)
         if self.down:
             return  # these ranks were rejected, and the next attempt replaces them
+        if isinstance(failure, RankStopped) and failure.kind is ErrorKind.OUT_OF_MEMORY:
+            self._sizing.ran_out(self.groups)
         self.down = True
         self.last_loss = (failure, time.time())
         self.losses[type(failure).__name__] += 1

@@ -116,9 +116,13 @@ class EncodeFailed(msgspec.Struct, frozen=True):
 
 
 class GroupReady(msgspec.Struct, frozen=True):
-    """All ranks of a group have started, without any requests; see `vsched.types.group_names`."""
+    """All ranks of a group have started, without any requests; see `vsched.types.group_names`.
+
+    `blocks` are its KV blocks if it came back with fewer than the limits have; 0 for all, and for encode groups.
+    """
 
     group: str
+    blocks: int = 0
 
 
 class GroupLost(msgspec.Struct, frozen=True):

@@ -92,6 +92,11 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
         """Maximum length of a range that no chunk may cut: the tokens of a step next to a decode of each slot."""
         return self.batch_tokens - self.slots
 
+    @property
+    def blocks_min(self) -> int:
+        """KV blocks of a generate group that can serve any accepted request, alone."""
+        return min(self.blocks, self.blocks_for(self.context_tokens))
+
     def blocks_for(self, tokens: int) -> int:
         """Return the number of KV blocks for `tokens` tokens."""
         return -(-tokens // self.block_size)

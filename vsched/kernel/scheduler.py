@@ -180,7 +180,7 @@ class Scheduler(SnapshotRoot):
             case Aborted():
                 commands = self._on_aborted(event, now_ns)
             case GroupReady() | Resume():
-                commands = self._on_open(event.group, now_ns)
+                commands = self._on_open(event, now_ns)
             case GroupLost():
                 commands = self._on_group_lost(event, now_ns)
             case GroupRetired():
@@ -281,14 +281,16 @@ class Scheduler(SnapshotRoot):
 
     # --- groups come and go ---
 
-    def _on_open(self, name: str, now_ns: int) -> list[Command]:
+    def _on_open(self, event: GroupReady | Resume, now_ns: int) -> list[Command]:
         """Open a group: requests that waited for it are enqueued, oldest first."""
-        group, moves = self._groups[name], self._moves
+        group, moves = self._groups[event.group], self._moves
         group.set_status(Status.UP)
         commands: list[Command] = []
         if isinstance(group, EncodeGroup):
             self.encode.free_orphaned(group)
         elif isinstance(group, GenerateGroup):
+            if isinstance(event, GroupReady):
+                group.resize(event.blocks or self.limits.blocks)
             for state in moves.requests_of(group, SUSPENDED):
                 commands += moves.enqueue(state, now_ns)
             for other in self.generators:

@@ -349,10 +349,10 @@ class ModelCluster:
             self.generators[group].lose()
         self.send(GroupLost(group, Simulated((group,)), planned))
 
-    def restore_group(self, group: str) -> None:
-        """Bring a lost group back."""
+    def restore_group(self, group: str, blocks: int = 0) -> None:
+        """Bring a lost group back, with fewer KV blocks if `blocks` says so."""
         self.down.discard(group)
-        self.send(GroupReady(group))
+        self.send(GroupReady(group, blocks))
 
     def others(self, group: str) -> list[str]:
         """Return the other groups of the same stage that are not retired."""
@@ -712,4 +712,5 @@ def _happen(action: str, cluster: ModelCluster, rng: random.Random) -> None:
         case "resume" if up:
             cluster.send(Resume(group))
         case "restore" if cluster.down:
-            cluster.restore_group(min(cluster.down))
+            blocks = cluster.limits.blocks_min if cluster.faults % 3 == 0 else 0
+            cluster.restore_group(min(cluster.down), blocks)

@@ -199,6 +199,11 @@ class BlockPool(Restorable):
             "prefix_evictions": self.evictions,
         }
 
+    def shrink(self, count: int) -> None:
+        """Reduce an empty or restored pool to `count` blocks; the others are free."""
+        self.count = count
+        del self.holders[count:], self._hash_of[count:]
+
     def add_holder(self, blocks: Iterable[int]) -> None:
         """Count a holder of blocks, after a snapshot is restored."""
         for block in blocks:

@@ -69,6 +69,8 @@ COUNTED = (
     *("swapped_out", "swapped_in", "swap_blocks_out", "swap_blocks_in"),
 )
 """Counters of a group, by their names in its statistics."""
+_MISSING = "blocks_missing"
+"""KV blocks that the group came back without."""
 
 
 class GenerateGroup(Group):
@@ -117,7 +119,7 @@ class GenerateGroup(Group):
         self.step_times = StepTimeModel(
             limits.step_target_ns, limits.step_target_ratio, limits.block_size
         )
-        self._counts = dict.fromkeys(COUNTED, 0)
+        self._counts = dict.fromkeys((*COUNTED, _MISSING), 0)
         self._known_tokens = self._members = 0
         self.measures = Measures()
         self.measured: Measured = Measurements()  # set once all groups are there
@@ -128,7 +130,7 @@ class GenerateGroup(Group):
     def _reset(self) -> None:
         """Empty the group: no slot, block or step."""
         order = partial(GuardedOrder[bytes], self._prefix_eviction, self._faults)
-        self._pool = BlockPool(self._limits.blocks, order())
+        self._pool = BlockPool(self._limits.blocks - self._counts[_MISSING], order())
         self._snapshots = StateSnapshots(self._limits, order)
         self._swap = SwapSpace(self._limits)
         self._running = RunningSet(self._limits, self._pool)
@@ -730,6 +732,12 @@ class GenerateGroup(Group):
         poison = suspect if blame and suspect is not None and suspect.is_suspect else None
         return sorted(lost, key=order_of), poison
 
+    def resize(self, blocks: int) -> None:
+        """Continue with `blocks` KV blocks; the group came back, and holds none."""
+        if blocks != self._pool.count:
+            self._counts[_MISSING] = self._limits.blocks - blocks
+            self._reset()
+
     # --- views ---
 
     def mark_dirty(self) -> None:
@@ -827,7 +835,7 @@ class GenerateGroup(Group):
         if need > available:
             subject = "it" if first is state else "the first in the queue"
             return (
-                f"{subject} needs {need} KV blocks, {available} of {self._limits.blocks} are available"
+                f"{subject} needs {need} KV blocks, {available} of {self._pool.count} are available"
                 f"{behind}. Remedy: a larger KV cache (generate.memory), or more replicas"
             )
         if self._running.suspect is not None and state.is_suspect:
@@ -881,6 +889,7 @@ class GenerateGroup(Group):
 
     def rebuild(self) -> None:
         super().rebuild()
+        self._pool.shrink(self._limits.blocks - self._counts.setdefault(_MISSING, 0))
         queue = self.queue
         blocked, hold_until_ns = queue.blocked, queue.hold_until_ns
         for state in self._requests.values():
