@@ -85,10 +85,10 @@ async def test_state_has_the_policy_that_was_installed() -> None:
 
 
 class NamesAll(RequestPolicy, frozen=True, kw_only=True):
-    """Admits more requests than there is room for, and fails to share a step."""
+    """Admits more requests than there is room for, the latest first, and fails to share a step."""
 
     def admit(self, view: AdmissionView) -> Admission:
-        return Admission(range(len(view.waiting)))
+        return Admission(range(len(view.waiting))[::-1])
 
     def share(self, view: StepView) -> StepShares:
         raise LookupError("a bug")
@@ -111,6 +111,10 @@ async def test_policy_that_fails_or_is_overruled_is_shown_on_the_page_and_in_met
     (sample,) = re.findall(r"^vsched_policy_overruled_total\{(.*)\} [1-9]", metrics, re.MULTILINE)
     assert f'reason="{reason}"' in sample
     assert 'seat="generate.admission"' in sample
+    (passed,) = re.findall(
+        r'^vsched_passed_over_seconds_max\{.*"generate".*\} (.+)', metrics, re.MULTILINE
+    )
+    assert 0 < float(passed) < 10
     assert re.search(
         r'^vsched_policy_faults_total\{.*policy="NamesAll".*\} [1-9]', metrics, re.MULTILINE
     )
