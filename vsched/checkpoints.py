@@ -1,9 +1,9 @@
 """Local folders of checkpoints named by a repository of the Hugging Face hub, or by a GGUF file.
 
-A repository is `ORG/NAME` or `ORG/NAME@REVISION`; `ORG/NAME:PART` is the GGUF file in a repository whose name contains
-PART, such as `Q4_K_M`. huggingface_hub downloads, resumes and caches; `HF_HOME`, `HF_TOKEN`, `HF_ENDPOINT` and
-`HF_HUB_OFFLINE` have their usual meaning. Only the files that a server reads are downloaded, and weights only as
-safetensors or GGUF, which cannot run code. A GGUF file is converted once, into vsched's cache.
+A repository is `ORG/NAME` or `ORG/NAME@REVISION`; `ORG/NAME:PART` is the GGUF file in a repository whose path contains
+PART, such as `Q4_K_M`. huggingface_hub downloads and caches; `HF_HOME`, `HF_TOKEN`, `HF_ENDPOINT` and `HF_HUB_OFFLINE`
+have their usual meaning. Only the files that a server reads are downloaded, and weights only as safetensors or GGUF,
+which cannot run code. A GGUF file is converted once, into vsched's cache.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ _HUB_ID = re.compile(
 MODEL_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "model*.safetensors")
 """Files of a model. Some repositories have the same weights a second time, as `consolidated*.safetensors`."""
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
-WEIGHTS = re.compile(r"(adapter_)?model[^/]*\.safetensors|.*\.gguf")
+WEIGHTS = re.compile(r"(adapter_)?model[^/]*\.safetensors")
+PROJECTOR = "mmproj"
+"""In the name of a GGUF file with the vision part of a model, which stands next to that of the language model."""
+_SPLIT = re.compile(r"-\d{5}-of-(\d{5})\.gguf")
 SPARE_BYTES = 256 << 20
 """Disk space that a download leaves free."""
 
@@ -81,8 +84,7 @@ def local_checkpoint(name: str, progress: Progress | None = None) -> str:
         if not part:
             return str(folder)
         # Parts that were downloaded before are in the same folder.
-        files = [file.name for file in folder.glob(f"*{part}*.gguf")]
-        return _converted(folder / _one_of(name, part, files), progress)
+        return _converted(folder / _one_of(name, part, _weights(_files_in(folder), part)), progress)
     if name.endswith(".gguf") and Path(name).is_file():
         return _converted(Path(name), progress)
     return name
@@ -92,6 +94,7 @@ def _converted(file: Path, progress: Progress | None) -> str:
     """Return the folder of a converted GGUF file, in the cache; the key is the file's identity, size and time."""
     from vsched.checkpoint_tools import load_tools
 
+    _check_whole(file.name)
     source = file.resolve()
     facts = source.stat()
     key = hashlib.sha256(f"{source} {facts.st_size} {facts.st_mtime_ns}".encode()).hexdigest()[:16]
@@ -139,14 +142,38 @@ def download(hub_id: str, needed: Sequence[str] = MODEL_FILES) -> Path:
         folder = Path(snapshot_download(**fields, tqdm_class=_progress_bar()))
     except Exception as error:
         raise _in_a_sentence(hub_id, error) from error
-    if not any(WEIGHTS.fullmatch(file.name) for file in folder.iterdir()):
-        raise _no_weights(hub_id, sorted(file.name for file in folder.iterdir()))
+    if not _weights(files := _files_in(folder), part):
+        raise _no_weights(hub_id, files)
     return folder
+
+
+def _weights(files: Sequence[str], part: str | None) -> list[str]:
+    """Return the files with weights: the GGUF files with a part in their paths, without a part safetensors."""
+    if part:
+        return [file for file in files if part in file and file.endswith(".gguf")]
+    return [file for file in files if WEIGHTS.fullmatch(file)]
+
+
+def _files_in(folder: Path) -> list[str]:
+    """Return the paths of all files in a folder and its subfolders."""
+    return sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+
+
+def _check_whole(name: str) -> None:
+    """Refuse a GGUF file that is one of several parts: the others would be missing weights."""
+    split = _SPLIT.search(name)
+    if split and int(split[1]) > 1:
+        raise CheckpointError(
+            f"{name} is one of {int(split[1])} parts, and only a whole GGUF file can be converted. Remedy: join them "
+            "with llama-gguf-split --merge, or name a repository with model.safetensors"
+        )
 
 
 def _one_of(hub_id: str, part: str, files: Sequence[str]) -> str:
     """Return the GGUF file that a part of its name stands for: the one that ends with it, or the only one."""
-    found = [file for file in files if file.removesuffix(".gguf").endswith(part)] or list(files)
+    models = [file for file in files if PROJECTOR not in file] or files
+    found = [file for file in models if file.removesuffix(".gguf").endswith(part)] or list(models)
+    _check_whole(found[0])
     if len(found) > 1:
         raise CheckpointError(
             f"{hub_id}: {len(found)} files have {part!r} in their names: {', '.join(sorted(found)[:8])}. "
@@ -164,13 +191,14 @@ def _check_size(hub_id: str, fields: dict[str, Any], part: str | None) -> None:
         files = snapshot_download(**fields, dry_run=True)
     except (DryRunError, LocalEntryNotFoundError):
         return  # not connected: only an earlier download can serve
-    if not any(WEIGHTS.fullmatch(file.filename) for file in files):
-        raise _no_weights(hub_id, [file.filename for file in files])
+    names = [file.filename for file in files]
+    if not _weights(names, part):
+        raise _no_weights(hub_id, names)
     if part:
-        only = _one_of(hub_id, part, [file.filename for file in files])
+        only = _one_of(hub_id, part, names)
         fields["allow_patterns"] = [only]
         files = [file for file in files if file.filename == only]
-    missing = [file.file_size for file in files if file.will_download]
+    missing = [file.file_size or 0 for file in files if file.will_download]
     if not missing:
         return
     cache = Path(constants.HF_HUB_CACHE)
@@ -238,5 +266,6 @@ def _in_a_sentence(hub_id: str, error: Exception) -> CheckpointError:
             return CheckpointError(text)
     reason = str(error).strip().partition("\n")[0] or type(error).__name__
     return CheckpointError(
-        f"{hub_id}: the download from {host} failed: {reason}. Remedy: the same command resumes it"
+        f"{hub_id}: the download from {host} failed: {reason}. Remedy: run the same command again; it downloads only "
+        "the files that are missing"
     )

@@ -11,7 +11,6 @@ import logging
 import os
 import random
 import time
-import traceback
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -72,7 +71,7 @@ from vsched.config.checks import check_combinations
 from vsched.config.devices import settle
 from vsched.config.policies import check_replacement, policy_tables
 from vsched.devices import log_devices, resolve_devices
-from vsched.errors import ConfigError, PolicyError, RequestRefused, reraise_interrupt, safe_text
+from vsched.errors import ConfigError, PolicyError, RequestRefused, described, reraise_interrupt
 from vsched.fork_server import ForkServer
 from vsched.kernel import Scheduler
 from vsched.kernel.commands import RefusalCode, Refuse
@@ -695,10 +694,8 @@ class Engine:
             raise RequestRefused(str(error), code="invalid_policy") from error
         except BaseException as error:  # a user's module or class may raise anything
             reraise_interrupt(error)
-            trace = traceback.extract_tb(error.__traceback__)[-1]
             raise RequestRefused(
-                f"{', '.join(tables)}: {type(error).__name__}: {safe_text(error, str)}, at "
-                f"{trace.filename}:{trace.lineno}. Remedy: mend the policy",
+                f"{', '.join(tables)}: {described(error)}. Remedy: correct the policy",
                 code="invalid_policy",
             ) from error
         self._policies, self._replacing = policies, checked

@@ -6,6 +6,7 @@ Every message about a limit gives the value, the limit and a remedy, in the word
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from opcode import opname
 from typing import Any, ClassVar, Self
@@ -37,6 +38,15 @@ def reraise_interrupt(error: BaseException) -> None:
     code = trace.tb_frame.f_code.co_code if trace is not None else b""
     if trace is None or opname[code[trace.tb_lasti]] != "RAISE_VARARGS":
         raise error
+
+
+def described(error: BaseException) -> str:
+    """Return the error of a user's code in words: its type, its text, and the file and the line that raised it."""
+    text = f"{type(error).__name__}: {safe_text(error, str)}"
+    frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, SyntaxError) or not frames:  # a SyntaxError names its own
+        return text
+    return f"{text} ({frames[-1].filename}, line {frames[-1].lineno})"
 
 
 def one_of(names: Iterable[str]) -> str:

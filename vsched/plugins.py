@@ -10,7 +10,6 @@ import difflib
 import importlib
 import inspect
 import math
-import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -18,7 +17,14 @@ from typing import Any, cast
 
 import msgspec
 
-from vsched.errors import ConfigError, ConfigProblems, PolicyError, limit_message
+from vsched.errors import (
+    ConfigError,
+    ConfigProblems,
+    PolicyError,
+    described,
+    limit_message,
+    reraise_interrupt,
+)
 from vsched.policy import DECISIONS, SEVERAL, Policy, decisions_of, tables_of, without_seats
 from vsched.policy_host.seats import check_state_type
 
@@ -76,6 +82,11 @@ def resolve_policy(kind: str, table: Mapping[str, Any], *, path: str = "") -> Po
         return msgspec.convert(fields, cls)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path}: {error}") from error
+    except BaseException as error:  # __post_init__ may raise anything
+        reraise_interrupt(error)
+        raise ConfigError(
+            f"{path}: {name!r} cannot be built: {described(error)}. Remedy: correct the class"
+        ) from error
 
 
 def resolve_several(table: Mapping[str, Any]) -> tuple[Policy, list[str]]:
@@ -352,12 +363,8 @@ def load_registered(group: str, name: str, *, path: str, extra: str = "") -> obj
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"{path}: cannot import {target!r}: {error}") from error
     except Exception as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]  # a SyntaxError names its own
-        where = (
-            "" if isinstance(error, SyntaxError) else f" ({place.filename}, line {place.lineno})"
-        )
         raise ConfigError(
-            f"{path}: cannot import {target!r}: {type(error).__name__}: {error}{where}. Remedy: correct the module"
+            f"{path}: cannot import {target!r}: {described(error)}. Remedy: correct the module"
         ) from error
 
 

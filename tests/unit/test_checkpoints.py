@@ -33,6 +33,8 @@ class HubServer(ThreadingHTTPServer):
     Attributes:
         token: Required access token; empty for none.
         requests: Method and path of each request so far.
+        cut_at: Number of bytes after which the connection of a download from the first byte on is lost; 0 for none.
+        ranges: First bytes of the downloads that began later in a file.
     """
 
     daemon_threads = True
@@ -42,6 +44,8 @@ class HubServer(ThreadingHTTPServer):
         self.repositories = repositories
         self.token = ""
         self.requests: list[str] = []
+        self.cut_at = 0
+        self.ranges: list[int] = []
 
     @property
     def url(self) -> str:
@@ -139,18 +143,30 @@ class _Handler(BaseHTTPRequestHandler):
         )
 
     def _send_file(self, file: Path) -> None:
-        content = file.read_bytes()
-        self._send(200, content, headers={"ETag": f'"{_etag(file)}"'})
+        content, etag = file.read_bytes(), {"ETag": f'"{_etag(file)}"'}
+        if wanted := self.headers.get("Range"):
+            start = int(wanted.removeprefix("bytes=").removesuffix("-"))
+            self.server.ranges.append(start)
+            there = f"bytes {start}-{len(content) - 1}/{len(content)}"
+            self._send(206, content[start:], headers={**etag, "Content-Range": there})
+        else:
+            self._send(200, content, headers=etag, cut_at=self.server.cut_at)
 
     def _send(
-        self, status: int, body: bytes = b"", *, headers: Mapping[str, str] = NO_HEADERS
+        self,
+        status: int,
+        body: bytes = b"",
+        *,
+        headers: Mapping[str, str] = NO_HEADERS,
+        cut_at: int = 0,
     ) -> None:
         self.send_response(status)
         for name, value in {**headers, "Content-Length": str(len(body))}.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(body)
+            self.wfile.write(body[: cut_at or len(body)])
+            self.close_connection = 0 < cut_at < len(body)
 
 
 def _etag(file: Path) -> str:
@@ -217,11 +233,24 @@ def test_download_takes_the_files_that_a_server_reads_and_once(hub: HubServer) -
     assert not [one for one in hub.requests if "/cdn/" in one]
 
 
+def test_download_goes_on_after_a_lost_connection(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the last piece that came, of 500 bytes here and 10 MB by default."""
+    monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 500)
+    monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda _: None)
+    hub.cut_at = 1200
+    folder = download("org/model")
+    assert (folder / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+    assert hub.ranges == [1000]
+
+
 def test_configuration_gets_folders_and_clients_the_hub_id(hub: HubServer) -> None:
     config = load_config(
         None,
         sets=[
             "model.path=org/model@main",
+            "generate.draft_model=org/model",
             'adapters.load={sql = "org/adapter"}',
             "adapters.count_max=1",
         ],
@@ -230,6 +259,7 @@ def test_configuration_gets_folders_and_clients_the_hub_id(hub: HubServer) -> No
     local = with_local_checkpoints(config)
     assert Path(local.model.path, "config.json").exists()
     assert local.model.served_name == "org/model"
+    assert local.generate.draft_model == local.model.path
     adapter = Path(local.adapters.load["sql"])
     assert sorted(file.name for file in adapter.iterdir()) == [
         "adapter_config.json",
@@ -280,6 +310,29 @@ def test_part_of_several_gguf_files_is_an_error_before_they_are_downloaded(
         local_checkpoint("org/model:Q4")
     folder = download("org/model:Q4_K")
     assert [file.name for file in folder.glob("*.gguf")] == ["model-Q4_K.gguf"]
+
+
+def test_part_is_the_language_model_next_to_its_vision_part_and_in_folders(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("model-Q8_0.gguf", "mmproj-model-Q8_0.gguf", "Q4_0/model.gguf")
+    for file in [hub.repositories["org/model"] / name for name in names]:
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(file.name.encode())
+    monkeypatch.setattr(checkpoints, "_converted", lambda file, _: file.read_text())
+    assert local_checkpoint("org/model:Q8_0") == "model-Q8_0.gguf"
+    assert local_checkpoint("org/model:Q4_0") == "model.gguf"
+    assert local_checkpoint("org/model:mmproj") == "mmproj-model-Q8_0.gguf"
+
+
+def test_gguf_file_in_several_parts_is_refused(hub: HubServer, tmp_path: Path) -> None:
+    for number in (1, 2):
+        name = f"model-Q6_K-0000{number}-of-00002.gguf"
+        (hub.repositories["org/model"] / name).write_bytes(b"GGUF")
+    for name in ("org/model:Q6_K", str(tmp_path / "model" / "model-Q6_K-00001-of-00002.gguf")):
+        with pytest.raises(CheckpointError, match=r"is one of 2 parts.* Remedy: join them"):
+            local_checkpoint(name)
+    assert not [one for one in hub.requests if "/cdn/" in one]
 
 
 def test_token_is_sent_and_its_lack_is_one_sentence(

@@ -30,6 +30,7 @@ from vsched.cli import app
 from vsched.cli.main import import_commands
 from vsched.cli.vllm_flags import ServeCommand, translate
 from vsched.config import Config, load_config
+from vsched.policy import DECISIONS
 from vsched.probes import PROBES
 from vsched.sim.fast.simulation import simulate
 from vsched.sim.workload.requests import Text, workload_of
@@ -274,6 +275,19 @@ def test_docs_reference_lists_every_command() -> None:
     names = {name for name, one in command_line().commands.items() if not one.hidden}
     page = (ROOT / "docs/reference/cli.md").read_text()
     assert set(re.findall(r"^\| `vsched ([\w-]+)` \|", page, re.MULTILINE)) == names
+
+
+def test_docs_reference_lists_every_decision_of_a_policy() -> None:
+    """With its class, its method and its tables."""
+    page = (ROOT / "docs/reference/policy.md").read_text()
+    row = re.compile(r"^\| (?:`(\w+)` )?\| (\w+): `(\w+)` \| ([^|]+) \|", re.MULTILINE)
+    listed, base = {}, ""
+    for named, decision, method, tables in row.findall(page):
+        base = named or base
+        listed[decision] = base, method, tuple(re.findall(r"`([\w.]+)`", tables))
+    assert listed == {
+        name: (one.base.__name__, one.method, one.tables) for name, one in DECISIONS.items()
+    }
 
 
 def test_docs_error_codes_exist() -> None:

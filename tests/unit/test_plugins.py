@@ -159,6 +159,28 @@ def test_resolve_policy_names_the_line_of_a_module_that_cannot_be_imported(
         resolve_policy("admission", {"use": "a_faulty_module:A"}, path="a.b")
 
 
+UNBUILT = """
+from vsched.policy import RequestPolicy
+
+
+class A(RequestPolicy):
+    def __post_init__(self):
+        raise OSError("no file")
+
+    def admit(self, view): ...
+"""
+
+
+def test_resolve_policy_names_the_line_of_a_class_that_cannot_be_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "an_unbuilt_module.py").write_text(UNBUILT)
+    monkeypatch.syspath_prepend(tmp_path)
+    words = r"a.b: 'an_unbuilt_module:A' cannot be built: OSError: no file \(.*/an_unbuilt_module.py, line 7\)"
+    with pytest.raises(ConfigError, match=words):
+        resolve_policy("admission", {"use": "an_unbuilt_module:A"}, path="a.b")
+
+
 def test_resolve_policy_reports_a_missing_required_field() -> None:
     with pytest.raises(ConfigError, match="a.b: Object missing required field `most`"):
         resolve_policy("admission", {"use": f"{__name__}:Whole"}, path="a.b")

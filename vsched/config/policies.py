@@ -13,18 +13,20 @@ from msgspec import Meta
 
 from vsched.config.devices import assumed
 from vsched.config.sections import Config, PoliciesConfig, PolicyTable, Section, VllmConfig
-from vsched.errors import ConfigError, ConfigProblems, PolicyError
+from vsched.errors import ConfigError, ConfigProblems, PolicyError, described, reraise_interrupt
 from vsched.plugins import did_you_mean, resolve_policy, resolve_several, seats_of
 from vsched.policy import (
     KERNEL_TABLES,
     POLICY_TABLES,
     SEVERAL,
+    EncodeLimits,
     MemoryPolicy,
     Policy,
     PruningPolicy,
     RequestPolicy,
     without_seats,
 )
+from vsched.policy.requests import check_encode_limits
 from vsched.policy_host import HostCapabilities, SeatPolicies, check_capabilities, check_table
 from vsched.policy_host.seats import PolicyMemory
 
@@ -198,7 +200,7 @@ def _needs_restart(path: str, value: str, limit: str) -> ConfigError:
 def configured_policies(config: Config, built: Mapping[str, Policy]) -> ConfiguredPolicies:
     """Combine the policies in `built`, by table, with the limits derived from them; `auto` counts as `cpu`."""
     config = assumed(config)
-    limits = cast("RequestPolicy", built["encode.admission"]).encode_limits()
+    limits = _encode_limits(cast("RequestPolicy", built["encode.admission"]))
     items_max, item_tokens_max = limits.images, limits.tokens
     if items_max is None:
         items_max = ENCODE_ITEMS_MAX_CPU if config.encode.on_cpu else ENCODE_ITEMS_MAX
@@ -209,6 +211,17 @@ def configured_policies(config: Config, built: Mapping[str, Policy]) -> Configur
         item_tokens_max=item_tokens_max or None,
         encode_items_max=max(items_max // max(config.encode.replicas, 1), 1),
     )
+
+
+def _encode_limits(policy: RequestPolicy) -> EncodeLimits:
+    try:
+        return check_encode_limits(policy.encode_limits())
+    except BaseException as error:  # a user's method may raise anything
+        reraise_interrupt(error)
+        raise PolicyError(
+            f"encode.admission: no limits by {type(policy).__name__}.encode_limits: {described(error)}. Remedy: "
+            "return EncodeLimits with at least 1 image, and 0 tokens for no limit"
+        ) from error
 
 
 def policy_table(config: Config, path: str) -> PolicyTable:

@@ -73,10 +73,10 @@ def check_text(value: str) -> str:
 
 
 def put_first(indices: Sequence[int], overdue: int) -> Sequence[int]:
-    """Return indices with an overdue one first, unless all before it are ahead in the queue."""
+    """Return indices with an overdue one first, unless all before it are ahead in the queue; never none."""
     for index in indices:
         if index == overdue:
             break
         if index > overdue:
             return [overdue, *(other for other in indices if other != overdue)]
-    return indices
+    return indices or [overdue]

@@ -418,6 +418,16 @@ class EncodeLimits(msgspec.Struct, frozen=True):
     tokens: int | None = 0
 
 
+def check_encode_limits(returned: EncodeLimits) -> EncodeLimits:
+    """Return the checked limits."""
+    images, tokens = returned.images, returned.tokens
+    if images is not None:
+        images = check_number(images, least=1, most=COUNT_MAX)
+    if tokens is not None:
+        tokens = check_number(tokens, most=COUNT_MAX)
+    return EncodeLimits(images, tokens)
+
+
 class RequestPolicy(Policy, frozen=True, kw_only=True):
     """Decides about requests: arrival, admission, the shares of a step, and preemption.
 

@@ -39,7 +39,7 @@ class OrderedQueue(Restorable, Generic[Waiting]):
 
     Attributes:
         entries: The entries in order, read only; always the same object.
-        passed_longest_ns: The longest time that an entry was passed over.
+        passed_longest_ns: The longest time that an entry was passed over, or kept waiting by an empty answer.
         hold_until_ns: End of a hold of the admission policy on all entries; None without one.
     """
 
@@ -50,7 +50,7 @@ class OrderedQueue(Restorable, Generic[Waiting]):
     def __init__(self) -> None:
         self._entries: list[Waiting] = []
         self._views: list[WaitingEntry] = []
-        self._passed = {}  # by order number, the times at which entries were first passed over, in order of time
+        self._passed = {}  # by order number, the times since which policies keep entries waiting, in order of time
         self.entries: Sequence[Waiting] = self._entries
 
     def shown(self) -> tuple[WaitingEntry, ...]:
@@ -68,8 +68,13 @@ class OrderedQueue(Restorable, Generic[Waiting]):
         view: AdmissionView,
         waiting: Sequence[Waiting],
         hold_max_ns: int,
+        *,
+        fits: bool,
     ) -> tuple[Admission, bool]:
-        """Call the admission policy, and note its hold; `waiting` are the entries of the view.
+        """Call the admission policy, and note its hold.
+
+        `waiting` are the entries of the view. `fits` tells that there are blocks for the first: an answer without
+        entries passes it over, too.
 
         Returns:
             The entries to admit, in order; and whether the overdue one was put first.
@@ -82,10 +87,12 @@ class OrderedQueue(Restorable, Generic[Waiting]):
         indices = admission.indices
         if len(indices) > free + len(admission.preempt):
             seat.overrule("more entries than can join")
-        if overdue is None or (first := put_first(indices, overdue)) is indices:
+        if not indices and fits and free and admission.hold_until_ns is None:
+            self._passed.setdefault(waiting[0].order, now_ns)
+        if overdue is None or (ordered := put_first(indices, overdue)) is indices:
             return admission, False
         seat.overrule(PASSED_OVER)
-        return Admission(first), True
+        return Admission(ordered), True
 
     def put_new(self, entry: Waiting) -> None:
         """Insert a new entry, and end the hold, since the policy may admit it at once."""

@@ -523,8 +523,8 @@ def make_request(
 def random_request(rng: random.Random, name: str) -> Request:
     """Return a request with a random text (often a shared prefix) and some images from a small set.
 
-    Some images are given as embeddings; some requests have a priority, a target, a cache salt or an
-    adapter.
+    Some images are given as embeddings; some requests have a tenant, a session, a priority, a target, a cache salt or
+    an adapter.
     """
     text = [(7 * index) % 50 + 10 for index in range(rng.randint(1, 60))]
     if rng.random() < 0.5:
@@ -541,7 +541,7 @@ def random_request(rng: random.Random, name: str) -> Request:
         # Sometimes the length differs for the same key: such a request may fail, but must not
         # affect others.
         items.append((place, tokens + (rng.random() < 0.02), key))
-    return make_request(
+    request = make_request(
         name,
         text,
         items,
@@ -554,6 +554,11 @@ def random_request(rng: random.Random, name: str) -> Request:
         ttft_target_ms=rng.choice([None, None, 0, 1, 100]),
         cache_salt=salt,
         adapter=(0, 0, 1, 2)[sum(text) % 4],
+    )
+    return msgspec.structs.replace(
+        request,
+        tenant=("", "", "one", "two")[len(text) % 4],
+        session=("", "talk", "another")[len(text) % 3],
     )
 
 

@@ -24,10 +24,12 @@ from vsched.policy import (
     PruningPolicy,
     PruningView,
     ReplicaView,
+    RequestPolicy,
     RoutingPolicy,
     RoutingView,
     decisions_of,
 )
+from vsched.policy.requests import check_encode_limits
 from vsched.policy.videos import check_kept
 from vsched.policy_host import SeatPolicies
 from vsched.testing.cluster import SEATS, ModelCluster, default_policies, run_random
@@ -192,6 +194,8 @@ def check_policy(
 def _check(policy: Policy, seed: int, report: PolicyReport) -> list[object]:
     """Run all checks of the policy's decisions; return the results."""
     made = decisions_of(type(policy))
+    if isinstance(policy, RequestPolicy):
+        check_encode_limits(policy.encode_limits())
     alone = [kind for kind in made if kind in ASKED_ALONE]
     results = [ASKED_ALONE[kind](policy, random.Random(seed)) for kind in alone]  # noqa: S311
     seats = [name for name, table in SEATS.items() if POLICY_TABLES[table] in made]
@@ -269,6 +273,10 @@ def _routing_view(rng: random.Random) -> RoutingView:
         item_keys=tuple(rng.randbytes(32) for _ in range(items)),
         routed=rng.choice([0, 1, rng.randrange(1 << 40)]),
         load_limit_tokens=limit,
+        max_tokens=rng.choice([1, 500]),
+        priority=rng.choice([0, 1]),
+        tenant=rng.choice(["", "one"]),
+        session=rng.choice(["", "talk"]),
     )
 
 

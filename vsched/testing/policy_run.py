@@ -37,6 +37,7 @@ class RequestAt(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     ttft_target_ms: int | None = None
     tenant: str = ""
+    session: str = ""
 
 
 class PolicyRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,7 +107,7 @@ def _request(number: int, one: RequestAt) -> Request:
         priority=one.priority,
         ttft_target_ms=one.ttft_target_ms,
     )
-    return msgspec.structs.replace(request, tenant=one.tenant)
+    return msgspec.structs.replace(request, tenant=one.tenant, session=one.session)
 
 
 def _serve(

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.contract.harmful import KINDS, ODD, RAISES, wrapped
+from tests.contract.harmful import KINDS, ODD, RAISES, changed_by, wrapped
 from vsched.config import Config
 from vsched.config.policies import policy_table
 from vsched.plugins import load_policy_class
@@ -68,6 +68,21 @@ def serve(does: Callable[[Any, Any], Any]) -> dict[str, Any]:
             return runner.run(_serve())
     finally:
         DOES.pop()
+
+
+def test_no_view_can_be_changed_in_a_server() -> None:
+    """The first view of each kind; `tests.contract` tries all of them in the kernel."""
+    changed: dict[str, list[str]] = {}
+
+    def does(ask: Any, view: Any) -> Any:
+        name = type(view).__name__
+        if name not in changed:
+            changed[name] = changed_by(view)
+        return ask(view)
+
+    assert serve(does)["policy_faults"] == {}
+    assert len(changed) > 6
+    assert not any(changed.values()), changed
 
 
 @pytest.mark.parametrize("odd", ODD[::6], ids=[one.name for one in ODD[::6]])

@@ -16,6 +16,7 @@ from tests.unit.api.fakes import Client, FakeEngine
 from vsched.aio.live import LiveState
 from vsched.api import ApiSettings, create_app
 from vsched.api.page import PAGE_PATHS
+from vsched.policy import Admission, AdmissionView, RequestPolicy, StepShares, StepView
 from vsched.sim.cluster import SimEngine
 from vsched.sim.loop import VirtualLoop
 
@@ -81,6 +82,42 @@ async def test_state_has_the_policy_that_was_installed() -> None:
         await engine.client.request("POST", "/admin/policies", json=tables)
         found = {one.table: one.use for one in (await asked(engine)).policies}
     assert found["generate.admission"] == "shortest-first"
+
+
+class NamesAll(RequestPolicy, frozen=True, kw_only=True):
+    """Admits more requests than there is room for, the latest first, and fails to share a step."""
+
+    def admit(self, view: AdmissionView) -> Admission:
+        return Admission(range(len(view.waiting))[::-1])
+
+    def share(self, view: StepView) -> StepShares:
+        raise LookupError("a bug")
+
+
+@pytest.mark.sim
+async def test_policy_that_fails_or_is_overruled_is_shown_on_the_page_and_in_metrics() -> None:
+    async with SimEngine(allow_policy_failures=True) as engine:
+        engine.engine.replace_policies(
+            dict.fromkeys(["generate.admission", "generate.step"], NamesAll())
+        )
+        ask = engine.client.request
+        await asyncio.gather(*(ask("POST", "/v1/completions", json=BODY) for _ in range(7)))
+        shown = {one.table: one for one in (await asked(engine)).policies}
+        metrics = (await ask("GET", "/metrics")).body.decode()
+    reason = "more entries than can join"
+    assert shown["generate.admission"].overruled.keys() == {reason}
+    assert (shown["generate.admission"].faults, shown["generate.step"].overruled) == (0, {})
+    assert shown["generate.step"].faults > 0
+    (sample,) = re.findall(r"^vsched_policy_overruled_total\{(.*)\} [1-9]", metrics, re.MULTILINE)
+    assert f'reason="{reason}"' in sample
+    assert 'seat="generate.admission"' in sample
+    (passed,) = re.findall(
+        r'^vsched_passed_over_seconds_max\{.*"generate".*\} (.+)', metrics, re.MULTILINE
+    )
+    assert 0 < float(passed) < 10
+    assert re.search(
+        r'^vsched_policy_faults_total\{.*policy="NamesAll".*\} [1-9]', metrics, re.MULTILINE
+    )
 
 
 class CountingEngine(FakeEngine):

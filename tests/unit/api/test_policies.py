@@ -177,6 +177,17 @@ class P(RequestPolicy):
     def encode_limits(self):
         return None
 """,
+    "few": """
+from vsched.policy import EncodeLimits, RequestPolicy
+
+
+class P(RequestPolicy):
+    def admit(self, view):
+        return None
+
+    def encode_limits(self):
+        return EncodeLimits(images=-1)
+""",
 }
 
 
@@ -194,6 +205,6 @@ async def test_code_that_fails_when_it_is_loaded_is_refused_with_its_place(
             error = reply.json()["error"]
             assert (reply.status, error["code"]) == (400, "invalid_policy")
             assert error["message"].startswith("encode.admission")
-            assert ("_when_loaded.py" in error["message"]) == (name != "none")
+            assert ("_when_loaded.py" in error["message"]) == (name not in ("none", "few"))
         assert engine.engine.policies() == before
         assert engine.engine.state == "ready"

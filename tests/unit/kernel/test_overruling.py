@@ -95,6 +95,34 @@ def test_admission_passes_no_request_over_for_too_long(limit_s: int) -> None:
     assert limit_s // 2 <= joined(cluster).index("r1.0") <= limit_s + 3
 
 
+def overruled_in(run: PolicyRun) -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = run.statistics["policy_overruled"]
+    return found
+
+
+class OneAtATime(RequestPolicy, frozen=True, kw_only=True):
+    """Admits nothing while anything runs."""
+
+    def admit(self, view: AdmissionView) -> Admission:
+        return Admission() if view.running else Admission([0])
+
+
+def test_admission_keeps_no_request_waiting_for_too_long_with_empty_answers() -> None:
+    """However long others run. A request that needs blocks which are not free does not wait for the policy."""
+    requests = [RequestAt(at_s=n, text_tokens=800, output_tokens=100) for n in range(2)]
+    limits = {"step_ms": 100.0, "slots": 4, "passed_over_ns": 5 * SECOND_NS}
+    found = run_policy(OneAtATime(), *requests, **limits)
+    times = found.times["2"]
+    assert 5 <= (times.first_token_ns - times.submitted_ns) / SECOND_NS < 6
+    assert overruled_in(found) == {
+        "generate.admission": {"one that was passed over for too long goes first": 1}
+    }
+    assert 5 <= found.statistics["passed_over_s"]["generate"] < 6
+    full = run_policy(OneAtATime(), *requests, **limits, blocks=64)
+    assert full.joined == ["1", "2"]
+    assert overruled_in(full) == {}
+
+
 def test_requests_that_are_passed_over_take_one_slot_at_a_time() -> None:
     """A policy that keeps slots for others keeps all but one."""
     limits = make_limits(slots=4, waiting=1000, passed_over_ns=5 * SECOND_NS)

@@ -16,6 +16,7 @@ from vsched.policy import (
     AdmissionView,
     Build,
     CachePolicy,
+    EncodeLimits,
     EncodingView,
     ImagePolicy,
     MemoryPlan,
@@ -119,6 +120,21 @@ class LeavesOther(Learns, frozen=True, kw_only=True):
         self.calls.append(1)
         view.state.calls = len(self.calls)
         return Admission(range(min(len(view.waiting), view.entries_free)))
+
+
+class Dislikes(RequestPolicy, frozen=True, kw_only=True):
+    """Fails for requests with something that most do not have."""
+
+    field: str
+
+    def admit(self, view: AdmissionView) -> Admission:
+        assert not any(getattr(entry, self.field) for entry in view.waiting), f"a {self.field}"
+        return Admission(range(min(len(view.waiting), view.entries_free)))
+
+
+class NoLimits(Shortest, frozen=True, kw_only=True):
+    def encode_limits(self) -> EncodeLimits:
+        return EncodeLimits(images=0)
 
 
 class TooFar(ImagePolicy, frozen=True, kw_only=True):
@@ -254,6 +270,11 @@ def test_check_policy_passes_a_good_one(policy: type[Policy] | Policy) -> None:
         (RaisesRarely, "three are too many"),
         (AdmitsNobody, "nothing is admitted"),
         (HoldsForEver, "held for over 60 s"),
+        *[
+            (Dislikes(field=field), f"a {field}")
+            for field in ("tenant", "session", "priority", "target_ns", "images", "outputs")
+        ],
+        (NoLimits, "0 is outside 1 to"),
         (Remembers, "asked again, it answers"),
         (Hoards, "its state grows"),
         (Overflows, "its state is too large"),

@@ -288,6 +288,24 @@ def test_convert_gguf_refuses_words_that_are_split_by_an_unknown_rule(
     assert not (tmp_path / "made").exists()
 
 
+def test_convert_gguf_refuses_a_file_without_some_weights(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformers gives them random values."""
+    whole = gguf_tensors
+
+    def few(model: Any) -> dict[str, Any]:
+        return {name: value for name, value in whole(model).items() if "blk.1.ffn" not in name}
+
+    monkeypatch.setitem(globals(), "gguf_tensors", few)
+    words = (
+        "'tiny.gguf' lacks 4 weights of the model, the first is model.layers.1.mlp.down_proj.weight"
+    )
+    with pytest.raises(CheckpointError, match=words):
+        convert(make(), tmp_path / "made")
+    assert not (tmp_path / "made").exists()
+
+
 def test_convert_gguf_refuses_input_other_than_gguf(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"'none\.gguf' is no file. Remedy"):
         convert(tmp_path / "none.gguf", tmp_path / "made")
@@ -342,3 +360,18 @@ def test_blocks_stand_for_what_gguf_makes_of_them(name: str) -> None:
         np.testing.assert_allclose(
             dequantized(found), wanted, rtol=0, atol=3e-6 * np.abs(wanted).max()
         )
+
+
+@pytest.mark.thorough
+def test_gguf_file_that_is_a_link_into_a_cache_is_converted(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files of the hub are links to files named by a hash."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    blob, link = tmp_path / "0123abcd", tmp_path / "linked.gguf"
+    make().rename(blob)
+    link.symlink_to(blob)
+    config = load_config(None, sets=[f"model.path={link}"], environ={}).config
+    local = with_local_checkpoints(config)
+    assert local.model.served_name == "linked"
+    assert Path(local.model.path, "model.safetensors").exists()

@@ -277,7 +277,8 @@ class PolicyScheduler(Base):  # type: ignore[misc]
             measured=self.measured,
             state=seat.state,
         )
-        admission, put_first = ordered.admit(seat, view, entries, self._passed_over_ns)
+        fits = entries[0].tokens <= view.blocks_free * self.block_size
+        admission, put_first = ordered.admit(seat, view, entries, self._passed_over_ns, fits=fits)
         if put_first and overdue is not None:
             self._helped = entries[overdue].request
         queue.show([entries[index] for index in admission.indices[:slots]], now_ns)

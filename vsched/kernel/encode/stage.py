@@ -180,7 +180,7 @@ class EncodeStage(Restorable):
             state=self._admission.state,
         )
         admission, _ = self._queue.admit(
-            self._admission, view, waiting, self._limits.passed_over_ns
+            self._admission, view, waiting, self._limits.passed_over_ns, fits=True
         )
         chosen = [waiting[index] for index in admission.indices][: self._limits.encode_items]
         batch = self._take(chosen, now_ns)

@@ -472,8 +472,13 @@ class GenerateGroup(Group):
         )
         admission = Admission((0,))
         if not self._front_first:
+            need = self._limits.blocks_for(len(waiting[0].state.tokens))
             admission, helped = queue.admit(
-                self._admission, view, waiting, self._limits.passed_over_ns
+                self._admission,
+                view,
+                waiting,
+                self._limits.passed_over_ns,
+                fits=need <= self._pool.available,
             )
             if helped and overdue is not None:
                 self._helped = waiting[overdue].state.number

@@ -358,13 +358,21 @@ def _model(source: Path, dtype: str, progress: Progress) -> Any:
     bar, reader.tqdm = reader.tqdm, counted
     try:
         with without_bars():
-            return library.AutoModelForCausalLM.from_pretrained(
+            model, loaded = library.AutoModelForCausalLM.from_pretrained(
                 str(source.parent),
                 gguf_file=source.name,
                 dtype=getattr(torch, dtype),
                 quantization_config=library.GgufConfig(dequantize=True),
                 local_files_only=True,
                 trust_remote_code=False,
+                output_loading_info=True,
             )
     finally:
         reader.tqdm = bar
+    if missing := sorted(loaded["missing_keys"]):
+        # Transformers has given them random values.
+        raise CheckpointError(
+            f"{source.name!r} lacks {len(missing)} weights of the model, the first is {missing[0]}. Remedy: get the "
+            "whole file, or the model as safetensors."
+        )
+    return model
