@@ -17,7 +17,7 @@ from tests.unit.kernel.setups import (
     generate_statistics,
     image_request,
     joined,
-    make_limits,
+    make_cluster,
     words,
 )
 from vsched.plugins import (
@@ -29,7 +29,7 @@ from vsched.plugins import (
 )
 from vsched.policy import CachePolicy, Policy, RequestPolicy
 from vsched.policy_host.seats import Ask
-from vsched.testing import ModelCluster, check_policy, default_policies, make_request
+from vsched.testing import ModelCluster, check_policy, make_request
 from vsched_policies.admission import Fifo, Priority
 from vsched_policies.encoding import ChunkAware
 
@@ -50,8 +50,7 @@ def test_policy_passes_random_schedules(registered: RegisteredPolicy) -> None:
 
 def test_request_that_waits_for_blocks_holds_none_not_even_its_cached_prefix() -> None:
     """Nothing is allocated for a request, not even shared blocks, before everything it needs is available."""
-    cluster = ModelCluster(make_limits(blocks=9, slots=3))
-    cluster.submit(make_request("first", words(20), max_tokens=4))
+    cluster = make_cluster(make_request("first", words(20), max_tokens=4), blocks=9, slots=3)
     before = generate_statistics(cluster)
     cluster.submit(make_request("second", [*words(16), *words(17, start=90)], max_tokens=3))
     after = generate_statistics(cluster)
@@ -77,8 +76,7 @@ def admissions(cluster: ModelCluster) -> list[str]:
 
 def test_gathering_is_called_on_arrival_and_at_its_deadline() -> None:
     """In between it waits for an event or its time, whatever the number of other steps."""
-    policies = default_policies(generate_admission=Gathering(deadline_s=0.1))
-    cluster = ModelCluster(make_limits(), policies)
+    cluster = make_cluster(generate_admission=Gathering(deadline_s=0.1))
     calls = admissions(cluster)
     cluster.submit(make_request("first", words(4), max_tokens=60))
     cluster.wait(200_000_000)
@@ -102,9 +100,7 @@ def test_gathering_is_called_on_arrival_and_at_its_deadline() -> None:
 
 def test_gathering_encodes_what_comes_within_the_deadline_together() -> None:
     """Two images that arrive a moment apart are one batch, which does not wait once it is full."""
-    policies = default_policies(encode_admission=Gathering(count=2))
-    cluster = ModelCluster(make_limits(), policies)
-    cluster.submit(image_request("a", (b"a", 10)))
+    cluster = make_cluster(image_request("a", (b"a", 10)), encode_admission=Gathering(count=2))
     cluster.wait(50_000_000)
     assert cluster.encoded == []
     cluster.submit(image_request("b", (b"b", 10)))
@@ -114,8 +110,7 @@ def test_gathering_encodes_what_comes_within_the_deadline_together() -> None:
 
 def test_fifo_is_not_called_again_before_something_changes() -> None:
     """A request without blocks is examined again when blocks were freed, not in every step."""
-    policies = default_policies(generate_admission=Fifo())
-    cluster = ModelCluster(make_limits(blocks=25, prefix_cache=False), policies)
+    cluster = make_cluster(blocks=25, prefix_cache=False, generate_admission=Fifo())
     calls = admissions(cluster)
     cluster.submit(make_request("first", words(4), max_tokens=60))
     cluster.submit(make_request("second", words(96, start=100), max_tokens=2))
@@ -132,9 +127,7 @@ def test_priority_and_deadline_come_from_the_request(stage: str) -> None:
     """Both stages see the request's values; an image has the highest urgency of its requests."""
 
     def order(policy: RequestPolicy) -> list[str]:
-        cluster = ModelCluster(
-            make_limits(encode_items=1, slots=1), default_policies(**{stage: policy})
-        )
+        cluster = make_cluster(encode_items=1, slots=1, **{stage: policy})
         group = stage.removesuffix("_admission")
         cluster.lose(group)
         for name, priority, target_ms in [("a", 0, None), ("b", 1, 500), ("c", 2, 100)]:
@@ -158,7 +151,7 @@ def test_priority_and_deadline_come_from_the_request(stage: str) -> None:
 
 def encoded_after_first_chunk(policy: ChunkAware) -> list[bytes]:
     """Images encoded after one chunk of the request has been sent and not come back."""
-    cluster = ModelCluster(make_limits(chunk_tokens=8, slots=1), default_policies(encoding=policy))
+    cluster = make_cluster(chunk_tokens=8, slots=1, encoding=policy)
     text = words(40)
     items = [(8, 4, b"first"), (20, 4, b"second"), (40, 4, b"third")]
     cluster.submit(make_request("request", text, items))

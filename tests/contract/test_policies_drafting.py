@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.unit.kernel.setups import generate_statistics, make_limits, words
+from tests.unit.kernel.setups import complete, generate_statistics, make_cluster, words
 from vsched.policy import Draft, DraftingPolicy, DraftingView
 from vsched.policy.measured import Measurements, StepTime
-from vsched.testing import ModelCluster, default_policies, make_request
+from vsched.testing import make_request
 from vsched_policies.drafting import (
     ForcedTokens,
     ModelDrafts,
@@ -69,10 +69,8 @@ def test_prompt_lookup_drafts_what_a_grammar_forces_even_in_a_pause() -> None:
 
 
 def steps_of(policy: DraftingPolicy) -> int:
-    limits = make_limits(drafts=True, slots=32)
-    cluster = ModelCluster(limits, default_policies(drafting=policy))
-    cluster.submit(make_request("a", words(9), max_tokens=400))
-    cluster.drain()
+    cluster = make_cluster(drafts=True, slots=32, drafting=policy)
+    complete(cluster, make_request("a", words(9), max_tokens=400))
     return generate_statistics(cluster)["steps"]
 
 

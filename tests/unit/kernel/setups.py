@@ -10,7 +10,8 @@ from vsched.kernel import SchedulerLimits
 from vsched.kernel.request import RequestState, int32
 from vsched.policy import DECISIONS, Admission, AdmissionView, Policy, RequestPolicy
 from vsched.sim.ranks.stepped import correct_outputs
-from vsched.testing import ModelCluster, make_request
+from vsched.testing import ModelCluster, default_policies, make_request
+from vsched.testing.cluster import SEATS
 from vsched.types import Request
 
 ROOMY = SchedulerLimits(
@@ -31,6 +32,22 @@ ROOMY = SchedulerLimits(
 def make_limits(**changes: Any) -> SchedulerLimits:
     """Return ample limits with changes."""
     return msgspec.structs.replace(ROOMY, **changes)
+
+
+def make_cluster(*requests: Request, **changes: Any) -> ModelCluster:
+    """Return a cluster with these requests; `changes` are of ample limits, and of default policies by `SEATS`."""
+    policies = {name: changes.pop(name) for name in SEATS if name in changes}
+    cluster = ModelCluster(make_limits(**changes), default_policies(**policies))
+    for request in requests:
+        cluster.submit(request)
+    return cluster
+
+
+def complete(cluster: ModelCluster, *requests: Request) -> None:
+    """Submit requests, each when the one before has ended."""
+    for request in requests:
+        cluster.submit(request)
+        cluster.drain()
 
 
 def words(count: int, *, start: int = 10) -> list[int]:

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.unit.kernel.setups import Gathering, image_request, make_limits, words
+from tests.unit.kernel.setups import Gathering, image_request, make_cluster, make_limits, words
 from vsched.failures import Simulated
 from vsched.kernel import Scheduler
 from vsched.kernel.events import Drain, GroupLost
@@ -93,10 +93,7 @@ def test_row_of_a_waiting_request_has_reason_and_remedy(
     """In this order."""
     limits = dict(changes)
     event, admission = limits.pop("event", None), limits.pop("admission", Fifo())
-    cluster = ModelCluster(
-        make_limits(**{"prefix_cache": False, **limits}),
-        default_policies(generate_admission=admission),
-    )
+    cluster = make_cluster(**{"prefix_cache": False, **limits}, generate_admission=admission)
     for request in requests:
         cluster.submit(request)
     if event is not None:
@@ -108,7 +105,7 @@ def test_row_of_a_waiting_request_has_reason_and_remedy(
 
 
 def test_rows_have_slot_phase_and_times() -> None:
-    cluster = ModelCluster(make_limits(slots=1))
+    cluster = make_cluster(slots=1)
     for request in TEXTS:
         cluster.submit(msgspec.structs.replace(request, tenant="a"))
     found = rows(cluster)
@@ -123,7 +120,7 @@ def test_rows_have_slot_phase_and_times() -> None:
 
 
 def test_rows_have_all_with_a_slot_and_the_oldest_others() -> None:
-    cluster = ModelCluster(make_limits(slots=2))
+    cluster = make_cluster(slots=2)
     for number in range(6):
         cluster.submit(make_request(f"r{number}", words(3)))
     assert list(rows(cluster, most=3)) == ["r0", "r1", "r2"]
@@ -137,8 +134,7 @@ def shares(found: MemoryMap) -> list[float]:
 
 
 def test_block_map_has_held_and_cached_blocks() -> None:
-    cluster = ModelCluster(make_limits(blocks=20, block_size=4))
-    cluster.submit(make_request("done", words(12)))
+    cluster = make_cluster(make_request("done", words(12)), blocks=20, block_size=4)
     cluster.drain()
     cluster.submit(make_request("running", words(8, start=500)))
     found = cluster.kernel.generators[0].block_map()

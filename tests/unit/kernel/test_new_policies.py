@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from tests.unit.kernel.policy_pool import random_policies
-from tests.unit.kernel.setups import crash
+from tests.unit.kernel.setups import complete, crash
 from tests.unit.record.recorded import record_run
 from vsched.errors import ConfigError
 from vsched.kernel import Scheduler, SchedulerLimits
@@ -138,8 +138,7 @@ def test_evictable_entries_are_handed_to_a_new_eviction_order(name: str, cached:
     cluster = ModelCluster(msgspec.structs.replace(LIMITS, generators=1))
     for letter in "abc":
         text = [ord(letter)] * 33
-        cluster.submit(make_request(letter, text, [(0, 64, letter.encode())], max_tokens=1))
-        cluster.drain()
+        complete(cluster, make_request(letter, text, [(0, 64, letter.encode())], max_tokens=1))
     before = cluster.kernel.statistics()
     install(cluster, generate__eviction={"use": name}, encode__eviction={"use": name})
     after = cluster.kernel.statistics()
@@ -149,12 +148,12 @@ def test_evictable_entries_are_handed_to_a_new_eviction_order(name: str, cached:
     assert after["encode"]["pages_evictable"] == (3 if cached else 0)
     for letter in "xyzxyz":
         text = [ord(letter)] * 200
-        cluster.submit(
+        complete(
+            cluster,
             make_request(letter * 2, text)
             if letter * 2 not in cluster.requests
-            else make_request(letter, text)
+            else make_request(letter, text),
         )
-        cluster.drain()
     cluster.check_settled()
 
 
@@ -234,8 +233,7 @@ def test_failures_of_a_policy_that_is_installed_again_are_noticed() -> None:
     """Notices after the installation of a corrected policy, independent of earlier failures."""
     cluster = ModelCluster(LIMITS, default_policies(generate_admission=Fails(kind="old")))
     for number in range(200):
-        cluster.submit(make_request(f"r{number}", [number, 2], max_tokens=1))
-        cluster.drain()
+        complete(cluster, make_request(f"r{number}", [number, 2], max_tokens=1))
     assert cluster.kernel.statistics()["policy_faults"]["Fails"] > 100
     cluster.notices.clear()
     install(cluster, generate__admission={"use": f"{HERE}:Fails", "kind": "new"})

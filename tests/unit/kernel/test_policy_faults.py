@@ -12,7 +12,7 @@ from tests.unit.kernel.setups import (
     answering,
     assert_served,
     image_request,
-    make_limits,
+    make_cluster,
     words,
 )
 from vsched.policy import (
@@ -33,7 +33,7 @@ from vsched.policy import (
 )
 from vsched.policy_host.eviction import GuardedOrder
 from vsched.policy_host.seats import PolicyFaults
-from vsched.testing import ModelCluster, default_policies, make_request
+from vsched.testing import ModelCluster, make_request
 from vsched.testing.cluster import seats_of
 from vsched_policies.eviction import LruOrder
 
@@ -58,8 +58,7 @@ BOOM = RuntimeError("a bug in the policy")
 
 def serve_all(policies: dict[str, Policy]) -> ModelCluster:
     """Serve requests that need every kind of decision."""
-    limits = make_limits(blocks=14, slots=4, pages=8, chunk_tokens=12)
-    cluster = ModelCluster(limits, default_policies(**policies))
+    cluster = make_cluster(blocks=14, slots=4, pages=8, chunk_tokens=12, **policies)
     for index in range(5):
         image = (b"image%d" % (index % 3), 10)
         cluster.submit(image_request(f"image{index}", image, max_tokens=20))
@@ -148,10 +147,7 @@ def test_admission_that_admits_no_request_is_overruled_when_nothing_runs() -> No
 
 
 def test_youngest_embedding_is_evicted_after_a_failure() -> None:
-    cluster = ModelCluster(
-        make_limits(pages=8, slots=1, chunk_tokens=16),
-        default_policies(reclaim=answering("reclaim", BOOM)),
-    )
+    cluster = make_cluster(pages=8, slots=1, chunk_tokens=16, reclaim=answering("reclaim", BOOM))
     cluster.submit(make_request("old", words(64), [(64, 24, b"late")], max_tokens=2))
     for name in ("young", "younger"):
         cluster.submit(image_request(name, (name.encode(), 8), max_tokens=2))
@@ -272,8 +268,7 @@ def test_guard_notice_says_where_a_policy_failed() -> None:
 
 def test_guard_notices_do_not_flood() -> None:
     """A policy that fails in every step is logged a hundred times; later failures are only counted."""
-    policies = default_policies(encoding=answering("encoding", BOOM))
-    cluster = ModelCluster(make_limits(waiting=200), policies)
+    cluster = make_cluster(waiting=200, encoding=answering("encoding", BOOM))
     for index in range(110):
         cluster.submit(image_request(f"r{index}", (b"image%d" % index, 4), max_tokens=1))
     assert len(cluster.notices) == 100

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from tests.unit.kernel.policy_pool import Tallied, Tally
-from tests.unit.kernel.setups import make_limits, words
+from tests.unit.kernel.setups import complete, make_cluster, make_limits, words
 from vsched.errors import PolicyError, RecordError
 from vsched.kernel import Scheduler
 from vsched.plugins import check_contract
@@ -67,8 +67,7 @@ def spoils(field: str, value: Any) -> Callable[[AdmissionView], Admission]:
 def serve(cluster: ModelCluster, count: int) -> None:
     for index in range(count):
         name = f"r{len(cluster.requests)}"
-        cluster.submit(make_request(name, words(4, start=10 * index), max_tokens=1))
-        cluster.drain()
+        complete(cluster, make_request(name, words(4, start=10 * index), max_tokens=1))
 
 
 def calls_of(cluster: ModelCluster, seat: str = "generate.admission") -> int:
@@ -96,7 +95,7 @@ def test_state_is_as_it_was_after_a_call_that_failed(act: Any) -> None:
         return Admission([0])
 
     ACTS[:] = [look, act, look]
-    cluster = ModelCluster(make_limits(), default_policies(generate_admission=Doing()))
+    cluster = make_cluster(generate_admission=Doing())
     serve(cluster, 3)
     assert seen == [1, 2], "the second call failed, so the third is the second that counts"
     assert calls_of(cluster) == 2
@@ -117,7 +116,7 @@ def test_state_has_the_declared_types_in_the_next_call() -> None:
         return Admission([0])
 
     ACTS[:] = [leave_list, find_tuple]
-    cluster = ModelCluster(make_limits(), default_policies(generate_admission=Doing()))
+    cluster = make_cluster(generate_admission=Doing())
     serve(cluster, 2)
     assert cluster.notices == []
 

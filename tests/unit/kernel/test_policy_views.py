@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from tests.unit.kernel.setups import assert_served, image_request, make_limits
+from tests.unit.kernel.setups import assert_served, image_request, make_cluster
 from vsched.policy import (
     Admission,
     AdmissionView,
@@ -27,7 +27,6 @@ from vsched.policy import (
     StepShares,
     StepView,
 )
-from vsched.testing import ModelCluster, default_policies
 
 SEEN: dict[str, tuple[str, str, int]] = {}
 
@@ -77,7 +76,10 @@ class SeesDrafts(DraftingPolicy, frozen=True, kw_only=True):
 def test_views_have_tenant_session_and_priority_of_the_request() -> None:
     SEEN.clear()
     seen = SeesRequests()
-    policies = default_policies(
+    cluster = make_cluster(
+        generators=2,
+        drafts=True,
+        chunk_tokens=16,
         arrival=seen,
         generate_admission=seen,
         step=seen,
@@ -86,7 +88,6 @@ def test_views_have_tenant_session_and_priority_of_the_request() -> None:
         routing=SeesReplicas(),
         drafting=SeesDrafts(),
     )
-    cluster = ModelCluster(make_limits(generators=2, drafts=True, chunk_tokens=16), policies)
     request = image_request("r", (b"image", 40), max_tokens=20, priority=3)
     cluster.arrive(msgspec.structs.replace(request, tenant="a", session="talk"))
     assert_served(cluster, "r")

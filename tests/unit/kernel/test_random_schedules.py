@@ -15,10 +15,9 @@ from tests.unit.kernel.policy_pool import (
     HoldingForEver,
     random_policies,
 )
-from tests.unit.kernel.setups import assert_served, image_request, make_limits, words
+from tests.unit.kernel.setups import assert_served, image_request, make_cluster, words
 from vsched.testing import (
     ModelCluster,
-    default_policies,
     make_request,
     random_limits,
     run_random,
@@ -56,9 +55,7 @@ def test_kernel_survives_random_policies(start: int) -> None:
 def test_kernel_overrules_a_policy_that_never_admits() -> None:
     """A policy may delay, but a minute after its arrival an entry cannot be held any more."""
     policy = HoldingForEver()
-    cluster = ModelCluster(
-        make_limits(), default_policies(encode_admission=policy, generate_admission=policy)
-    )
+    cluster = make_cluster(encode_admission=policy, generate_admission=policy)
     cluster.submit(image_request("held", (b"image", 8)))
     cluster.wait(58_000_000_000)
     assert not cluster.encoded
@@ -70,8 +67,7 @@ def test_kernel_overrules_a_policy_that_never_admits() -> None:
 
 def test_kernel_keeps_an_embedding_that_the_first_chunk_reads() -> None:
     """The cached prefix ends between two occurrences of one image that is not retained."""
-    limits = make_limits(slots=1, chunk_tokens=8, block_size=4)
-    cluster = ModelCluster(limits, default_policies(encode_eviction=KeepNothing()))
+    cluster = make_cluster(slots=1, chunk_tokens=8, block_size=4, encode_eviction=KeepNothing())
     image = b"image"
     cluster.submit(make_request("once", words(2), [(0, 12, image)]))
     cluster.submit(make_request("twice", words(9), [(0, 12, image), (0, 12, image)]))

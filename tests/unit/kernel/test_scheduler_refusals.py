@@ -10,6 +10,7 @@ import pytest
 from tests.unit.kernel.setups import (
     assert_served,
     image_request,
+    make_cluster,
     make_limits,
     submit_texts,
     words,
@@ -67,7 +68,7 @@ LIMITS: dict[str, Any] = {"context_tokens": 100, "blocks": 20, "pages": 8}
 )
 def test_scheduler_refuses_the_impossible(request_: Request, code: str, said: list[str]) -> None:
     """Refused at once with value, limit and remedy; earlier and later requests are served."""
-    cluster = ModelCluster(make_limits(**LIMITS))
+    cluster = make_cluster(**LIMITS)
     first = make_request("first", words(30))
     cluster.submit(first)
     cluster.submit(request_)
@@ -141,7 +142,7 @@ def test_scheduler_refuses_spans_that_no_step_can_hold_whole(
 )
 def test_scheduler_serves_what_just_fits(request_: Request) -> None:
     """A limit is reached before it is exceeded."""
-    cluster = ModelCluster(make_limits(context_tokens=100, blocks=25, pages=8, page_rows=4))
+    cluster = make_cluster(context_tokens=100, blocks=25, pages=8, page_rows=4)
     extent = image_request("x", (b"x", 1)).items[0].extent
     items = tuple(msgspec.structs.replace(item, extent=extent) for item in request_.items)
     request_ = msgspec.structs.replace(request_, items=items)
@@ -151,7 +152,7 @@ def test_scheduler_serves_what_just_fits(request_: Request) -> None:
 
 def test_scheduler_refuses_when_too_many_wait() -> None:
     """The queue is bounded; 429 has a time to retry, and a free place is given again."""
-    cluster = ModelCluster(make_limits(slots=1, waiting=2, generate_depth=1))
+    cluster = make_cluster(slots=1, waiting=2, generate_depth=1)
     submit_texts(cluster, 4, 3, apart=20)
     refuse = refusal_error(cluster.refused["r3"])
     assert (refuse.code, refuse.status) == ("queue_full", 429)
@@ -172,8 +173,7 @@ def heavy(name: str, size: int) -> Request:
 
 def test_scheduler_refuses_when_too_many_bytes_wait() -> None:
     """Tokens and pixels count while a request waits; a single one may exceed the limit."""
-    cluster = ModelCluster(make_limits(slots=1, waiting_bytes=1000, generate_depth=1))
-    cluster.submit(heavy("running", 5000))
+    cluster = make_cluster(heavy("running", 5000), slots=1, waiting_bytes=1000, generate_depth=1)
     cluster.run_encode()
     assert cluster.kernel.statistics()["running"] == 1
     cluster.submit(heavy("first", 600))

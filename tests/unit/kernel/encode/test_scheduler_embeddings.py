@@ -10,8 +10,10 @@ import pytest
 from tests.unit.kernel.setups import (
     answering,
     assert_served,
+    complete,
     encode_statistics,
     image_request,
+    make_cluster,
     make_limits,
     request_state,
     words,
@@ -21,13 +23,12 @@ from vsched.kernel.encode.embedding_cache import EmbeddingCache
 from vsched.kernel.request import RequestState
 from vsched.policy import Admission, AdmissionView, ReclaimView, RequestPolicy
 from vsched.policy_host.seats import PolicySeats
-from vsched.testing import ModelCluster, default_policies, make_request
+from vsched.testing import default_policies, make_request
 
 
 def test_embedding_read_by_a_step_in_flight_stays() -> None:
     """All pages are read by a step in flight; the next image waits for it, whichever request needs the image."""
-    cluster = ModelCluster(make_limits(pages=4))
-    cluster.submit(image_request("r1", (b"a", 16)))
+    cluster = make_cluster(image_request("r1", (b"a", 16)), pages=4)
     cluster.run_encode()
     cluster.submit(image_request("r2", (b"b", 16)))
     assert cluster.generate_log
@@ -41,7 +42,7 @@ def test_embedding_read_by_a_step_in_flight_stays() -> None:
 
 def test_embedding_that_a_step_reads_is_not_taken_for_an_older_request() -> None:
     """The oldest request may take embeddings of waiting younger ones, but none that a step in flight reads."""
-    cluster = ModelCluster(make_limits(pages=4, chunk_tokens=16, generate_depth=1))
+    cluster = make_cluster(pages=4, chunk_tokens=16, generate_depth=1)
     cluster.submit(make_request("old", words(40), [(32, 16, b"late")]))
     cluster.submit(image_request("young", (b"early", 16)))
     cluster.run_encode()
@@ -55,7 +56,7 @@ def test_embedding_that_a_step_reads_is_not_taken_for_an_older_request() -> None
 
 def test_embedding_of_an_older_waiting_request_stays() -> None:
     """Claims protect: embeddings of a request that waits for a slot are not evicted for a younger one."""
-    cluster = ModelCluster(make_limits(pages=4, slots=1, generate_depth=1))
+    cluster = make_cluster(pages=4, slots=1, generate_depth=1)
     cluster.submit(make_request("running", words(3), max_tokens=6))
     cluster.submit(image_request("old", (b"a", 16)))
     cluster.run_encode()
@@ -71,7 +72,7 @@ def test_embedding_of_an_older_waiting_request_stays() -> None:
 
 def test_embedding_of_an_item_that_waits_for_room_counts_only_as_waiting() -> None:
     """Counters change when an item is encoded, not when it is examined."""
-    cluster = ModelCluster(make_limits(pages=4, slots=1, generate_depth=1))
+    cluster = make_cluster(pages=4, slots=1, generate_depth=1)
     cluster.submit(make_request("running", words(3), max_tokens=6))
     cluster.submit(image_request("holder", (b"a", 16)))
     cluster.run_encode()
@@ -87,8 +88,7 @@ def test_embedding_of_an_item_that_waits_for_room_counts_only_as_waiting() -> No
 
 def test_embedding_claims_end_with_the_forward() -> None:
     """Once the chunk that read an image is done, its pages may be evicted, while the request still decodes."""
-    cluster = ModelCluster(make_limits(pages=8))
-    cluster.submit(image_request("r", (b"a", 16), max_tokens=20))
+    cluster = make_cluster(image_request("r", (b"a", 16), max_tokens=20), pages=8)
     cluster.run_encode()
     assert encode_statistics(cluster)["pages_evictable"] == 0
     cluster.run_generate()
@@ -101,7 +101,7 @@ def test_embedding_claims_end_with_the_forward() -> None:
 
 def test_embedding_of_an_image_that_chunks_split_stays_until_the_last() -> None:
     """Pages are held from the first chunk that overlaps the image to the last."""
-    cluster = ModelCluster(make_limits(pages=8, chunk_tokens=8, generate_depth=1))
+    cluster = make_cluster(pages=8, chunk_tokens=8, generate_depth=1)
     cluster.submit(image_request("r", (b"a", 20)))
     cluster.run_encode()
     evictable = []
@@ -120,10 +120,9 @@ def test_embedding_of_an_image_that_chunks_split_stays_until_the_last() -> None:
 
 def test_embedding_chunks_name_only_the_items_that_they_meet() -> None:
     """A decision carries the pages of the items in its chunk and no others."""
-    cluster = ModelCluster(make_limits(chunk_tokens=16, generate_depth=1))
+    cluster = make_cluster(chunk_tokens=16, generate_depth=1)
     items = [(0, 10, b"a"), (2, 12, b"b"), (50, 4, b"c")]
-    cluster.submit(make_request("r", words(60), items))
-    cluster.drain()
+    complete(cluster, make_request("r", words(60), items))
     chunks = [chunk for step in cluster.decisions for chunk in step.chunks]
     placed = cluster.requests["r"].items
     for chunk in chunks:
@@ -138,7 +137,7 @@ def test_embedding_chunks_name_only_the_items_that_they_meet() -> None:
 
 def test_embedding_text_requests_run_while_the_encoder_is_down() -> None:
     """Text needs no encoder; images wait for it and are served when it is back."""
-    cluster = ModelCluster(make_limits())
+    cluster = make_cluster()
     cluster.lose("encode")
     cluster.submit(image_request("image", (b"a", 16)))
     cluster.submit(make_request("text", words(5)))
@@ -150,8 +149,7 @@ def test_embedding_text_requests_run_while_the_encoder_is_down() -> None:
 
 def test_embedding_item_without_pixels_needs_none_when_it_is_cached() -> None:
     """A hit is served from the arena alone."""
-    cluster = ModelCluster(make_limits(prefix_cache=False))
-    cluster.submit(image_request("r1", (b"a", 16)))
+    cluster = make_cluster(image_request("r1", (b"a", 16)), prefix_cache=False)
     cluster.drain()
     request = image_request("r2", (b"a", 16))
     bare = msgspec.structs.replace(request.items[0], extent=None)
@@ -171,8 +169,7 @@ class Noting(RequestPolicy, frozen=True, kw_only=True):
 
 def test_image_is_as_urgent_as_the_most_urgent_of_its_requests() -> None:
     Noting.priorities.clear()
-    policies = default_policies(encode_admission=Noting())
-    cluster = ModelCluster(make_limits(encode_items=1), policies)
+    cluster = make_cluster(encode_items=1, encode_admission=Noting())
     cluster.submit(image_request("busy", (b"busy", 8)))
     cluster.submit(image_request("calm", (b"a", 8)))
     cluster.submit(image_request("urgent", (b"a", 8), priority=5))
@@ -183,8 +180,7 @@ def test_image_is_as_urgent_as_the_most_urgent_of_its_requests() -> None:
 
 def test_images_of_a_failed_batch_are_like_others_once_they_are_encoded() -> None:
     """Otherwise a policy would never see their sizes again."""
-    cluster = ModelCluster(make_limits())
-    cluster.submit(image_request("r", (b"a", 8), (b"b", 8)))
+    cluster = make_cluster(image_request("r", (b"a", 8), (b"b", 8)))
     cluster.run_encode(fail=EncodeErrorKind.FAILED)
     cluster.drain()
     assert [entry.tokens for entry in cluster.kernel.embeddings] == [8, 8]
@@ -200,8 +196,7 @@ def test_policy_that_holds_keeps_images_of_a_failed_batch_back_as_well() -> None
                 return Admission(hold_until_ns=1_000_000_000)
             return Admission(range(len(view.waiting)))
 
-    cluster = ModelCluster(make_limits(), default_policies(encode_admission=Once()))
-    cluster.submit(image_request("r", (b"a", 8), (b"b", 8)))
+    cluster = make_cluster(image_request("r", (b"a", 8), (b"b", 8)), encode_admission=Once())
     cluster.run_encode(fail=EncodeErrorKind.FAILED)
     assert len(cluster.encoded) == 1
     assert_served(cluster, "r")

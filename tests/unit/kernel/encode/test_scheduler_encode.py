@@ -11,9 +11,11 @@ from tests.unit.kernel.policy_pool import AllWaiting, Reversed
 from tests.unit.kernel.setups import (
     assert_holds_nothing,
     assert_served,
+    complete,
     encode_statistics,
     image_request,
     joined,
+    make_cluster,
     make_limits,
     words,
 )
@@ -50,12 +52,11 @@ def test_encode_refused_items_keep_the_front(
 ) -> None:
     """Items that do not fit a step stay queued in their exact order."""
     Watching.queues.clear()
-    policies = default_policies(encode_admission=Watching(max_tokens=budget))
-    cluster = ModelCluster(make_limits(encode_items=permits), policies)
-    cluster.submit(
-        image_request("r", *((b"image%d" % index, count) for index, count in enumerate(images)))
+    cluster = make_cluster(encode_items=permits, encode_admission=Watching(max_tokens=budget))
+    complete(
+        cluster,
+        image_request("r", *((b"image%d" % index, count) for index, count in enumerate(images))),
     )
-    cluster.drain()
     tokens = {b"image%d" % index: count for index, count in enumerate(images)}
     assert [[tokens[key] for key in batch] for batch in cluster.encoded] == batches
     remaining = list(images)
@@ -67,10 +68,8 @@ def test_encode_refused_items_keep_the_front(
 
 def test_encode_permits_bind_whatever_a_policy_proposes() -> None:
     """The third of three items returns to the front when there are two permits."""
-    policies = default_policies(encode_admission=AllWaiting())
-    cluster = ModelCluster(make_limits(encode_items=2), policies)
-    cluster.submit(image_request("r", (b"a", 8), (b"b", 8), (b"c", 8)))
-    cluster.drain()
+    cluster = make_cluster(encode_items=2, encode_admission=AllWaiting())
+    complete(cluster, image_request("r", (b"a", 8), (b"b", 8), (b"c", 8)))
     assert cluster.encoded == [[b"a", b"b"], [b"c"]]
     assert_served(cluster, "r")
 
@@ -83,8 +82,8 @@ def test_encode_groups_share_processes_one_by_one() -> None:
 @pytest.mark.parametrize("together", [True, False])
 def test_encode_next_to_decodes_may_keep_them_for_as_long_as_prefill_may(*, together: bool) -> None:
     """Decodes of the encode group's own generate group count, and only if the two share their processes."""
-    cluster = ModelCluster(
-        make_limits(encoders=2, generators=2, encode_pauses=together, step_target_ns=50_000_000)
+    cluster = make_cluster(
+        encoders=2, generators=2, encode_pauses=together, step_target_ns=50_000_000
     )
     cluster.submit(image_request("first", (b"a", 8)))
     (first,) = [log[0].time_slice_ns for log in cluster.encode_logs.values() if log]
@@ -112,8 +111,8 @@ def test_encode_next_to_decodes_may_keep_them_for_as_long_as_prefill_may(*, toge
 @pytest.mark.parametrize("together", [True, False])
 def test_encode_goes_to_the_group_that_holds_up_the_fewest(*, together: bool) -> None:
     """If two encode groups are free, the one whose processes have the fewest decoding requests encodes."""
-    cluster = ModelCluster(
-        make_limits(encoders=2, generators=2, encode_pauses=together, step_target_ns=50_000_000)
+    cluster = make_cluster(
+        encoders=2, generators=2, encode_pauses=together, step_target_ns=50_000_000
     )
     for name, tokens in (("long", 30), ("short", 1), ("longer", 30)):  # the groups take turns
         cluster.submit(make_request(name, words(5), max_tokens=tokens))
@@ -142,17 +141,15 @@ def test_encode_default_budget_is_that_of_a_generate_step() -> None:
 
 def test_encode_newcomers_stand_behind_refused_items() -> None:
     """A request that arrives while a batch is in flight does not overtake items that did not fit that batch."""
-    policies = default_policies(encode_admission=TokenBudget(max_tokens=200))
-    cluster = ModelCluster(make_limits(), policies)
+    cluster = make_cluster(encode_admission=TokenBudget(max_tokens=200))
     cluster.submit(image_request("old", (b"a", 100), (b"b", 500), (b"c", 100)))
-    cluster.submit(image_request("young", (b"d", 50)))
-    cluster.drain()
+    complete(cluster, image_request("young", (b"d", 50)))
     assert cluster.encoded == [[b"a"], [b"b"], [b"c", b"d"]]
 
 
 def test_encode_request_that_ends_early_encodes_no_later_item() -> None:
     """The image of a chunk that is never reached is never encoded."""
-    cluster = ModelCluster(make_limits(chunk_tokens=40))
+    cluster = make_cluster(chunk_tokens=40)
     cluster.submit(make_request("r", words(150), [(0, 20, b"a"), (140, 20, b"b")]))
     cluster.run_encode()
     cluster.abort("r")
@@ -163,8 +160,7 @@ def test_encode_request_that_ends_early_encodes_no_later_item() -> None:
 
 def test_encode_same_image_of_many_requests_is_one_task() -> None:
     """Misses are deduplicated by key and returned to all, in request order."""
-    cluster = ModelCluster(make_limits())
-    cluster.submit(image_request("busy", (b"other", 8)))
+    cluster = make_cluster(image_request("busy", (b"other", 8)))
     for name in ("r1", "r2", "r3"):
         cluster.submit(image_request(name, (b"same", 20), (b"own of " + name.encode(), 4)))
     cluster.drain()
@@ -179,7 +175,7 @@ def test_encode_same_image_of_many_requests_is_one_task() -> None:
 @pytest.mark.parametrize("encoded", [False, True])
 def test_encode_length_mismatch_fails_that_request(encoded: bool) -> None:
     """An entry in use is never trimmed; the request with the other length fails, the first goes on."""
-    cluster = ModelCluster(make_limits(slots=1, generate_depth=1))
+    cluster = make_cluster(slots=1, generate_depth=1)
     cluster.submit(make_request("running", words(3), max_tokens=2))
     cluster.submit(image_request("right", (b"a", 10)))
     if encoded:
@@ -193,8 +189,7 @@ def test_encode_length_mismatch_fails_that_request(encoded: bool) -> None:
 
 def test_encode_length_mismatch_within_a_request_fails_it() -> None:
     """One content cannot have two lengths in one prompt."""
-    cluster = ModelCluster(make_limits())
-    cluster.submit(image_request("r", (b"a", 10), (b"a", 12)))
+    cluster = make_cluster(image_request("r", (b"a", 10), (b"a", 12)))
     cluster.drain()
     assert cluster.ended["r"].code == "length_mismatch"
     assert_holds_nothing(cluster)
@@ -212,14 +207,12 @@ def fail_when(cluster: ModelCluster, bad: bytes) -> None:
 
 def test_encode_brought_embeddings_cost_the_encoder_nothing() -> None:
     """Copied along with the raw items of a step, outside of its budget, and cached like them."""
-    policies = default_policies(encode_admission=TokenBudget(max_tokens=20))
-    cluster = ModelCluster(make_limits(), policies)
+    cluster = make_cluster(encode_admission=TokenBudget(max_tokens=20))
     items = [(0, 50, b"brought"), (1, 20, b"raw"), (2, 60, b"brought too")]
     cluster.submit(make_request("r", words(3), items, encoded=[b"brought", b"brought too"]))
     assert [task.encoded for task in cluster.encode_log[0].tasks] == [True, False, True]
     cluster.drain()
-    cluster.submit(make_request("again", words(3, start=50), items, encoded=[b"brought"]))
-    cluster.drain()
+    complete(cluster, make_request("again", words(3, start=50), items, encoded=[b"brought"]))
     assert cluster.encoded == [[b"brought", b"raw", b"brought too"]]
     statistics = encode_statistics(cluster)
     assert (statistics["items_encoded"], statistics["tokens_encoded"]) == (1, 20)
@@ -230,8 +223,7 @@ def test_encode_brought_embeddings_cost_the_encoder_nothing() -> None:
 @pytest.mark.parametrize("broken", [b"a", b"b", b"c"])
 def test_encode_failing_item_is_isolated(broken: bytes) -> None:
     """A failed batch is halved until the broken item is alone, and only its requests fail."""
-    cluster = ModelCluster(make_limits())
-    cluster.submit(image_request("busy", (b"other", 4)))
+    cluster = make_cluster(image_request("busy", (b"other", 4)))
     users = {b"a": ["r1", "r4"], b"b": ["r2"], b"c": ["r3"]}
     for name, key in (("r1", b"a"), ("r2", b"b"), ("r3", b"c"), ("r4", b"a")):
         cluster.submit(image_request(name, (key, 10)))
@@ -248,8 +240,7 @@ def test_encode_failing_item_is_isolated(broken: bytes) -> None:
 
 def test_encode_policy_chooses_which_suspect_is_next() -> None:
     """The policy's first suspect is next, even if another is ahead of it in the queue."""
-    cluster = ModelCluster(make_limits(), default_policies(encode_admission=Reversed()))
-    cluster.submit(image_request("busy", (b"other", 4)))
+    cluster = make_cluster(image_request("busy", (b"other", 4)), encode_admission=Reversed())
     cluster.submit(image_request("r", (b"a", 4), (b"b", 4)))
     cluster.run_encode()
     cluster.run_encode(fail=EncodeErrorKind.FAILED)
@@ -260,8 +251,7 @@ def test_encode_policy_chooses_which_suspect_is_next() -> None:
 
 def test_encode_suspects_run_alone() -> None:
     """Whatever the policy chooses, suspected items run alone, and others without them."""
-    limits = make_limits(chunk_tokens=8, block_size=4)
-    cluster = ModelCluster(limits, default_policies(encode_admission=AllWaiting()))
+    cluster = make_cluster(chunk_tokens=8, block_size=4, encode_admission=AllWaiting())
     cluster.submit(make_request("older", words(40), [(30, 4, b"late")]))
     cluster.submit(image_request("younger", (b"a", 4), (b"b", 4)))
     while not cluster.encoded:
@@ -278,9 +268,7 @@ def test_encode_suspects_run_alone() -> None:
 def test_encode_items_of_a_failed_batch_have_no_known_size() -> None:
     """A policy sees None for them, never a number, and they run alone."""
     Watching.queues.clear()
-    cluster = ModelCluster(
-        make_limits(), default_policies(encode_admission=Watching(max_tokens=200))
-    )
+    cluster = make_cluster(encode_admission=Watching(max_tokens=200))
     cluster.submit(image_request("r", (b"a", 10), (b"b", 20)))
     cluster.run_encode(fail=EncodeErrorKind.OUT_OF_MEMORY)
     cluster.drain()
@@ -289,34 +277,29 @@ def test_encode_items_of_a_failed_batch_have_no_known_size() -> None:
 
 
 def test_encode_failed_image_may_be_sent_again() -> None:
-    cluster = ModelCluster(make_limits())
-    cluster.submit(image_request("r1", (b"a", 10)))
+    cluster = make_cluster(image_request("r1", (b"a", 10)))
     fail_when(cluster, b"a")
-    cluster.submit(image_request("r2", (b"a", 10)))
-    cluster.drain()
+    complete(cluster, image_request("r2", (b"a", 10)))
     assert cluster.ended["r1"].reason is FinishReason.ERROR
     assert_served(cluster, "r2")
 
 
 def test_unneeded_encode_result_is_discarded() -> None:
     """Pixels of an aborted request may be overwritten while they are encoded, so the result is not kept."""
-    cluster = ModelCluster(make_limits())
-    cluster.submit(image_request("r1", (b"a", 10)))
+    cluster = make_cluster(image_request("r1", (b"a", 10)))
     cluster.abort("r1")
     cluster.run_encode()
     statistics = encode_statistics(cluster)
     names = ("cache_entries", "items_encoded", "tokens_encoded")
     assert [statistics[name] for name in names] == [0, 0, 0]
-    cluster.submit(image_request("r2", (b"a", 10)))
-    cluster.drain()
+    complete(cluster, image_request("r2", (b"a", 10)))
     assert cluster.encoded == [[b"a"], [b"a"]]
     assert_served(cluster, "r2")
 
 
 def test_encode_task_carries_the_pixels_of_a_live_user() -> None:
     """The pixels of a request that left are gone; the task names those of a live one."""
-    cluster = ModelCluster(make_limits())
-    cluster.submit(image_request("busy", (b"other", 4)))
+    cluster = make_cluster(image_request("busy", (b"other", 4)))
     first = image_request("r1", (b"a", 10))
     second = image_request("r2", (b"a", 10))
     moved = msgspec.structs.replace(second.items[0], extent=Extent(4096, 16))
@@ -380,20 +363,17 @@ def test_dispatch_policy_names_the_group_and_sees_what_the_groups_do() -> None:
 def test_dispatch_policy_is_not_called_if_there_is_one_answer() -> None:
     Watched.views.clear()
     Watched.waiting.clear()
-    cluster = ModelCluster(make_limits(encode_items=1), default_policies(dispatch=Watched()))
-    cluster.submit(image_request("one", (b"a", 8)))
+    cluster = make_cluster(image_request("one", (b"a", 8)), encode_items=1, dispatch=Watched())
     cluster.drain()
     assert not Watched.views
-    cluster.submit(image_request("two", (b"b", 8), (b"c", 8), (b"d", 8)))
-    cluster.drain()
+    complete(cluster, image_request("two", (b"b", 8), (b"c", 8), (b"d", 8)))
     assert [len(waiting) for waiting in Watched.waiting] == [3, 2]
     assert_served(cluster, "one", "two")
 
 
 def test_dispatch_policy_is_told_who_is_held_up_in_the_same_processes() -> None:
     Watched.views.clear()
-    limits = make_limits(encoders=2, generators=2, encode_pauses=True)
-    cluster = ModelCluster(limits, default_policies(dispatch=Watched()))
+    cluster = make_cluster(encoders=2, generators=2, encode_pauses=True, dispatch=Watched())
     cluster.submit(make_request("text", [1, 2, 3], max_tokens=8))
     cluster.run_generate()
     cluster.submit(image_request("image", (b"a", 8)))

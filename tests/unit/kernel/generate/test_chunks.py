@@ -9,9 +9,11 @@ import pytest
 from tests.unit.kernel.policy_pool import Reversed
 from tests.unit.kernel.setups import (
     assert_served,
+    complete,
     generate_statistics,
     image_request,
     joined,
+    make_cluster,
     make_limits,
     words,
 )
@@ -28,15 +30,14 @@ def test_chunk_before_a_missing_embedding_is_cut_back_to_a_block_boundary(
     text: int, stop: int
 ) -> None:
     """A little text is not worth a step of its own."""
-    cluster = ModelCluster(make_limits(block_size=BLOCK))
-    cluster.submit(make_request("r", words(text), [(text, 8, b"image")]))
+    cluster = make_cluster(make_request("r", words(text), [(text, 8, b"image")]), block_size=BLOCK)
     stops = [chunk.stop for step in cluster.decisions for chunk in step.chunks]
     assert stops == ([stop] if stop else [])
 
 
 def test_chunk_is_never_cut_back_across_rows_of_an_embedding() -> None:
     """Ready embeddings are consumed, or their pages could block the missing one."""
-    cluster = ModelCluster(make_limits(block_size=BLOCK, encode_items=1))
+    cluster = make_cluster(block_size=BLOCK, encode_items=1)
     cluster.submit(image_request("r", (b"ready", 6), (b"missing", 8)))
     cluster.run_encode()
     assert [chunk.stop for step in cluster.decisions for chunk in step.chunks] == [6]
@@ -56,29 +57,26 @@ def _chunks(cluster: ModelCluster) -> list[tuple[int, int]]:
 )
 def test_bidirectional_spans_are_one_chunk(fact: str, expected: list[tuple[int, int]]) -> None:
     """A chunk ends before an image or contains it whole, even if chunks should be smaller."""
-    cluster = ModelCluster(make_limits(chunk_tokens=4, **({fact: True} if fact else {})))
-    cluster.submit(make_request("r", words(7), [(3, 9, b"first"), (5, 6, b"second")]))
-    cluster.drain()
+    cluster = make_cluster(chunk_tokens=4, **{fact: True} if fact else {})
+    complete(cluster, make_request("r", words(7), [(3, 9, b"first"), (5, 6, b"second")]))
     assert _chunks(cluster) == expected
     assert_served(cluster, "r")
 
 
 def test_of_an_image_in_several_runs_each_is_one_chunk() -> None:
     """Separator tokens, of crops for example, split a bidirectional span; so a run is never longer than an image."""
-    cluster = ModelCluster(make_limits(chunk_tokens=4, batch_tokens=12, item_atomic=True))
-    cluster.submit(make_request("r", words(5), [(3, 14, b"crops")], row_tokens={b"crops": 7}))
-    cluster.drain()
+    cluster = make_cluster(chunk_tokens=4, batch_tokens=12, item_atomic=True)
+    complete(cluster, make_request("r", words(5), [(3, 14, b"crops")], row_tokens={b"crops": 7}))
     assert _chunks(cluster) == [(0, 3), (3, 10), (10, 11), (11, 18), (18, 20)]
     assert_served(cluster, "r")
 
 
 def test_an_image_that_does_not_fit_a_step_any_more_waits_and_is_not_overtaken() -> None:
     """It fits the next step; otherwise short prompts behind it could take that space again and again."""
-    cluster = ModelCluster(make_limits(batch_tokens=20, chunk_tokens=12, item_atomic=True))
+    cluster = make_cluster(batch_tokens=20, chunk_tokens=12, item_atomic=True)
     cluster.submit(make_request("first", words(30)))
     cluster.submit(image_request("image", (b"image", 16)))
-    cluster.submit(make_request("short", words(5, start=60)))
-    cluster.drain()
+    complete(cluster, make_request("short", words(5, start=60)))
     assert joined(cluster) == ["first", "image", "short"]
     assert (0, 16) in _chunks(cluster)
     assert_served(cluster, "first", "image", "short")
@@ -86,7 +84,7 @@ def test_an_image_that_does_not_fit_a_step_any_more_waits_and_is_not_overtaken()
 
 def test_a_prompt_waits_for_all_its_images() -> None:
     """One chunk reads them all."""
-    cluster = ModelCluster(make_limits(encode_items=1, prompt_atomic=True))
+    cluster = make_cluster(encode_items=1, prompt_atomic=True)
     cluster.submit(image_request("r", (b"a", 6), (b"b", 8)))
     cluster.run_encode()
     assert not _chunks(cluster)
@@ -169,7 +167,7 @@ def test_step_policy_is_called_about_requests_that_can_go_on() -> None:
     """Until its image is encoded, a request cannot take more of its prompt."""
     SEEN.clear()
     ANSWERS.clear()
-    cluster = ModelCluster(make_limits(chunk_tokens=4), default_policies(step=Scripted()))
+    cluster = make_cluster(chunk_tokens=4, step=Scripted())
     cluster.submit(image_request("image", (b"one", 8), max_tokens=4))
     cluster.submit(make_request("text", words(40), max_tokens=4))
     while cluster.kernel.generators[0].steps_in_flight:

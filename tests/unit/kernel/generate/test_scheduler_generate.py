@@ -8,9 +8,11 @@ import pytest
 from tests.unit.kernel.setups import (
     answering,
     assert_served,
+    complete,
     generate_statistics,
     image_request,
     joined,
+    make_cluster,
     make_limits,
     submit_texts,
     words,
@@ -31,8 +33,7 @@ from vsched.testing import ModelCluster, default_policies, make_request
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_generate_decisions_go_out_ahead_of_results(depth: int) -> None:
     """The depth bounds the decisions in flight before the first result is back."""
-    cluster = ModelCluster(make_limits(generate_depth=depth))
-    cluster.submit(make_request("r", words(5), max_tokens=8))
+    cluster = make_cluster(make_request("r", words(5), max_tokens=8), generate_depth=depth)
     assert len(cluster.generate_log) == depth
     most = 0
     while cluster.generate_log:
@@ -44,7 +45,7 @@ def test_generate_decisions_go_out_ahead_of_results(depth: int) -> None:
 
 def test_generate_steady_decode_decisions_name_only_growth() -> None:
     """Cost follows change: with no arrival and no finish a decision is its number, and new blocks."""
-    cluster = ModelCluster(make_limits(block_size=4, slots=4))
+    cluster = make_cluster(block_size=4, slots=4)
     submit_texts(cluster, 4, 4, apart=20, max_tokens=40)
     while sum(len(step.joined) for step in cluster.decisions) < 4:
         cluster.run_generate()
@@ -74,9 +75,8 @@ def test_generate_prefill_comes_in_chunks(
     prompt: int, chunk_tokens: int, batch_tokens: int, spans: list[tuple[int, int]]
 ) -> None:
     """A chunk is bounded by the chunk size and by the remaining tokens of the step."""
-    cluster = ModelCluster(make_limits(chunk_tokens=chunk_tokens, batch_tokens=batch_tokens))
-    cluster.submit(make_request("r", words(prompt)))
-    cluster.drain()
+    cluster = make_cluster(chunk_tokens=chunk_tokens, batch_tokens=batch_tokens)
+    complete(cluster, make_request("r", words(prompt)))
     chunks = [chunk for step in cluster.decisions for chunk in step.chunks]
     assert [(chunk.start, chunk.stop) for chunk in chunks] == spans
     assert_served(cluster, "r")
@@ -84,8 +84,7 @@ def test_generate_prefill_comes_in_chunks(
 
 def test_generate_step_never_exceeds_its_token_budget() -> None:
     """Decodes and chunks of one step together stay within `batch_tokens`."""
-    limits = make_limits(batch_tokens=12, chunk_tokens=8, slots=4, prefix_cache=False)
-    cluster = ModelCluster(limits)
+    cluster = make_cluster(batch_tokens=12, chunk_tokens=8, slots=4, prefix_cache=False)
     for index in range(6):
         cluster.submit(make_request(f"r{index}", words(15, start=index), max_tokens=9))
     decoding: set[int] = set()
@@ -162,7 +161,7 @@ def test_generate_older_request_is_never_preempted_for_a_younger() -> None:
 
 def test_generate_request_waits_while_its_blocks_are_taken() -> None:
     """A request that does not fit yet waits at its place; those behind it do not overtake."""
-    cluster = ModelCluster(make_limits(blocks=8, slots=4, prefix_cache=False, generate_depth=1))
+    cluster = make_cluster(blocks=8, slots=4, prefix_cache=False, generate_depth=1)
     cluster.submit(make_request("first", words(20), max_tokens=4))
     cluster.submit(make_request("second", words(20, start=50), max_tokens=4))
     cluster.submit(make_request("third", words(2, start=90), max_tokens=2))
@@ -188,7 +187,7 @@ class Held(RequestPolicy, frozen=True, kw_only=True):
 def test_scheduler_hold_sets_one_timer_and_its_time_ends_it(stage: str) -> None:
     """Held entries are examined again at that time; no call comes in between."""
     held = Held(until_ns=1_000_000)
-    cluster = ModelCluster(make_limits(), default_policies(**{stage: held}))
+    cluster = make_cluster(**{stage: held})
     commands = cluster.submit(image_request("r1", (b"a", 8)))
     if cluster.encode_log:
         cluster.run_encode()

@@ -11,10 +11,12 @@ import pytest
 from tests.unit.kernel.setups import (
     answering,
     assert_served,
+    complete,
     crash,
     encode_statistics,
     generate_statistics,
     image_request,
+    make_cluster,
     make_limits,
     words,
 )
@@ -44,17 +46,15 @@ def next_turn(
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 def test_prefix_second_turn_computes_only_what_is_new(block_size: int) -> None:
     """The next turn prefills the new tokens (and the rest of a block) and encodes only the new image."""
-    cluster = ModelCluster(make_limits(block_size=block_size))
+    cluster = make_cluster(block_size=block_size)
     request = image_request("turn1", (b"image1", 30), max_tokens=4)
-    cluster.submit(request)
-    cluster.drain()
+    complete(cluster, request)
     for turn in range(2, 6):
         before = generate_statistics(cluster)["tokens_prefilled"]
         # The last output was sampled and never computed.
         known = len(request.prompt_token_ids) + len(cluster.outputs[request.request_id]) - 1
         request = next_turn(cluster, request, f"turn{turn}", (b"image%d" % turn, 20 + turn))
-        cluster.submit(request)
-        cluster.drain()
+        complete(cluster, request)
         cached = known - known % block_size
         prefilled = generate_statistics(cluster)["tokens_prefilled"] - before
         assert prefilled == len(request.prompt_token_ids) - cached
@@ -67,28 +67,22 @@ def test_prefix_second_turn_computes_only_what_is_new(block_size: int) -> None:
 
 def test_prefix_second_turn_needs_no_embedding_of_the_turns_before() -> None:
     """Images whose KV is cached are not encoded again, though their embeddings are gone."""
-    policies = default_policies(encode_eviction=KeepNothing())
-    cluster = ModelCluster(make_limits(block_size=4), policies)
+    cluster = make_cluster(block_size=4, encode_eviction=KeepNothing())
     request = image_request("turn1", (b"image1", 30), max_tokens=4)
-    cluster.submit(request)
-    cluster.drain()
+    complete(cluster, request)
     assert encode_statistics(cluster)["cache_entries"] == 0
     for turn in range(2, 5):
         request = next_turn(cluster, request, f"turn{turn}", (b"image%d" % turn, 20))
-        cluster.submit(request)
-        cluster.drain()
+        complete(cluster, request)
         assert cluster.encoded[turn - 1 :] == [[b"image%d" % turn]]
     assert_served(cluster, *cluster.requests)
 
 
 def test_prefix_second_turn_without_the_cache_computes_all_again() -> None:
     """A check of the test above: without a prefix cache everything is prefilled twice."""
-    cluster = ModelCluster(make_limits(prefix_cache=False))
+    cluster = make_cluster(prefix_cache=False)
     request = image_request("turn1", (b"image1", 30))
-    cluster.submit(request)
-    cluster.drain()
-    cluster.submit(next_turn(cluster, request, "turn2", (b"image2", 22)))
-    cluster.drain()
+    complete(cluster, request, next_turn(cluster, request, "turn2", (b"image2", 22)))
     assert generate_statistics(cluster)["tokens_prefilled"] == 31 + 58
     assert cluster.encoded == [[b"image1"], [b"image2"]], "the embedding is still cached"
     assert_served(cluster, "turn2")
@@ -164,21 +158,18 @@ def test_prefix_is_shared_only_with_equal_content_salt_and_adapter(
     image: bytes, salt: str, adapter: int, cached: int
 ) -> None:
     """The same placeholders for another image, of another tenant or with another adapter find nothing."""
-    cluster = ModelCluster(make_limits())
+    cluster = make_cluster()
     first = image_request("r1", (b"a", 14))
-    cluster.submit(msgspec.structs.replace(first, adapter=7))
-    cluster.drain()
+    complete(cluster, msgspec.structs.replace(first, adapter=7))
     request = image_request("r2", (image, 14))
-    cluster.submit(msgspec.structs.replace(request, cache_salt=salt, adapter=adapter))
-    cluster.drain()
+    complete(cluster, msgspec.structs.replace(request, cache_salt=salt, adapter=adapter))
     assert cluster.ended["r2"].times.cached_tokens == cached
     assert_served(cluster, "r2")
 
 
 def test_prefix_of_a_running_request_is_shared() -> None:
     """A block can be found as soon as the step that fills it is decided: ranks execute in order."""
-    cluster = ModelCluster(make_limits(generate_depth=1))
-    cluster.submit(make_request("r1", words(40), max_tokens=30))
+    cluster = make_cluster(make_request("r1", words(40), max_tokens=30), generate_depth=1)
     cluster.submit(make_request("r2", words(40), max_tokens=30))
     cluster.run_generate()
     assert generate_statistics(cluster)["tokens_cached"] == 36
@@ -189,23 +180,22 @@ def test_prefix_of_a_running_request_is_shared() -> None:
 
 def test_prefix_always_leaves_a_token_to_compute() -> None:
     """A prompt that is cached to its last token still has to yield its first output."""
-    cluster = ModelCluster(make_limits())
+    cluster = make_cluster()
     for name in ("r1", "r2"):
-        cluster.submit(make_request(name, words(16), max_tokens=3))
-        cluster.drain()
+        complete(cluster, make_request(name, words(16), max_tokens=3))
     assert cluster.ended["r2"].times.cached_tokens == 12
     assert_served(cluster, "r1", "r2")
 
 
 def test_prefix_blocks_are_evicted_from_their_end() -> None:
     """The end of a prefix is evicted before its beginning, so the rest can still be found."""
-    cluster = ModelCluster(make_limits(blocks=12))
-    cluster.submit(make_request("long", words(39), max_tokens=1))
+    cluster = make_cluster(make_request("long", words(39), max_tokens=1), blocks=12)
     cluster.drain()
-    cluster.submit(make_request("other", words(16, start=500), max_tokens=1))
-    cluster.drain()
-    cluster.submit(make_request("again", words(39), max_tokens=1))
-    cluster.drain()
+    complete(
+        cluster,
+        make_request("other", words(16, start=500), max_tokens=1),
+        make_request("again", words(39), max_tokens=1),
+    )
     assert generate_statistics(cluster)["prefix_evictions"] >= 2
     assert 24 <= cluster.ended["again"].times.cached_tokens < 36
     assert_served(cluster, "long", "other", "again")
@@ -243,8 +233,7 @@ def test_cached_blocks_of_a_request_stay() -> None:
 def test_insertion_policy_is_not_called_without_blocks() -> None:
     """A request of less than a block, and one without a prefix cache."""
     cluster = cluster_with(0)
-    cluster.submit(make_request("short", [1], max_tokens=2))
-    cluster.drain()
+    complete(cluster, make_request("short", [1], max_tokens=2))
     assert not VIEWS
     cluster = cluster_with(0, prefix_cache=False)
     serve(cluster, "a", words(12), max_tokens=6)

@@ -10,6 +10,7 @@ import pytest
 from tests.unit.kernel.policy_pool import random_policies
 from tests.unit.kernel.setups import (
     assert_served,
+    complete,
     generate_statistics,
     image_request,
     make_limits,
@@ -126,8 +127,7 @@ def test_swap_copies_only_what_others_do_not_hold() -> None:
     prefix = words(16)  # 4 blocks
     cluster.submit(make_request("r0", [*prefix, 1, 2], max_tokens=28))
     cluster.run_generate()
-    cluster.submit(make_request("r1", [*prefix, 3, 4], max_tokens=28))
-    cluster.drain()
+    complete(cluster, make_request("r1", [*prefix, 3, 4], max_tokens=28))
     swaps = [one.swaps for one in cluster.decisions if one.swaps is not None]
     first = next(one for one in swaps if one.out)
     joins = [join for one in cluster.decisions for join in one.joined]
