@@ -57,14 +57,6 @@ def test_chunk_aware_selects_items_that_meet_the_chunk(
     assert select(ChunkAware(), chunk) == chosen
 
 
-@pytest.mark.parametrize(
-    ("chunks", "chosen"), [(0, []), (1, [0]), (2, [0]), (3, [0, 1]), (4, [0, 1, 2])]
-)
-def test_chunk_aware_looks_so_many_chunks_ahead(chunks: int, chosen: list[int]) -> None:
-    """The chunk is [0, 10), and a chunk has 10 tokens."""
-    assert select(ChunkAware(look_ahead_chunks=chunks), (0, 10), ready=()) == chosen
-
-
 def test_lru_evicts_what_was_let_go_first() -> None:
     order = Lru().build_order()
     for key in "abc":

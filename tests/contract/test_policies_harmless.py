@@ -20,7 +20,10 @@ from tests.contract.harmful import (
     Odd,
     answers_of,
     changed_by,
+    default_of,
+    everywhere,
     forced,
+    places,
     reachable,
     wrapped,
 )
@@ -28,7 +31,7 @@ from tests.unit.kernel.setups import image_request, make_limits, words
 from vsched.kernel.commands import Command
 from vsched.policy import POLICY_TABLES, Policy, RequestPolicy
 from vsched.testing import ModelCluster, make_request
-from vsched.testing.cluster import SEATS, default_policies, seats_of
+from vsched.testing.cluster import SEATS, default_policies
 
 FEW = settings(max_examples=6, deadline=None)
 
@@ -61,20 +64,6 @@ def serve(**policies: Policy) -> _Recorded:
     assert all(one.reason == "length" for one in cluster.ended.values())
     cluster.check_settled()
     return cluster
-
-
-def places(kind: str, policy: Policy) -> dict[str, Policy]:
-    return dict.fromkeys(seats_of(kind), policy)
-
-
-def everywhere(around: Any) -> dict[str, Policy]:
-    """Return the default policy of every kind, whose calls are `around(ask, view)`."""
-    kinds = {kind: wrapped(default_of(kind), around) for kind in KINDS}
-    return {place: policy for kind, policy in kinds.items() for place in seats_of(kind)}
-
-
-def default_of(kind: str) -> type[Policy]:
-    return type(default_policies().by_table[SEATS[seats_of(kind)[0]]])
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Measurements in views of policies: times of recent steps and requests, in nanoseconds, as events reported them."""
+"""Views of policies: fields of the request, and times of recent steps and requests, in nanoseconds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from tests.unit.kernel.setups import image_request, make_limits, words
+from tests.contract.harmful import everywhere
+from tests.unit.kernel.setups import assert_served, image_request, make_cluster, make_limits, words
 from vsched.kernel import Scheduler
 from vsched.kernel.events import (
     Aborted,
@@ -18,7 +19,17 @@ from vsched.kernel.events import (
     Stepped,
     Submitted,
 )
-from vsched.policy import Admission, AdmissionView, RequestPolicy
+from vsched.policy import (
+    Admission,
+    AdmissionView,
+    ArrivalView,
+    DraftingView,
+    EncodingView,
+    InsertionView,
+    RequestPolicy,
+    RoutingView,
+    StepView,
+)
 from vsched.policy.measured import (
     WINDOW,
     EncodeTime,
@@ -66,6 +77,30 @@ class Told:
 def text(name: str, tokens: int, start: int = 0, **fields: Any) -> Request:
     request = make_request(name, words(tokens, start=start), max_tokens=8)
     return msgspec.structs.replace(request, **fields)
+
+
+def test_views_have_tenant_session_and_priority_of_the_request() -> None:
+    seen: dict[type, tuple[str, str, int]] = {}
+
+    def around(ask: Any, view: Any) -> Any:
+        subject = view
+        match view:
+            case ArrivalView():
+                subject = view.request
+            case AdmissionView():
+                subject = view.waiting[0]
+            case StepView():
+                subject = view.prefilling[0]
+        seen[type(view)] = subject.tenant, subject.session, subject.priority
+        return ask(view)
+
+    cluster = make_cluster(generators=2, drafts=True, chunk_tokens=16, **everywhere(around))
+    request = image_request("r", (b"image", 40), max_tokens=20, priority=3)
+    cluster.arrive(msgspec.structs.replace(request, tenant="a", session="talk"))
+    assert_served(cluster, "r")
+    assert cluster.notices == []
+    requests = (ArrivalView, RoutingView, AdmissionView, StepView, DraftingView)
+    assert seen == dict.fromkeys((*requests, EncodingView, InsertionView), ("a", "talk", 3))
 
 
 def test_steps_are_reported_with_their_composition() -> None:

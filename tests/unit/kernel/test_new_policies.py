@@ -88,7 +88,15 @@ def test_a_new_policy_has_fresh_states_and_takes_the_place_of_a_default() -> Non
     submit(cluster)
     fresh = msgspec.msgpack.encode(Counts())
     assert cluster.kernel.policy_states()["generate-0.admission"] != fresh
-    cluster.send(PolicyReplaced("generate-0.admission", "too slow"))
+    for reason in ("too slow", "again"):
+        cluster.send(PolicyReplaced("generate-0.admission", reason))
+    cluster.send(PolicyReplaced("nowhere", "?"))
+    assert cluster.notices == ["the default decides from now on as generate-0.admission: too slow"]
+    cluster.run_generate("generate-0")
+    assert running(cluster) == 3  # two in the group of the default
+    statistics = cluster.kernel.statistics()
+    assert statistics["policy_replaced"] == {"generate-0.admission": "too slow"}
+    assert statistics["policy_faults"] == {}
     cluster.drain()
     watched: list[str] = []
 

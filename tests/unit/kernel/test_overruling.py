@@ -9,12 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.unit.kernel.policy_pool import AllWaiting
+from tests.unit.kernel.policy_pool import AllWaiting, HoldingForEver
 from tests.unit.kernel.setups import (
     answering,
     assert_served,
     image_request,
     joined,
+    make_cluster,
     make_limits,
     submit_texts,
     words,
@@ -348,10 +349,13 @@ class ForcesArrivals(RequestPolicy, frozen=True, kw_only=True):
         return Admission(hold_until_ns=1 << 60)
 
 
-@pytest.mark.parametrize("table", ["generate_admission", "encode_admission"])
-def test_times_of_arrival_that_a_policy_forces_hold_no_request_for_longer(table: str) -> None:
-    limits = make_limits(passed_over_ns=5 * SECOND_NS)
-    cluster = cluster_of(limits, **{table: ForcesArrivals()})
+@pytest.mark.parametrize("policy", [HoldingForEver(), ForcesArrivals()])
+@pytest.mark.parametrize("seat", ["generate_admission", "encode_admission"])
+def test_policy_holds_no_request_for_longer_than_the_limit(policy: Policy, seat: str) -> None:
+    """Even if it forces the times of arrival in its views."""
+    cluster = make_cluster(passed_over_ns=5 * SECOND_NS, **{seat: policy})
     cluster.submit(image_request("r", (b"image", 4)))
+    cluster.wait(4 * SECOND_NS)
+    assert not joined(cluster)
     assert_served(cluster, "r")
     assert "held for over 5 s" in cluster.notices[0]

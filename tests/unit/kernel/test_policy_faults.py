@@ -175,15 +175,6 @@ def test_guard_eviction_default_decides(cache: str, order: Any) -> None:
     assert cluster.kernel.statistics()["policy_faults"] == {"Answering": 1}
 
 
-def test_guard_eviction_may_keep_nothing() -> None:
-    """`add` may return False: the entry is dropped at once."""
-    cluster = serve_all({"encode_eviction": answering("eviction", BadOrder("add", False))})
-    assert cluster.notices == []
-    encode = cluster.kernel.statistics()["encode"]
-    assert isinstance(encode, dict)
-    assert encode["cache_entries"] == 0
-
-
 class NumpyOrder(BadOrder):
     def victim(self) -> Any:
         return np.int64(super().victim())

@@ -12,10 +12,9 @@ import msgspec
 import pytest
 
 from tests.unit.kernel.policy_pool import (
-    HoldingForEver,
     random_policies,
 )
-from tests.unit.kernel.setups import assert_served, image_request, make_cluster, words
+from tests.unit.kernel.setups import assert_served, make_cluster, words
 from vsched.testing import (
     ModelCluster,
     make_request,
@@ -50,19 +49,6 @@ def test_kernel_survives_random_policies(start: int) -> None:
         ended += len(cluster.ended)
         refused += len(cluster.refused)
     assert ended > refused > 0, "the runs are about serving, and refuse some"
-
-
-def test_kernel_overrules_a_policy_that_never_admits() -> None:
-    """A policy may delay, but a minute after its arrival an entry cannot be held any more."""
-    policy = HoldingForEver()
-    cluster = make_cluster(encode_admission=policy, generate_admission=policy)
-    cluster.submit(image_request("held", (b"image", 8)))
-    cluster.wait(58_000_000_000)
-    assert not cluster.encoded
-    cluster.wait(3_000_000_000)
-    assert cluster.encoded == [[b"image"]]
-    assert_served(cluster, "held")
-    assert "held for over 60 s" in cluster.notices[0]
 
 
 def test_kernel_keeps_an_embedding_that_the_first_chunk_reads() -> None:

@@ -149,27 +149,6 @@ def test_scheduler_abort_of_a_stranger_changes_nothing() -> None:
     }
 
 
-def test_scheduler_abort_gives_the_slot_to_the_next() -> None:
-    """The next in the queue joins in the very next decision."""
-    cluster = make_cluster(make_request("r1", words(5), max_tokens=50), slots=1, generate_depth=1)
-    cluster.submit(make_request("r2", words(5, start=50)))
-    cluster.run_generate()
-    cluster.abort("r1")
-    cluster.run_generate()
-    assert [join.number for join in cluster.decisions[-1].joined] == [2]
-    assert_served(cluster, "r2")
-
-
-def test_scheduler_stop_string_ends_with_its_reason() -> None:
-    """An end requested by the engine carries its reason."""
-    cluster = make_cluster(make_request("r", words(5), max_tokens=50))
-    cluster.run_generate()
-    cluster.abort("r", FinishReason.STOP)
-    assert cluster.ended["r"].reason is FinishReason.STOP
-    cluster.drain()
-    assert_holds_nothing(cluster)
-
-
 def test_scheduler_clear_ends_everything() -> None:
     """One call interrupts all, running or waiting, and then reports 0 and 0."""
     cluster = make_cluster(slots=2)

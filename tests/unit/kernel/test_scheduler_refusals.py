@@ -16,7 +16,6 @@ from tests.unit.kernel.setups import (
     words,
 )
 from vsched.aio.arrivals import refusal_error
-from vsched.kernel import SchedulerLimits
 from vsched.testing import ModelCluster, make_request
 from vsched.types import Extent, MediaItem, Request, Spans
 
@@ -190,9 +189,3 @@ def test_scheduler_refuses_when_too_many_bytes_wait() -> None:
     assert_served(cluster, "running", "first", "again")
     assert list(cluster.refused) == ["one too many"]
     assert cluster.kernel.statistics()["live_bytes"] == 0
-
-
-def test_sizes_need_room_for_prefill() -> None:
-    """A step full of decodes would never prefill; such limits are an error at once."""
-    with pytest.raises(ValueError, match="batch_tokens is 4, must be above slots"):
-        SchedulerLimits(blocks=10, slots=4, batch_tokens=4, context_tokens=100, pages=4)

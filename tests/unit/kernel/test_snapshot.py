@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.unit.kernel.policy_pool import random_policies
-from tests.unit.record.odd_policies import Locked, Ring, Silent
+from tests.unit.kernel.policy_pool import Locked, Stubborn, random_policies
 from vsched.errors import RecordError
 from vsched.kernel import Scheduler, SchedulerLimits
 from vsched.kernel.commands import Command
@@ -26,7 +25,7 @@ from vsched.policy_host.snapshot import (
 )
 from vsched.testing import ModelCluster, run_random
 from vsched.testing.cluster import default_policies
-from vsched_policies.eviction import S3Fifo
+from vsched_policies.eviction import LruOrder, S3Fifo
 
 LIMITS = SchedulerLimits(blocks=8, slots=2, context_tokens=64, pages=4)
 
@@ -145,6 +144,15 @@ def noting(make: type[ModelCluster], commands: list[str]) -> type[ModelCluster]:
     return Noting
 
 
+class SilentOrder(LruOrder[Any]):
+    state = None  # type: ignore[assignment]
+
+
+class Silent(CachePolicy, frozen=True, kw_only=True):
+    def build_order(self) -> SilentOrder:
+        return SilentOrder()
+
+
 @pytest.mark.parametrize(
     ("eviction", "message"),
     [(Locked(early=True), "lock"), (Silent(), "SilentOrder has no methods state")],
@@ -156,7 +164,7 @@ def test_snapshot_says_what_it_cannot_take(eviction: CachePolicy, message: str) 
 
 
 def test_snapshot_reports_an_order_that_cannot_take_its_state() -> None:
-    state = encode_snapshot(Scheduler(LIMITS, default_policies(generate_eviction=Ring())))
+    state = encode_snapshot(Scheduler(LIMITS, default_policies(generate_eviction=Stubborn())))
     with pytest.raises(RecordError, match=r"S3FifoOrder\.restore\(\) failed"):
         restore_snapshot(Scheduler(LIMITS, default_policies(generate_eviction=S3Fifo())), state)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.record.odd_policies import Locked
+from tests.unit.kernel.policy_pool import Locked
 from tests.unit.record.recorded import config_for, record_run
 from vsched.config import Config
 from vsched.errors import ConfigError

@@ -16,8 +16,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from tests.patience import PATIENCE_S
-from tests.unit.kernel.policy_pool import Tallied, random_policies
-from tests.unit.record.odd_policies import Ring
+from tests.unit.kernel.policy_pool import Stubborn, Tallied, random_policies
 from tests.unit.record.recorded import downgrade, read_bodies, record_run, write_bodies
 from vsched.cli import app
 from vsched.cli.main import import_commands
@@ -56,7 +55,7 @@ def test_replay_decides_the_same(tmp_path: Path, seed: int) -> None:
 @pytest.mark.parametrize(
     "policies",
     [
-        {"generate_eviction": Ring(), "encode_eviction": Ring()},
+        dict.fromkeys(("generate_eviction", "encode_eviction"), Stubborn(keeps=3)),
         dict.fromkeys(STATEFUL, Tallied(fails=0)),
         dict.fromkeys(STATEFUL, Tallied(fails=3)),
     ],

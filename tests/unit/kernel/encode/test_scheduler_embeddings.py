@@ -10,7 +10,6 @@ import pytest
 from tests.unit.kernel.setups import (
     answering,
     assert_served,
-    complete,
     encode_statistics,
     image_request,
     make_cluster,
@@ -115,23 +114,6 @@ def test_embedding_of_an_image_that_chunks_split_stays_until_the_last() -> None:
         evictable.append(encode_statistics(cluster)["pages_evictable"])
     assert spans == [(0, 8, [(0, 20)]), (8, 16, [(0, 20)]), (16, 21, [(0, 20)])]
     assert evictable[:3] == [0, 0, 5]
-    assert_served(cluster, "r")
-
-
-def test_embedding_chunks_name_only_the_items_that_they_meet() -> None:
-    """A decision carries the pages of the items in its chunk and no others."""
-    cluster = make_cluster(chunk_tokens=16, generate_depth=1)
-    items = [(0, 10, b"a"), (2, 12, b"b"), (50, 4, b"c")]
-    complete(cluster, make_request("r", words(60), items))
-    chunks = [chunk for step in cluster.decisions for chunk in step.chunks]
-    placed = cluster.requests["r"].items
-    for chunk in chunks:
-        met = [item for item in placed if item.offset < chunk.stop and item.end > chunk.start]
-        assert [item.offset for item in chunk.items] == [item.offset for item in met]
-        for item in chunk.items:
-            assert len(item.pages) == cluster.limits.pages_for(item.tokens)
-    assert any(not chunk.items for chunk in chunks)
-    assert any(len(chunk.items) == 2 for chunk in chunks)
     assert_served(cluster, "r")
 
 

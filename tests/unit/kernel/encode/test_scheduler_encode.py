@@ -74,11 +74,6 @@ def test_encode_permits_bind_whatever_a_policy_proposes() -> None:
     assert_served(cluster, "r")
 
 
-def test_encode_groups_share_processes_one_by_one() -> None:
-    with pytest.raises(ValueError, match="2 encode groups cannot share the processes of 3"):
-        make_limits(encoders=2, generators=3, encode_pauses=True)
-
-
 @pytest.mark.parametrize("together", [True, False])
 def test_encode_next_to_decodes_may_keep_them_for_as_long_as_prefill_may(*, together: bool) -> None:
     """Decodes of the encode group's own generate group count, and only if the two share their processes."""

@@ -78,16 +78,6 @@ def test_prefix_second_turn_needs_no_embedding_of_the_turns_before() -> None:
     assert_served(cluster, *cluster.requests)
 
 
-def test_prefix_second_turn_without_the_cache_computes_all_again() -> None:
-    """A check of the test above: without a prefix cache everything is prefilled twice."""
-    cluster = make_cluster(prefix_cache=False)
-    request = image_request("turn1", (b"image1", 30))
-    complete(cluster, request, next_turn(cluster, request, "turn2", (b"image2", 22)))
-    assert generate_statistics(cluster)["tokens_prefilled"] == 31 + 58
-    assert cluster.encoded == [[b"image1"], [b"image2"]], "the embedding is still cached"
-    assert_served(cluster, "turn2")
-
-
 def item(key: bytes, offset: int, tokens: int) -> MediaItem:
     return MediaItem(key=key, tokens=tokens, offset=offset)
 

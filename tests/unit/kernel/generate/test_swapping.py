@@ -149,12 +149,6 @@ def test_swapped_request_is_restored_from_a_snapshot() -> None:
     assert_served(cluster, "r0", "r1", "r2", "r3")
 
 
-def test_swapping_models_with_a_state_is_refused() -> None:
-    """KV without the state is useless, and states cannot be swapped."""
-    with pytest.raises(ValueError, match="state"):
-        make_limits(swap_blocks=4, state_snapshots=4)
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_swapping_keeps_every_promise_under_random_schedules(seed: int) -> None:
     """With faults, aborts, draft tokens, shared prefixes and images, if every preemption swaps."""
