@@ -7,7 +7,7 @@ from itertools import accumulate
 import msgspec
 import pytest
 
-from vsched.config import Config, load_config
+from vsched.config import load_config
 from vsched.policy import (
     Admit,
     ArrivalDecision,
@@ -20,7 +20,6 @@ from vsched.policy import (
 )
 from vsched.policy.measured import FirstTokenTime, Measurements
 from vsched.sim import SimulationOutcome, generate_workload, load_cost_model, simulate
-from vsched.sim.workload.requests import Arrival, Text, workload_of
 from vsched.testing import RequestAt, run_policy
 from vsched_policies.arrival import DeadlineShed, busy_gap_ns
 from vsched_policies.requests import TENANTS_MAX, ServedTokens, TenantFair
@@ -161,26 +160,11 @@ def test_deadline_shed_serves_more_in_time_under_overload() -> None:
 
 @pytest.mark.parametrize(("wait_s", "shed"), [(0.0, True), (60.0, False)])
 def test_tenant_fair_keeps_a_tenant_to_its_rate(wait_s: float, *, shed: bool) -> None:
-    arrivals = [
-        Arrival(
-            at_ns=index * 10 * MS,
-            request_id=f"r{index}",
-            prompt=(Text(index, 50),),
-            output_tokens=2,
-            tenant="greedy",
-        )
-        for index in range(200)
-    ]
-    outcome = simulate(
-        Config(),
-        workload_of("greedy", arrivals),
-        cost=load_cost_model("h100-7b"),
-        policies={"arrival": TenantFair(rate=10, burst=5, wait_s=wait_s)},
-        oracles=True,
-    )
-    figures = outcome.figures
-    assert figures.failed == ({"shed": 176} if shed else {})
-    assert figures.span_s == pytest.approx(1.9 if shed else 19.5, abs=0.2)
+    requests = [RequestAt(at_s=n / 100, name=f"r{n}", tenant="greedy") for n in range(200)]
+    found = run_policy(TenantFair(rate=10, burst=5, wait_s=wait_s), *requests)
+    assert len(found.rejected) == (176 if shed else 0)
+    span_s = max(one.finished_ns for one in found.times.values()) / SECOND_NS
+    assert span_s == pytest.approx(1.9 if shed else 19.5, abs=0.2)
 
 
 def test_tenant_fair_keeps_a_rate_of_less_than_one_request_a_day() -> None:

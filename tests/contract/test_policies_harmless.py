@@ -31,7 +31,7 @@ from tests.unit.kernel.setups import image_request, make_limits, words
 from vsched.kernel.commands import Command
 from vsched.policy import POLICY_TABLES, Policy, RequestPolicy
 from vsched.testing import ModelCluster, make_request
-from vsched.testing.cluster import SEATS, default_policies
+from vsched.testing.cluster import SEATS, default_policies, seats_of
 
 FEW = settings(max_examples=6, deadline=None)
 
@@ -86,13 +86,9 @@ def test_no_view_can_be_changed(kind: str) -> None:
         seen.update(type(one).__name__ for one in reachable(view))
         return ask(view)
 
-    policies = places(kind, wrapped(default_of(kind), around))
-    if kind == "admission":
-        policies = {
-            place: wrapped(type(default_policies().by_table[SEATS[place]]), around)
-            for place in policies
-        }
-    cluster = serve(**policies)
+    defaults = default_policies().by_table
+    policies = {place: type(defaults[SEATS[place]]) for place in seats_of(kind)}
+    cluster = serve(**{place: wrapped(cls, around) for place, cls in policies.items()})
     assert not done
     assert len(seen) > 1, "no view was seen"
     assert cluster.digest.digest() == served_by_defaults()

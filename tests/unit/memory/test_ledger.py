@@ -320,23 +320,6 @@ def test_shares_are_of_the_host(pool: str, *, expected: bool) -> None:
 MIB = 1 << 20
 
 
-@pytest.mark.parametrize(
-    ("size", "allocated", "reserved"),
-    [
-        (1, 512, 2 * MIB),
-        (513, 1024, 2 * MIB),
-        (MIB, MIB, 2 * MIB),
-        (MIB + 1, MIB + 512, 20 * MIB),
-        (10 * MIB, 10 * MIB, 20 * MIB),
-        (11 * MIB, 11 * MIB, 12 * MIB),
-    ],
-)
-def test_simulated_memory_rounds_up(size: int, allocated: int, reserved: int) -> None:
-    memory = SimulatedMemory(64 * MIB)
-    memory.allocate(size)
-    assert (memory.allocated(), memory.reserved()) == (allocated, reserved)
-
-
 def test_simulated_memory_fragments() -> None:
     """Two free pieces of two segments make no large one, and one small tenant keeps a whole segment."""
     memory = SimulatedMemory(48 * MIB)

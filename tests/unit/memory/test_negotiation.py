@@ -219,30 +219,6 @@ def test_negotiation_survives_all_exceptions(fail: Callable[[], object]) -> None
         negotiation.take([report()])
 
 
-def test_negotiation_refuses_a_policy_that_returns_a_value() -> None:
-    def script(_: MemoryView) -> Any:
-        yield Build(100)
-        return Build(100)
-
-    negotiation = begun(scripted(script))
-    with pytest.raises(PolicyError, match=r"returned Build\(tokens=100"):
-        negotiation.take([report()])
-
-
-@pytest.mark.parametrize(
-    ("orders", "words"), [([], "value no attempt"), ([Probe(100)], "value last attempt a probe")]
-)
-def test_negotiation_accepts_nothing_but_a_build(orders: list[Probe], words: str) -> None:
-    negotiation = KvNegotiation(following(*orders), memory_view())
-
-    def run() -> None:
-        negotiation.start()
-        negotiation.take([report()])
-
-    with pytest.raises(PolicyError, match=f"ended without a build: {words}"):
-        run()
-
-
 def test_negotiation_fails_if_the_last_build_does_not_fit() -> None:
     """A policy that does not look at the outcome is no danger."""
     negotiation = begun(following(Build(100)))
@@ -284,15 +260,6 @@ def test_negotiation_view_cannot_be_changed() -> None:
 
     negotiation = begun(scripted(script))
     assert isinstance(negotiation.take([report(0)]), Build)
-
-
-def test_negotiation_stops_an_endless_policy() -> None:
-    """After sixteen attempts."""
-    negotiation = begun(following(*[Probe(16)] * 99))
-    for _ in range(15):
-        assert negotiation.take([report()]) == Probe(16)
-    with pytest.raises(PolicyError, match="does not end: value 16 attempts behind it, limit 16"):
-        negotiation.take([report()])
 
 
 MIB = 1 << 20

@@ -10,11 +10,11 @@ import msgspec
 import pytest
 
 from tests.trace_format import check_trace_events
-from tests.unit.record.recorded import RecordedCluster, config_for, record_run
+from tests.unit.record.recorded import RecordedCluster, record_run
+from vsched.config import load_config
 from vsched.kernel import SchedulerLimits
 from vsched.kernel.events import Stepped
 from vsched.record import TraceTimeline, replay
-from vsched.testing.cluster import default_policies
 
 LIMITS = SchedulerLimits(
     blocks=60,
@@ -26,6 +26,10 @@ LIMITS = SchedulerLimits(
     encoders=2,
     generators=2,
 )
+
+
+LOSING_SEED = 3
+"""A schedule that loses a group during a step."""
 
 
 def trace_of(path: Path) -> list[dict[str, Any]]:
@@ -52,7 +56,6 @@ def cluster(path: Path) -> RecordedCluster:
 
 @pytest.fixture(scope="module")
 def trace(path: Path, cluster: RecordedCluster) -> list[dict[str, Any]]:
-    assert cluster.ended
     return trace_of(path)
 
 
@@ -60,15 +63,11 @@ def named(trace: list[dict[str, Any]], key: str) -> dict[str, int]:
     return {one["args"]["name"]: one["pid"] for one in trace if one["name"] == key}
 
 
-def test_timeline_has_a_process_for_each_group(trace: list[dict[str, Any]]) -> None:
-    assert {"scheduler", "encode-0", "encode-1", "generate-0", "generate-1"} == set(
-        named(trace, "process_name")
-    )
-
-
-def test_timeline_has_a_slice_for_each_step_and_none_overlap(
+def test_timeline_has_a_slice_for_each_step_in_the_process_of_its_group(
     trace: list[dict[str, Any]], cluster: RecordedCluster
 ) -> None:
+    groups = {"encode-0", "encode-1", "generate-0", "generate-1"}
+    assert {"scheduler", *groups} == set(named(trace, "process_name"))
     slices: dict[int, list[dict[str, Any]]] = {}
     for one in trace:
         if one["ph"] == "X":
@@ -109,38 +108,24 @@ def test_timeline_ends_every_request_that_it_begins(trace: list[dict[str, Any]])
     assert "decode" in {name for _, name in started}
 
 
-def test_timeline_has_a_track_for_each_rank(tmp_path: Path) -> None:
-    policies = default_policies()
-    config = config_for(tmp_path / "run.vlog", policies)
-    config = msgspec.structs.replace(
-        config, generate=msgspec.structs.replace(config.generate, tensor_parallel=4)
-    )
+def test_timeline_has_a_track_for_each_rank() -> None:
     file = io.BytesIO()
     drawn = TraceTimeline(file)
-    drawn.begin(config)
+    drawn.begin(load_config(None, sets=["generate.tensor_parallel=4"], environ={}).config)
     drawn.close()
     trace = msgspec.json.decode(file.getvalue())["traceEvents"]
     process = named(trace, "process_name")["generate"]
-    ranks = [
-        one["args"]["name"]
-        for one in trace
-        if one["name"] == "thread_name" and one["pid"] == process
-    ]
-    assert ranks == ["rank 0", "rank 1", "rank 2", "rank 3"]
+    tracks = [one for one in trace if one["name"] == "thread_name" and one["pid"] == process]
+    assert [one["args"]["name"] for one in tracks] == [f"rank {rank}" for rank in range(4)]
 
 
 def test_timeline_shows_steps_cut_off_by_a_loss(tmp_path: Path) -> None:
-    for seed in range(3, 9):
-        record_run(tmp_path / "run.vlog", seed, limits=LIMITS, events=200)
-        trace = trace_of(tmp_path / "run.vlog")
-        lost = {one["pid"] for one in trace if "lost" in one.get("args", ())}
-        marks = {
-            one["pid"] for one in trace if one["ph"] == "i" and "lost on purpose" in one["name"]
-        }
-        assert lost <= marks
-        if lost:
-            return
-    pytest.fail("no run lost a group during a step")
+    record_run(tmp_path / "run.vlog", LOSING_SEED, limits=LIMITS, events=200)
+    trace = trace_of(tmp_path / "run.vlog")
+    lost = {one["pid"] for one in trace if "lost" in one.get("args", ())}
+    marks = {one["pid"] for one in trace if one["ph"] == "i" and "lost on purpose" in one["name"]}
+    assert lost
+    assert lost <= marks
 
 
 def test_timeline_of_a_record_without_its_beginning_is_whole(tmp_path: Path) -> None:

@@ -212,29 +212,26 @@ def taken(indices: tuple[int, ...], tokens: int, *, front: bool = True) -> tuple
     return started, [name for name in NAMES if not cache.is_ready(name)]
 
 
+FEW = (0,)
+
+
 @pytest.mark.parametrize(
-    ("indices", "gone"),
+    ("indices", "tokens", "front", "expected"),
     [
-        ((0, 1, 2), [b"old"]),
-        ((1, 0), [b"middle"]),
-        ((2,), [b"young"]),
-        ((), [b"young"]),
+        ((0, 1, 2), 16, True, (True, [b"old"])),
+        ((1, 0), 16, True, (True, [b"middle"])),
+        ((2,), 16, True, (True, [b"young"])),
+        ((), 16, True, (True, [b"young"])),
+        (FEW, 32, True, (True, [b"old", b"young"])),
+        (FEW, 32, False, (False, [])),
+        (FEW, 16, False, (True, [b"old"])),
     ],
 )
-def test_front_preempts_the_first_named_and_no_more(
-    indices: tuple[int, ...], gone: list[bytes]
+def test_front_preempts_those_named_or_else_the_youngest_and_others_wait(
+    indices: tuple[int, ...], tokens: int, front: bool, expected: tuple[bool, list[bytes]]
 ) -> None:
-    """If it names none, the youngest is evicted: the oldest request must get its next image."""
-    assert taken(indices, 16) == (True, gone)
-
-
-def test_front_takes_the_youngest_if_those_named_are_too_few() -> None:
-    assert taken((0,), 32) == (True, [b"old", b"young"])
-
-
-def test_others_wait_if_the_policy_spares_what_they_need() -> None:
-    assert taken((0,), 32, front=False) == (False, [])
-    assert taken((0,), 16, front=False) == (True, [b"old"])
+    """No more than needed; the oldest request must get its next image, others may be refused it."""
+    assert taken(indices, tokens, front=front) == expected
 
 
 def test_reclaim_policy_sees_who_may_give_way_the_oldest_first() -> None:
