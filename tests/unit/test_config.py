@@ -27,6 +27,10 @@ from vsched.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 IMAGE_HOSTS = ("images.example.com", "B.example.com:8443", "[::1]", "[::1]:8080", "127.0.0.1:65535")
+HOSTS = 'cluster.hosts={far = "tcp://10.0.0.2:7700"}'
+KEY = "cluster.key_file=hosts.key"
+THERE = 'cluster.generate=["far", "local"]'
+RAY = "cluster.ray=auto"
 
 
 def write(folder: Path, text: str) -> Path:
@@ -41,13 +45,6 @@ def refusal(
     with pytest.raises(ConfigError) as caught:
         load_config(path, sets=sets, environ=environ or {})
     return str(caught.value)
-
-
-def test_config_defaults_load() -> None:
-    loaded = load_config(None, environ={})
-    assert loaded.config == assumed(Config())
-    assert loaded.config.generate.max_batch_tokens == 2048
-    assert list(dict.fromkeys(loaded.origins.values())) == ["default"]
 
 
 def test_config_built_in_python_has_values_of_the_declared_types() -> None:
@@ -111,7 +108,7 @@ def test_config_set_parses_by_the_type_of_the_key(
 
 
 @pytest.mark.parametrize(
-    ("assignment", "expected"),
+    ("sets", "expected"),
     [
         ("generate.slots=1.5", "generate.slots (from command line) is not valid: value 1.5,"),
         ("generate.slots=true", "generate.slots (from command line) is not valid: value True,"),
@@ -144,12 +141,38 @@ def test_config_set_parses_by_the_type_of_the_key(
             'generate.memory={use="pinned", tokens=1, bytes=1}',
             "generate.memory: the size of the KV cache must be given once: value both of tokens",
         ),
+        (
+            "generate.memory.mem_fraction=1.01",
+            "generate.memory.mem_fraction is not valid: value 1.01, limit number, above 0, at most 1. Remedy: set",
+        ),
+        (
+            'cluster.hosts={far = "10.0.0.2"}',
+            "cluster.hosts (from command line) is not valid: value {",
+        ),
+        ('cluster.hosts={local = "tcp://h:1"}', "cluster.hosts: 'local' is this host"),
+        ([KEY, THERE], "cluster.generate: there is no host 'far'. Remedy: name one of local"),
+        ([HOSTS, THERE], "cluster.key_file: not set"),
+        (
+            [HOSTS, KEY, 'cluster.encode=["far"]', "placement=together"],
+            "cluster.encode: with placement = together",
+        ),
+        ([HOSTS, KEY, THERE, "adapters.count_max=2"], "adapters.count_max: ranks on other hosts"),
+        ([RAY, "adapters.count_max=2"], "adapters.count_max: ranks on other hosts"),
+        ('cluster.hosts={ray = "tcp://h:1"}', "cluster.hosts: 'ray' is Ray's"),
+        ('cluster.encode=["ray"]', "cluster.encode: there is no host 'ray'"),
+        ("cluster.ray=ray://head:1", "cluster.ray (from command line) is not valid: value 'ray:"),
+        ([RAY, 'cluster.encode=["ray", "local"]'], "cluster.encode: ray, local: Ray"),
+        (
+            [RAY, "cluster.encode_resources={CPU=0}"],
+            "cluster.encode_resources.CPU: no amount of a resource: value 0",
+        ),
+        ([RAY, HOSTS, 'cluster.encode=["far"]'], "cluster.key_file: not set"),
     ],
 )
 def test_config_refusal_starts_with_the_key_and_names_the_limit(
-    assignment: str, expected: str
+    sets: str | list[str], expected: str
 ) -> None:
-    assert refusal([assignment]).startswith(expected)
+    assert refusal([sets] if isinstance(sets, str) else sets).startswith(expected)
 
 
 def test_config_reports_all_typos_at_once(tmp_path: Path) -> None:
@@ -290,15 +313,6 @@ def test_config_encode_items_follow_the_admission_policy(sets: list[str], expect
     assert load_config(None, sets=sets, environ={}).policies.encode_items_max == expected
 
 
-@pytest.mark.parametrize("value", ["0", "1.01", "nan"])
-def test_config_memory_fraction_bounds(value: str) -> None:
-    message = refusal([f"generate.memory.mem_fraction={value}"])
-    assert message.startswith("generate.memory.mem_fraction is not valid: value ")
-    assert "limit number, above 0, at most 1. Remedy: set generate.memory.mem_fraction" in message
-    sets = ["generate.memory.mem_fraction=1.0"]
-    assert load_config(None, sets=sets, environ={}).policies.memory.mem_fraction == 1
-
-
 def test_config_shown_as_toml_loads_to_the_same(tmp_path: Path) -> None:
     sets = [
         'model.name=a "quoted" \\ name',
@@ -328,11 +342,6 @@ def test_config_documentation_example_loads(tmp_path: Path) -> None:
     assert tomllib.loads(example)["model"]["path"] == loaded.config.model.path
 
 
-HOSTS = 'cluster.hosts={far = "tcp://10.0.0.2:7700"}'
-KEY = "cluster.key_file=hosts.key"
-THERE = 'cluster.generate=["far", "local"]'
-
-
 def test_cluster_of_hosts_is_read() -> None:
     cluster = load_config(None, sets=[HOSTS, KEY, THERE], environ={}).config.cluster
     assert cluster.hosts == {"far": "tcp://10.0.0.2:7700"}
@@ -347,45 +356,6 @@ def test_cluster_on_ray_needs_no_key(address: str) -> None:
     cluster = load_config(None, sets=sets, environ={}).config.cluster
     assert cluster.elsewhere
     assert (cluster.hosts_of("encode"), cluster.hosts_of("generate")) == (["local"], ["ray"])
-
-
-@pytest.mark.parametrize(
-    ("sets", "said"),
-    [
-        (
-            ['cluster.hosts={far = "10.0.0.2"}'],
-            "cluster.hosts (from command line) is not valid: value {'far",
-        ),
-        (['cluster.hosts={local = "tcp://h:1"}'], "cluster.hosts: 'local' is this host"),
-        ([KEY, THERE], "cluster.generate: there is no host 'far'. Remedy: name one of local"),
-        ([HOSTS, THERE], "cluster.key_file: not set"),
-        (
-            [HOSTS, KEY, 'cluster.encode=["far"]', "placement=together"],
-            "cluster.encode: with placement = together",
-        ),
-        ([HOSTS, KEY, THERE, "adapters.count_max=2"], "adapters.count_max: ranks on other hosts"),
-        (["cluster.ray=auto", "adapters.count_max=2"], "adapters.count_max: ranks on other hosts"),
-        (['cluster.hosts={ray = "tcp://h:1"}'], "cluster.hosts: 'ray' is Ray's"),
-        (['cluster.encode=["ray"]'], "cluster.encode: there is no host 'ray'"),
-        (
-            ["cluster.ray=ray://head:10001"],
-            "cluster.ray (from command line) is not valid: value 'ray:",
-        ),
-        (
-            ["cluster.ray=auto", 'cluster.encode=["ray", "local"]'],
-            "cluster.encode: ray, local: Ray",
-        ),
-        (
-            ["cluster.ray=auto", "cluster.encode_resources={CPU=0}"],
-            "cluster.encode_resources.CPU: no amount of a resource: value 0",
-        ),
-        (["cluster.ray=auto", HOSTS, 'cluster.encode=["far"]'], "cluster.key_file: not set"),
-    ],
-)
-def test_cluster_of_no_use_is_refused(sets: list[str], said: str) -> None:
-    with pytest.raises(ConfigError) as refusal:
-        load_config(None, sets=sets, environ={})
-    assert str(refusal.value).startswith(said)
 
 
 @pytest.mark.parametrize(
@@ -453,30 +423,32 @@ def test_config_names_the_setting_that_fixes_the_threads(
 
 
 @pytest.mark.parametrize(
-    ("sets", "key", "value"),
+    ("sets", "key", "said"),
     [
-        (["generate.replicas=2"], "replicas", 1),
-        (["encode.tensor_parallel=4", "generate.tensor_parallel=2"], "tensor_parallel", 4),
+        (["generate.replicas=2"], "replicas", ": value 1, limit {}, which is 2"),
+        (
+            ["encode.tensor_parallel=4", "generate.tensor_parallel=2"],
+            "tensor_parallel",
+            ": value 4, limit {}, which is 2",
+        ),
+        # A process has one current CUDA device, on which Triton starts kernels.
+        (
+            ["encode.device=cuda:1", "generate.device=cuda"],
+            "device",
+            ", each with one device: value cuda:1, limit {}, which is cuda",
+        ),
     ],
 )
-def test_config_stages_together_are_as_many(sets: list[str], key: str, value: int) -> None:
+def test_config_stages_together_are_as_many_and_have_one_device(
+    sets: list[str], key: str, said: str
+) -> None:
     """Worker group i serves encode-i and generate-i, so there are as many of both; apart they may differ."""
+    together = "with placement = together both stages run in the same processes"
     assert refusal([*sets, "placement=together"]).startswith(
-        f"encode.{key}: with placement = together both stages run in the same processes: "
-        f"value {value}, limit generate.{key}, which is 2. Remedy:"
+        f"encode.{key}: {together}{said.format(f'generate.{key}')}. Remedy:"
     )
     load_config(None, sets=sets, environ={})
     both = ["encode.replicas=2", "generate.replicas=2", "placement=together"]
     assert load_config(None, sets=both, environ={}).config.ranks == 4
-
-
-def test_config_stages_together_have_one_device() -> None:
-    """A process has one current CUDA device, on which Triton starts kernels, wherever their tensors are."""
-    devices = ["encode.device=cuda:1", "generate.device=cuda"]
-    assert refusal([*devices, "placement=together"]).startswith(
-        "encode.device: with placement = together both stages run in the same processes, each with one device: "
-        "value cuda:1, limit generate.device, which is cuda. Remedy:"
-    )
-    load_config(None, sets=devices, environ={})
     same = ["encode.device=cuda:0", "generate.device=cuda", "placement=together"]
     load_config(None, sets=same, environ={})

@@ -263,13 +263,6 @@ def test_docs_name_commands_that_exist() -> None:
     check_pages(unknown_commands)
 
 
-@pytest.mark.parametrize(
-    "words", [["fly"], ["config", "fly"], ["serve", "--fly"], ["bench", "serve", "--fly=1"]]
-)
-def test_docs_command_check_can_fail(words: list[str]) -> None:
-    assert list(unknown_words(words))
-
-
 def test_docs_reference_lists_every_command() -> None:
     names = {name for name, one in command_line().commands.items() if not one.hidden}
     page = (ROOT / "docs/reference/cli.md").read_text()
