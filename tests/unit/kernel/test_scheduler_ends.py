@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 import pytest
@@ -19,6 +18,7 @@ from tests.unit.kernel.setups import (
     image_request,
     joined,
     make_cluster,
+    submit_texts,
     words,
 )
 from vsched.kernel.events import Cleared, Drain, Finished
@@ -40,8 +40,7 @@ def is_being_encoded(cluster: ModelCluster) -> None:
 
 
 def waits_for_a_slot(cluster: ModelCluster) -> None:
-    for index in range(4):
-        cluster.submit(make_request(f"busy{index}", words(3, start=20 * index), max_tokens=8))
+    submit_texts(cluster, 4, 3, max_tokens=8)
     cluster.submit(image_request("r", (b"a", 16)))
     cluster.run_encode()
     assert "waiting for a slot" in cluster.kernel.explain("r")
@@ -152,8 +151,7 @@ def test_scheduler_abort_of_a_stranger_changes_nothing() -> None:
 def test_scheduler_clear_ends_everything() -> None:
     """One call interrupts all, running or waiting, and then reports 0 and 0."""
     cluster = make_cluster(slots=2)
-    for index in range(4):
-        cluster.submit(make_request(f"text{index}", words(5, start=20 * index), max_tokens=30))
+    submit_texts(cluster, 4, 5, max_tokens=30)
     cluster.submit(image_request("image1", (b"a", 8)))
     cluster.submit(image_request("image2", (b"b", 8)))
     cluster.run_generate()
@@ -246,21 +244,17 @@ def test_scheduler_fails_what_a_rank_could_not_continue(grammar: str, code: str)
     assert_served(cluster, "other")
 
 
-def text(name: str, *, start: int = 10, max_tokens: int = 9) -> Any:
-    return make_request(name, words(6, start=start), max_tokens=max_tokens)
-
-
-def lose_while_running(cluster: ModelCluster, poison: str, group: str = "generate") -> int:
-    """Run a cluster in which a group is lost whenever it runs a given request; return the number of losses."""
+def lose_while_running(cluster: ModelCluster, poison: str) -> int:
+    """Run a cluster whose group is lost whenever it runs a given request; return the number of losses."""
     losses = 0
     for _ in range(500):
         if poison in cluster.ended:
             return losses
         number = next(number for number, name in cluster.names.items() if name == poison)
-        sequences = cluster.generators[group].sequences
+        sequences = cluster.generators["generate"].sequences
         if number in sequences and sequences[number].state.length:
             losses += 1
-            crash(cluster, group)
+            crash(cluster)
         elif cluster.busy("generate"):
             cluster.run_generate()
     raise AssertionError("the poison was never found")
@@ -268,7 +262,7 @@ def lose_while_running(cluster: ModelCluster, poison: str, group: str = "generat
 
 def test_poison_alone_is_ended_at_its_second_loss() -> None:
     """Not retried for ever."""
-    cluster = make_cluster(text("poison"), slots=1)
+    cluster = make_cluster(make_request("poison", words(6), max_tokens=9), slots=1)
     assert lose_while_running(cluster, "poison") == 2
     assert cluster.ended["poison"].code == "group_lost"
     assert_holds_nothing(cluster)
@@ -277,9 +271,7 @@ def test_poison_alone_is_ended_at_its_second_loss() -> None:
 def test_poison_among_others_is_found_and_no_other_request_ends() -> None:
     """Suspects come back one at a time; the one in quarantine when the group is lost is to blame."""
     cluster = make_cluster(slots=8)
-    names = [f"r{number}" for number in range(7)]
-    for number, name in enumerate(names):
-        cluster.submit(text(name, start=30 * number, max_tokens=12))
+    names = submit_texts(cluster, 7, 6, max_tokens=12)
     losses = lose_while_running(cluster, "r4")
     assert losses == 3
     assert Counter(finish.code for finish in cluster.ended.values() if finish.code) == {
@@ -291,9 +283,7 @@ def test_poison_among_others_is_found_and_no_other_request_ends() -> None:
 def test_suspects_of_two_losses_from_outside_are_cleared() -> None:
     """A group that is killed from outside, however often, ends no request as long as others run there."""
     cluster = make_cluster(slots=4)
-    names = [f"r{number}" for number in range(4)]
-    for number, name in enumerate(names):
-        cluster.submit(text(name, start=30 * number, max_tokens=40))
+    names = submit_texts(cluster, 4, 6, max_tokens=40)
     for _ in range(4):
         while len(cluster.kernel.generators[0].running) < 4:
             cluster.run_generate()
@@ -305,8 +295,8 @@ def test_suspects_of_two_losses_from_outside_are_cleared() -> None:
 
 def test_cleared_suspect_is_not_ended_for_one_more_loss() -> None:
     """A request that got past the point of the loss starts over, even if it runs alone by then."""
-    cluster = make_cluster(text("long", max_tokens=60), slots=2)
-    cluster.submit(text("short", start=40, max_tokens=15))
+    cluster = make_cluster(make_request("long", words(6), max_tokens=60), slots=2)
+    cluster.submit(make_request("short", words(6, start=40), max_tokens=15))
     for _ in range(2):
         for _ in range(5):
             cluster.run_generate()
@@ -332,9 +322,7 @@ def lose_repeatedly(cluster: ModelCluster, group: str, *, times: int) -> set[int
 def test_drain_finishes_what_ran_in_its_group_when_it_was_lost(losses: int) -> None:
     """No other group accepts such a request, so draining must not leave it behind."""
     cluster = make_cluster(generators=2)
-    names = [f"r{number}" for number in range(4)]
-    for number, name in enumerate(names):
-        cluster.submit(text(name, start=30 * number, max_tokens=20))
+    names = submit_texts(cluster, 4, 6, max_tokens=20)
     own = lose_repeatedly(cluster, "generate-0", times=losses)
     assert len(own) == 2
     cluster.send(Drain("generate-0"))
@@ -352,10 +340,9 @@ def test_drain_finishes_what_ran_in_its_group_when_it_was_lost(losses: int) -> N
 def test_requests_that_are_no_suspects_join_next_to_one() -> None:
     """Only suspects wait for each other."""
     cluster = make_cluster(slots=4)
-    for number in range(2):
-        cluster.submit(text(f"r{number}", start=30 * number, max_tokens=40))
+    submit_texts(cluster, 2, 6, max_tokens=40)
     lose_repeatedly(cluster, "generate", times=2)
-    cluster.submit(text("new", start=200))
+    cluster.submit(make_request("new", words(6, start=200)))
     before = len(joined(cluster))
     assert_served(cluster, "r0", "r1", "new")
     assert joined(cluster)[before:] == ["new", "r1"]

@@ -86,41 +86,27 @@ def hashes(*items: MediaItem, tokens: list[int] | None = None, salt: bytes = b""
     return chain_hashes(array("i", tokens or [5] * 16), items, block_size=4, parent=salt)
 
 
+A, B = item(b"a", 0, 4), item(b"b", 0, 4)
+LATER_A, LATER_B = item(b"a", 4, 4), item(b"b", 4, 4)
+WHOLE = item(b"a", 0, 16)
+SECONDS = [msgspec.structs.replace(LATER_A, metadata=b"second %d" % second) for second in (1, 2)]
+
+
 @pytest.mark.parametrize(
     ("one", "other", "equal_blocks"),
     [
-        pytest.param(hashes(), hashes(), 4, id="same text"),
-        pytest.param(
-            hashes(), hashes(tokens=[5] * 8 + [6] + [5] * 7), 2, id="another token in block 2"
-        ),
-        pytest.param(hashes(item(b"a", 0, 16)), hashes(item(b"a", 0, 16)), 4, id="same image"),
-        pytest.param(hashes(item(b"a", 0, 16)), hashes(item(b"b", 0, 16)), 0, id="another image"),
-        pytest.param(hashes(), hashes(item(b"a", 0, 16)), 0, id="text of placeholders"),
-        pytest.param(
-            hashes(item(b"a", 8, 4)), hashes(item(b"b", 8, 4)), 2, id="another image in block 2"
-        ),
-        pytest.param(
-            hashes(item(b"a", 0, 4), item(b"b", 4, 4)),
-            hashes(item(b"b", 0, 4), item(b"a", 4, 4)),
-            0,
-            id="two images swapped",
-        ),
-        pytest.param(
-            hashes(item(b"a", 4, 8)), hashes(item(b"a", 6, 8)), 1, id="an image that starts later"
-        ),
-        pytest.param(
-            hashes(item(b"a", 0, 2), item(b"b", 2, 2)),
-            hashes(item(b"a", 0, 3), item(b"b", 3, 1)),
-            0,
-            id="two images in a block, split elsewhere",
-        ),
-        pytest.param(
-            hashes(msgspec.structs.replace(item(b"a", 4, 4), metadata=b"second 1")),
-            hashes(msgspec.structs.replace(item(b"a", 4, 4), metadata=b"second 2")),
-            1,
-            id="frames at another time",
-        ),
-        pytest.param(hashes(salt=b"x"), hashes(salt=b"y"), 0, id="another tenant"),
+        (hashes(), hashes(), 4),
+        (hashes(), hashes(tokens=[5] * 8 + [6] + [5] * 7), 2),
+        (hashes(), hashes(WHOLE), 0),  # text of placeholders
+        (hashes(WHOLE), hashes(WHOLE), 4),
+        (hashes(WHOLE), hashes(item(b"b", 0, 16)), 0),
+        (hashes(item(b"a", 8, 4)), hashes(item(b"b", 8, 4)), 2),
+        (hashes(A, LATER_B), hashes(B, LATER_A), 0),
+        (hashes(item(b"a", 4, 8)), hashes(item(b"a", 6, 8)), 1),  # the image starts later
+        # two images in a block, split elsewhere
+        (hashes(item(b"a", 0, 2), item(b"b", 2, 2)), hashes(item(b"a", 0, 3), item(b"b", 3, 1)), 0),
+        (hashes(SECONDS[0]), hashes(SECONDS[1]), 1),
+        (hashes(salt=b"x"), hashes(salt=b"y"), 0),
     ],
 )
 def test_prefix_hashes_cover_tokens_items_and_salt(
