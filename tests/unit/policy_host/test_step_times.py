@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vsched.policy_host.step_times import StepTimeModel, limit_share, pairs_of
+from vsched.policy_host.step_times import StepTimeModel, pairs_of
 
 DECODES, DECODE_NS, TOKEN_NS, PAIR_NS = 8, 5_000_000, 60_000, 40
 
@@ -70,16 +70,6 @@ def test_model_reports_how_long_decodes_may_wait_for_something_else() -> None:
     assert learned(DECODE_NS, ratio=1).left_ns(DECODES) >= 1
     assert learned(25_000_000).left_ns(0) == 0
     assert learned(0).left_ns(DECODES) == 0
-
-
-@pytest.mark.parametrize(
-    ("decoding", "waiting", "share"),
-    [(0, 1, 1.0), (5, 1, 1.0), (40, 0, 0.125), (40, 1, 0.125), (40, 2, 0.25), (24, 8, 1.0)],
-)
-def test_limit_falls_with_the_decoding_requests_for_each_waiting_one(
-    decoding: int, waiting: int, share: float
-) -> None:
-    assert limit_share(decoding, waiting) == share
 
 
 def test_share_of_the_limit_leaves_three_quarters_of_the_time_of_the_decodes() -> None:

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from tests.unit.kernel.policy_pool import random_policies
+from tests.unit.kernel.setups import image_request, make_cluster
 from tests.unit.record.recorded import downgrade, read_bodies, record_run, write_bodies
 from vsched.config import Config, ServerConfig
 from vsched.config.sections import RecordConfig
@@ -108,29 +109,21 @@ def test_request_whose_client_leaves_while_it_is_written_leaves_nothing(
     assert files(tmp_path) == []
 
 
-@pytest.mark.parametrize("cut", [1, 20, 60])
+@pytest.mark.parametrize("kept", [-1, -20, -60])
 def test_file_that_was_being_written_is_no_request(
-    tmp_path: Path, cut: int, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, kept: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """No client waits for it: a request is accepted after it was written."""
     one = journal(tmp_path)
     one.keep(ONE)
     one.keep(TWO)
     half = files(tmp_path)[0]
-    half.write_bytes(half.read_bytes()[:-cut])
+    half.write_bytes(half.read_bytes()[:kept])
     assert [each.request.request_id for each in journal(tmp_path).left()] == ["two"]
     assert "no complete request" in caplog.text
-    assert len(files(tmp_path)) == 1
-
-
-def test_file_of_something_else_is_told_and_harms_no_other(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    one = journal(tmp_path)
-    one.keep(ONE)
-    one.keep(TWO)
-    files(tmp_path)[0].write_bytes(b"something else altogether")
-    assert [each.request.request_id for each in journal(tmp_path).left()] == ["two"]
+    (whole,) = files(tmp_path)
+    whole.write_bytes(b"something else altogether")
+    assert not [*journal(tmp_path).left()]
     assert "a request of the engine before cannot be resumed: " in caplog.text
     assert "not a record of vsched" in caplog.text
 
@@ -273,19 +266,15 @@ def test_answers_go_on_after_an_upgrade_that_cannot_read_the_snapshots(tmp_path:
     assert "snapshots cannot be read here" in read_left(path, names).trouble
 
 
-def test_answer_that_has_all_its_tokens_is_refused(tmp_path: Path) -> None:
-    cluster = record_run(tmp_path / "run.vlog", 0)
-    name = next(iter(cluster.requests))
-    request = msgspec.structs.replace(cluster.requests[name], request_id="full")
-    tokens = tuple(correct_outputs(request))
-    fresh = ModelCluster(cluster.limits)
-    fresh.hand_in(Submitted(request, emitted=tokens))
-    assert fresh.refused["full"].code is RefusalCode.EMPTY
+def test_answer_that_has_all_its_tokens_is_refused() -> None:
+    request = image_request("full", (b"a", 4))
+    cluster = make_cluster()
+    cluster.hand_in(Submitted(request, emitted=tuple(correct_outputs(request))))
+    assert cluster.refused["full"].code is RefusalCode.EMPTY
 
 
-def test_another_prompt_or_image_is_refused(tmp_path: Path) -> None:
-    cluster = record_run(tmp_path / "run.vlog", 0)
-    request = next(one for one in cluster.requests.values() if one.items)
+def test_another_prompt_or_image_is_refused() -> None:
+    request = image_request("r", (b"a", 4), (b"b", 4))
     started = PartialOutput(prompt_digest(request), (1, 2))
     (first, *others) = request.items
     items = (msgspec.structs.replace(first, key=b"another" * 4), *others)

@@ -229,28 +229,21 @@ def test_replay_reports_a_kernel_that_fails(path: Path, monkeypatch: pytest.Monk
     assert "KeyError: 'a bug'" in found.got
 
 
-def test_replay_finds_an_event_that_is_missing(path: Path) -> None:
+def test_replay_finds_an_event_or_segment_that_is_missing(path: Path, tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match="no such record"):
+        replay(tmp_path / "other.vlog")
+    record_run(tmp_path / "other.vlog", 0, events=300, segment_bytes=4096)
+    (tmp_path / "other.vlog.000002").unlink()
+    with pytest.raises(RecordError, match="a segment is missing"):
+        replay(tmp_path / "other.vlog")
     bodies = read_bodies(path)
     del bodies[8]
     write_bodies(path, bodies)
     with pytest.raises(RecordError, match="event 8 follows, 7 was due"):
         replay(path)
-
-
-def test_replay_finds_a_segment_that_is_missing(tmp_path: Path) -> None:
-    path = tmp_path / "run.vlog"
-    record_run(path, 0, events=300, segment_bytes=4096)
-    (tmp_path / "run.vlog.000002").unlink()
-    with pytest.raises(RecordError, match="a segment is missing"):
-        replay(path)
-
-
-def test_replay_of_nothing_reports_it(tmp_path: Path) -> None:
-    with pytest.raises(RecordError, match="no such record"):
-        replay(tmp_path / "run.vlog")
-    write_bodies(tmp_path / "run.vlog", [])
+    write_bodies(path, [])
     with pytest.raises(RecordError, match="nothing was recorded yet"):
-        replay(tmp_path / "run.vlog")
+        replay(path)
 
 
 def test_replay_of_a_record_by_another_version_reports_which(path: Path) -> None:
@@ -363,12 +356,9 @@ def everywhere(registered: RegisteredPolicy) -> SeatPolicies:
     return default_policies(**dict.fromkeys(PLACES[registered.kind], policy))
 
 
-def test_every_kind_that_the_kernel_asks_has_a_built_in() -> None:
-    assert {policy.kind for policy in IN_KERNEL} == PLACES.keys()
-
-
 def test_schedule_asks_every_kind() -> None:
     """The other kinds are called for each request; these only if a resource is short."""
+    assert {policy.kind for policy in IN_KERNEL} == PLACES.keys()
     cluster = run_random(random.Random(SEED), limits=TIGHT)
     statistics = cluster.kernel.statistics()
     assert statistics["generate"]["preemptions"] > 0
