@@ -145,11 +145,20 @@ def make(policy: RegisteredPolicy) -> Policy:
     return resolve_policy(policy.kind, {"use": policy.name, **FIELDS.get(policy.name, {})})
 
 
+LEARNING = ("draft-model", "prompt-lookup", "shortest-first", "slo-feedback")
+"""Policies with a state, whose growth is measured in a long run; `tenant-fair` stands for them in `make test`."""
+
+
 @pytest.mark.parametrize(
-    "registered", REGISTERED, ids=lambda policy: f"{policy.kind}-{policy.name}"
+    "registered",
+    [
+        pytest.param(one, marks=[pytest.mark.thorough] if one.name in LEARNING else [])
+        for one in REGISTERED
+    ],
+    ids=lambda policy: f"{policy.kind}-{policy.name}",
 )
 def test_policy_meets_its_contract(registered: RegisteredPolicy) -> None:
-    """In random schedules of 80 events each, too: all is returned, and the same run repeats exactly."""
+    """In a random schedule of 80 events, too: all is returned, and the same run repeats exactly."""
     assert registered.error is None
     assert registered.summary
     assert registered.summary.endswith(".")
@@ -157,7 +166,7 @@ def test_policy_meets_its_contract(registered: RegisteredPolicy) -> None:
     assert type(policy) is load_policy_class(registered.kind, registered.name)
     values = msgspec.to_builtins(policy)
     assert msgspec.convert(values, type(policy)) == policy, "fields are its whole state"
-    check_policy(policy, seeds=range(2))
+    check_policy(policy, seeds=range(1))
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,7 @@ def overloaded(policy: RequestPolicy | None) -> SimulationOutcome:
     )
     return simulate(
         load_config(None, sets=sizes, environ={}),
-        generate_workload("poisson", seed=1, requests=300, rate=16.0),
+        generate_workload("poisson", seed=1, requests=150, rate=16.0),
         cost=load_cost_model("h100-7b"),
         policies={"arrival": policy} if policy else None,
     )

@@ -12,6 +12,7 @@ import pytest
 
 from tests.unit.rank import fake_plugin
 from tests.unit.rank.fake_plugin import FakeEncoder, FakeGenerator, FakePlugin
+from tests.workers.properties import thorough
 from vsched.testing import ContractBroken, check_worker
 from vsched.testing.contracts.worker import SampleImage
 from vsched.types import ArraySpec, ModelInfo
@@ -233,7 +234,7 @@ def test_check_worker_refuses_other_objects() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "kv_dtype"), [("nano25", "auto"), ("nano3", "int8")])
+@pytest.mark.parametrize(("size", "kv_dtype"), [("nano25", "auto"), *thorough(("nano3", "int8"))])
 def test_transformers_plugin_keeps_the_contract(
     size: str, kv_dtype: str, checkpoints: Callable[[str], Path]
 ) -> None:

@@ -325,7 +325,22 @@ def run_by_pytest(file: Path) -> None:
     assert re.search(r"^\d+ passed", done.stdout, re.MULTILINE), done.stdout
 
 
-@pytest.mark.parametrize("folder", pages_with("python", runnable=True), ids=shown, indirect=True)
+RUNNABLE = pages_with("python", runnable=True)
+LONG = [ROOT / "docs/first-policy.md", ROOT / "docs/testing-with-faults.md"]
+"""Pages whose examples check a policy, or run pytest, in many random schedules."""
+LARGE = ROOT / "docs/swapping.md"
+"""Page whose configuration has a large host memory to simulate."""
+
+
+@pytest.mark.parametrize(
+    "folder",
+    [
+        *(page for page in RUNNABLE if page not in LONG),
+        *(pytest.param(page, marks=pytest.mark.thorough) for page in LONG),
+    ],
+    ids=shown,
+    indirect=True,
+)
 def test_docs_runnable_examples_run(folder: Path) -> None:
     for file in sorted(folder.glob("*.py")):
         if "import pytest\n" in file.read_text():
@@ -353,7 +368,10 @@ def test_docs_examples_are_python() -> None:
 
 @pytest.mark.parametrize(
     ("folder", "page"),
-    [(page, page) for page in pages_with("toml")],
+    [
+        pytest.param(page, page, marks=[pytest.mark.thorough] if page == LARGE else [])
+        for page in pages_with("toml")
+    ],
     ids=shown,
     indirect=["folder"],
 )

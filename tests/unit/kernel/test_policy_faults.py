@@ -15,6 +15,7 @@ from tests.unit.kernel.setups import (
     make_cluster,
     words,
 )
+from tests.workers.properties import thorough
 from vsched.policy import (
     DECISIONS,
     Admission,
@@ -156,7 +157,7 @@ def test_youngest_embedding_is_evicted_after_a_failure() -> None:
     assert cluster.kernel.statistics()["encode"]["cache_preemptions"] == 1
 
 
-@pytest.mark.parametrize("cache", ["encode_eviction", "generate_eviction"])
+@pytest.mark.parametrize("cache", ["encode_eviction", *thorough("generate_eviction")])
 @pytest.mark.parametrize(
     "order",
     [

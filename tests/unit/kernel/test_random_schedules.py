@@ -15,6 +15,7 @@ from tests.unit.kernel.policy_pool import (
     random_policies,
 )
 from tests.unit.kernel.setups import assert_served, make_cluster, words
+from tests.workers.properties import thorough
 from vsched.testing import (
     ModelCluster,
     make_request,
@@ -40,7 +41,7 @@ def run_seed(seed: int) -> ModelCluster:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", range(0, SEEDS, BATCH))
+@pytest.mark.parametrize("start", [0, *thorough(*range(BATCH, SEEDS, BATCH))])
 def test_kernel_survives_random_policies(start: int) -> None:
     """Whatever is legal to configure: every request is served or refused, and then nothing is held."""
     ended = refused = 0

@@ -18,6 +18,7 @@ from typer.testing import CliRunner, Result
 from tests.patience import PATIENCE_S
 from tests.unit.kernel.policy_pool import Stubborn, Tallied, random_policies
 from tests.unit.record.recorded import downgrade, read_bodies, record_run, write_bodies
+from tests.workers.properties import thorough
 from vsched.cli import app
 from vsched.cli.main import import_commands
 from vsched.errors import RecordError
@@ -38,7 +39,7 @@ STATEFUL = ("encode_admission", "generate_admission", "encoding", "preemption", 
 REPLAY = "import sys; from vsched.cli.main import main; sys.argv[1:1] = ['replay']; main()"
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [*range(4), *thorough(*range(4, 8))])
 def test_replay_decides_the_same(tmp_path: Path, seed: int) -> None:
     """Random schedules with faults, drains and restarts, under the default policies and under any."""
     policies = random_policies(random.Random(seed)) if seed % 2 else None
@@ -77,7 +78,7 @@ def test_replay_takes_up_policies_with_a_state_of_their_own(
     assert report.first_event > 0
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_replay_decides_the_same_under_any_hash_seed(tmp_path: Path) -> None:
     """Recorded by one process, replayed by another with another hash seed."""
 
@@ -324,9 +325,10 @@ def test_replay_command_shows_the_difference_and_exits_with_1(path: Path) -> Non
 # --- built-in policies, which are found by their entry points ---
 
 
-PLACES = {kind: seats_of(kind) for kind in DECISIONS if kind != "memory"}
-"""Names of seats by decision."""
+PLACES = {kind: seats_of(kind) for kind in DECISIONS if seats_of(kind)}
+"""Names of seats by decision of the kernel."""
 IN_KERNEL = [policy for policy in list_policies() if policy.kind in PLACES]
+ONE_OF_EACH = {policy.kind: policy for policy in IN_KERNEL}.values()
 TIGHT = SchedulerLimits(
     block_size=4,
     blocks=24,
@@ -345,9 +347,6 @@ TIGHT = SchedulerLimits(
 """Two groups of each stage, with less of everything than they need."""
 SEED = 20
 """A schedule that calls every kind of policy."""
-built_in = pytest.mark.parametrize(
-    "registered", IN_KERNEL, ids=lambda policy: f"{policy.kind}-{policy.name}"
-)
 
 
 def everywhere(registered: RegisteredPolicy) -> SeatPolicies:
@@ -366,7 +365,11 @@ def test_schedule_asks_every_kind() -> None:
     assert statistics["generate"]["prefix_evictions"] > 0
 
 
-@built_in
+@pytest.mark.parametrize(
+    "registered",
+    [*ONE_OF_EACH, *thorough(*(one for one in IN_KERNEL if one not in ONE_OF_EACH))],
+    ids=lambda policy: f"{policy.kind}-{policy.name}",
+)
 def test_built_in_policy_is_replayed_byte_for_byte(
     tmp_path: Path, registered: RegisteredPolicy
 ) -> None:
