@@ -50,9 +50,7 @@ def select(
         ((50, 60), []),
     ],
 )
-def test_chunk_aware_selects_items_that_meet_the_chunk(
-    chunk: tuple[int, int], chosen: list[int]
-) -> None:
+def test_chunk_aware_selects_items_of_the_chunk(chunk: tuple[int, int], chosen: list[int]) -> None:
     """Only items whose span overlaps the chunk, and of those only the ones not encoded."""
     assert select(ChunkAware(), chunk) == chosen
 

@@ -54,9 +54,7 @@ def test_forced_tokens_grants_what_is_held_to_a_form_drafts_without_lookup() -> 
         ({"last": Draft(0, 64, 3)}, ALL),  # without a free row, it proved nothing
     ],
 )
-def test_prompt_lookup_goes_on_while_drafts_bring_enough(
-    changes: dict[str, Any], granted: Draft
-) -> None:
+def test_prompt_lookup_goes_on_while_drafts_pay(changes: dict[str, Any], granted: Draft) -> None:
     assert PromptLookup().grant(view(**changes)) == granted
 
 

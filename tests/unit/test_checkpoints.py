@@ -192,9 +192,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
         close_session()
 
 
-def test_hub_id_is_a_name_with_one_slash_and_no_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hub_id_is_a_name_with_one_slash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("Qwen/Qwen2.5-VL-3B-Instruct", "org/model@v1.0", "org/model:Q4_K_M"):
         assert is_hub_id(name)
@@ -248,9 +246,7 @@ def test_configuration_gets_folders_and_clients_the_hub_id(hub: HubServer) -> No
         ("org/gated", "accepted its terms"),
     ],
 )
-def test_missing_repository_revision_or_weights_is_one_sentence(
-    hub: HubServer, name: str, text: str
-) -> None:
+def test_refusals_of_a_hub_are_one_sentence(hub: HubServer, name: str, text: str) -> None:
     with pytest.raises(CheckpointError, match=text) as error:
         download(name)
     assert "Remedy:" in str(error.value)
@@ -282,9 +278,7 @@ def test_part_of_several_gguf_files_is_an_error_before_they_are_downloaded(
     assert [file.name for file in folder.glob("*.gguf")] == ["model-Q4_K.gguf"]
 
 
-def test_token_is_sent_and_its_lack_is_one_sentence(
-    hub: HubServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_token_is_sent_and_named_if_absent(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.token = "secret"
     with pytest.raises(CheckpointError, match="HF_TOKEN"):
         download("org/model")

@@ -169,9 +169,7 @@ def test_config_set_parses_by_the_type_of_the_key(
         ([RAY, HOSTS, 'cluster.encode=["far"]'], "cluster.key_file: not set"),
     ],
 )
-def test_config_refusal_starts_with_the_key_and_names_the_limit(
-    sets: str | list[str], expected: str
-) -> None:
+def test_config_refusal_has_the_key_and_the_limit(sets: str | list[str], expected: str) -> None:
     assert refusal([sets] if isinstance(sets, str) else sets).startswith(expected)
 
 
@@ -414,9 +412,7 @@ def test_config_threads_default_to_the_share_of_a_rank(
         (["encode.device=cuda", "encode.threads=1"], "encode.device", ""),
     ],
 )
-def test_config_names_the_setting_that_fixes_the_threads(
-    sets: list[str], encode: str, generate: str
-) -> None:
+def test_config_names_what_fixes_the_threads(sets: list[str], encode: str, generate: str) -> None:
     config = load_config(None, sets=sets, environ={}).config
     found = (config.threads_fixed_by("encode"), config.threads_fixed_by("generate"))
     assert found == (encode, generate)
@@ -439,9 +435,7 @@ def test_config_names_the_setting_that_fixes_the_threads(
         ),
     ],
 )
-def test_config_stages_together_are_as_many_and_have_one_device(
-    sets: list[str], key: str, said: str
-) -> None:
+def test_config_stages_together_are_equally_placed(sets: list[str], key: str, said: str) -> None:
     """Worker group i serves encode-i and generate-i, so there are as many of both; apart they may differ."""
     together = "with placement = together both stages run in the same processes"
     assert refusal([*sets, "placement=together"]).startswith(

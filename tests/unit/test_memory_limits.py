@@ -73,9 +73,7 @@ def test_config_refuses_a_size_that_cannot_be_read(key: str, written: str) -> No
         (9, 8, 1.0),
     ],
 )
-def test_default_limit_leaves_the_host_room(
-    available_gib: int, ranks: int, expected_gib: float
-) -> None:
+def test_default_limit_leaves_room(available_gib: int, ranks: int, expected_gib: float) -> None:
     """All ranks together leave the share of one; two of them half of the host."""
     assert default_limit(available_gib * GIB, ranks=ranks) == expected_gib * GIB
 

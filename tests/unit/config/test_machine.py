@@ -149,9 +149,7 @@ def test_cores_text_names_affinity_and_quota(groups: Path, monkeypatch: pytest.M
     ("quota", "separate", "together"),
     [("50000", 1, 1), ("150000", 1, 1), ("200000", 1, 2), ("400000", 2, 4)],
 )
-def test_threads_follow_from_the_quota(
-    groups: Path, quota: str, separate: int, together: int
-) -> None:
+def test_threads_follow_the_quota(groups: Path, quota: str, separate: int, together: int) -> None:
     """The table in docs/deployment.md."""
     (groups.parent / "own").write_text("0::/\n")
     share_group(groups, quota)
@@ -160,9 +158,7 @@ def test_threads_follow_from_the_quota(
         assert config.threads("generate") == threads
 
 
-def test_cores_of_a_container_share_its_threads_and_choose_its_placement(
-    groups: Path, tmp_path: Path
-) -> None:
+def test_cores_of_a_container_set_threads_and_placement(groups: Path, tmp_path: Path) -> None:
     """The path of its group may be that outside of the container, which does not exist inside."""
     (tmp_path / "own").write_text("0::/docker/abc\n")
     share_group(groups, "200000")

@@ -44,9 +44,7 @@ def prefilled(cluster: ModelCluster) -> int:
         ({"prefix_cache": False, "state_snapshots": 0}, 42, 4 * 42),
     ],
 )
-def test_answers_compute_the_prompt_once(
-    changes: dict[str, Any], prompt: int, computed: int
-) -> None:
+def test_choices_compute_a_prompt_once(changes: dict[str, Any], prompt: int, computed: int) -> None:
     """Each choice after the first computes its part of the last block, of four tokens."""
     cluster = make_cluster(**changes)
     cluster.submit(make_request("a", words(prompt)), choices=4)

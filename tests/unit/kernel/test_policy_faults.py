@@ -141,12 +141,6 @@ def test_default_decides_after_a_failure(decision: str) -> None:
     assert cluster.kernel.statistics()["generate"]["blocks_cached"] > 0, "all blocks are kept"
 
 
-def test_admission_that_admits_no_request_is_overruled_when_nothing_runs() -> None:
-    """With nothing running and no time to hold until, some request must join."""
-    cluster = serve_all({"generate_admission": answering("admission", Admission())})
-    assert any("nothing is admitted" in notice for notice in cluster.notices)
-
-
 def test_youngest_embedding_is_evicted_after_a_failure() -> None:
     cluster = make_cluster(pages=8, slots=1, chunk_tokens=16, reclaim=answering("reclaim", BOOM))
     cluster.submit(make_request("old", words(64), [(64, 24, b"late")], max_tokens=2))

@@ -28,7 +28,6 @@ from vsched.policy import (
     EncodingView,
     ImagePolicy,
     RequestPolicy,
-    RoutingView,
 )
 from vsched.probes import observed
 from vsched.testing import ModelCluster, default_policies, make_request
@@ -38,8 +37,7 @@ from vsched_policies.eviction import KeepNothing
 SECOND_NS = 1_000_000_000
 
 
-ROUTED: list[RoutingView] = []
-FIRST = answering("routing", 0, ROUTED)
+FIRST = answering("routing", 0)
 """Always the first replica."""
 
 
@@ -120,9 +118,7 @@ def test_image_that_ends_where_the_cached_prefix_ends_is_not_claimed() -> None:
     assert_served(cluster, "first", "running", "later")
 
 
-def test_policy_is_told_once_that_a_request_is_new_and_not_asked_once_its_images_are_consumed() -> (
-    None
-):
+def test_policy_sees_a_new_request_once_and_none_whose_images_are_consumed() -> None:
     limits = make_limits(chunk_tokens=16, batch_tokens=16, generate_depth=1)
     Watching.views.clear()
     cluster = ModelCluster(limits, default_policies(encoding=Watching()))
@@ -339,19 +335,6 @@ def test_request_preempted_in_a_draining_group_goes_on_in_another() -> None:
     assert known <= {"next"}
     assert cluster.drained == ["generate-0"]
     assert_served(cluster, *names)
-
-
-def test_router_is_not_called_while_there_is_nowhere_to_go() -> None:
-    cluster = make_cluster(generators=2, slots=1, routing=FIRST)
-    cluster.submit(make_request("runs", words(5), max_tokens=9))
-    cluster.submit(make_request("waits", words(5, start=50)))
-    cluster.lose("generate-1")
-    requested = len(ROUTED)
-    cluster.send(Drain("generate-0"))
-    assert len(ROUTED) == requested
-    cluster.drain()
-    cluster.send(Resume("generate-0"))
-    assert_served(cluster, "runs", "waits")
 
 
 def test_suspect_comes_back_after_a_restart_that_an_operator_requested() -> None:

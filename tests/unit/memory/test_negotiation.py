@@ -232,9 +232,7 @@ def test_negotiation_fails_if_the_last_build_does_not_fit() -> None:
 
 @pytest.mark.parametrize(("tokens", "fits"), [(34_000, True), (36_000, False)])
 @pytest.mark.parametrize("headroom_bytes", [0, 100_000])
-def test_negotiation_keeps_the_room_of_encoders(
-    tokens: int, headroom_bytes: int, *, fits: bool
-) -> None:
+def test_negotiation_spares_encoders(tokens: int, headroom_bytes: int, *, fits: bool) -> None:
     """A build that leaves less than the reservations does not fit, whatever the ranks say; headroom is room."""
     encoders = [reserved(250_000), reserved(900_000, rank=1, held=True)]
     view = memory_view(reservations=encoders)

@@ -186,9 +186,7 @@ def cut(path: Path, share: float) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("seed", "share"), [(seed, (0.3, 0.6, 0.9, 1.0)[seed % 4]) for seed in range(6)]
 )
-def test_answers_go_on_in_another_engine_behind_the_tokens_that_were_reported(
-    tmp_path: Path, seed: int, share: float
-) -> None:
+def test_answers_go_on_behind_the_reported_tokens(tmp_path: Path, seed: int, share: float) -> None:
     """Also with speculative decoding, swaps and any policies, and if earlier segments are not read."""
     path = tmp_path / "run.vlog"
     policies = random_policies(random.Random(seed)) if seed % 2 else None
@@ -304,9 +302,7 @@ def test_damaged_record_reports_what_stands_before_the_damage(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("data", [None, b"", b"not a record"])
-def test_record_that_cannot_be_read_reports_nothing_and_why(
-    tmp_path: Path, data: bytes | None
-) -> None:
+def test_record_that_cannot_be_read_reports_only_why(tmp_path: Path, data: bytes | None) -> None:
     path = tmp_path / "run.vlog"
     if data is not None:
         path.write_bytes(data)

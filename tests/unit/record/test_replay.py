@@ -62,9 +62,7 @@ def test_replay_decides_the_same(tmp_path: Path, seed: int) -> None:
     ],
     ids=["order", "state", "failing"],
 )
-def test_replay_takes_up_policies_with_a_state_of_their_own(
-    tmp_path: Path, policies: dict[str, Policy]
-) -> None:
+def test_replay_continues_states_of_policies(tmp_path: Path, policies: dict[str, Policy]) -> None:
     """Even if a part of the record is gone, so that it begins with their state."""
     path = tmp_path / "run.vlog"
     seats = default_policies(**policies)
@@ -370,9 +368,7 @@ def test_schedule_asks_every_kind() -> None:
     [*ONE_OF_EACH, *thorough(*(one for one in IN_KERNEL if one not in ONE_OF_EACH))],
     ids=lambda policy: f"{policy.kind}-{policy.name}",
 )
-def test_built_in_policy_is_replayed_byte_for_byte(
-    tmp_path: Path, registered: RegisteredPolicy
-) -> None:
+def test_built_in_policy_is_replayed_exactly(tmp_path: Path, registered: RegisteredPolicy) -> None:
     """From the first event, and from a segment in the middle, with its state there."""
     path = tmp_path / "record"
     policies = everywhere(registered)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import msgspec
 import pytest
 
@@ -137,27 +135,6 @@ def test_embedding_item_without_pixels_needs_none_when_it_is_cached() -> None:
     bare = msgspec.structs.replace(request.items[0], extent=None)
     cluster.submit(msgspec.structs.replace(request, items=(bare,)))
     assert_served(cluster, "r1", "r2")
-
-
-class Noting(RequestPolicy, frozen=True, kw_only=True):
-    """Admits one after the other, and records the urgency of waiting images."""
-
-    priorities: ClassVar[list[list[int]]] = []
-
-    def admit(self, view: AdmissionView) -> Admission:
-        self.priorities.append([entry.priority for entry in view.waiting])
-        return Admission([0])
-
-
-def test_image_is_as_urgent_as_the_most_urgent_of_its_requests() -> None:
-    Noting.priorities.clear()
-    cluster = make_cluster(encode_items=1, encode_admission=Noting())
-    cluster.submit(image_request("busy", (b"busy", 8)))
-    cluster.submit(image_request("calm", (b"a", 8)))
-    cluster.submit(image_request("urgent", (b"a", 8), priority=5))
-    cluster.run_encode()
-    assert Noting.priorities[-1] == [5]
-    assert_served(cluster, "busy", "calm", "urgent")
 
 
 def test_images_of_a_failed_batch_are_like_others_once_they_are_encoded() -> None:

@@ -26,9 +26,7 @@ BLOCK = 4
 
 
 @pytest.mark.parametrize(("text", "stop"), [(3, 0), (4, 4), (7, 4), (8, 8), (9, 8)])
-def test_chunk_before_a_missing_embedding_is_cut_back_to_a_block_boundary(
-    text: int, stop: int
-) -> None:
+def test_chunk_before_a_missing_embedding_ends_at_a_block_boundary(text: int, stop: int) -> None:
     """A little text is not worth a step of its own."""
     cluster = make_cluster(make_request("r", words(text), [(text, 8, b"image")]), block_size=BLOCK)
     stops = [chunk.stop for step in cluster.decisions for chunk in step.chunks]
