@@ -28,12 +28,6 @@ def run(*arguments: str, env: dict[str, str] | None = None) -> str:
     return result.output
 
 
-def test_cli_config_check_accepts_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "vsched.toml"
-    path.write_text("[generate]\nslots = 2\n")
-    assert run("config", "check", "--config", str(path)) == "The configuration is valid.\n"
-
-
 def test_cli_config_check_looks_at_the_checkpoint(tmp_path: Path) -> None:
     """`config check` reports the same errors as the start of `vsched serve`."""
     with pytest.raises(CheckpointError, match="checkpoint 'nowhere' does not exist. Remedy: "):
@@ -46,9 +40,10 @@ def test_cli_config_check_looks_at_the_checkpoint(tmp_path: Path) -> None:
         run(*there, "--set", "generate.context_tokens=1000000000")
 
 
-def test_cli_config_show_prints_toml_that_loads(tmp_path: Path) -> None:
+def test_cli_config_show_prints_toml_that_is_valid_and_loads(tmp_path: Path) -> None:
     path = tmp_path / "vsched.toml"
     path.write_text(run("config", "show", "--set", "generate.slots=2"))
+    assert run("config", "check", "--config", str(path)) == "The configuration is valid.\n"
     assert load_config(path, environ={}).config.generate.slots == 2
 
 

@@ -16,11 +16,9 @@ from tests.unit.kernel.setups import (
     image_request,
     joined,
     make_cluster,
-    make_limits,
     submit_texts,
     words,
 )
-from vsched.kernel import SchedulerLimits
 from vsched.policy import (
     Admission,
     AdmissionView,
@@ -40,7 +38,7 @@ from vsched.policy import (
     RequestPolicy,
     StepShares,
 )
-from vsched.testing import ModelCluster, default_policies, make_request
+from vsched.testing import ModelCluster, make_request
 from vsched.testing.policy_run import PolicyRun, RequestAt, run_policy
 from vsched_policies.admission import Priority, Tiers
 
@@ -55,10 +53,6 @@ class Youngest(RequestPolicy, frozen=True, kw_only=True):
         OVERDUE.append(view.overdue)
         last = len(view.waiting) - 1
         return Admission(range(last, max(last - view.entries_free, -1), -1))
-
-
-def cluster_of(limits: SchedulerLimits, **policies: Policy) -> ModelCluster:
-    return ModelCluster(limits, default_policies(**policies))
 
 
 def overruled(cluster: ModelCluster, seat: str) -> dict[str, int]:
@@ -83,8 +77,9 @@ def served_for(cluster: ModelCluster, seconds: int, *, slots: int = 1) -> None:
 def test_admission_passes_no_request_over_for_too_long(limit_s: int) -> None:
     """The oldest goes first once the limit is over; the others follow, one at a time."""
     OVERDUE.clear()
-    limits = make_limits(slots=1, waiting=1000, passed_over_ns=limit_s * SECOND_NS)
-    cluster = cluster_of(limits, generate_admission=Youngest())
+    cluster = make_cluster(
+        slots=1, waiting=1000, passed_over_ns=limit_s * SECOND_NS, generate_admission=Youngest()
+    )
     served_for(cluster, limit_s + 5)
     statistics = cluster.kernel.statistics()
     assert limit_s <= statistics["passed_over_s"]["generate"] <= limit_s + 3
@@ -98,8 +93,9 @@ def test_admission_passes_no_request_over_for_too_long(limit_s: int) -> None:
 
 def test_requests_that_are_passed_over_take_one_slot_at_a_time() -> None:
     """A policy that keeps slots for others keeps all but one."""
-    limits = make_limits(slots=4, waiting=1000, passed_over_ns=5 * SECOND_NS)
-    cluster = cluster_of(limits, generate_admission=Youngest())
+    cluster = make_cluster(
+        slots=4, waiting=1000, passed_over_ns=5 * SECOND_NS, generate_admission=Youngest()
+    )
     for index in range(20):
         cluster.submit(make_request(f"old{index}", words(4, start=9 * index), max_tokens=50))
     for second in range(12):
@@ -114,7 +110,7 @@ def test_requests_that_are_passed_over_take_one_slot_at_a_time() -> None:
 
 def test_first_come_first_served_passes_no_request_over() -> None:
     """However long all wait, and whatever their sizes: nothing is overruled, and no time is counted."""
-    cluster = cluster_of(make_limits(slots=1, waiting=1000, passed_over_ns=SECOND_NS))
+    cluster = make_cluster(slots=1, waiting=1000, passed_over_ns=SECOND_NS)
     served_for(cluster, 30)
     statistics = cluster.kernel.statistics()
     assert statistics["policy_overruled"] == {}
@@ -122,7 +118,7 @@ def test_first_come_first_served_passes_no_request_over() -> None:
 
 
 def test_more_entries_than_places_are_counted() -> None:
-    cluster = cluster_of(make_limits(slots=2), generate_admission=AllWaiting())
+    cluster = make_cluster(slots=2, generate_admission=AllWaiting())
     submit_texts(cluster, 5, 4, apart=9)
     cluster.drain()
     assert set(overruled(cluster, "generate.admission")) == {"more entries than can join"}
@@ -147,8 +143,7 @@ class LastOrder(ImagePolicy, frozen=True, kw_only=True):
     ],
 )
 def test_images_are_passed_over_within_the_limit(seat: str, policies: dict[str, Policy]) -> None:
-    limits = make_limits(encode_items=1, waiting=1000, passed_over_ns=5 * SECOND_NS)
-    cluster = cluster_of(limits, **policies)
+    cluster = make_cluster(encode_items=1, waiting=1000, passed_over_ns=5 * SECOND_NS, **policies)
     for second in range(9):
         for index in range(2):
             cluster.submit(image_request(f"r{second}.{index}", (b"%d.%d" % (second, index), 4)))
@@ -172,7 +167,7 @@ class OldestEligible(RequestPolicy, frozen=True, kw_only=True):
 def test_victims_older_than_the_request_in_need_are_counted(policy: Policy, counted: bool) -> None:
     """The view tells the request in need, and so the victims that are possible."""
     VIEWS.clear()
-    cluster = cluster_of(make_limits(blocks=12, slots=4), preemption=policy)
+    cluster = make_cluster(blocks=12, slots=4, preemption=policy)
     for index in range(4):
         cluster.submit(make_request(f"r{index}", words(6 + index, start=20 * index), max_tokens=30))
     assert_served(cluster, *cluster.requests)
@@ -189,8 +184,11 @@ class Many(DraftingPolicy, frozen=True, kw_only=True):
 
 def test_answers_of_other_kinds_are_counted() -> None:
     VIEWS.clear()
-    cluster = cluster_of(
-        make_limits(pages=8, slots=1, chunk_tokens=16, drafts=True),
+    cluster = make_cluster(
+        pages=8,
+        slots=1,
+        chunk_tokens=16,
+        drafts=True,
         encoding=answering("encoding", [], VIEWS),
         reclaim=answering("reclaim", []),
         drafting=Many(),
@@ -213,11 +211,11 @@ def test_answers_of_other_kinds_are_counted() -> None:
 
 def test_answers_about_blocks_and_replicas_are_counted() -> None:
     """Shared blocks stay in the cache whatever is kept, and a replica that is down takes no request."""
-    cluster = cluster_of(make_limits(), insertion=answering("insertion", 0))
+    cluster = make_cluster(insertion=answering("insertion", 0))
     cluster.submit(make_request("r", words(64), max_tokens=9), choices=2)
     cluster.drain()
     assert overruled(cluster, "generate.insertion")
-    cluster = cluster_of(make_limits(generators=3), routing=answering("routing", 2))
+    cluster = make_cluster(generators=3, routing=answering("routing", 2))
     cluster.submit(make_request("a", words(4)))
     assert overruled(cluster, "routing") == {}
     cluster.lose("generate-2")
@@ -232,8 +230,7 @@ class Holds(RequestPolicy, frozen=True, kw_only=True):
 
 @pytest.mark.parametrize(("limit_s", "fails"), [(5, False), (3, True)])
 def test_holds_have_the_same_limit(limit_s: int, fails: bool) -> None:
-    limits = make_limits(waiting=2, passed_over_ns=limit_s * SECOND_NS)
-    cluster = cluster_of(limits, arrival=Holds())
+    cluster = make_cluster(waiting=2, passed_over_ns=limit_s * SECOND_NS, arrival=Holds())
     for index in range(3):
         cluster.arrive(make_request(f"r{index}", words(4)))
     assert bool(cluster.notices) == fails

@@ -22,7 +22,7 @@ from tests.unit.kernel.setups import (
 )
 from vsched.kernel.decisions import Join
 from vsched.kernel.request import chain_hashes
-from vsched.policy import InsertionView
+from vsched.policy import InsertionView, Policy
 from vsched.testing import ModelCluster, default_policies, make_request
 from vsched.types import MediaItem, Request
 from vsched_policies.eviction import KeepNothing
@@ -43,10 +43,18 @@ def next_turn(
     )
 
 
-@pytest.mark.parametrize("block_size", [1, 4, 16])
-def test_prefix_second_turn_computes_only_what_is_new(block_size: int) -> None:
-    """The next turn prefills the new tokens (and the rest of a block) and encodes only the new image."""
-    cluster = make_cluster(block_size=block_size)
+@pytest.mark.parametrize(
+    ("block_size", "policies"),
+    [(1, {}), (4, {}), (16, {}), (4, {"encode_eviction": KeepNothing()})],
+)
+def test_prefix_second_turn_computes_only_what_is_new(
+    block_size: int, policies: dict[str, Policy]
+) -> None:
+    """The next turn prefills the new tokens (and the rest of a block) and encodes only the new image.
+
+    Images whose KV is cached are not encoded again, even if their embeddings are gone.
+    """
+    cluster = make_cluster(block_size=block_size, **policies)
     request = image_request("turn1", (b"image1", 30), max_tokens=4)
     complete(cluster, request)
     for turn in range(2, 6):
@@ -63,19 +71,6 @@ def test_prefix_second_turn_computes_only_what_is_new(block_size: int) -> None:
         assert cluster.encoded[turn - 1 :] == [[b"image%d" % turn]]
         assert_served(cluster, f"turn{turn}")
     assert encode_statistics(cluster)["items_encoded"] == 5
-
-
-def test_prefix_second_turn_needs_no_embedding_of_the_turns_before() -> None:
-    """Images whose KV is cached are not encoded again, though their embeddings are gone."""
-    cluster = make_cluster(block_size=4, encode_eviction=KeepNothing())
-    request = image_request("turn1", (b"image1", 30), max_tokens=4)
-    complete(cluster, request)
-    assert encode_statistics(cluster)["cache_entries"] == 0
-    for turn in range(2, 5):
-        request = next_turn(cluster, request, f"turn{turn}", (b"image%d" % turn, 20))
-        complete(cluster, request)
-        assert cluster.encoded[turn - 1 :] == [[b"image%d" % turn]]
-    assert_served(cluster, *cluster.requests)
 
 
 def item(key: bytes, offset: int, tokens: int) -> MediaItem:
