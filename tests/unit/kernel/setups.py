@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -89,7 +90,7 @@ class Gathering(RequestPolicy, frozen=True, kw_only=True):
 
 
 def answering(decision: str, answer: Any, views: list[Any] | None = None) -> Policy:
-    """Return a policy that gives this answer to every call, or raises it, and adds its views to `views`."""
+    """Return a policy with one answer, error, or function of the view, for every call; its views go to `views`."""
     one = DECISIONS[decision]
 
     def method(*arguments: Any) -> Any:
@@ -97,7 +98,7 @@ def answering(decision: str, answer: Any, views: list[Any] | None = None) -> Pol
             views.append(arguments[-1])
         if isinstance(answer, Exception):
             raise answer
-        return answer
+        return answer(arguments[-1]) if inspect.isfunction(answer) else answer
 
     names = {one.method: method}
     made = msgspec.defstruct("Answering", [], bases=(one.base,), namespace=names, frozen=True)

@@ -23,18 +23,12 @@ from vsched.policy import (
     Admission,
     AdmissionView,
     ArrivalDecision,
-    ArrivalView,
     Dispatch,
-    DispatchView,
     Draft,
-    DraftingPolicy,
-    DraftingView,
     Hold,
-    ImagePolicy,
     Policy,
     Preemption,
     PreemptionMode,
-    PreemptionView,
     RequestPolicy,
     StepShares,
 )
@@ -46,13 +40,11 @@ SECOND_NS = 1_000_000_000
 OVERDUE: list[int | None] = []
 
 
-class Youngest(RequestPolicy, frozen=True, kw_only=True):
+def youngest(view: Any) -> Admission:
     """Last come, first served."""
-
-    def admit(self, view: AdmissionView) -> Admission:
-        OVERDUE.append(view.overdue)
-        last = len(view.waiting) - 1
-        return Admission(range(last, max(last - view.entries_free, -1), -1))
+    OVERDUE.append(view.overdue)
+    last = len(view.waiting) - 1
+    return Admission(range(last, max(last - view.entries_free, -1), -1))
 
 
 def overruled(cluster: ModelCluster, seat: str) -> dict[str, int]:
@@ -78,7 +70,10 @@ def test_admission_passes_no_request_over_for_too_long(limit_s: int) -> None:
     """The oldest goes first once the limit is over; the others follow, one at a time."""
     OVERDUE.clear()
     cluster = make_cluster(
-        slots=1, waiting=1000, passed_over_ns=limit_s * SECOND_NS, generate_admission=Youngest()
+        slots=1,
+        waiting=1000,
+        passed_over_ns=limit_s * SECOND_NS,
+        generate_admission=answering("admission", youngest),
     )
     served_for(cluster, limit_s + 5)
     statistics = cluster.kernel.statistics()
@@ -94,7 +89,10 @@ def test_admission_passes_no_request_over_for_too_long(limit_s: int) -> None:
 def test_requests_that_are_passed_over_take_one_slot_at_a_time() -> None:
     """A policy that keeps slots for others keeps all but one."""
     cluster = make_cluster(
-        slots=4, waiting=1000, passed_over_ns=5 * SECOND_NS, generate_admission=Youngest()
+        slots=4,
+        waiting=1000,
+        passed_over_ns=5 * SECOND_NS,
+        generate_admission=answering("admission", youngest),
     )
     for index in range(20):
         cluster.submit(make_request(f"old{index}", words(4, start=9 * index), max_tokens=50))
@@ -124,22 +122,20 @@ def test_more_entries_than_places_are_counted() -> None:
     assert set(overruled(cluster, "generate.admission")) == {"more entries than can join"}
 
 
-class LastImage(RequestPolicy, frozen=True, kw_only=True):
-    def admit(self, view: AdmissionView) -> Admission:
-        return Admission([len(view.waiting) - 1])
+def last_image(view: Any) -> Admission:
+    return Admission([len(view.waiting) - 1])
 
 
-class LastOrder(ImagePolicy, frozen=True, kw_only=True):
-    def dispatch(self, view: DispatchView) -> Dispatch:
-        free = next(index for index, group in enumerate(view.groups) if group.free)
-        return Dispatch(free, range(len(view.waiting) - 1, 0, -1) or [0])
+def last_order(view: Any) -> Dispatch:
+    free = next(index for index, group in enumerate(view.groups) if group.free)
+    return Dispatch(free, range(len(view.waiting) - 1, 0, -1) or [0])
 
 
 @pytest.mark.parametrize(
     ("seat", "policies"),
     [
-        ("encode.admission", {"encode_admission": LastImage()}),
-        ("encode.dispatch", {"dispatch": LastOrder()}),
+        ("encode.admission", {"encode_admission": answering("admission", last_image)}),
+        ("encode.dispatch", {"dispatch": answering("dispatch", last_order)}),
     ],
 )
 def test_images_are_passed_over_within_the_limit(seat: str, policies: dict[str, Policy]) -> None:
@@ -158,12 +154,13 @@ VIEWS: list[Any] = []
 OLDEST = answering("preemption", Preemption(0, "swap"), VIEWS)
 
 
-class OldestEligible(RequestPolicy, frozen=True, kw_only=True):
-    def victim(self, view: PreemptionView) -> int:
-        return view.eligible[0]
+def oldest_eligible(view: Any) -> int:
+    return view.eligible[0]
 
 
-@pytest.mark.parametrize(("policy", "counted"), [(OLDEST, True), (OldestEligible(), False)])
+@pytest.mark.parametrize(
+    ("policy", "counted"), [(OLDEST, True), (answering("preemption", oldest_eligible), False)]
+)
 def test_victims_older_than_the_request_in_need_are_counted(policy: Policy, counted: bool) -> None:
     """The view tells the request in need, and so the victims that are possible."""
     VIEWS.clear()
@@ -177,9 +174,8 @@ def test_victims_older_than_the_request_in_need_are_counted(policy: Policy, coun
     assert all(view.eligible == range(view.in_need, len(view.running)) for view in VIEWS)
 
 
-class Many(DraftingPolicy, frozen=True, kw_only=True):
-    def grant(self, view: DraftingView) -> Draft:
-        return Draft(view.rows_free + 1, steps=4, ngram=2)
+def many(view: Any) -> Draft:
+    return Draft(view.rows_free + 1, steps=4, ngram=2)
 
 
 def test_answers_of_other_kinds_are_counted() -> None:
@@ -191,7 +187,7 @@ def test_answers_of_other_kinds_are_counted() -> None:
         drafts=True,
         encoding=answering("encoding", [], VIEWS),
         reclaim=answering("reclaim", []),
-        drafting=Many(),
+        drafting=answering("drafting", many),
         step=answering("step", StepShares([])),
     )
     cluster.submit(make_request("old", words(64), [(64, 24, b"late")], max_tokens=2))
@@ -223,14 +219,15 @@ def test_answers_about_blocks_and_replicas_are_counted() -> None:
     assert overruled(cluster, "routing") == {"the replica takes no requests": 1}
 
 
-class Holds(RequestPolicy, frozen=True, kw_only=True):
-    def arrive(self, view: ArrivalView) -> ArrivalDecision:
-        return Hold(view.request.arrived_ns + 4 * SECOND_NS)
+def hold(view: Any) -> ArrivalDecision:
+    return Hold(view.request.arrived_ns + 4 * SECOND_NS)
 
 
 @pytest.mark.parametrize(("limit_s", "fails"), [(5, False), (3, True)])
 def test_holds_have_the_same_limit(limit_s: int, fails: bool) -> None:
-    cluster = make_cluster(waiting=2, passed_over_ns=limit_s * SECOND_NS, arrival=Holds())
+    cluster = make_cluster(
+        waiting=2, passed_over_ns=limit_s * SECOND_NS, arrival=answering("arrival", hold)
+    )
     for index in range(3):
         cluster.arrive(make_request(f"r{index}", words(4)))
     assert bool(cluster.notices) == fails
@@ -335,16 +332,14 @@ def test_policy_sees_preemptible_requests() -> None:
     assert all(len(eligible) <= count <= SLOTS for eligible, count in seen)
 
 
-class ForcesArrivals(RequestPolicy, frozen=True, kw_only=True):
+def force_arrivals(view: Any) -> Admission:
     """Makes all entries look as if they had just come, and holds them."""
-
-    def admit(self, view: AdmissionView) -> Admission:
-        for entry in view.waiting:
-            msgspec.structs.force_setattr(entry, "arrived_ns", 1 << 60)
-        return Admission(hold_until_ns=1 << 60)
+    for entry in view.waiting:
+        msgspec.structs.force_setattr(entry, "arrived_ns", 1 << 60)
+    return Admission(hold_until_ns=1 << 60)
 
 
-@pytest.mark.parametrize("policy", [HoldingForEver(), ForcesArrivals()])
+@pytest.mark.parametrize("policy", [HoldingForEver(), answering("admission", force_arrivals)])
 @pytest.mark.parametrize("seat", ["generate_admission", "encode_admission"])
 def test_policy_holds_no_request_for_longer_than_the_limit(policy: Policy, seat: str) -> None:
     """Even if it forces the times of arrival in its views."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any
 
 import pytest
 
@@ -24,10 +24,6 @@ from vsched.kernel import SchedulerLimits
 from vsched.kernel.events import Drain, Resume
 from vsched.policy import (
     Admission,
-    AdmissionView,
-    EncodingView,
-    ImagePolicy,
-    RequestPolicy,
 )
 from vsched.probes import observed
 from vsched.testing import ModelCluster, default_policies, make_request
@@ -41,24 +37,14 @@ FIRST = answering("routing", 0)
 """Always the first replica."""
 
 
-class Watching(ImagePolicy, frozen=True, kw_only=True):
-    """Proposes everything, and records its views."""
-
-    views: ClassVar[list[EncodingView]] = []
-
-    def select(self, view: EncodingView) -> list[int]:
-        self.views.append(view)
-        return list(range(len(view.items)))
+VIEWS: list[Any] = []
 
 
-class Asked(RequestPolicy, frozen=True, kw_only=True):
-    """Admits the first; records its views."""
+def propose_all(view: Any) -> range:
+    return range(len(view.items))
 
-    tokens: ClassVar[list[list[int | None]]] = []
 
-    def admit(self, view: AdmissionView) -> Admission:
-        self.tokens.append([entry.tokens for entry in view.waiting])
-        return Admission([0])
+WATCHING = answering("encoding", propose_all, VIEWS)
 
 
 def claims(cluster: ModelCluster, key: bytes) -> int:
@@ -107,30 +93,30 @@ def test_embedding_of_a_preempted_prefill_stays_until_it_joins_again() -> None:
 
 def test_image_that_ends_where_the_cached_prefix_ends_is_not_claimed() -> None:
     """Whatever the policy proposes, as long as a later image is to come."""
-    Watching.views.clear()
-    cluster = make_cluster(slots=1, encoding=Watching())
+    VIEWS.clear()
+    cluster = make_cluster(slots=1, encoding=WATCHING)
     complete(cluster, make_request("first", words(8), [(0, 16, b"a")], max_tokens=1))
     cluster.submit(make_request("running", words(3, start=70), max_tokens=9))
     later = make_request("later", words(8, start=90), [(0, 16, b"a"), (20, 16, b"b")], max_tokens=1)
     cluster.submit(later)
-    assert [view.chunk_start for view in Watching.views if view.arriving] == [0, 16]
+    assert [view.chunk_start for view in VIEWS if view.arriving] == [0, 16]
     assert (claims(cluster, b"a"), claims(cluster, b"b")) == (0, 1)
     assert_served(cluster, "first", "running", "later")
 
 
 def test_policy_sees_a_new_request_once_and_none_whose_images_are_consumed() -> None:
     limits = make_limits(chunk_tokens=16, batch_tokens=16, generate_depth=1)
-    Watching.views.clear()
-    cluster = ModelCluster(limits, default_policies(encoding=Watching()))
+    VIEWS.clear()
+    cluster = ModelCluster(limits, default_policies(encoding=WATCHING))
     cluster.submit(make_request("r", words(40), [(0, 16, b"a"), (16, 16, b"b")]))
     cluster.run_encode()
     cluster.run_generate()
     crash(cluster)
     cluster.drain()
-    assert [view.arriving for view in Watching.views].count(True) == 1
-    assert Watching.views[0].arriving
-    assert len(Watching.views) > 3
-    assert all(view.items[-1].stop > view.chunk_start for view in Watching.views)
+    assert [view.arriving for view in VIEWS].count(True) == 1
+    assert VIEWS[0].arriving
+    assert len(VIEWS) > 3
+    assert all(view.items[-1].stop > view.chunk_start for view in VIEWS)
     assert_served(cluster, "r")
 
 
@@ -221,11 +207,15 @@ def test_limit_of_a_step_is_shorter_the_more_requests_decode_for_a_waiting_one()
 
 
 def test_waiting_request_is_shown_with_the_tokens_that_its_cached_prefix_leaves() -> None:
-    Asked.tokens.clear()
-    cluster = make_cluster(make_request("first", words(21)), generate_admission=Asked())
-    cluster.drain()
-    complete(cluster, make_request("second", words(21)))
-    assert Asked.tokens == [[21], [1]]
+    tokens: list[list[int]] = []
+
+    def note(view: Any) -> Admission:
+        tokens.append([entry.tokens for entry in view.waiting])
+        return Admission([0])
+
+    cluster = make_cluster(generate_admission=answering("admission", note))
+    complete(cluster, make_request("first", words(21)), make_request("second", words(21)))
+    assert tokens == [[21], [1]]
     assert_served(cluster, "first", "second")
 
 

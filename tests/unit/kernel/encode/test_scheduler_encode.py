@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
 
 from tests.unit.kernel.policy_pool import AllWaiting, Reversed
 from tests.unit.kernel.setups import (
+    answering,
     assert_holds_nothing,
     assert_served,
     complete,
@@ -20,7 +22,7 @@ from tests.unit.kernel.setups import (
     words,
 )
 from vsched.failures import EncodeErrorKind
-from vsched.policy import Admission, AdmissionView, Dispatch, DispatchView, ImagePolicy
+from vsched.policy import Admission, AdmissionView, Dispatch
 from vsched.testing import ModelCluster, default_policies, make_request
 from vsched.types import Extent, FinishReason
 from vsched_policies.admission import TokenBudget
@@ -306,26 +308,29 @@ def test_encode_task_carries_the_pixels_of_a_live_user() -> None:
     assert cluster.encode_log[0].tasks[0].extent.offset == 4096
 
 
-class Watched(ImagePolicy, frozen=True, kw_only=True):
+VIEWS: list[Any] = []
+WAITING: list[list[int]] = []
+
+
+def last_group(view: Any) -> Dispatch:
     """The last free group, and all images; records its views."""
-
-    views: ClassVar[list[DispatchView]] = []
-    waiting: ClassVar[list[list[int | None]]] = []
-
-    def dispatch(self, view: DispatchView) -> Dispatch:
-        self.views.append(view)
-        self.waiting.append([entry.tokens for entry in view.waiting])
-        return Dispatch(max(index for index, group in enumerate(view.groups) if group.free))
+    VIEWS.append(view)
+    WAITING.append([entry.tokens for entry in view.waiting])
+    return Dispatch(max(index for index, group in enumerate(view.groups) if group.free))
 
 
-class Behind(ImagePolicy, frozen=True, kw_only=True):
+def behind(view: Any) -> Dispatch:
     """Never the front while there is another, otherwise nothing while something is encoded."""
+    free = next(index for index, group in enumerate(view.groups) if group.free)
+    if len(view.waiting) > 1:
+        return Dispatch(free, range(1, len(view.waiting)))
+    return Dispatch(None if any(group.items for group in view.groups) else free)
 
-    def dispatch(self, view: DispatchView) -> Dispatch:
-        free = next(index for index, group in enumerate(view.groups) if group.free)
-        if len(view.waiting) > 1:
-            return Dispatch(free, range(1, len(view.waiting)))
-        return Dispatch(None if any(group.items for group in view.groups) else free)
+
+@pytest.fixture(autouse=True)
+def _fresh_views() -> None:
+    VIEWS.clear()
+    WAITING.clear()
 
 
 def out(cluster: ModelCluster) -> dict[str, list[bytes]]:
@@ -336,43 +341,41 @@ def out(cluster: ModelCluster) -> dict[str, list[bytes]]:
     }
 
 
-def two_groups(policy: ImagePolicy, *, encode_items: int = 1) -> ModelCluster:
-    limits = make_limits(encoders=2, encode_items=encode_items)
-    return ModelCluster(limits, default_policies(dispatch=policy))
+def two_groups(dispatch: Callable[[Any], Dispatch]) -> ModelCluster:
+    return make_cluster(encoders=2, encode_items=1, dispatch=answering("dispatch", dispatch))
 
 
 def test_dispatch_policy_names_the_group_and_sees_what_the_groups_do() -> None:
-    Watched.views.clear()
-    Watched.waiting.clear()
-    cluster = two_groups(Watched())
+    cluster = two_groups(last_group)
     cluster.submit(image_request("r", (b"a", 8), (b"b", 12)))
     assert out(cluster) == {"encode-0": [b"b"], "encode-1": [b"a"]}
-    first, second = Watched.views
+    first, second = VIEWS
     assert [group.free for group in first.groups] == [True, True]
-    assert Watched.waiting == [[8, 12], [12]]
+    assert WAITING == [[8, 12], [12]]
     group = second.groups[1]
     assert (group.free, group.items, group.tokens, group.largest) == (False, 1, 8, 8)
     assert_served(cluster, "r")
 
 
 def test_dispatch_policy_is_not_called_if_there_is_one_answer() -> None:
-    Watched.views.clear()
-    Watched.waiting.clear()
-    cluster = make_cluster(image_request("one", (b"a", 8)), encode_items=1, dispatch=Watched())
+    cluster = make_cluster(
+        image_request("one", (b"a", 8)), encode_items=1, dispatch=answering("dispatch", last_group)
+    )
     cluster.drain()
-    assert not Watched.views
+    assert not VIEWS
     complete(cluster, image_request("two", (b"b", 8), (b"c", 8), (b"d", 8)))
-    assert [len(waiting) for waiting in Watched.waiting] == [3, 2]
+    assert [len(waiting) for waiting in WAITING] == [3, 2]
     assert_served(cluster, "one", "two")
 
 
 def test_dispatch_policy_is_told_who_is_held_up_in_the_same_processes() -> None:
-    Watched.views.clear()
-    cluster = make_cluster(encoders=2, generators=2, encode_pauses=True, dispatch=Watched())
+    cluster = make_cluster(
+        encoders=2, generators=2, encode_pauses=True, dispatch=answering("dispatch", last_group)
+    )
     cluster.submit(make_request("text", [1, 2, 3], max_tokens=8))
     cluster.run_generate()
     cluster.submit(image_request("image", (b"a", 8)))
-    groups = Watched.views[-1].groups
+    groups = VIEWS[-1].groups
     assert [group.held_up for group in groups] == [1, 0]
     assert groups[0].load_tokens >= 3
     cluster.drain()
@@ -380,7 +383,7 @@ def test_dispatch_policy_is_told_who_is_held_up_in_the_same_processes() -> None:
 
 def test_dispatch_of_some_images_leaves_the_others_in_place() -> None:
     """The front waits while one is encoded; afterwards it is the only image left."""
-    cluster = two_groups(Behind())
+    cluster = two_groups(behind)
     cluster.submit(image_request("r", (b"a", 8), (b"b", 8), (b"c", 8)))
     assert out(cluster) == {"encode-0": [b"b"], "encode-1": [b"c"]}
     cluster.run_encode("encode-0")
