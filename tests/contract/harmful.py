@@ -121,12 +121,7 @@ def wrapped(cls: type[Policy], around: Callable[[Callable[[Any], Any], Any], Any
         return around(lambda one: method(self, one), view)
 
     made = msgspec.defstruct(
-        f"Harmful{cls.__name__}",
-        [],
-        bases=(cls,),
-        namespace={name: ask},
-        frozen=True,
-        kw_only=True,
+        f"Harmful{cls.__name__}", [], bases=(cls,), namespace={name: ask}, frozen=True, kw_only=True
     )
     return cast("Policy", made())
 

@@ -11,19 +11,8 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from tests.unit.kernel.setups import (
-    assert_served,
-    generate_statistics,
-    joined,
-    make_cluster,
-    words,
-)
-from vsched.plugins import (
-    RegisteredPolicy,
-    list_policies,
-    load_policy_class,
-    resolve_policy,
-)
+from tests.unit.kernel.setups import assert_served, generate_statistics, joined, make_cluster, words
+from vsched.plugins import RegisteredPolicy, list_policies, load_policy_class, resolve_policy
 from vsched.policy import CachePolicy, Policy, RequestPolicy
 from vsched.policy_host.seats import Ask
 from vsched.testing import ModelCluster, check_policy, make_request

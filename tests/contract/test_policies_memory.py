@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.memory.views import (
-    attempted,
-    rank_memory,
-    requested,
-    reserved,
-)
+from tests.unit.memory.views import attempted, rank_memory, requested, reserved
 from vsched.policy import Attempt, Build, Probe
 from vsched_policies.memory import AutoProfile, Pinned
 

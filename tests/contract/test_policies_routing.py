@@ -18,10 +18,7 @@ LIMIT = 1000
 
 
 def replicas(
-    *loads: int,
-    down: Sequence[int] = (),
-    prefix: Sequence[int] = (),
-    seen: Sequence[int] = (),
+    *loads: int, down: Sequence[int] = (), prefix: Sequence[int] = (), seen: Sequence[int] = ()
 ) -> list[ReplicaView]:
     """Return replicas with these loads; `prefix` and `seen` of the first ones, 0 of the rest."""
     known = [[*each, *[0] * (len(loads) - len(each))] for each in (prefix, seen)]

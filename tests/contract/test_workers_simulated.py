@@ -17,13 +17,7 @@ from vsched.sim.world import World
 from vsched.testing import ContractBroken, check_worker
 from vsched.testing.contracts.worker import SampleImage, sample_images
 from vsched.types import MediaItem, ModelInfo
-from vsched.worker.contract import (
-    Batch,
-    Progress,
-    Sampled,
-    SequenceState,
-    WorkerSettings,
-)
+from vsched.worker.contract import Batch, Progress, Sampled, SequenceState, WorkerSettings
 
 
 class SimGenerator(SymbolicGenerator):

@@ -74,11 +74,7 @@ def test_config_built_in_python_is_refused_with_the_key() -> None:
 
 def test_config_precedence_is_command_line_environment_file_default(tmp_path: Path) -> None:
     path = write(tmp_path, "[generate]\nslots = 1\nblock_size = 8\nmax_waiting = 5\n")
-    environ = {
-        "VSCHED__GENERATE__SLOTS": "2",
-        "VSCHED__GENERATE__BLOCK_SIZE": "32",
-        "PATH": "/bin",
-    }
+    environ = {"VSCHED__GENERATE__SLOTS": "2", "VSCHED__GENERATE__BLOCK_SIZE": "32", "PATH": "/bin"}
     loaded = load_config(path, sets=["generate.slots=3"], environ=environ)
     generate = loaded.config.generate
     assert (generate.slots, generate.block_size, generate.max_waiting) == (3, 32, 5)
@@ -402,11 +398,7 @@ def test_config_threads_default_to_the_share_of_a_rank(
         # One process has the threads of both stages.
         (["placement=together"], "", ""),
         (["placement=together", "encode.threads=1"], "encode.threads", "encode.threads"),
-        (
-            ["placement=together", "encode.replicas=0", "encode.threads=1"],
-            "encode.threads",
-            "",
-        ),
+        (["placement=together", "encode.replicas=0", "encode.threads=1"], "encode.threads", ""),
         (["generate.tensor_parallel=2"], "", "generate.tensor_parallel"),
         (["generate.tensor_parallel=2", "generate.threads=1"], "", "generate.threads"),
         (["encode.device=cuda", "encode.threads=1"], "encode.device", ""),

@@ -9,13 +9,7 @@ import msgspec
 import pytest
 
 from vsched.errors import ConfigError, PolicyError
-from vsched.plugins import (
-    check_contract,
-    describe_policy,
-    list_policies,
-    resolve_policy,
-    type_text,
-)
+from vsched.plugins import check_contract, describe_policy, list_policies, resolve_policy, type_text
 from vsched.policy import (
     DECISIONS,
     SEVERAL,
@@ -117,10 +111,7 @@ def test_resolve_policy_by_module_and_class() -> None:
     [
         ({}, "a.b.use: no policy is named. Known in vsched.admission: "),
         ({"use": ""}, "a.b.use: no policy is named."),
-        (
-            {"use": "nope"},
-            "a.b.use: 'nope' is unknown. Known in vsched.admission: ",
-        ),
+        ({"use": "nope"}, "a.b.use: 'nope' is unknown. Known in vsched.admission: "),
         (
             {"use": "no_such_module:Class"},
             "a.b.use: cannot import 'no_such_module:Class': No module named 'no_such_module'. Remedy: install",

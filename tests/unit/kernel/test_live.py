@@ -77,12 +77,7 @@ WAITS: list[tuple[dict[str, Any], list[Request], str, list[str]]] = [
         "one",
         ["items [0] of 1 are not encoded yet; encode encodes it, for "],
     ),
-    (
-        {"encode_items": 1},
-        IMAGES,
-        "two",
-        ["all 1 encode groups are busy; images ahead of it: 0"],
-    ),
+    ({"encode_items": 1}, IMAGES, "two", ["all 1 encode groups are busy; images ahead of it: 0"]),
 ]
 
 

@@ -10,15 +10,7 @@ import msgspec
 from tests.contract.harmful import everywhere
 from tests.unit.kernel.setups import assert_served, image_request, make_cluster, make_limits, words
 from vsched.kernel import Scheduler
-from vsched.kernel.events import (
-    Aborted,
-    Encoded,
-    Event,
-    Finished,
-    GroupReady,
-    Stepped,
-    Submitted,
-)
+from vsched.kernel.events import Aborted, Encoded, Event, Finished, GroupReady, Stepped, Submitted
 from vsched.policy import (
     Admission,
     AdmissionView,

@@ -8,13 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.unit.kernel.setups import (
-    answering,
-    assert_served,
-    image_request,
-    make_cluster,
-    words,
-)
+from tests.unit.kernel.setups import answering, assert_served, image_request, make_cluster, words
 from tests.workers.properties import thorough
 from vsched.policy import (
     DECISIONS,

@@ -124,9 +124,7 @@ def test_state_has_the_declared_types_in_the_next_call() -> None:
 def test_states_are_kept_by_place_and_replica() -> None:
     limits = msgspec.structs.replace(make_limits(), generators=2)
     policies = default_policies(
-        encode_admission=Tallied(),
-        generate_admission=Tallied(),
-        routing=Tallied(),
+        encode_admission=Tallied(), generate_admission=Tallied(), routing=Tallied()
     )
     cluster = ModelCluster(limits, policies)
     serve(cluster, 6)
@@ -190,10 +188,7 @@ def state_of(*field: Any, frozen: bool = False) -> Any:
         (state_of("lock", complex, 0j), "the state State.lock is no plain value"),
         (state_of("wish", Any, None), "the state State.wish has no type of its own"),
         (state_of("rate", float), "must have a default for every field"),
-        (
-            state_of("rate", float, 0.0, frozen=True),
-            "is frozen, and a policy changes it in place",
-        ),
+        (state_of("rate", float, 0.0, frozen=True), "is frozen, and a policy changes it in place"),
         (state_of("rate", float, "fast"), "has defaults that cannot be kept"),
         (dict, "must be a msgspec.Struct"),
         (Tally(), "must be a msgspec.Struct"),

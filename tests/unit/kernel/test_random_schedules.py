@@ -11,17 +11,10 @@ import random
 import msgspec
 import pytest
 
-from tests.unit.kernel.policy_pool import (
-    random_policies,
-)
+from tests.unit.kernel.policy_pool import random_policies
 from tests.unit.kernel.setups import assert_served, make_cluster, words
 from tests.workers.properties import thorough
-from vsched.testing import (
-    ModelCluster,
-    make_request,
-    random_limits,
-    run_random,
-)
+from vsched.testing import ModelCluster, make_request, random_limits, run_random
 from vsched_policies.eviction import KeepNothing
 
 SEEDS = int(os.environ.get("VSCHED_SEEDS", "100"))

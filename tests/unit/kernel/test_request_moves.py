@@ -22,9 +22,7 @@ from tests.unit.kernel.setups import (
 )
 from vsched.kernel import SchedulerLimits
 from vsched.kernel.events import Drain, Resume
-from vsched.policy import (
-    Admission,
-)
+from vsched.policy import Admission
 from vsched.probes import observed
 from vsched.testing import ModelCluster, default_policies, make_request
 from vsched_policies.encoding import ChunkAware

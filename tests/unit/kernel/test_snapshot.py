@@ -17,12 +17,7 @@ from vsched.kernel.commands import Command
 from vsched.kernel.events import Event
 from vsched.policy import CachePolicy, RecordableOrder
 from vsched.policy_host import SeatPolicies
-from vsched.policy_host.snapshot import (
-    Restorable,
-    SnapshotError,
-    encode_snapshot,
-    restore_snapshot,
-)
+from vsched.policy_host.snapshot import Restorable, SnapshotError, encode_snapshot, restore_snapshot
 from vsched.testing import ModelCluster, run_random
 from vsched.testing.cluster import default_policies
 from vsched_policies.eviction import LruOrder, S3Fifo

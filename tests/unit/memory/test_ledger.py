@@ -164,10 +164,7 @@ def example() -> Ledger:
 
 def test_ledger_renders_a_table() -> None:
     lines = [" ".join(line.split()) for line in example().render().splitlines()]
-    assert lines[1:3] == [
-        "cuda:GPU-1 total 80.00 GiB",
-        "generate rank 0 weights 15.00 GiB 18.8 %",
-    ]
+    assert lines[1:3] == ["cuda:GPU-1 total 80.00 GiB", "generate rank 0 weights 15.00 GiB 18.8 %"]
     assert "encode rank 0 encoder activations 0 bytes 0.0 %" in lines
     assert lines[-2:] == ["engine arena 512.0 MiB 12.5 %", "unclaimed 3.50 GiB 87.5 %"]
 
@@ -210,12 +207,7 @@ def test_phases_are_the_reservations_and_then_every_attempt_with_its_retries() -
         ("generate-1", "build", "out_of_memory", 60_000, 0),
         ("generate-1", "build", "fits", 57_000, 1),
     ]
-    assert [one.ranks[0].peak_bytes for one in phases] == [
-        307_000,
-        260_000,
-        990_000,
-        820_000,
-    ]
+    assert [one.ranks[0].peak_bytes for one in phases] == [307_000, 260_000, 990_000, 820_000]
 
 
 def test_phases_are_drawn_with_what_ranks_said() -> None:

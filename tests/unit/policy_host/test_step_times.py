@@ -148,10 +148,7 @@ def test_model_believes_new_times_after_some_steps() -> None:
 @given(
     st.lists(
         st.tuples(
-            st.integers(0, 20_000),
-            st.integers(0, 512),
-            st.integers(0, 10**10),
-            st.integers(0, 64),
+            st.integers(0, 20_000), st.integers(0, 512), st.integers(0, 10**10), st.integers(0, 64)
         ),
         max_size=30,
     ),

@@ -11,12 +11,7 @@ import pytest
 
 from vsched.errors import RecordError
 from vsched.failures import EncodeErrorKind, LostTooOften, ProcessExited
-from vsched.kernel.commands import (
-    Accept,
-    AdmitArrival,
-    Decide,
-    RejectArrival,
-)
+from vsched.kernel.commands import Accept, AdmitArrival, Decide, RejectArrival
 from vsched.kernel.decisions import GenerateDecision, Join, RequestData
 from vsched.kernel.events import (
     Aborted,
@@ -38,12 +33,7 @@ from vsched.kernel.events import (
     Withdrawn,
 )
 from vsched.record import files as frames
-from vsched.record.entries import (
-    decode_command,
-    decode_entry,
-    encode_commands,
-    encode_entry,
-)
+from vsched.record.entries import decode_command, decode_entry, encode_commands, encode_entry
 from vsched.record.files import FORMAT, VERSION, FrameReader, frame
 from vsched.types import Extent, FinishReason, ItemPlace, MediaItem, Request, SamplingParams
 

@@ -161,10 +161,7 @@ def test_encode_same_image_of_many_requests_is_one_task() -> None:
     for name in ("r1", "r2", "r3"):
         cluster.submit(image_request(name, (b"same", 20), (b"own of " + name.encode(), 4)))
     cluster.drain()
-    assert cluster.encoded == [
-        [b"other"],
-        [b"same", b"own of r1", b"own of r2", b"own of r3"],
-    ]
+    assert cluster.encoded == [[b"other"], [b"same", b"own of r1", b"own of r2", b"own of r3"]]
     assert joined(cluster) == ["busy", "r1", "r2", "r3"]
     assert_served(cluster, "r1", "r2", "r3")
 

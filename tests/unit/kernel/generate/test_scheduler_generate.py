@@ -21,11 +21,7 @@ from vsched.kernel.commands import SetTimer
 from vsched.kernel.decisions import GenerateDecision
 from vsched.kernel.events import TimerFired
 from vsched.kernel.limits import SchedulerLimits
-from vsched.policy import (
-    Admission,
-    AdmissionView,
-    RequestPolicy,
-)
+from vsched.policy import Admission, AdmissionView, RequestPolicy
 from vsched.policy_host import SeatPolicies
 from vsched.testing import ModelCluster, default_policies, make_request
 

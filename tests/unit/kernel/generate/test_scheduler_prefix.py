@@ -37,9 +37,7 @@ def next_turn(
     offset = len(history)
     moved = msgspec.structs.replace(added.items[0], offset=offset)
     return msgspec.structs.replace(
-        added,
-        prompt_token_ids=[*history, *added.prompt_token_ids],
-        items=(*request.items, moved),
+        added, prompt_token_ids=[*history, *added.prompt_token_ids], items=(*request.items, moved)
     )
 
 
