@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import random
 import re
-from collections.abc import Callable, Hashable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import pytest
 
 from tests.unit.kernel.setups import assert_served, generate_statistics, joined, make_cluster, words
 from vsched.plugins import RegisteredPolicy, list_policies, load_policy_class, resolve_policy
-from vsched.policy import CachePolicy, Policy, RequestPolicy
+from vsched.policy import Policy, RequestPolicy
 from vsched.policy_host.seats import Ask
 from vsched.testing import ModelCluster, check_policy, make_request
 from vsched_policies.admission import Fifo, Priority
@@ -127,9 +125,6 @@ def test_scheduler_knows_no_architecture() -> None:
     assert len(paths) > 20
 
 
-ROUNDS = 200
-
-
 def make(policy: RegisteredPolicy) -> Policy:
     return resolve_policy(policy.kind, {"use": policy.name, **FIELDS.get(policy.name, {})})
 
@@ -156,34 +151,3 @@ def test_policy_meets_its_contract(registered: RegisteredPolicy) -> None:
     values = msgspec.to_builtins(policy)
     assert msgspec.convert(values, type(policy)) == policy, "fields are its whole state"
     check_policy(policy, seeds=range(1))
-
-
-@pytest.mark.parametrize(
-    "registered",
-    [policy for policy in REGISTERED if policy.kind == "eviction"],
-    ids=lambda policy: policy.name,
-)
-def test_eviction_order_names_only_what_it_holds(registered: RegisteredPolicy) -> None:
-    order = cast("CachePolicy", make(registered)).build_order()
-    rng = random.Random(registered.name)
-    held: dict[Hashable, None] = {}
-    key: Hashable
-    for step in range(ROUNDS):
-        action = rng.randrange(4)
-        if action < 2 or not held:
-            # New entries, entries that were evicted before, and entries in use.
-            key = rng.randrange(ROUNDS // 4) if rng.random() < 0.5 else ROUNDS + step
-            if key not in held and order.add(key, rng.randrange(1, 9)):
-                held[key] = None
-        elif action == 2:
-            key = rng.choice(list(held))
-            cast("Callable[[Hashable], None]", rng.choice([order.reuse, order.drop]))(key)
-            del held[key]
-        else:
-            key = order.victim()
-            assert key in held
-            assert order.victim() == key, "naming a victim does not remove it"
-            order.drop(key)
-            del held[key]
-        assert len(order) == len(held)
-        assert sorted(map(str, order)) == sorted(map(str, held))

@@ -102,10 +102,6 @@ def dead_links(page: Path) -> Iterator[str]:
             yield f"{match[0]}: no such heading"
 
 
-def test_docs_links_lead_somewhere() -> None:
-    check_pages(dead_links, [*PAGES, ROOT / "CHANGELOG.md"])
-
-
 def pages_without_a_line(index: Path) -> Iterator[str]:
     linked = {match["target"] for match in LINK.finditer(index.read_text())}
     pages = {path.name for path in PAGES if path.parent == index.parent and path != index}
@@ -157,16 +153,8 @@ def unknown_objects(page: Path) -> Iterator[str]:
             yield name
 
 
-def test_docs_reference_names_what_can_be_imported() -> None:
-    check_pages(unknown_objects, sorted((ROOT / "docs/reference").glob("*.md")))
-
-
 def machine_paths(page: Path) -> Iterator[str]:
     yield from MACHINE_PATH.findall(page.read_text())
-
-
-def test_docs_name_no_path_of_a_machine() -> None:
-    check_pages(machine_paths)
 
 
 def missing_sources(page: Path) -> Iterator[str]:
@@ -174,20 +162,12 @@ def missing_sources(page: Path) -> Iterator[str]:
     yield from (path for path in named if not (ROOT / path).exists())
 
 
-def test_docs_name_sources_that_exist() -> None:
-    check_pages(missing_sources)
-
-
 def unknown_settings(page: Path) -> Iterator[str]:
+    """Yield keys of sections of the configuration that do not exist: tables of policies have keys of their own."""
     codes = [code for code in CODE.findall(prose(page)) if ".safetensors" not in code]
     found = {match["path"] for code in codes if (match := SETTING.fullmatch(code)) is not None}
     named = found - PROBES.keys()
     yield from (path for path in sorted(named) if not is_setting(Config, path.split(".")))
-
-
-def test_docs_name_configuration_keys_that_exist() -> None:
-    """Only keys in sections of the configuration: tables of policies have keys of their own."""
-    check_pages(unknown_settings)
 
 
 def is_setting(section: type, names: list[str]) -> bool:
@@ -257,10 +237,6 @@ def unknown_commands(page: Path) -> Iterator[str]:
             case ["make", *rest]:
                 missing = {word for word in rest if "=" not in word} - targets
                 yield from (f"make {target}: no such target" for target in sorted(missing))
-
-
-def test_docs_name_commands_that_exist() -> None:
-    check_pages(unknown_commands)
 
 
 def test_docs_reference_lists_every_command() -> None:
@@ -362,8 +338,26 @@ def syntax_errors(page: Path) -> Iterator[str]:
                 yield f"{error}: {error.text}"
 
 
-def test_docs_examples_are_python() -> None:
-    check_pages(syntax_errors)
+REFERENCE = sorted((ROOT / "docs/reference").glob("*.md"))
+
+
+@pytest.mark.parametrize(
+    ("failures", "pages"),
+    [
+        (dead_links, [*PAGES, ROOT / "CHANGELOG.md"]),
+        (unknown_objects, REFERENCE),
+        (machine_paths, PAGES),
+        (missing_sources, PAGES),
+        (unknown_settings, PAGES),
+        (unknown_commands, PAGES),
+        (syntax_errors, PAGES),
+    ],
+    ids=lambda one: getattr(one, "__name__", ""),
+)
+def test_docs_name_what_there_is(
+    failures: Callable[[Path], Iterator[str]], pages: list[Path]
+) -> None:
+    check_pages(failures, pages)
 
 
 @pytest.mark.parametrize(
