@@ -114,7 +114,6 @@ def test_encoding_looks_as_far_ahead_as_configured() -> None:
 
 
 def test_scheduler_knows_no_architecture() -> None:
-    """Neither the kernel nor a policy has a rule for a model family."""
     paths = [*(ROOT / "vsched/kernel").rglob("*.py"), *(ROOT / "policies").rglob("*.py")]
     found = [
         path.name

@@ -149,7 +149,6 @@ def test_scheduler_abort_of_a_stranger_changes_nothing() -> None:
 
 
 def test_scheduler_clear_ends_everything() -> None:
-    """One call interrupts all, running or waiting, and then reports 0 and 0."""
     cluster = make_cluster(slots=2)
     submit_texts(cluster, 4, 5, max_tokens=30)
     cluster.submit(image_request("image1", (b"a", 8)))

@@ -48,7 +48,6 @@ def text(name: str, *, start: int = 10, length: int = 6, max_tokens: int = 9) ->
 
 
 def test_encoders_share_one_line() -> None:
-    """Each of two encode groups takes its share of the batch from the front of one FIFO."""
     cluster = make_cluster(encoders=2, encode_items=4)
     cluster.lose("encode-0")
     cluster.lose("encode-1")
@@ -101,7 +100,6 @@ def test_router_shows_prefixes_and_images_that_a_replica_has_seen() -> None:
 
 
 def test_lost_generator_keeps_what_ran_and_gives_away_what_waited() -> None:
-    """Streams resume after the restart; requests that only waited are served elsewhere at once."""
     cluster = make_cluster(text("ran"), generators=2, slots=1, routing=Fixed(index=0))
     cluster.submit(text("waited", start=60))
     cluster.run_generate("generate-0")
@@ -148,7 +146,6 @@ def test_retired_generator_gives_everything_away() -> None:
 
 @pytest.mark.parametrize("stage", ["encode", "generate"])
 def test_last_retired_group_ends_everything(stage: str) -> None:
-    """With no group left, every request gets its end, and new ones are refused."""
     cluster = make_cluster(encoders=2, generators=2)
     for index in range(2):
         cluster.lose(f"{stage}-{index}")

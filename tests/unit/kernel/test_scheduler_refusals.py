@@ -140,7 +140,6 @@ def test_scheduler_refuses_spans_that_no_step_can_hold_whole(
     ],
 )
 def test_scheduler_serves_what_just_fits(request_: Request) -> None:
-    """A limit is reached before it is exceeded."""
     cluster = make_cluster(context_tokens=100, blocks=25, pages=8, page_rows=4)
     extent = image_request("x", (b"x", 1)).items[0].extent
     items = tuple(msgspec.structs.replace(item, extent=extent) for item in request_.items)

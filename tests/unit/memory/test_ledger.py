@@ -266,7 +266,6 @@ def test_shares_bound_limits_that_are_together_more_than_the_host_has() -> None:
 
 
 def test_shares_leave_limits_that_fit() -> None:
-    """No share exceeds the rank's limit."""
     ranks = [limited(1, 300_000), limited(2, 900_000)]
     shares = HostShares(ranks, 1_000_000)
     first, second = shares.within(ranks)

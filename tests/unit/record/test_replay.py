@@ -78,7 +78,6 @@ def test_replay_continues_states_of_policies(tmp_path: Path, policies: dict[str,
 
 @pytest.mark.thorough
 def test_replay_decides_the_same_under_any_hash_seed(tmp_path: Path) -> None:
-    """Recorded by one process, replayed by another with another hash seed."""
 
     def run(hash_seed: str, *words: str) -> str:
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])

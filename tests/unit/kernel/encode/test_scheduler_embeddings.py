@@ -106,7 +106,6 @@ def test_embedding_of_an_image_that_chunks_split_stays_until_the_last() -> None:
 
 
 def test_embedding_text_requests_run_while_the_encoder_is_down() -> None:
-    """Text needs no encoder; images wait for it and are served when it is back."""
     cluster = make_cluster()
     cluster.lose("encode")
     cluster.submit(image_request("image", (b"a", 16)))

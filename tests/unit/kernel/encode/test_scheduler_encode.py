@@ -52,7 +52,6 @@ class Watching(TokenBudget, frozen=True, kw_only=True):
 def test_encode_refused_items_keep_the_front(
     images: list[int], budget: int, permits: int, batches: list[list[int]]
 ) -> None:
-    """Items that do not fit a step stay queued in their exact order."""
     Watching.queues.clear()
     cluster = make_cluster(encode_items=permits, encode_admission=Watching(max_tokens=budget))
     complete(
@@ -137,7 +136,6 @@ def test_encode_default_budget_is_that_of_a_generate_step() -> None:
 
 
 def test_encode_newcomers_stand_behind_refused_items() -> None:
-    """A request that arrives while a batch is in flight does not overtake items that did not fit that batch."""
     cluster = make_cluster(encode_admission=TokenBudget(max_tokens=200))
     cluster.submit(image_request("old", (b"a", 100), (b"b", 500), (b"c", 100)))
     complete(cluster, image_request("young", (b"d", 50)))
@@ -145,7 +143,6 @@ def test_encode_newcomers_stand_behind_refused_items() -> None:
 
 
 def test_encode_request_that_ends_early_encodes_no_later_item() -> None:
-    """The image of a chunk that is never reached is never encoded."""
     cluster = make_cluster(chunk_tokens=40)
     cluster.submit(make_request("r", words(150), [(0, 20, b"a"), (140, 20, b"b")]))
     cluster.run_encode()
@@ -233,7 +230,6 @@ def test_encode_failing_item_is_isolated(broken: bytes) -> None:
 
 
 def test_encode_policy_chooses_which_suspect_is_next() -> None:
-    """The policy's first suspect is next, even if another is ahead of it in the queue."""
     cluster = make_cluster(image_request("busy", (b"other", 4)), encode_admission=Reversed())
     cluster.submit(image_request("r", (b"a", 4), (b"b", 4)))
     cluster.run_encode()

@@ -28,7 +28,6 @@ from vsched.testing import ModelCluster, default_policies, make_request
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_generate_decisions_go_out_ahead_of_results(depth: int) -> None:
-    """The depth bounds the decisions in flight before the first result is back."""
     cluster = make_cluster(make_request("r", words(5), max_tokens=8), generate_depth=depth)
     assert len(cluster.generate_log) == depth
     most = 0
@@ -79,7 +78,6 @@ def test_generate_prefill_comes_in_chunks(
 
 
 def test_generate_step_never_exceeds_its_token_budget() -> None:
-    """Decodes and chunks of one step together stay within `batch_tokens`."""
     cluster = make_cluster(batch_tokens=12, chunk_tokens=8, slots=4, prefix_cache=False)
     for index in range(6):
         cluster.submit(make_request(f"r{index}", words(15, start=index), max_tokens=9))
@@ -121,7 +119,6 @@ NAMES = ("r0", "r1", "r2", "r3", "r4")
 
 
 def test_generate_preempted_requests_return_in_their_order() -> None:
-    """Several preempted requests return to the front in their original order, before later arrivals."""
     cluster, passed = run_preempted()
     explained = [text for older in passed for text in older]
     assert not any("waiting for a slot" in text for text in explained), (
@@ -156,7 +153,6 @@ def test_generate_older_request_is_never_preempted_for_a_younger() -> None:
 
 
 def test_generate_request_waits_while_its_blocks_are_taken() -> None:
-    """A request that does not fit yet waits at its place; those behind it do not overtake."""
     cluster = make_cluster(blocks=8, slots=4, prefix_cache=False, generate_depth=1)
     cluster.submit(make_request("first", words(20), max_tokens=4))
     cluster.submit(make_request("second", words(20, start=50), max_tokens=4))

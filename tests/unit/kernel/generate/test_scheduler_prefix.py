@@ -126,7 +126,6 @@ def test_prefix_hashes_cover_tokens_items_and_salt(
 def test_prefix_is_shared_only_with_equal_content_salt_and_adapter(
     image: bytes, salt: str, adapter: int, cached: int
 ) -> None:
-    """The same placeholders for another image, of another tenant or with another adapter find nothing."""
     cluster = make_cluster()
     first = image_request("r1", (b"a", 14))
     complete(cluster, msgspec.structs.replace(first, adapter=7))

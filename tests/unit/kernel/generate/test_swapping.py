@@ -88,7 +88,6 @@ def test_swapped_request_goes_on_where_it_was(depth: int, prefix_cache: bool) ->
 
 
 def test_swap_without_room_recomputes() -> None:
-    """Without space in host memory, requests are recomputed."""
     cluster = run_growing(tight(swap_blocks=2))
     assert generate_statistics(cluster)["preemptions"] > 0
     assert generate_statistics(cluster)["swapped_out"] == 0
