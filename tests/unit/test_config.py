@@ -276,35 +276,26 @@ def test_config_memory_size_in_bytes_replaces_the_one_in_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sets", "expected"),
+    ("sets", "tokens", "items"),
     [
-        ([], 2048),
-        (["generate.max_batch_tokens=1024"], 1024),
-        (["encode.admission.max_tokens=300"], 300),
-        (["encode.admission.max_tokens=0"], None),
-        (["encode.admission.use=fifo"], None),
+        ([], 2048, 1),
+        (["generate.max_batch_tokens=1024"], 1024, 1),
+        (["encode.admission.max_tokens=300"], 300, 1),
+        (["encode.admission.max_tokens=0"], None, 1),
+        (["encode.device=cuda:0"], 2048, 8),
+        (["encode.admission.max_items=3"], 2048, 3),
+        (["encode.admission.use=fifo"], None, 1),
+        (["encode.admission.use=fifo", "encode.device=cuda:0"], None, 8),
+        (["encode.admission.max_items=8", "encode.replicas=2"], 2048, 4),
+        (["encode.admission.max_items=1", "encode.replicas=2"], 2048, 1),
     ],
 )
-def test_config_item_limit_is_the_encode_budget(sets: list[str], expected: int | None) -> None:
-    """One setting; its default derives from the batch budget; 0 means no limit."""
-    assert load_config(None, sets=sets, environ={}).policies.item_tokens_max == expected
-
-
-@pytest.mark.parametrize(
-    ("sets", "expected"),
-    [
-        ([], 1),
-        (["encode.device=cuda:0"], 8),
-        (["encode.admission.max_items=3"], 3),
-        (["encode.admission.use=fifo"], 1),
-        (["encode.admission.use=fifo", "encode.device=cuda:0"], 8),
-        (["encode.admission.max_items=8", "encode.replicas=2"], 4),
-        (["encode.admission.max_items=1", "encode.replicas=2"], 1),
-    ],
-)
-def test_config_encode_items_follow_the_admission_policy(sets: list[str], expected: int) -> None:
-    """Replicas share them."""
-    assert load_config(None, sets=sets, environ={}).policies.encode_items_max == expected
+def test_config_encode_budget_limits_items_and_their_tokens(
+    sets: list[str], tokens: int | None, items: int
+) -> None:
+    """The default of its tokens derives from the batch budget; 0 means no limit; replicas share the items."""
+    policies = load_config(None, sets=sets, environ={}).policies
+    assert (policies.item_tokens_max, policies.encode_items_max) == (tokens, items)
 
 
 def test_config_shown_as_toml_loads_to_the_same(tmp_path: Path) -> None:

@@ -200,10 +200,11 @@ class Anything(Every, frozen=True, kw_only=True):
 
     def admit(self, view: AdmissionView) -> Admission:
         count = len(view.waiting)
-        bad = Admission([count]), Admission([-1]), Admission([0, 0]), Admission((), 0)
+        until_ns = view.now_ns + 300_000
+        bad = Admission([count]), Admission([-1]), Admission([0, 0]), Admission([0], until_ns)
         rng, invalid = self._draw(view, count, *bad)
         if invalid is None and view.running and rng.random() < 0.3:
-            return Admission()
+            return rng.choice([Admission(), Admission(hold_until_ns=until_ns)])
         return invalid or Admission(rng.sample(range(count), rng.randint(1, count)))
 
     def select(self, view: EncodingView) -> Sequence[int]:
@@ -275,36 +276,11 @@ class AllWaiting(RequestPolicy, frozen=True, kw_only=True):
         return Admission(range(len(view.waiting)))
 
 
-class LastAlone(RequestPolicy, frozen=True, kw_only=True):
-    """Only the last of the queue, and none while any request runs."""
-
-    patient: bool = False
-
-    def admit(self, view: AdmissionView) -> Admission:
-        if self.patient and view.running:
-            return Admission()
-        return Admission([len(view.waiting) - 1])
-
-
 class HoldingForEver(RequestPolicy, frozen=True, kw_only=True):
     """Never admits a request: it is overruled when an entry has waited for a minute."""
 
     def admit(self, view: AdmissionView) -> Admission:
         return Admission(hold_until_ns=view.now_ns + 1_000_000_000)
-
-
-class HoldingBack(RequestPolicy, frozen=True, kw_only=True):
-    """Alternates between holding all and admitting only the last; or does both at once, which is not legal."""
-
-    both: bool = False
-
-    def admit(self, view: AdmissionView) -> Admission:
-        last = [len(view.waiting) - 1]
-        if self.both:
-            return Admission(last, hold_until_ns=view.now_ns + 300_000)
-        if view.now_ns // 300_000 % 2:
-            return Admission(hold_until_ns=view.now_ns + 100_000)
-        return Admission(last)
 
 
 class Stubborn(CachePolicy, frozen=True, kw_only=True):
@@ -398,9 +374,7 @@ def random_admission(rng: random.Random) -> Policy:
             ageing_s=rng.choice([0.001, 10.0]), forget=rng.choice([0.1, 1.0])
         ),
         lambda _: Reversed(),
-        lambda rng: LastAlone(patient=rng.random() < 0.5),
         lambda _: HoldingForEver(),
-        lambda rng: HoldingBack(both=rng.random() < 0.3),
         *ADVERSARIES,
     ]
     return rng.choice(makers)(rng)
