@@ -11,7 +11,6 @@ from tests.unit.kernel.setups import (
     assert_served,
     image_request,
     make_cluster,
-    make_limits,
     submit_texts,
     words,
 )
@@ -23,7 +22,7 @@ from vsched.types import Extent, MediaItem, Request, Spans
 def with_items(*places: tuple[int, int]) -> Request:
     """Return a request of ten tokens with items at these (offset, tokens)."""
     items = tuple(
-        MediaItem(key=b"k%d" % index, tokens=tokens, offset=offset)
+        MediaItem(key=b"k%d" % index, tokens=tokens, offset=offset, extent=Extent(0, 16))
         for index, (offset, tokens) in enumerate(places)
     )
     return msgspec.structs.replace(make_request("bad", words(10)), items=items)
@@ -119,10 +118,8 @@ def test_scheduler_refuses_spans_that_no_step_can_hold_whole(
     fact: str, fits: Request, exceeds: Request, code: str, said: list[str]
 ) -> None:
     """One step must hold bidirectional spans, and bidirectional prompts with the embeddings of all their images."""
-    limits = make_limits(batch_tokens=20, slots=4, chunk_tokens=5, pages=2, page_rows=8)
-    cluster = ModelCluster(msgspec.structs.replace(limits, **{fact: True}))
-    cluster.submit(fits)
-    cluster.submit(exceeds)
+    limits = {"batch_tokens": 20, "chunk_tokens": 5, "pages": 2, "page_rows": 8, fact: True}
+    cluster = make_cluster(fits, exceeds, **limits)
     refuse = refusal_error(cluster.refused["exceeds"])
     assert refuse.code == code
     for text in said:
@@ -140,23 +137,23 @@ def test_scheduler_refuses_spans_that_no_step_can_hold_whole(
     ],
 )
 def test_scheduler_serves_what_just_fits(request_: Request) -> None:
-    cluster = make_cluster(context_tokens=100, blocks=25, pages=8, page_rows=4)
-    extent = image_request("x", (b"x", 1)).items[0].extent
-    items = tuple(msgspec.structs.replace(item, extent=extent) for item in request_.items)
-    request_ = msgspec.structs.replace(request_, items=items)
-    cluster.submit(request_)
+    cluster = make_cluster(request_, context_tokens=100, blocks=25, pages=8, page_rows=4)
     assert_served(cluster, request_.request_id)
+
+
+def assert_queue_full(cluster: ModelCluster, name: str, said: str) -> None:
+    refuse = refusal_error(cluster.refused[name])
+    assert (refuse.code, refuse.status) == ("queue_full", 429)
+    assert refuse.retry_after_s is not None
+    assert refuse.retry_after_s > 0
+    assert said in refuse.message
 
 
 def test_scheduler_refuses_when_too_many_wait() -> None:
     """The queue is bounded; 429 has a time to retry, and a free place is given again."""
     cluster = make_cluster(slots=1, waiting=2, generate_depth=1)
     submit_texts(cluster, 4, 3, apart=20)
-    refuse = refusal_error(cluster.refused["r3"])
-    assert (refuse.code, refuse.status) == ("queue_full", 429)
-    assert refuse.retry_after_s is not None
-    assert refuse.retry_after_s > 0
-    assert "value 3, limit 2" in refuse.message
+    assert_queue_full(cluster, "r3", "value 3, limit 2")
     cluster.abort("r2")
     cluster.submit(make_request("again", words(3)))
     assert_served(cluster, "r0", "r1", "again")
@@ -177,12 +174,8 @@ def test_scheduler_refuses_when_too_many_bytes_wait() -> None:
     cluster.submit(heavy("first", 600))
     cluster.submit(heavy("second", 400))
     cluster.submit(make_request("one too many", words(1)))
-    refuse = refusal_error(cluster.refused["one too many"])
-    assert (refuse.code, refuse.status) == ("queue_full", 429)
-    assert refuse.retry_after_s is not None
-    assert refuse.retry_after_s > 0
-    assert "value 1004, limit 1000" in refuse.message
-    assert "generate.max_waiting_bytes" in refuse.message
+    assert_queue_full(cluster, "one too many", "value 1004, limit 1000")
+    assert_queue_full(cluster, "one too many", "generate.max_waiting_bytes")
     cluster.abort("second")
     cluster.submit(heavy("again", 400))
     assert_served(cluster, "running", "first", "again")

@@ -21,6 +21,7 @@ from vsched.kernel import SchedulerLimits
 from vsched.policy import RequestPolicy, StepShares, StepView
 from vsched.probes import observed
 from vsched.testing import ModelCluster, default_policies, make_request
+from vsched.types import Request
 
 BLOCK = 4
 
@@ -29,8 +30,7 @@ BLOCK = 4
 def test_chunk_before_a_missing_embedding_ends_at_a_block_boundary(text: int, stop: int) -> None:
     """A little text is not worth a step of its own."""
     cluster = make_cluster(make_request("r", words(text), [(text, 8, b"image")]), block_size=BLOCK)
-    stops = [chunk.stop for step in cluster.decisions for chunk in step.chunks]
-    assert stops == ([stop] if stop else [])
+    assert _chunks(cluster) == ([(0, stop)] if stop else [])
 
 
 def test_chunk_is_never_cut_back_across_rows_of_an_embedding() -> None:
@@ -38,34 +38,51 @@ def test_chunk_is_never_cut_back_across_rows_of_an_embedding() -> None:
     cluster = make_cluster(block_size=BLOCK, encode_items=1)
     cluster.submit(image_request("r", (b"ready", 6), (b"missing", 8)))
     cluster.run_encode()
-    assert [chunk.stop for step in cluster.decisions for chunk in step.chunks] == [6]
+    assert _chunks(cluster) == [(0, 6)]
 
 
 def _chunks(cluster: ModelCluster) -> list[tuple[int, int]]:
     return [(chunk.start, chunk.stop) for step in cluster.decisions for chunk in step.chunks]
 
 
+CROPS = make_request("r", words(5), [(3, 14, b"crops")], row_tokens={b"crops": 7})
+IMAGES = make_request("r", words(7), [(3, 9, b"first"), (5, 6, b"second")])
+
+
 @pytest.mark.parametrize(
-    ("fact", "expected"),
+    ("request_", "limits", "expected"),
     [
-        ("", [(0, 4), (4, 8), (8, 12), (12, 16), (16, 20), (20, 22)]),
-        ("item_atomic", [(0, 3), (3, 12), (12, 14), (14, 20), (20, 22)]),
-        ("prompt_atomic", [(0, 22)]),
+        # A chunk is bounded by the chunk size and by the remaining tokens of the step.
+        (make_request("r", words(10)), {"chunk_tokens": 4}, [(0, 4), (4, 8), (8, 10)]),
+        (make_request("r", words(10)), {"batch_tokens": 6}, [(0, 6), (6, 10)]),
+        (make_request("r", words(1)), {"chunk_tokens": 4}, [(0, 1)]),
+        (make_request("r", words(8)), {"chunk_tokens": 4}, [(0, 4), (4, 8)]),
+        (
+            IMAGES,
+            {"chunk_tokens": 4},
+            [(0, 4), (4, 8), (8, 12), (12, 16), (16, 20), (20, 22)],
+        ),
+        # A bidirectional span is in one chunk, which ends before it or contains it whole.
+        (
+            IMAGES,
+            {"chunk_tokens": 4, "item_atomic": True},
+            [(0, 3), (3, 12), (12, 14), (14, 20), (20, 22)],
+        ),
+        (IMAGES, {"chunk_tokens": 4, "prompt_atomic": True}, [(0, 22)]),
+        # Separator tokens, of crops for example, split it; so a run is never longer than an image.
+        (
+            CROPS,
+            {"chunk_tokens": 4, "batch_tokens": 12, "item_atomic": True},
+            [(0, 3), (3, 10), (10, 11), (11, 18), (18, 20)],
+        ),
     ],
 )
-def test_bidirectional_spans_are_one_chunk(fact: str, expected: list[tuple[int, int]]) -> None:
-    """A chunk ends before an image or contains it whole, even if chunks should be smaller."""
-    cluster = make_cluster(chunk_tokens=4, **{fact: True} if fact else {})
-    complete(cluster, make_request("r", words(7), [(3, 9, b"first"), (5, 6, b"second")]))
+def test_prompt_is_split_into_chunks(
+    request_: Request, limits: dict[str, Any], expected: list[tuple[int, int]]
+) -> None:
+    cluster = make_cluster(request_, **limits)
+    cluster.drain()
     assert _chunks(cluster) == expected
-    assert_served(cluster, "r")
-
-
-def test_of_an_image_in_several_runs_each_is_one_chunk() -> None:
-    """Separator tokens, of crops for example, split a bidirectional span; so a run is never longer than an image."""
-    cluster = make_cluster(chunk_tokens=4, batch_tokens=12, item_atomic=True)
-    complete(cluster, make_request("r", words(5), [(3, 14, b"crops")], row_tokens={b"crops": 7}))
-    assert _chunks(cluster) == [(0, 3), (3, 10), (10, 11), (11, 18), (18, 20)]
     assert_served(cluster, "r")
 
 

@@ -8,7 +8,6 @@ import pytest
 from tests.unit.kernel.setups import (
     answering,
     assert_served,
-    complete,
     generate_statistics,
     image_request,
     joined,
@@ -55,26 +54,6 @@ def test_generate_steady_decode_decisions_name_only_growth() -> None:
     grown = [slot for decision in steady for slot in decision.grown[::2]]
     assert sorted(grown) == sorted([0, 1, 2, 3] * 6), "each slot grows once in block_size steps"
     assert_served(cluster, "r0", "r1", "r2", "r3")
-
-
-@pytest.mark.parametrize(
-    ("prompt", "chunk_tokens", "batch_tokens", "spans"),
-    [
-        (10, 4, 100, [(0, 4), (4, 8), (8, 10)]),
-        (10, 100, 6, [(0, 6), (6, 10)]),
-        (1, 4, 100, [(0, 1)]),
-        (8, 4, 100, [(0, 4), (4, 8)]),
-    ],
-)
-def test_generate_prefill_comes_in_chunks(
-    prompt: int, chunk_tokens: int, batch_tokens: int, spans: list[tuple[int, int]]
-) -> None:
-    """A chunk is bounded by the chunk size and by the remaining tokens of the step."""
-    cluster = make_cluster(chunk_tokens=chunk_tokens, batch_tokens=batch_tokens)
-    complete(cluster, make_request("r", words(prompt)))
-    chunks = [chunk for step in cluster.decisions for chunk in step.chunks]
-    assert [(chunk.start, chunk.stop) for chunk in chunks] == spans
-    assert_served(cluster, "r")
 
 
 def test_generate_step_never_exceeds_its_token_budget() -> None:
