@@ -175,7 +175,8 @@ def test_no_exception_ends_the_kernel(number: int) -> None:
     assert traces.keys() == names
     for name in names:
         where = f"policy {name} failed at harmful.py:"
-        assert any(notice.startswith(where) for notice in cluster.notices)
+        said = [notice for notice in cluster.notices if notice.startswith(where)]
+        assert "the default decided. Input: " in said[0]
         assert f'File "{__file__}"' in "".join(traces[name].format())
 
 

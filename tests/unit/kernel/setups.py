@@ -132,6 +132,22 @@ def crash(cluster: ModelCluster, group: str = "generate") -> None:
     cluster.restore_group(group)
 
 
+def lose_while_running(cluster: ModelCluster, poison: str) -> int:
+    """Run a cluster whose group is lost whenever it runs a given request; return the number of losses."""
+    losses = 0
+    for _ in range(500):
+        if poison in cluster.ended:
+            return losses
+        number = next(number for number, name in cluster.names.items() if name == poison)
+        sequences = cluster.generators["generate"].sequences
+        if number in sequences and sequences[number].state.length:
+            losses += 1
+            crash(cluster)
+        elif cluster.busy("generate"):
+            cluster.run_generate()
+    raise AssertionError("the poison was never found")
+
+
 def joined(cluster: ModelCluster) -> list[str]:
     """Names of the requests that joined, in order; a preempted one is repeated."""
     return [cluster.names[join.number] for step in cluster.decisions for join in step.joined]

@@ -15,6 +15,7 @@ from tests.unit.kernel.setups import (
     generate_statistics,
     image_request,
     joined,
+    lose_while_running,
     make_cluster,
     words,
 )
@@ -107,16 +108,7 @@ def test_poison_takes_the_other_answers_with_it() -> None:
     """One after the other, they would crash the group again."""
     cluster = make_cluster(slots=8)
     cluster.submit(make_request("a", words(6), max_tokens=50), choices=4)
-    losses = 0
-    while "a" not in cluster.ended:
-        while cluster.generate_log and losses < 20:
-            cluster.run_generate()
-            if set(joined(cluster)) & set(NAMES):
-                break
-        cluster.lose("generate")
-        losses += 1
-        cluster.restore_group("generate")
-        assert losses < 6
+    lose_while_running(cluster, "a")
     assert {cluster.ended[name].code for name in NAMES} == {"group_lost"}
     cluster.drain()
     cluster.check_settled()

@@ -29,7 +29,6 @@ from vsched.policy import (
 from vsched.policy_host.eviction import GuardedOrder
 from vsched.policy_host.seats import PolicyFaults
 from vsched.testing import ModelCluster, make_request
-from vsched.testing.cluster import seats_of
 from vsched_policies.eviction import LruOrder
 
 
@@ -120,19 +119,6 @@ def test_invalid_answers_are_refused(decision: str) -> None:
     for answer in answers:
         with pytest.raises((TypeError, ValueError, AttributeError)):
             raise AssertionError(f"{check(answer, *facts)} was accepted")
-
-
-@pytest.mark.parametrize(
-    "decision", sorted({*INVALID} - {"reclaim", "routing", "arrival", "drafting"})
-)
-def test_default_decides_after_a_failure(decision: str) -> None:
-    """Everything is served; the failures are counted, and logged with the input."""
-    cluster = serve_all(dict.fromkeys(seats_of(decision), answering(decision, BOOM)))
-    assert cluster.kernel.statistics()["policy_faults"]["Answering"] >= len(cluster.notices) > 0
-    assert "policy Answering failed" in cluster.notices[0]
-    assert "the default decided. Input: " in cluster.notices[0]
-    assert cluster.ended["image0"].times.preemptions == 0, "the youngest is preempted"
-    assert cluster.kernel.statistics()["generate"]["blocks_cached"] > 0, "all blocks are kept"
 
 
 def test_youngest_embedding_is_evicted_after_a_failure() -> None:

@@ -131,8 +131,7 @@ def test_request_suspended_by_a_draining_group_claims_nothing() -> None:
     cluster.submit(make_request("old", words(12), max_tokens=40))
     cluster.submit(make_request("young", words(30), [(0, 8, b"a"), (25, 8, b"b")], max_tokens=2))
     cluster.send(Drain("generate"))
-    while cluster.busy("generate") or cluster.busy("encode"):
-        cluster.run_encode() if cluster.busy("encode") else cluster.run_generate()
+    cluster.drain()
     assert not any(one.claims for one in cluster.kernel.embeddings)
     cluster.send(Resume("generate"))
     assert_served(cluster, "old", "young")

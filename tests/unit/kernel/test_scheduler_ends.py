@@ -17,6 +17,7 @@ from tests.unit.kernel.setups import (
     generate_statistics,
     image_request,
     joined,
+    lose_while_running,
     make_cluster,
     submit_texts,
     words,
@@ -241,22 +242,6 @@ def test_scheduler_fails_what_a_rank_could_not_continue(grammar: str, code: str)
     assert cluster.ended["r"].code == code
     assert "Remedy" in cluster.ended["r"].message
     assert_served(cluster, "other")
-
-
-def lose_while_running(cluster: ModelCluster, poison: str) -> int:
-    """Run a cluster whose group is lost whenever it runs a given request; return the number of losses."""
-    losses = 0
-    for _ in range(500):
-        if poison in cluster.ended:
-            return losses
-        number = next(number for number, name in cluster.names.items() if name == poison)
-        sequences = cluster.generators["generate"].sequences
-        if number in sequences and sequences[number].state.length:
-            losses += 1
-            crash(cluster)
-        elif cluster.busy("generate"):
-            cluster.run_generate()
-    raise AssertionError("the poison was never found")
 
 
 def test_poison_alone_is_ended_at_its_second_loss() -> None:

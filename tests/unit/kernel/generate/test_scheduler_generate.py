@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -16,11 +18,9 @@ from tests.unit.kernel.setups import (
     submit_texts,
     words,
 )
-from vsched.kernel.commands import SetTimer
 from vsched.kernel.decisions import GenerateDecision
-from vsched.kernel.events import TimerFired
 from vsched.kernel.limits import SchedulerLimits
-from vsched.policy import Admission, AdmissionView, RequestPolicy
+from vsched.policy import Admission
 from vsched.policy_host import SeatPolicies
 from vsched.testing import ModelCluster, default_policies, make_request
 
@@ -143,34 +143,24 @@ def test_generate_request_waits_while_its_blocks_are_taken() -> None:
     assert_served(cluster, "first", "second", "third")
 
 
-class Held(RequestPolicy, frozen=True, kw_only=True):
-    """Holds everything until a time, then admits in order."""
-
-    until_ns: int
-
-    def admit(self, view: AdmissionView) -> Admission:
-        if view.now_ns < self.until_ns:
-            return Admission(hold_until_ns=self.until_ns)
-        return Admission(range(min(view.entries_free, len(view.waiting))))
+def hold(view: Any) -> Admission:
+    """Hold everything for a millisecond, then admit in order."""
+    if view.now_ns < 1_000_000:
+        return Admission(hold_until_ns=1_000_000)
+    return Admission(range(min(view.entries_free, len(view.waiting))))
 
 
-@pytest.mark.parametrize("stage", ["encode_admission", "generate_admission"])
-def test_scheduler_hold_sets_one_timer_and_its_time_ends_it(stage: str) -> None:
+@pytest.mark.parametrize("seat", ["encode_admission", "generate_admission"])
+def test_scheduler_hold_sets_one_timer_and_its_time_ends_it(seat: str) -> None:
     """Held entries are examined again at that time; no call comes in between."""
-    held = Held(until_ns=1_000_000)
-    cluster = make_cluster(**{stage: held})
-    commands = cluster.submit(image_request("r1", (b"a", 8)))
-    if cluster.encode_log:
+    calls: list[Any] = []
+    cluster = make_cluster(**{seat: answering("admission", hold, calls)})
+    for name in ("r1", "r2"):
+        cluster.submit(image_request(name, (name.encode(), 8)))
+    while cluster.busy("encode"):
         cluster.run_encode()
-        commands = []
-    commands += cluster.submit(image_request("r2", (b"b", 8)))
-    if cluster.encode_log:
-        cluster.run_encode()
-    assert cluster.encoded == [] if stage == "encode_admission" else cluster.decisions == []
-    cluster.now_ns = 1_000_000
-    cluster.send(TimerFired())
+    assert (cluster.decisions, cluster.timers, len(calls)) == ([], [1_000_000], 1)
+    cluster.wait(1_000_000)
     assert_served(cluster, "r1", "r2")
-    if stage == "encode_admission":
-        timers = [one for one in commands if isinstance(one, SetTimer)]
-        assert timers == [SetTimer(1_000_000)]
-        assert cluster.encoded == [[b"a", b"b"]]
+    if seat == "encode_admission":
+        assert cluster.encoded == [[b"r1", b"r2"]]
