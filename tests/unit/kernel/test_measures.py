@@ -8,7 +8,14 @@ from typing import Any
 import msgspec
 
 from tests.contract.harmful import everywhere
-from tests.unit.kernel.setups import assert_served, image_request, make_cluster, make_limits, words
+from tests.unit.kernel.setups import (
+    answering,
+    assert_served,
+    image_request,
+    make_cluster,
+    make_limits,
+    words,
+)
 from vsched.kernel import Scheduler
 from vsched.kernel.events import Aborted, Encoded, Event, Finished, GroupReady, Stepped, Submitted
 from vsched.policy import (
@@ -18,7 +25,6 @@ from vsched.policy import (
     DraftingView,
     EncodingView,
     InsertionView,
-    RequestPolicy,
     RoutingView,
     StepView,
 )
@@ -31,7 +37,9 @@ from vsched.policy.measured import (
     StepTime,
     SwapTime,
 )
+from vsched.policy_host import SeatPolicies
 from vsched.testing import default_policies, make_request
+from vsched.testing.cluster import seats_of
 from vsched.types import FinishReason, Request
 
 LIMITS = msgspec.structs.replace(make_limits(), generate_depth=1)
@@ -40,9 +48,9 @@ LIMITS = msgspec.structs.replace(make_limits(), generate_depth=1)
 class Told:
     """A scheduler that gets events at given times."""
 
-    def __init__(self, **changes: Any) -> None:
+    def __init__(self, policies: SeatPolicies | None = None, **changes: Any) -> None:
         limits = msgspec.structs.replace(LIMITS, **changes)
-        self.kernel = Scheduler(limits, default_policies())
+        self.kernel = Scheduler(limits, policies or default_policies())
         for group in self.kernel._groups:
             self.receive(0, GroupReady(group))
 
@@ -207,17 +215,13 @@ def test_tenants_are_told_in_views_and_measurements() -> None:
     waiting: list[list[str]] = []
     shown: dict[str, Any] = {}
 
-    class Lists(RequestPolicy, frozen=True, kw_only=True):
-        def admit(self, view: AdmissionView) -> Admission:
-            waiting.append([view.stage, *(entry.tenant for entry in view.waiting)])
-            shown[view.stage] = view.measured
-            return Admission(range(min(len(view.waiting), view.entries_free)))
+    def admit(view: Any) -> Admission:
+        waiting.append([view.stage, *(entry.tenant for entry in view.waiting)])
+        shown[view.stage] = view.measured
+        return Admission(range(min(len(view.waiting), view.entries_free)))
 
-    policies = default_policies(encode_admission=Lists(), generate_admission=Lists())
-    reported = Told()
-    reported.kernel = kernel = Scheduler(LIMITS, policies)
-    for group in ("encode", "generate"):
-        kernel.handle(GroupReady(group), 0)
+    seats = dict.fromkeys(seats_of("admission"), answering("admission", admit))
+    reported = Told(default_policies(**seats))
     for name, tenant in (("a", "red"), ("b", "blue")):
         request = image_request(name, (b"one", 4), max_tokens=4)
         reported.submit(0, msgspec.structs.replace(request, tenant=tenant))
@@ -228,7 +232,7 @@ def test_tenants_are_told_in_views_and_measurements() -> None:
     assert reported.measured.tokens_running == {}
     assert [one.tenant for one in reported.measured.first_tokens] == ["red", "blue"]
     assert [one.tenant for one in reported.measured.ends] == ["red", "blue"]
-    assert shown == {"encode": kernel.encode.measured, "generate": reported.measured}
+    assert shown == {"encode": reported.kernel.encode.measured, "generate": reported.measured}
     for name in Measurements.__struct_fields__:
         assert hasattr(shown["generate"], name), "plain values stand for it in tests of policies"
         assert not getattr(Measurements(), name)

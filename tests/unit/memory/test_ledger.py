@@ -1,4 +1,4 @@
-"""Ledger, pools and shares of a host's memory, every byte once; and the allocator of simulations."""
+"""Ledger, pools and shares of a host's memory, every byte once."""
 
 from __future__ import annotations
 
@@ -323,49 +323,3 @@ def test_simulated_memory_fragments() -> None:
     memory.allocate(15 * MIB)
     memory.release()
     assert memory.reserved() == 40 * MIB
-
-
-@REPEATABLE
-@given(
-    st.lists(
-        st.one_of(
-            st.tuples(st.just("allocate"), st.integers(1, 24 * MIB)),
-            st.tuples(st.just("free"), st.integers(0, 99)),
-            st.tuples(st.just("release"), st.just(0)),
-            st.tuples(st.just("peers"), st.integers(0, 16 * MIB)),
-        ),
-        max_size=40,
-    )
-)
-def test_simulated_memory_keeps_its_books(actions: list[tuple[str, int]]) -> None:
-    """After any actions nothing overlaps or is lost, and allocations never exceed the device."""
-
-    def run() -> list[tuple[int, int, int]]:
-        memory = SimulatedMemory(96 * MIB)
-        handles: list[int] = []
-        seen = []
-        for action, number in actions:
-            if action == "allocate":
-                before_bytes = memory.allocated()
-                try:
-                    handles.append(memory.allocate(number))
-                except DeviceOutOfMemory:
-                    assert memory.allocated() == before_bytes
-                else:
-                    assert number <= memory.allocated() - before_bytes < number + 512
-            elif action == "free" and handles:
-                memory.free(handles.pop(number % len(handles)))
-            elif action == "release":
-                memory.release()
-            elif action == "peers":
-                memory.set_peers_bytes(min(number, memory.available()))
-            memory.check_invariants()
-            assert memory.reserved() <= memory.total()
-            seen.append((memory.allocated(), memory.reserved(), memory.peak()))
-        for handle in handles:
-            memory.free(handle)
-        memory.release()
-        assert memory.reserved() == 0, "freed memory is merged again"
-        return seen
-
-    assert run() == run()

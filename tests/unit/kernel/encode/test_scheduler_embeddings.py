@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -18,7 +20,7 @@ from tests.unit.kernel.setups import (
 from vsched.failures import EncodeErrorKind
 from vsched.kernel.encode.embedding_cache import EmbeddingCache
 from vsched.kernel.request import RequestState
-from vsched.policy import Admission, AdmissionView, ReclaimView, RequestPolicy
+from vsched.policy import Admission, ReclaimView
 from vsched.policy_host.seats import PolicySeats
 from vsched.testing import default_policies, make_request
 
@@ -136,15 +138,14 @@ def test_images_of_a_failed_batch_are_like_others_once_they_are_encoded() -> Non
 
 
 def test_policy_that_holds_keeps_images_of_a_failed_batch_back_as_well() -> None:
-    class Once(RequestPolicy, frozen=True, kw_only=True):
-        """Admits all at first, and then holds for a while."""
+    def hold(view: Any) -> Admission:
+        """Admit all at first, and then hold for a while."""
+        if view.now_ns < 1_000_000_000 and view.waiting[0].tokens is None:
+            return Admission(hold_until_ns=1_000_000_000)
+        return Admission(range(len(view.waiting)))
 
-        def admit(self, view: AdmissionView) -> Admission:
-            if view.now_ns < 1_000_000_000 and view.waiting[0].tokens is None:
-                return Admission(hold_until_ns=1_000_000_000)
-            return Admission(range(len(view.waiting)))
-
-    cluster = make_cluster(image_request("r", (b"a", 8), (b"b", 8)), encode_admission=Once())
+    cluster = make_cluster(encode_admission=answering("admission", hold))
+    cluster.submit(image_request("r", (b"a", 8), (b"b", 8)))
     cluster.run_encode(fail=EncodeErrorKind.FAILED)
     assert len(cluster.encoded) == 1
     assert_served(cluster, "r")
