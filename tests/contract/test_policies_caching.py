@@ -181,18 +181,23 @@ def ask(
     return policy.keep(view)
 
 
-def test_everything_keeps_outputs() -> None:
-    assert ask(Everything(), blocks("a", 3), blocks("answer", 2)) == 5
+SOME = Matching(tenants=("a",), tokens_min=8, tokens_max=40)
 
 
 @pytest.mark.parametrize(
-    ("tokens", "tenant", "kept"),
-    [(8, "a", 2), (4, "a", 0), (40, "a", 10), (44, "a", 0), (8, "b", 0), (8, "", 0)],
+    ("policy", "tokens", "tenant", "kept"),
+    [
+        (Everything(), 12, "", 5),
+        (Matching(), 12, "any", 5),
+        (SOME, 8, "a", 4),
+        (SOME, 4, "a", 0),
+        (SOME, 40, "a", 12),
+        (SOME, 44, "a", 0),
+        (SOME, 8, "b", 0),
+        (SOME, 8, "", 0),
+    ],
 )
-def test_matching_keeps_tenants_and_lengths(tokens: int, tenant: str, kept: int) -> None:
-    policy = Matching(tenants=("a",), tokens_min=8, tokens_max=40)
-    assert ask(policy, blocks("p", tokens // 4), [], tenant=tenant) == kept
-
-
-def test_matching_keeps_all_without_fields() -> None:
-    assert ask(Matching(), blocks("p", 2), blocks("answer", 1), tenant="any") == 3
+def test_insertion_keeps_outputs_too_by_tenants_and_lengths(
+    policy: CachePolicy, tokens: int, tenant: str, kept: int
+) -> None:
+    assert ask(policy, blocks("p", tokens // 4), blocks("answer", 2), tenant=tenant) == kept

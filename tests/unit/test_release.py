@@ -48,16 +48,3 @@ def test_release_workflow_builds_and_publishes_what_is_there() -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"make (\w+)", text)) <= targets
     assert (ROOT / re.findall(r"file: (\S+)", text)[0]).is_file()
-
-
-def test_release_code_owners_own_paths_that_exist() -> None:
-    lines = (ROOT / ".github/CODEOWNERS").read_text().splitlines()
-    paths = [line.split()[0] for line in lines if line and not line.startswith("#")]
-    assert all((ROOT / path.lstrip("/")).exists() for path in paths if path != "*")
-
-
-def test_release_updates_cover_the_places_of_dependencies() -> None:
-    updates = yaml.safe_load((ROOT / ".github/dependabot.yml").read_text())["updates"]
-    places = {one["package-ecosystem"]: one["directory"] for one in updates}
-    assert (ROOT / places["docker"].lstrip("/") / "Dockerfile").is_file()
-    assert set(places) == {"docker", "github-actions", "pip"}

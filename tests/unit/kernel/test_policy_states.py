@@ -177,6 +177,20 @@ def state_of(*field: Any, frozen: bool = False) -> Any:
     return msgspec.defstruct("State", [field], frozen=frozen)
 
 
+class Order(CachePolicy, frozen=True, kw_only=True):
+    state_type = Tally
+
+    def build_order(self) -> Any:
+        return None
+
+
+class Plan(MemoryPolicy, frozen=True, kw_only=True):
+    state_type = Tally
+
+    def plan(self, view: Any) -> Any:
+        yield
+
+
 @pytest.mark.parametrize(
     ("state_type", "words"),
     [
@@ -203,20 +217,6 @@ def test_contract_refuses_a_state_that_cannot_be_kept(state_type: Any, words: st
 @pytest.mark.parametrize("state_type", [None, Tally, Node])
 def test_contract_takes_a_state_of_plain_values(state_type: Any) -> None:
     check_contract(admission_with(state_type), "admission")
-
-
-class Order(CachePolicy, frozen=True, kw_only=True):
-    state_type = Tally
-
-    def build_order(self) -> Any:
-        return None
-
-
-class Plan(MemoryPolicy, frozen=True, kw_only=True):
-    state_type = Tally
-
-    def plan(self, view: Any) -> Any:
-        yield
 
 
 @pytest.mark.parametrize(("cls", "kind"), [(Order, "eviction"), (Plan, "memory")])

@@ -244,24 +244,15 @@ def test_scheduler_fails_what_a_rank_could_not_continue(grammar: str, code: str)
     assert_served(cluster, "other")
 
 
-def test_poison_alone_is_ended_at_its_second_loss() -> None:
-    """Not retried for ever."""
-    cluster = make_cluster(make_request("poison", words(6), max_tokens=9), slots=1)
-    assert lose_while_running(cluster, "poison") == 2
-    assert cluster.ended["poison"].code == "group_lost"
-    assert_holds_nothing(cluster)
-
-
-def test_poison_among_others_is_found_and_no_other_request_ends() -> None:
+@pytest.mark.parametrize(("count", "poison", "losses"), [(1, "r0", 2), (7, "r4", 3)])
+def test_poison_is_found_and_no_other_request_ends(count: int, poison: str, losses: int) -> None:
     """Suspects come back one at a time; the one in quarantine when the group is lost is to blame."""
     cluster = make_cluster(slots=8)
-    names = submit_texts(cluster, 7, 6, max_tokens=12)
-    losses = lose_while_running(cluster, "r4")
-    assert losses == 3
-    assert Counter(finish.code for finish in cluster.ended.values() if finish.code) == {
-        "group_lost": 1
-    }
-    assert_served(cluster, *(name for name in names if name != "r4"))
+    names = submit_texts(cluster, count, 6, max_tokens=12)
+    assert lose_while_running(cluster, poison) == losses
+    codes = Counter(finish.code for finish in cluster.ended.values() if finish.code)
+    assert codes == {"group_lost": 1}
+    assert_served(cluster, *(name for name in names if name != poison))
 
 
 def test_suspects_of_two_losses_from_outside_are_cleared() -> None:

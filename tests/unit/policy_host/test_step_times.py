@@ -47,12 +47,6 @@ def learned(target_ns: int, ratio: float = 2.0) -> StepTimeModel:
     return model
 
 
-def test_model_finds_both_costs() -> None:
-    token_ns, pair_ns = learned(25_000_000).costs()
-    assert token_ns == pytest.approx(TOKEN_NS, rel=0.01)
-    assert pair_ns == pytest.approx(PAIR_NS, rel=0.01)
-
-
 @pytest.mark.parametrize("start", [0, 2_000, 16_000])
 def test_model_fills_a_step_up_to_its_target_wherever_the_chunk_lies(start: int) -> None:
     target_ns = 40_000_000

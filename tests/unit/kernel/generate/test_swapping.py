@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import msgspec
 import pytest
@@ -76,10 +77,24 @@ def prefilled(cluster: ModelCluster) -> int:
     return generate_statistics(cluster)["tokens_prefilled"]
 
 
-@pytest.mark.parametrize(("depth", "prefix_cache"), [(1, True), (2, False), (3, False)])
-def test_swapped_request_goes_on_where_it_was(depth: int, prefix_cache: bool) -> None:
+DRAFTING = {"drafts": True, "slots": 7}
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"generate_depth": 1, "prefix_cache": True},
+        {"generate_depth": 2},
+        {"generate_depth": 3},
+        # Its number of computed tokens is known when it has settled: until then, the maximum is kept.
+        {"generate_depth": 1, **DRAFTING},
+        {"generate_depth": 3, **DRAFTING},
+    ],
+)
+def test_swapped_request_goes_on_where_it_was(limits: dict[str, Any]) -> None:
     """It computes one token to join again, its last one, and its outputs are those of an undisturbed run."""
-    cluster = run_growing(tight(generate_depth=depth, prefix_cache=prefix_cache))
+    policies = default_policies(preemption=Swapping(), drafting=Three())
+    cluster = run_growing(tight(**limits), policies)
     counts = generate_statistics(cluster)
     assert counts["swapped_out"] > 0
     assert counts["swapped_in"] > 0
@@ -92,18 +107,6 @@ def test_swap_without_room_recomputes() -> None:
     assert generate_statistics(cluster)["preemptions"] > 0
     assert generate_statistics(cluster)["swapped_out"] == 0
     assert prefilled(cluster) > 4 * 12 + 4
-    assert_served(cluster, "r0", "r1", "r2", "r3")
-
-
-@pytest.mark.parametrize("depth", [1, 3])
-def test_swapped_request_with_drafts_in_flight_goes_on_where_it_was(depth: int) -> None:
-    """Its number of computed tokens is known when it has settled: until then, the maximum is kept."""
-    policies = default_policies(preemption=Swapping(), drafting=Three())
-    limits = tight(generate_depth=depth, drafts=True, slots=7)
-    cluster = run_growing(limits, policies)
-    counts = generate_statistics(cluster)
-    assert counts["swapped_in"] > 0
-    assert prefilled(cluster) == 4 * 12 + counts["swapped_in"]
     assert_served(cluster, "r0", "r1", "r2", "r3")
 
 
