@@ -15,7 +15,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -262,28 +262,27 @@ def test_docs_error_codes_exist() -> None:
 
 
 @pytest.fixture
-def folder(
+def page(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Path]:
-    """Return an importable folder with the runnable files of a page."""
+    """Return a page; its runnable files are in `tmp_path`, which can be imported from."""
     page = cast("Path", request.param)
-    names = [block.name for block in blocks(page) if block.name is not None]
-    for block in blocks(page):
-        if block.name is not None:
-            (tmp_path / block.name).write_text(block.text)
+    runnable = {block.name: block.text for block in blocks(page) if block.name is not None}
+    for name, text in runnable.items():
+        (tmp_path / name).write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    yield tmp_path
-    for name in names:
+    yield page
+    for name in runnable:
         sys.modules.pop(name.removesuffix(".py"), None)
 
 
-def pages_with(language: str, *, runnable: bool = False) -> list[Path]:
+def pages_with(language: str, *, runnable: bool = False, slow: Sequence[str] = ()) -> list[Any]:
     return [
-        page
-        for page in PAGES
-        if any(
-            block.language == language and (block.name or not runnable) for block in blocks(page)
+        pytest.param(
+            page, id=shown(page), marks=[pytest.mark.thorough] if page.name in slow else []
         )
+        for page in PAGES
+        if any(one.language == language and (one.name or not runnable) for one in blocks(page))
     ]
 
 
@@ -301,24 +300,13 @@ def run_by_pytest(file: Path) -> None:
     assert re.search(r"^\d+ passed", done.stdout, re.MULTILINE), done.stdout
 
 
-RUNNABLE = pages_with("python", runnable=True)
-LONG = [ROOT / "docs/first-policy.md", ROOT / "docs/testing-with-faults.md"]
+LONG = ("first-policy.md", "testing-with-faults.md")
 """Pages whose examples check a policy, or run pytest, in many random schedules."""
-LARGE = ROOT / "docs/swapping.md"
-"""Page whose configuration has a large host memory to simulate."""
 
 
-@pytest.mark.parametrize(
-    "folder",
-    [
-        *(page for page in RUNNABLE if page not in LONG),
-        *(pytest.param(page, marks=pytest.mark.thorough) for page in LONG),
-    ],
-    ids=shown,
-    indirect=True,
-)
-def test_docs_runnable_examples_run(folder: Path) -> None:
-    for file in sorted(folder.glob("*.py")):
+@pytest.mark.parametrize("page", pages_with("python", runnable=True, slow=LONG), indirect=True)
+def test_docs_runnable_examples_run(page: Path, tmp_path: Path) -> None:
+    for file in sorted(tmp_path.glob("*.py")):
         if "import pytest\n" in file.read_text():
             run_by_pytest(file)
             continue
@@ -360,19 +348,11 @@ def test_docs_name_what_there_is(
     check_pages(failures, pages)
 
 
-@pytest.mark.parametrize(
-    ("folder", "page"),
-    [
-        pytest.param(page, page, marks=[pytest.mark.thorough] if page == LARGE else [])
-        for page in pages_with("toml")
-    ],
-    ids=shown,
-    indirect=["folder"],
-)
-def test_docs_configurations_load_and_serve(folder: Path, page: Path) -> None:
+@pytest.mark.parametrize("page", pages_with("toml", slow=("swapping.md",)), indirect=True)
+def test_docs_configurations_load_and_serve(page: Path, tmp_path: Path) -> None:
     """Configurations may use policies from the examples of their page, and no policy fails."""
     for number, block in enumerate(block for block in blocks(page) if block.language == "toml"):
-        config = folder / f"{number}.toml"
+        config = tmp_path / f"{number}.toml"
         config.write_text(block.text)
         loaded = load_config(config, environ={})
         requests = workload_of("two", [arrival(n, n, Text(n, 30 * n + 3)) for n in range(2)])
