@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,12 +16,11 @@ from tests.unit.rank.fake_plugin import FakeEncoder, FakeGenerator, FakePlugin
 from tests.workers.properties import thorough
 from vsched.testing import ContractBroken, check_worker
 from vsched.testing.contracts.worker import SampleImage
-from vsched.types import ArraySpec, ModelInfo
+from vsched.types import ArraySpec
 from vsched.worker.contract import (
     Batch,
     EncodeJob,
     ImagePlan,
-    Progress,
     Sampled,
     SequenceState,
     WorkerPlugin,
@@ -57,14 +57,10 @@ def plugin_of(
     """Return a plug-in with these workers."""
 
     class Plugin(FakePlugin):
-        def load_encoder(
-            self, info: ModelInfo, settings: WorkerSettings, progress: Progress
-        ) -> FakeEncoder:
+        def load_encoder(self, *_: Any, **__: Any) -> FakeEncoder:
             return encoder()
 
-        def load_generator(
-            self, info: ModelInfo, settings: WorkerSettings, progress: Progress
-        ) -> FakeGenerator:
+        def load_generator(self, *_: Any, **__: Any) -> FakeGenerator:
             return generator(fake_plugin.Behaviour())
 
     return Plugin()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import msgspec
 
@@ -103,14 +103,6 @@ def answering(decision: str, answer: Any, views: list[Any] | None = None) -> Pol
     names = {one.method: method}
     made = msgspec.defstruct("Answering", [], bases=(one.base,), namespace=names, frozen=True)
     return cast("Policy", made())
-
-
-ViewStruct = TypeVar("ViewStruct", bound=msgspec.Struct)
-
-
-def as_shown(live: object, kind: type[ViewStruct]) -> ViewStruct:
-    """A policy's view of a group, as plain values."""
-    return kind(**{name: getattr(live, name) for name in kind.__struct_fields__})
 
 
 def encode_statistics(cluster: ModelCluster) -> dict[str, int]:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import pytest
 
 from tests.unit.kernel.setups import (
-    as_shown,
+    answering,
     assert_served,
     complete,
     encode_statistics,
@@ -22,22 +21,20 @@ from tests.unit.kernel.setups import (
 from vsched.aio.arrivals import refusal_error
 from vsched.failures import ErrorKind, StartFailed
 from vsched.kernel.events import Drain, GroupRetired, Resume
-from vsched.policy import ReplicaView, RoutingPolicy, RoutingView
 from vsched.testing import ModelCluster, default_policies, make_request
 from vsched.types import FinishReason
 
-SEEN: list[RoutingView] = []
+SEEN: list[tuple[list[tuple[int, int, int]], int]] = []
 
 
-class Fixed(RoutingPolicy, frozen=True, kw_only=True):
-    """Always the same replica; records its views."""
+def last_replica(view: Any) -> int:
+    """The last replica; records loads, cached prefixes and seen images of all, and the limit of loads."""
+    facts = [(one.load_tokens, one.prefix_tokens, one.items_seen) for one in view.replicas]
+    SEEN.append((facts, view.load_limit_tokens))
+    return len(view.replicas) - 1
 
-    index: int = 0
 
-    def choose(self, view: RoutingView) -> int:
-        replicas = [as_shown(replica, ReplicaView) for replica in view.replicas]
-        SEEN.append(msgspec.structs.replace(view, replicas=replicas))
-        return self.index
+FIRST, LAST = answering("routing", 0), answering("routing", last_replica)
 
 
 def text(name: str, *, start: int = 10, length: int = 6, max_tokens: int = 9) -> Any:
@@ -67,32 +64,27 @@ def test_encoders_share_one_line() -> None:
 
 def test_router_shows_loads_in_tokens() -> None:
     """The load of a replica: tokens of prompts and outputs that are not pulled, waiting or running there."""
-    SEEN.clear()
     limits = make_limits(generators=2, slots=1, generate_depth=1)
-    cluster = ModelCluster(limits, default_policies(routing=Fixed(index=1)))
+    cluster = ModelCluster(limits, default_policies(routing=LAST))
     cluster.submit(text("running", length=6, max_tokens=9))
     cluster.submit(text("waiting", start=50, length=10))
     cluster.submit(image_request("not pulled", (b"a", 7)))
     for _ in range(3):
         cluster.run_generate("generate-1")
     cluster.submit(text("asked", start=90))
-    view = SEEN[-1]
-    assert [one.load_tokens for one in view.replicas] == [0, 6 + 4 + 10 + 8], (
-        "including a step in flight"
-    )
-    assert view.load_limit_tokens == limits.blocks * limits.block_size
+    facts, limit = SEEN[-1]
+    assert [load for load, _, _ in facts] == [0, 6 + 4 + 10 + 8]  # including a step in flight
+    assert limit == cluster.limits.blocks * cluster.limits.block_size
     cluster.drain()
     assert generate_statistics(cluster)["load_tokens"] == 0
 
 
 def test_router_shows_prefixes_and_images_that_a_replica_has_seen() -> None:
-    SEEN.clear()
-    cluster = make_cluster(generators=2, routing=Fixed(index=1))
+    cluster = make_cluster(generators=2, routing=LAST)
     complete(cluster, image_request("first", (b"a", 8), (b"b", 8)))
     cluster.submit(image_request("second", (b"a", 8), (b"c", 8)))
-    here, there = SEEN[-1].replicas[1], SEEN[-1].replicas[0]
-    assert (here.prefix_tokens, here.items_seen) == (8, 1)
-    assert (there.prefix_tokens, there.items_seen) == (0, 0)
+    facts, _ = SEEN[-1]
+    assert [(prefix, items) for _, prefix, items in facts] == [(0, 0), (8, 1)]
     cluster.drain()
 
 
@@ -100,7 +92,7 @@ def test_router_shows_prefixes_and_images_that_a_replica_has_seen() -> None:
 
 
 def test_lost_generator_keeps_what_ran_and_gives_away_what_waited() -> None:
-    cluster = make_cluster(text("ran"), generators=2, slots=1, routing=Fixed(index=0))
+    cluster = make_cluster(text("ran"), generators=2, slots=1, routing=FIRST)
     cluster.submit(text("waited", start=60))
     cluster.run_generate("generate-0")
     cluster.lose("generate-0")
@@ -127,7 +119,7 @@ def test_lost_generator_does_not_keep_embeddings_from_others() -> None:
 
 def test_retired_generator_gives_everything_away() -> None:
     """A group that cannot be brought back: its requests resume elsewhere, in their order."""
-    cluster = make_cluster(generators=2, routing=Fixed(index=0))
+    cluster = make_cluster(generators=2, routing=FIRST)
     for number in range(3):
         cluster.submit(text(f"r{number}", start=40 * number))
     cluster.run_generate("generate-0")
@@ -160,7 +152,7 @@ def test_last_retired_group_ends_everything(stage: str) -> None:
 
 def test_planned_loss_suspects_no_request_and_moves_all() -> None:
     """Requests of a group that is restarted on purpose resume elsewhere, and do not become suspects."""
-    cluster = make_cluster(generators=2, slots=1, routing=Fixed(index=0))
+    cluster = make_cluster(generators=2, slots=1, routing=FIRST)
     cluster.submit(image_request("r", (b"a", 8), max_tokens=40))
     cluster.lose("encode", planned=True)
     cluster.restore_group("encode")
@@ -205,7 +197,7 @@ def test_pages_that_a_lost_encoder_may_write_to_are_kept_from_others(
 
 
 def test_draining_generator_finishes_what_runs_and_takes_nothing_new() -> None:
-    cluster = make_cluster(text("runs"), generators=2, slots=1, routing=Fixed(index=0))
+    cluster = make_cluster(text("runs"), generators=2, slots=1, routing=FIRST)
     cluster.submit(text("waits", start=60))
     cluster.send(Drain("generate-0"))
     cluster.submit(text("new", start=90))

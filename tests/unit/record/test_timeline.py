@@ -28,47 +28,41 @@ LIMITS = SchedulerLimits(
 )
 
 
+Trace = list[dict[str, Any]]
 LOSING_SEED = 3
 """A schedule that loses a group during a step."""
 
 
-def trace_of(path: Path) -> list[dict[str, Any]]:
+def trace_of(path: Path) -> Trace:
     file = io.BytesIO()
     drawn = TraceTimeline(file)
     report = replay(path, observer=drawn)
     drawn.close()
     assert report.difference is None
-    events: list[dict[str, Any]] = msgspec.json.decode(file.getvalue())["traceEvents"]
+    events: Trace = msgspec.json.decode(file.getvalue())["traceEvents"]
     assert len(events) == drawn.events
     check_trace_events(events)
     return events
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("timeline") / "run.vlog"
+def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trace, RecordedCluster]:
+    path = tmp_path_factory.mktemp("timeline") / "run.vlog"
+    cluster = record_run(path, 3, limits=LIMITS, events=400, faults=False)
+    return trace_of(path), cluster
 
 
-@pytest.fixture(scope="module")
-def cluster(path: Path) -> RecordedCluster:
-    return record_run(path, 3, limits=LIMITS, events=400, faults=False)
-
-
-@pytest.fixture(scope="module")
-def trace(path: Path, cluster: RecordedCluster) -> list[dict[str, Any]]:
-    return trace_of(path)
-
-
-def named(trace: list[dict[str, Any]], key: str) -> dict[str, int]:
+def named(trace: Trace, key: str) -> dict[str, int]:
     return {one["args"]["name"]: one["pid"] for one in trace if one["name"] == key}
 
 
 def test_timeline_has_a_slice_for_each_step_in_the_process_of_its_group(
-    trace: list[dict[str, Any]], cluster: RecordedCluster
+    traced: tuple[Trace, RecordedCluster],
 ) -> None:
+    trace, cluster = traced
     groups = {"encode-0", "encode-1", "generate-0", "generate-1"}
     assert {"scheduler", *groups} == set(named(trace, "process_name"))
-    slices: dict[int, list[dict[str, Any]]] = {}
+    slices: dict[int, Trace] = {}
     for one in trace:
         if one["ph"] == "X":
             slices.setdefault(one["pid"], []).append(one)
@@ -81,8 +75,9 @@ def test_timeline_has_a_slice_for_each_step_in_the_process_of_its_group(
 
 
 def test_timeline_counts_what_steps_did(
-    trace: list[dict[str, Any]], cluster: RecordedCluster
+    traced: tuple[Trace, RecordedCluster],
 ) -> None:
+    trace, cluster = traced
     prefill = sum(one["args"].get("prefill_tokens", 0) for one in trace if one["ph"] == "X")
     yielded = sum(one["args"].get("yielded", 0) for one in trace if one["ph"] == "X")
     decodes = sum(one["args"].get("decodes", 0) for one in trace if one["ph"] == "X")
@@ -101,7 +96,8 @@ def test_timeline_counts_what_steps_did(
     }
 
 
-def test_timeline_ends_every_request_that_it_begins(trace: list[dict[str, Any]]) -> None:
+def test_timeline_ends_every_request_that_it_begins(traced: tuple[Trace, RecordedCluster]) -> None:
+    trace, _ = traced
     started = Counter((one["id"], one["name"]) for one in trace if one["ph"] == "b")
     ended = Counter((one["id"], one["name"]) for one in trace if one["ph"] == "e")
     assert started == ended
