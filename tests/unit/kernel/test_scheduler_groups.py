@@ -21,7 +21,7 @@ from tests.unit.kernel.setups import (
 from vsched.aio.arrivals import refusal_error
 from vsched.failures import ErrorKind, StartFailed
 from vsched.kernel.events import Drain, GroupRetired, Resume
-from vsched.testing import ModelCluster, default_policies, make_request
+from vsched.testing import ModelCluster, make_request
 from vsched.types import FinishReason
 
 SEEN: list[tuple[list[tuple[int, int, int]], int]] = []
@@ -64,8 +64,7 @@ def test_encoders_share_one_line() -> None:
 
 def test_router_shows_loads_in_tokens() -> None:
     """The load of a replica: tokens of prompts and outputs that are not pulled, waiting or running there."""
-    limits = make_limits(generators=2, slots=1, generate_depth=1)
-    cluster = ModelCluster(limits, default_policies(routing=LAST))
+    cluster = make_cluster(generators=2, slots=1, generate_depth=1, routing=LAST)
     cluster.submit(text("running", length=6, max_tokens=9))
     cluster.submit(text("waiting", start=50, length=10))
     cluster.submit(image_request("not pulled", (b"a", 7)))
