@@ -65,10 +65,6 @@ def report(rank: int = 0, outcome: AttemptOutcome = "fits", message: str = "") -
     return Sized(outcome=outcome, message=message, memory=memory)
 
 
-def two(policy: MemoryPolicy) -> KvNegotiation:
-    return KvNegotiation(policy, memory_view(ranks=TWO_RANKS))
-
-
 def begun(policy: MemoryPolicy, *, ranks: Any = None) -> KvNegotiation:
     """A negotiation whose first order is out."""
     negotiation = KvNegotiation(
@@ -85,7 +81,7 @@ def test_negotiation_hands_out_orders_until_it_is_over() -> None:
         seen.append((yield Probe(100)))
         seen.append((yield Build(1000, headroom_bytes=7)))
 
-    negotiation = two(scripted(script))
+    negotiation = KvNegotiation(scripted(script), memory_view(ranks=TWO_RANKS))
     assert negotiation.start() == Probe(96)
     assert negotiation.take([report(1), report(0)]) == Build(992, headroom_bytes=7)
     assert negotiation.take([report(0), report(1)]) == Accepted(992, 62)
