@@ -8,7 +8,6 @@ import shutil
 import threading
 from collections import namedtuple
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -48,20 +47,6 @@ class HubServer(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
 
-@contextmanager
-def hub_server(repositories: dict[str, Path]) -> Iterator[HubServer]:
-    """Serve repositories within the context."""
-    server = HubServer(repositories)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: HubServer
@@ -76,7 +61,8 @@ class _Handler(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         self.server.requests.append(f"{self.command} {path}")
         if path.startswith("/cdn/"):
-            self._send_file(Path(path.removeprefix("/cdn")))
+            file = Path(path.removeprefix("/cdn"))
+            self._send(200, file.read_bytes(), headers={"ETag": f'"{_etag(file)}"'})
         elif path.startswith("/api/models/"):
             self._answer_api(path.removeprefix("/api/models/"))
         else:
@@ -138,10 +124,6 @@ class _Handler(BaseHTTPRequestHandler):
             },
         )
 
-    def _send_file(self, file: Path) -> None:
-        content = file.read_bytes()
-        self._send(200, content, headers={"ETag": f'"{_etag(file)}"'})
-
     def _send(
         self, status: int, body: bytes = b"", *, headers: Mapping[str, str] = NO_HEADERS
     ) -> None:
@@ -180,16 +162,23 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     for name in ("adapter_config.json", "adapter_model.safetensors", "optimizer.pt"):
         (tmp_path / "adapter" / name).write_bytes(b"{}")
     folders = {f"org/{name}": name for name in ("model", "pickles", "adapter", "gated")}
-    with hub_server({name: tmp_path / folder for name, folder in folders.items()}) as server:
-        cache = tmp_path / "cache"
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
-        template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-        close_session()
-        yield server
-        close_session()
+    server = HubServer({name: tmp_path / folder for name, folder in folders.items()})
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+    for name, value in (
+        ("ENDPOINT", server.url),
+        ("HF_HUB_CACHE", str(tmp_path / "cache")),
+        ("HUGGINGFACE_CO_URL_TEMPLATE", template),
+        ("HF_HUB_OFFLINE", False),
+    ):
+        monkeypatch.setattr(huggingface_hub.constants, name, value)
+    close_session()
+    yield server
+    close_session()
+    server.shutdown()
+    thread.join()
+    server.server_close()
 
 
 def test_hub_id_is_a_name_with_one_slash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
