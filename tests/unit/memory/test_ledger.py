@@ -253,18 +253,6 @@ def limited(pid: int, limit_bytes: int, *, reserved_bytes: int = 100_000) -> Ran
     )
 
 
-def test_shares_bound_limits_that_are_together_more_than_the_host_has() -> None:
-    """Free memory, less that kept for others, in equal parts on top of the memory that each holds."""
-    ranks = [limited(1, 900_000), limited(2, 800_000, reserved_bytes=200_000)]
-    shares = HostShares(ranks, 700_000, kept_bytes=100_000)
-    first, second = shares.within(ranks)
-    assert (first.total_bytes, first.available_bytes) == (400_000, 300_000)
-    assert (second.total_bytes, second.available_bytes) == (500_000, 300_000)
-    note = shares.note()
-    assert "generate-1 rank 0, generate-2 rank 0 may take 293.0 KiB each" in note
-    assert "683.6 KiB free" in note
-
-
 def test_shares_leave_limits_that_fit() -> None:
     ranks = [limited(1, 300_000), limited(2, 900_000)]
     shares = HostShares(ranks, 1_000_000)
