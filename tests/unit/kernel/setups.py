@@ -118,6 +118,12 @@ def generate_statistics(cluster: ModelCluster) -> dict[str, int]:
     return {name: value for name, value in statistics.items() if name != "groups"}
 
 
+def outcome(cluster: ModelCluster) -> list[object]:
+    """All that the kernel decided."""
+    names = ("decisions", "encoded", "outputs", "ended", "refused", "rejected", "drained")
+    return [getattr(cluster, name) for name in names]
+
+
 def crash(cluster: ModelCluster, group: str = "generate") -> None:
     """Lose a group, and bring it back."""
     cluster.lose(group)
