@@ -1,13 +1,18 @@
-"""Rules that no linter checks: dead modules, no unsafe deserialisation, no measured time."""
+"""Rules that no linter checks: dead modules, no unsafe deserialisation, no measured time; files about releases."""
 
 from __future__ import annotations
 
 import re
 import tomllib
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 ROOT = Path(__file__).parents[2]
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PACKAGES = {
     "vsched": ROOT,
     "vsched_policies": ROOT / "policies",
@@ -53,8 +58,7 @@ def imported_modules(path: Path) -> Iterator[str]:
 
 def test_tidy_no_module_is_dead() -> None:
     """A module is alive if another shipped module imports it or an entry point names it."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    groups = [project["scripts"], *project["entry-points"].values()]
+    groups = [PROJECT["scripts"], *PROJECT["entry-points"].values()]
     alive = {target.partition(":")[0] for group in groups for target in group.values()}
     for path in sources():
         own = module_name(path)
@@ -118,3 +122,39 @@ def test_tidy_class_names_stand_once() -> None:
             if "Protocol" not in re.split(r"\W+", bases):
                 places.setdefault(name, []).append(shown(path))
     assert not {name: found for name, found in places.items() if len(found) > 1}
+
+
+# --- releases: files about them agree with each other and with the repository ---
+
+WORKFLOWS = ROOT / ".github/workflows"
+
+
+def workflow(name: str) -> dict[str, Any]:
+    read: dict[str, Any] = yaml.safe_load((WORKFLOWS / name).read_text())
+    return read
+
+
+def test_release_versions_agree() -> None:
+    version = PROJECT["version"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == version
+    headings = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[0] == "Unreleased"
+    released = dict(heading.split(" - ") for heading in headings[1:])
+    assert released[version] == str(citation["date-released"])
+    assert all(date.fromisoformat(day) for day in released.values())
+
+
+def test_release_ci_runs_every_supported_python() -> None:
+    names = [name.rpartition(" ")[2] for name in PROJECT["classifiers"] if ":: 3." in name]
+    assert workflow("ci.yml")["jobs"]["test"]["strategy"]["matrix"]["python-version"] == names
+    assert PROJECT["requires-python"] == f">={names[0]}"
+
+
+def test_release_workflow_builds_and_publishes_what_is_there() -> None:
+    jobs = workflow("release.yml")["jobs"]
+    assert set(jobs["publish"]["needs"]) == {"build", "image"}
+    text = (WORKFLOWS / "release.yml").read_text()
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"make (\w+)", text)) <= targets
+    assert (ROOT / re.findall(r"file: (\S+)", text)[0]).is_file()
