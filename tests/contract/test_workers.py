@@ -2,21 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-import numpy as np
-import pytest
-from vsched.sim.faults import FaultPlan
-from vsched.sim.loop import VirtualLoop
-from vsched.sim.ranks.plugin import RankPlugin, SimulatedPlugin, SimulatedPreprocessor
-from vsched.sim.ranks.symbolic_model import PIXELS, image_plan
-from vsched.sim.ranks.symbolic_workers import Process, SymbolicEncoder, SymbolicGenerator
-from vsched.sim.workload.images import Appearance
-from vsched.sim.world import World
-from vsched.testing import ContractBroken, check_worker
-from vsched.testing.contracts.worker import SampleImage, sample_images
-from vsched.types import MediaItem, ModelInfo
-from vsched.worker.contract import Batch, Progress, Sampled, SequenceState, WorkerSettings
-
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -29,13 +14,21 @@ import pytest
 from tests.unit.rank import fake_plugin
 from tests.unit.rank.fake_plugin import FakeEncoder, FakeGenerator, FakePlugin
 from tests.workers.properties import thorough
+from vsched.sim.faults import FaultPlan
+from vsched.sim.loop import VirtualLoop
+from vsched.sim.ranks.plugin import RankPlugin, SimulatedPlugin, SimulatedPreprocessor
+from vsched.sim.ranks.symbolic_model import PIXELS, image_plan
+from vsched.sim.ranks.symbolic_workers import Process, SymbolicEncoder, SymbolicGenerator
+from vsched.sim.workload.images import Appearance
+from vsched.sim.world import World
 from vsched.testing import ContractBroken, check_worker
-from vsched.testing.contracts.worker import SampleImage
-from vsched.types import ArraySpec
+from vsched.testing.contracts.worker import SampleImage, sample_images
+from vsched.types import ArraySpec, MediaItem, ModelInfo
 from vsched.worker.contract import (
     Batch,
     EncodeJob,
     ImagePlan,
+    Progress,
     Sampled,
     SequenceState,
     WorkerPlugin,
