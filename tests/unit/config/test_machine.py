@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import msgspec
-import pytest
-from tests.unit.rank.fake_plugin import model_info
-from vsched import assembly
-from vsched.assembly import WorkerGroupPlan, memory_limit, worker_group_plans
-from vsched.config import Config, load_config, resolve_policies
-from vsched.config.sections import size_bytes
-from vsched.errors import ConfigError
-from vsched.worker.spec import default_limit, shared_out, threads_of
-
 import os
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.machines import pretend_cores
-from vsched.config import Config, load_config
+from tests.unit.rank.fake_plugin import model_info
+from vsched import assembly
+from vsched.assembly import WorkerGroupPlan, memory_limit, worker_group_plans
+from vsched.config import Config, load_config, resolve_policies
 from vsched.config.devices import HEAVY_BYTES, choose_placement, placed, placement_here
+from vsched.config.sections import size_bytes
+from vsched.errors import ConfigError
 from vsched.worker import memory
-from vsched.worker.spec import cores_text, usable_cores
+from vsched.worker.spec import cores_text, default_limit, shared_out, threads_of, usable_cores
 
 TINY, MID = 10 << 20, 800 << 20
 
