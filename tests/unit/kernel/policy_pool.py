@@ -337,7 +337,10 @@ class LockedOrder(LruOrder[Hashable]):
         return super().add(key, size)
 
     def state(self) -> list[Any]:
-        return [*super().state(), self.lock]
+        return [super().state(), self.lock]
+
+    def restore(self, state: list[Any]) -> None:
+        super().restore(state[0])
 
 
 class Locked(CachePolicy, frozen=True, kw_only=True):

@@ -29,7 +29,7 @@ LIMITS = SchedulerLimits(
 
 
 Trace = list[dict[str, Any]]
-LOSING_SEED = 3
+LOSING_SEED = 5
 """A schedule that loses a group during a step."""
 
 
