@@ -308,8 +308,8 @@ def test_two_requests_never_take_turns_at_each_others_expense() -> None:
 
 def test_requests_give_way_for_limited_time_in_total() -> None:
     """Then the batch request keeps its slot, and chats wait for it."""
-    chats = [RequestAt(at_s=1 + n / 10, priority=1, output_tokens=20) for n in range(40)]
-    batch = RequestAt(name="batch", output_tokens=200)
+    chats = [RequestAt(at_s=1 + n / 10, priority=1, output_tokens=20) for n in range(20)]
+    batch = RequestAt(name="batch", output_tokens=150)
     free = run_policy(Tiers(), batch, *chats, slots=1)
     limited = run_policy(Tiers(), batch, *chats, slots=1, passed_over_ns=1_000_000_000)
     ends = [one.times["batch"].finished_ns / 1e9 for one in (free, limited)]

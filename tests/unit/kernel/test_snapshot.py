@@ -12,6 +12,7 @@ import pytest
 
 from tests.unit.kernel.policy_pool import Locked, Stubborn, random_policies
 from tests.unit.kernel.setups import outcome
+from tests.workers.properties import thorough
 from vsched.errors import RecordError
 from vsched.kernel import Scheduler, SchedulerLimits
 from vsched.kernel.commands import Command
@@ -50,7 +51,7 @@ class RestoredCluster(ModelCluster):
         return super()._handle(event)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [1, 2, *thorough(0)])
 def test_snapshot_holds_all_that_decides(seed: int) -> None:
     """A run whose scheduler is restored before every event decides as one without restarts.
 
