@@ -23,7 +23,6 @@ from tests.unit.kernel.setups import (
 from vsched.kernel import SchedulerLimits
 from vsched.kernel.decisions import GenerateDecision
 from vsched.policy import Admission, RequestPolicy, StepShares, StepView
-from vsched.policy_host import SeatPolicies
 from vsched.probes import observed
 from vsched.testing import ModelCluster, default_policies, make_request
 from vsched.types import Request
@@ -81,44 +80,27 @@ def tight(**changes: object) -> SchedulerLimits:
     return make_limits(**{"blocks": 14, "slots": 4, "prefix_cache": False, **changes})
 
 
-def run_preempted(policies: SeatPolicies | None = None) -> tuple[ModelCluster, list[list[str]]]:
-    """Run four growing requests and a late one; return the states of older requests at each join."""
-    cluster = ModelCluster(tight(), policies)
-    submit_texts(cluster, 4, 12, apart=20, max_tokens=24)
-    cluster.submit(make_request("r4", words(12, start=200), max_tokens=2))
-    passed: list[list[str]] = []
-    while cluster.generate_log:
-        seen = len(cluster.decisions)
-        cluster.run_generate()
-        for decision in cluster.decisions[seen:]:
-            for join in decision.joined:
-                name = cluster.names[join.number]
-                older = [f"r{index}" for index in range(5) if f"r{index}" < name]
-                passed.append([f"{one}: {cluster.kernel.explain(one)}" for one in older])
-    return cluster, passed
-
-
 NAMES = ("r0", "r1", "r2", "r3", "r4")
 
 
 def test_generate_preempted_requests_return_in_their_order() -> None:
-    cluster, passed = run_preempted()
-    explained = [text for older in passed for text in older]
-    assert not any("waiting for a slot" in text for text in explained), (
-        "a younger request took a slot while an older one waited"
-    )
-    assert not any("preempted" in text for text in explained), (
-        "a younger request took what a preempted one gave up, which returns after a step"
-    )
+    cluster = ModelCluster(tight())
+    submit_texts(cluster, 4, 12, apart=20, max_tokens=24)
+    cluster.submit(make_request("r4", words(12, start=200), max_tokens=2))
+    passed: list[str] = []
+    while cluster.generate_log:
+        before = len(joined(cluster))
+        cluster.run_generate()
+        for name in joined(cluster)[before:]:
+            passed += [cluster.kernel.explain(older) for older in NAMES if older < name]
+    assert not [one for one in passed if "waiting for a slot" in one]
+    # What a preempted one gave up returns after a step.
+    assert not [one for one in passed if "preempted" in one]
     joins = [[cluster.names[join.number] for join in step.joined] for step in cluster.decisions]
     assert ["r1", "r2"] in joins, "two preempted requests return together, the older first"
     assert joined(cluster).index("r4") > max(joined(cluster).index(name) for name in NAMES[:4])
-    assert [cluster.ended[name].times.preemptions > 0 for name in NAMES[:4]] == [
-        False,  # the oldest is never preempted
-        True,
-        True,
-        True,
-    ]
+    preempted = [cluster.ended[name].times.preemptions > 0 for name in NAMES[:4]]
+    assert preempted == [False, True, True, True], "the oldest is never preempted"
     returns = len(joined(cluster)) - 5
     ended_out = 1  # r4 was given up in the step with its last token: it need not return
     assert generate_statistics(cluster)["preemptions"] == returns + ended_out
