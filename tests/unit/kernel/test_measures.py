@@ -162,10 +162,7 @@ def test_waiting_is_distinguished() -> None:
     reported.step(1_500, 2, 1)
     reported.receive(2_500, Stepped(3, array("i", [7] * LIMITS.slots)))
     first = reported.measured.first_tokens[-1]
-    assert first.items_ns == 600
-    assert first.queued_ns == 800
-    assert first.ttft_ns == 2_400
-    assert first.items == 1
+    assert (first.items, first.items_ns, first.queued_ns, first.ttft_ns) == (1, 600, 800, 2_400)
     assert reported.measured.encodes == (EncodeTime(ended_ns=700, took_ns=600, items=1, tokens=4),)
 
 

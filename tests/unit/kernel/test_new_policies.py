@@ -145,8 +145,8 @@ def test_one_policy_takes_several_seats_with_one_state() -> None:
 def test_evictable_entries_are_handed_to_a_new_eviction_order(name: str, cached: int) -> None:
     cluster = ModelCluster(msgspec.structs.replace(LIMITS, generators=1))
     for letter in "abc":
-        text = [ord(letter)] * 33
-        complete(cluster, make_request(letter, text, [(0, 64, letter.encode())], max_tokens=1))
+        items = [(0, 64, letter.encode())]
+        complete(cluster, make_request(letter, [ord(letter)] * 33, items, max_tokens=1))
     before = cluster.kernel.statistics()
     install(cluster, generate__eviction={"use": name}, encode__eviction={"use": name})
     after = cluster.kernel.statistics()
@@ -154,14 +154,8 @@ def test_evictable_entries_are_handed_to_a_new_eviction_order(name: str, cached:
     assert before["generate"]["blocks_cached"] > 0
     assert after["generate"]["blocks_cached"] == kept
     assert after["encode"]["pages_evictable"] == (3 if cached else 0)
-    for letter in "xyzxyz":
-        text = [ord(letter)] * 200
-        complete(
-            cluster,
-            make_request(letter * 2, text)
-            if letter * 2 not in cluster.requests
-            else make_request(letter, text),
-        )
+    for number, letter in enumerate("xyzxyz"):
+        complete(cluster, make_request(f"{letter}{number}", [ord(letter)] * 200))
     cluster.check_settled()
 
 
