@@ -179,9 +179,6 @@ def taken(indices: tuple[int, ...], tokens: int, *, front: bool = True) -> tuple
     return started, [name for name in NAMES if not cache.is_ready(name)]
 
 
-FEW = (0,)
-
-
 @pytest.mark.parametrize(
     ("indices", "tokens", "front", "expected"),
     [
@@ -189,9 +186,9 @@ FEW = (0,)
         ((1, 0), 16, True, (True, [b"middle"])),
         ((2,), 16, True, (True, [b"young"])),
         ((), 16, True, (True, [b"young"])),
-        (FEW, 32, True, (True, [b"old", b"young"])),
-        (FEW, 32, False, (False, [])),
-        (FEW, 16, False, (True, [b"old"])),
+        ((0,), 32, True, (True, [b"old", b"young"])),
+        ((0,), 32, False, (False, [])),
+        ((0,), 16, False, (True, [b"old"])),
     ],
 )
 def test_front_preempts_those_named_or_else_the_youngest_and_others_wait(

@@ -259,8 +259,7 @@ def cluster_of(*prompts: int, choices: list[Any], **limits: Any) -> ModelCluster
     """A cluster in which requests with these prompts have joined with a block each, and no step is in flight."""
     SEEN.clear()
     ANSWERS.clear()
-    made = make_limits(generate_depth=1, chunk_tokens=4, **limits)
-    cluster = ModelCluster(made, default_policies(step=Scripted()))
+    cluster = make_cluster(generate_depth=1, chunk_tokens=4, step=Scripted(), **limits)
     for index, tokens in enumerate(prompts):
         cluster.submit(make_request(f"r{index}", words(tokens, start=100 * index), max_tokens=30))
     cluster.run_generate()
