@@ -36,7 +36,7 @@ def make_limits(**changes: Any) -> SchedulerLimits:
 
 
 def make_cluster(*requests: Request, **changes: Any) -> ModelCluster:
-    """Return a cluster with these requests; `changes` are of ample limits, and of default policies by `SEATS`."""
+    """Return a cluster with ample limits and default policies, changed by name, that got these requests."""
     policies = {name: changes.pop(name) for name in SEATS if name in changes}
     cluster = ModelCluster(make_limits(**changes), default_policies(**policies))
     for request in requests:
