@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +117,3 @@ def downgrade(path: Path) -> None:
             header[5].setdefault(section, {})[name] = False
         bodies[0] = msgspec.msgpack.encode([*header, b"a state as it once was"])
         write_bodies(segment, bodies)
-
-
-if __name__ == "__main__":
-    record_run(Path(sys.argv[1]), 0, events=300, segment_bytes=8192)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +12,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner, Result
 
-from tests.patience import PATIENCE_S
+from tests.programs import printed_by
 from tests.unit.kernel.policy_pool import Stubborn, Tallied, random_policies
 from tests.unit.record.recorded import downgrade, read_bodies, record_run, write_bodies
 from tests.workers.properties import thorough
@@ -34,8 +31,13 @@ from vsched.record.replay import Difference
 from vsched.testing import default_policies, run_random
 from vsched.testing.cluster import seats_of
 
-ROOT = Path(__file__).parents[3]
 STATEFUL = ("encode_admission", "generate_admission", "encoding", "preemption", "routing")
+RECORD = """
+import sys
+from pathlib import Path
+from tests.unit.record.recorded import record_run
+record_run(Path(sys.argv[1]), 0, events=300, segment_bytes=8192)
+"""
 REPLAY = "import sys; from vsched.cli.main import main; sys.argv[1:1] = ['replay']; main()"
 
 
@@ -78,24 +80,8 @@ def test_replay_continues_states_of_policies(tmp_path: Path, policies: dict[str,
 
 @pytest.mark.thorough
 def test_replay_decides_the_same_under_any_hash_seed(tmp_path: Path) -> None:
-
-    def run(hash_seed: str, *words: str) -> str:
-        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        done = subprocess.run(
-            [sys.executable, *words],
-            env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": path},
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=PATIENCE_S,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    record = str(tmp_path / "run.vlog")
-    run("1", "-m", "tests.unit.record.recorded", record)
-    said = run("2", "-c", REPLAY, record)
+    printed_by(RECORD, tmp_path / "run.vlog", PYTHONHASHSEED="1")
+    said = printed_by(REPLAY, tmp_path / "run.vlog", PYTHONHASHSEED="2")
     assert "Everything was decided the same again." in said
 
 
