@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
@@ -266,11 +266,9 @@ ORDERS_MAX = {"AutoProfile": 6, "Pinned": 1}
 KNOBS = ("generate.max_batch_tokens", "generate.slots", "encode.admission.max_tokens")
 
 
-def group(count: int = 2, total_mib: int = 512) -> list[KvSizingRank]:
-    return [
-        KvSizingRank(SimulatedMemory(total_mib * MIB, pool=f"device {rank}"), rank=rank)
-        for rank in range(count)
-    ]
+def group(total_mib: int = 512) -> list[KvSizingRank]:
+    devices = [SimulatedMemory(total_mib * MIB, pool=f"device {rank}") for rank in range(2)]
+    return [KvSizingRank(device, rank=rank) for rank, device in enumerate(devices)]
 
 
 class Ended:
@@ -311,21 +309,20 @@ class Ended:
         assert rank.memory.allocated() == weights, "activations or headroom were left behind"
 
 
-def allocations_after_load(policy: MemoryPolicy, count: int) -> int:
+def allocations_after_load(policy: MemoryPolicy) -> int:
     """Number of allocations of one rank in a negotiation without failures."""
-    ranks = group(count)
+    ranks = group()
     loaded = len(ranks[0].weights)
     assert negotiate(KvNegotiation(policy, load_view(ranks)), ranks)
     return ranks[0].memory.allocations - loaded
 
 
-def phases(policy: MemoryPolicy, ranks: Sequence[KvSizingRank], number: int) -> list[str]:
+def failed_attempts(policy: MemoryPolicy, failing: list[int], number: int) -> list[str]:
     """Let an allocation after loading fail in each of these ranks, and return the failed attempts."""
-    everybody = group()
-    for rank in ranks:
-        everybody[rank.rank] = rank
-        rank.memory.fail_at(len(rank.weights) + number)
-    ended = Ended(policy, everybody)
+    ranks = group()
+    for rank in failing:
+        ranks[rank].memory.fail_at(len(ranks[rank].weights) + number)
+    ended = Ended(policy, ranks)
     assert ended.attempts[0].outcome == "out_of_memory" or len(ended.attempts) > 1
     if isinstance(policy, AutoProfile):
         assert ended.accepted is not None, "one failure is recovered"
@@ -345,9 +342,8 @@ def phases(policy: MemoryPolicy, ranks: Sequence[KvSizingRank], number: int) -> 
 def test_sizing_survives_each_allocation_failing(policy: MemoryPolicy, failing: list[int]) -> None:
     """If any allocation fails in any phase, in one rank or all, sizing ends without leftovers."""
     reported = []
-    for number in range(1, allocations_after_load(policy, 2) + 1):
-        chosen = [rank for rank in group() if rank.rank in failing]
-        (message,) = phases(policy, chosen, number)
+    for number in range(1, allocations_after_load(policy) + 1):
+        (message,) = failed_attempts(policy, failing, number)
         assert message.startswith(f"rank {failing[0]}")
         reported.append(message)
     actions = ("probe", "build") if isinstance(policy, AutoProfile) else ("build",)
@@ -392,9 +388,7 @@ def test_sizing_makes_room_for_a_peer(newcomer_mib: int, fits: bool) -> None:
 
 
 @pytest.mark.parametrize("kept_mib", [15, 65])
-def test_sizing_stops_at_memory_that_stays_although_the_kv_cache_was_released(
-    kept_mib: int,
-) -> None:
+def test_sizing_stops_at_memory_that_stays_after_the_release(kept_mib: int) -> None:
     """A reference to a graph, an attention kernel or the headroom; libraries may keep less."""
     ranks = group()
     ranks[1].kept_bytes = kept_mib * MIB
