@@ -63,24 +63,24 @@ class _Handler(BaseHTTPRequestHandler):
         if path.startswith("/cdn/"):
             file = Path(path.removeprefix("/cdn"))
             self._send(200, file.read_bytes(), headers={"ETag": f'"{_etag(file)}"'})
-        elif path.startswith("/api/models/"):
-            self._answer_api(path.removeprefix("/api/models/"))
-        else:
-            repository, _, rest = path.lstrip("/").partition("/resolve/")
-            _, _, name = rest.partition("/")
-            if self._may_read(repository, rest.partition("/")[0]):
-                self._redirect_to_file(self.server.repositories[repository] / name)
-
-    def _answer_api(self, path: str) -> None:
-        parts = path.split("/")
-        repository, rest = "/".join(parts[:2]), parts[2:]
-        revision = rest[1] if len(rest) > 1 else "main"
-        if not self._may_read(repository, revision):
             return
+        owner, name, *rest = path.removeprefix("/api/models").strip("/").split("/")
+        kind, revision, *file_parts = rest or ["", "main"]
+        repository = f"{owner}/{name}"
+        if (refusal := self._refusal(repository, revision)) is not None:
+            self._send(refusal[0], headers={"X-Error-Code": refusal[1]})
+        elif kind == "resolve":
+            self._redirect_to_file(self.server.repositories[repository].joinpath(*file_parts))
+        else:
+            self._list_files(repository, tree=kind == "tree")
+
+    def _list_files(self, repository: str, *, tree: bool) -> None:
         folder = self.server.repositories[repository]
         files = sorted(file for file in folder.rglob("*") if file.is_file())
-        if rest[:1] == ["tree"]:
-            content: Any = [
+        names = [{"rfilename": file.name} for file in files]
+        content: Any = {"id": repository, "sha": COMMIT, "siblings": names}
+        if tree:
+            content = [
                 {
                     "type": "file",
                     "path": str(file.relative_to(folder)),
@@ -89,26 +89,16 @@ class _Handler(BaseHTTPRequestHandler):
                 }
                 for file in files
             ]
-        else:
-            content = {
-                "id": repository,
-                "sha": COMMIT,
-                "siblings": [{"rfilename": file.name} for file in files],
-            }
         self._send(200, json.dumps(content).encode())
 
-    def _may_read(self, repository: str, revision: str) -> bool:
+    def _refusal(self, repository: str, revision: str) -> tuple[int, str] | None:
         if self.server.token and self.headers.get("Authorization") != f"Bearer {self.server.token}":
-            self._send(401, headers={"X-Error-Code": "RepoNotFound"})
-        elif repository not in self.server.repositories:
-            self._send(404, headers={"X-Error-Code": "RepoNotFound"})
-        elif repository == "org/gated":
-            self._send(403, headers={"X-Error-Code": "GatedRepo"})
-        elif revision not in ("main", COMMIT):
-            self._send(404, headers={"X-Error-Code": "RevisionNotFound"})
-        else:
-            return True
-        return False
+            return 401, "RepoNotFound"
+        if repository not in self.server.repositories:
+            return 404, "RepoNotFound"
+        if repository == "org/gated":
+            return 403, "GatedRepo"
+        return None if revision in ("main", COMMIT) else (404, "RevisionNotFound")
 
     def _redirect_to_file(self, file: Path) -> None:
         if not file.is_file():
