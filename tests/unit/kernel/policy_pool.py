@@ -312,7 +312,7 @@ class StubbornOrder(LruOrder[Hashable]):
 
     def victim(self) -> Hashable:
         self._count()
-        return [*self][-1]
+        return list(self)[-1]
 
     def _count(self) -> None:
         self._calls -= 1

@@ -154,7 +154,7 @@ VIEWS: list[Any] = []
 OLDEST = answering("preemption", Preemption(0, "swap"), VIEWS)
 
 
-def oldest_eligible(view: Any) -> int:
+def oldest_eligible(view: Any) -> Any:
     return view.eligible[0]
 
 
