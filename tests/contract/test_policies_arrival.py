@@ -7,15 +7,7 @@ from itertools import accumulate
 import msgspec
 import pytest
 
-from vsched.policy import (
-    Admit,
-    ArrivalDecision,
-    ArrivalView,
-    ArrivingRequest,
-    Hold,
-    Redirect,
-    Shed,
-)
+from vsched.policy import Admit, ArrivalDecision, ArrivalView, ArrivingRequest, Hold, Redirect, Shed
 from vsched.policy.measured import FirstTokenTime, Measurements
 from vsched.testing import RequestAt, run_policy
 from vsched_policies.arrival import DeadlineShed, busy_gap_ns

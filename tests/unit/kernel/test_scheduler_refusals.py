@@ -7,13 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.unit.kernel.setups import (
-    assert_served,
-    image_request,
-    make_cluster,
-    submit_texts,
-    words,
-)
+from tests.unit.kernel.setups import assert_served, image_request, make_cluster, submit_texts, words
 from vsched.aio.arrivals import refusal_error
 from vsched.testing import ModelCluster, make_request
 from vsched.types import Extent, MediaItem, Request, Spans

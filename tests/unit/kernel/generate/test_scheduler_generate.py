@@ -154,19 +154,16 @@ def test_scheduler_hold_sets_one_timer_and_its_time_ends_it(seat: str) -> None:
 # --- chunks: their ends, their shares by the step policy, and stalls of prefills without embeddings ---
 
 
-BLOCK = 4
-
-
 @pytest.mark.parametrize(("text", "stop"), [(3, 0), (4, 4), (7, 4), (8, 8), (9, 8)])
 def test_chunk_before_a_missing_embedding_ends_at_a_block_boundary(text: int, stop: int) -> None:
     """A little text is not worth a step of its own."""
-    cluster = make_cluster(make_request("r", words(text), [(text, 8, b"image")]), block_size=BLOCK)
+    cluster = make_cluster(make_request("r", words(text), [(text, 8, b"image")]))
     assert _chunks(cluster) == ([(0, stop)] if stop else [])
 
 
 def test_chunk_is_never_cut_back_across_rows_of_an_embedding() -> None:
     """Ready embeddings are consumed, or their pages could block the missing one."""
-    cluster = make_cluster(block_size=BLOCK, encode_items=1)
+    cluster = make_cluster(encode_items=1)
     cluster.submit(image_request("r", (b"ready", 6), (b"missing", 8)))
     cluster.run_encode()
     assert _chunks(cluster) == [(0, 6)]
@@ -188,11 +185,7 @@ IMAGES = make_request("r", words(7), [(3, 9, b"first"), (5, 6, b"second")])
         (make_request("r", words(10)), {"batch_tokens": 6}, [(0, 6), (6, 10)]),
         (make_request("r", words(1)), {"chunk_tokens": 4}, [(0, 1)]),
         (make_request("r", words(8)), {"chunk_tokens": 4}, [(0, 4), (4, 8)]),
-        (
-            IMAGES,
-            {"chunk_tokens": 4},
-            [(0, 4), (4, 8), (8, 12), (12, 16), (16, 20), (20, 22)],
-        ),
+        (IMAGES, {"chunk_tokens": 4}, [(0, 4), (4, 8), (8, 12), (12, 16), (16, 20), (20, 22)]),
         # A bidirectional span is in one chunk, which ends before it or contains it whole.
         (
             IMAGES,

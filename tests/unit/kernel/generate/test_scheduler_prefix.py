@@ -17,13 +17,12 @@ from tests.unit.kernel.setups import (
     generate_statistics,
     image_request,
     make_cluster,
-    make_limits,
     words,
 )
 from vsched.kernel.decisions import Join
 from vsched.kernel.request import chain_hashes
 from vsched.policy import InsertionView, Policy
-from vsched.testing import ModelCluster, default_policies, make_request
+from vsched.testing import ModelCluster, make_request
 from vsched.types import MediaItem, Request
 from vsched_policies.eviction import KeepNothing
 
@@ -166,8 +165,7 @@ VIEWS: list[InsertionView] = []
 def cluster_with(kept: int, **limits: Any) -> ModelCluster:
     """A cluster whose insertion policy keeps this number of blocks, and records its views."""
     VIEWS.clear()
-    policy = answering("insertion", kept, VIEWS)
-    return ModelCluster(make_limits(**limits), default_policies(insertion=policy))
+    return make_cluster(insertion=answering("insertion", kept, VIEWS), **limits)
 
 
 def test_insertion_policy_says_how_many_blocks_stay() -> None:
@@ -236,13 +234,9 @@ def serve(cluster: ModelCluster, name: str, text: list[int], **more: Any) -> int
     return cluster.ended[name].times.cached_tokens
 
 
-def cluster_with_states(places: int | None, **changes: object) -> ModelCluster:
-    return ModelCluster(make_limits(block_size=4, state_snapshots=places, **changes))
-
-
 def test_next_turn_goes_on_from_the_last_end_of_a_block() -> None:
     """Of the last prompt: the blocks of the response are cached too, but without a state."""
-    cluster = cluster_with_states(3)
+    cluster = make_cluster(state_snapshots=3)
     text = words(13)
     assert serve(cluster, "turn1", text) == 0
     assert writes(cluster) == [(12, 0)]
@@ -254,7 +248,7 @@ def test_next_turn_goes_on_from_the_last_end_of_a_block() -> None:
 
 def test_shared_beginning_is_kept_once_it_was_seen_twice() -> None:
     """The second request computes it again and leaves a snapshot at its end; the third resumes there."""
-    cluster = cluster_with_states(8)
+    cluster = make_cluster(state_snapshots=8)
     shared = words(20)
     assert serve(cluster, "one", [*shared, *words(7, start=100)]) == 0
     assert serve(cluster, "two", [*shared, *words(7, start=200)]) == 0
@@ -263,7 +257,7 @@ def test_shared_beginning_is_kept_once_it_was_seen_twice() -> None:
 
 
 def test_snapshots_give_way_in_the_order_of_the_policy() -> None:
-    cluster = cluster_with_states(2)
+    cluster = make_cluster(state_snapshots=2)
     texts = [words(9, start=100 * number) for number in range(3)]
     for number, text in enumerate(texts[:2]):
         serve(cluster, f"first {number}", text)
@@ -276,13 +270,13 @@ def test_snapshots_give_way_in_the_order_of_the_policy() -> None:
 @pytest.mark.parametrize("places", [0, 1])
 def test_without_a_place_all_is_computed(places: int) -> None:
     """No snapshots at all, or a policy that keeps nothing."""
-    policies = default_policies(generate_eviction=KeepNothing()) if places else None
-    cluster = ModelCluster(make_limits(block_size=4, state_snapshots=places), policies)
+    policies = {"generate_eviction": KeepNothing()} if places else {}
+    cluster = make_cluster(state_snapshots=places, **policies)
     assert [serve(cluster, f"turn {number}", words(13)) for number in range(3)] == [0, 0, 0]
 
 
 def test_preempted_request_goes_on_from_its_own_snapshot() -> None:
-    cluster = cluster_with_states(4, blocks=10, slots=2)
+    cluster = make_cluster(state_snapshots=4, blocks=10, slots=2)
     for number in range(2):
         cluster.submit(make_request(f"r{number}", words(9, start=100 * number), max_tokens=20))
     cluster.drain()
@@ -293,7 +287,7 @@ def test_preempted_request_goes_on_from_its_own_snapshot() -> None:
 
 
 def test_lost_group_has_no_snapshots() -> None:
-    cluster = cluster_with_states(4)
+    cluster = make_cluster(state_snapshots=4)
     serve(cluster, "before", words(13))
     crash(cluster)
     assert serve(cluster, "after", words(13)) == 0
