@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast, get_args, get_type_hints
 import msgspec
 
 from vsched.policy import DECISIONS, Policy, decisions_of
+from vsched.testing.cluster import SEATS, default_policies, seats_of
 
 KINDS = sorted(kind for kind, decision in DECISIONS.items() if decision.remembers)
 """The kinds of policy whose method gets a view from the kernel."""
@@ -120,14 +121,25 @@ def wrapped(cls: type[Policy], around: Callable[[Callable[[Any], Any], Any], Any
         return around(lambda one: method(self, one), view)
 
     made = msgspec.defstruct(
-        f"Harmful{cls.__name__}",
-        [],
-        bases=(cls,),
-        namespace={name: ask},
-        frozen=True,
-        kw_only=True,
+        f"Harmful{cls.__name__}", [], bases=(cls,), namespace={name: ask}, frozen=True, kw_only=True
     )
     return cast("Policy", made())
+
+
+def default_of(kind: str) -> type[Policy]:
+    """Return the class of the default policy of a kind."""
+    return type(default_policies().by_table[SEATS[seats_of(kind)[0]]])
+
+
+def places(kind: str, policy: Policy) -> dict[str, Policy]:
+    """Return a policy in all places of its kind."""
+    return dict.fromkeys(seats_of(kind), policy)
+
+
+def everywhere(around: Callable[[Callable[[Any], Any], Any], Any]) -> dict[str, Policy]:
+    """Return the default policy of every kind, whose calls are `around(ask, view)`."""
+    kinds = {kind: wrapped(default_of(kind), around) for kind in KINDS}
+    return {place: policy for kind, policy in kinds.items() for place in seats_of(kind)}
 
 
 def answers_of(kind: str) -> list[type[msgspec.Struct]]:

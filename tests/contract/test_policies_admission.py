@@ -96,12 +96,7 @@ def test_budget_admits_the_first_entries_that_fit(
 
 @pytest.mark.parametrize(
     "policy",
-    [
-        TokenBudget(max_tokens=200),
-        TokenBudget(max_tokens=0),
-        Fifo(),
-        Priority(max_tokens=0),
-    ],
+    [TokenBudget(max_tokens=200), TokenBudget(max_tokens=0), Fifo(), Priority(max_tokens=0)],
     ids=repr,
 )
 def test_admission_runs_an_item_of_unknown_size_alone(policy: RequestPolicy) -> None:

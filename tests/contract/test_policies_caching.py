@@ -50,19 +50,9 @@ def select(
         ((50, 60), []),
     ],
 )
-def test_chunk_aware_selects_items_that_meet_the_chunk(
-    chunk: tuple[int, int], chosen: list[int]
-) -> None:
+def test_chunk_aware_selects_items_of_the_chunk(chunk: tuple[int, int], chosen: list[int]) -> None:
     """Only items whose span overlaps the chunk, and of those only the ones not encoded."""
     assert select(ChunkAware(), chunk) == chosen
-
-
-@pytest.mark.parametrize(
-    ("chunks", "chosen"), [(0, []), (1, [0]), (2, [0]), (3, [0, 1]), (4, [0, 1, 2])]
-)
-def test_chunk_aware_looks_so_many_chunks_ahead(chunks: int, chosen: list[int]) -> None:
-    """The chunk is [0, 10), and a chunk has 10 tokens."""
-    assert select(ChunkAware(look_ahead_chunks=chunks), (0, 10), ready=()) == chosen
 
 
 def test_lru_evicts_what_was_let_go_first() -> None:
@@ -191,18 +181,23 @@ def ask(
     return policy.keep(view)
 
 
-def test_everything_keeps_outputs() -> None:
-    assert ask(Everything(), blocks("a", 3), blocks("answer", 2)) == 5
+SOME = Matching(tenants=("a",), tokens_min=8, tokens_max=40)
 
 
 @pytest.mark.parametrize(
-    ("tokens", "tenant", "kept"),
-    [(8, "a", 2), (4, "a", 0), (40, "a", 10), (44, "a", 0), (8, "b", 0), (8, "", 0)],
+    ("policy", "tokens", "tenant", "kept"),
+    [
+        (Everything(), 12, "", 5),
+        (Matching(), 12, "any", 5),
+        (SOME, 8, "a", 4),
+        (SOME, 4, "a", 0),
+        (SOME, 40, "a", 12),
+        (SOME, 44, "a", 0),
+        (SOME, 8, "b", 0),
+        (SOME, 8, "", 0),
+    ],
 )
-def test_matching_keeps_tenants_and_lengths(tokens: int, tenant: str, kept: int) -> None:
-    policy = Matching(tenants=("a",), tokens_min=8, tokens_max=40)
-    assert ask(policy, blocks("p", tokens // 4), [], tenant=tenant) == kept
-
-
-def test_matching_keeps_all_without_fields() -> None:
-    assert ask(Matching(), blocks("p", 2), blocks("answer", 1), tenant="any") == 3
+def test_insertion_keeps_outputs_too_by_tenants_and_lengths(
+    policy: CachePolicy, tokens: int, tenant: str, kept: int
+) -> None:
+    assert ask(policy, blocks("p", tokens // 4), blocks("answer", 2), tenant=tenant) == kept

@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.unit.kernel.setups import generate_statistics, make_limits, words
+from tests.unit.kernel.setups import complete, generate_statistics, make_cluster, words
 from vsched.policy import Draft, DraftingPolicy, DraftingView
 from vsched.policy.measured import Measurements, StepTime
-from vsched.testing import ModelCluster, default_policies, make_request
+from vsched.testing import make_request
 from vsched_policies.drafting import (
     ForcedTokens,
     ModelDrafts,
@@ -30,49 +30,39 @@ def view(**changes: Any) -> DraftingView:
     return msgspec.structs.replace(FREE, **{"state": Trials(), **changes})
 
 
-@pytest.mark.parametrize("held", [False, True])
-def test_no_drafts_grants_nothing_for_good(held: bool) -> None:
-    assert NoDrafts().grant(view(held=held)) == Draft(0, 0, 0)
-
-
-def test_forced_tokens_grants_what_is_held_to_a_form_drafts_without_lookup() -> None:
-    policy = ForcedTokens(tokens=5)
-    assert policy.grant(view(held=True)) == Draft(5, 0, 0)
-    assert policy.grant(view()).tokens == 0
+LOOKUP = PromptLookup()
+FORCED = Draft(8, 128, 0)
 
 
 @pytest.mark.parametrize(
-    ("changes", "granted"),
+    ("policy", "changes", "granted"),
     [
-        ({}, TRIAL),
-        ({"last": TRIAL, "drafted": 12, "accepted": 3}, ALL),  # three steps yielded three
-        ({"last": TRIAL, "drafted": 12, "accepted": 2}, PAUSE),
-        ({"last": TRIAL}, ALL),  # nothing was found, and nothing paid
-        ({"last": ALL, "drafted": 64, "accepted": 8}, ALL),
-        ({"last": ALL, "drafted": 64, "accepted": 7}, PAUSE),
-        ({"last": PAUSE}, TRIAL),
-        ({"last": Draft(0, 64, 3)}, ALL),  # without a free row, it proved nothing
+        (NoDrafts(), {}, Draft(0, 0, 0)),
+        (NoDrafts(), {"held": True}, Draft(0, 0, 0)),
+        (ForcedTokens(tokens=5), {"held": True}, Draft(5, 0, 0)),
+        (ForcedTokens(tokens=5), {}, Draft(0, 0, 0)),
+        (LOOKUP, {}, TRIAL),
+        (LOOKUP, {"last": TRIAL, "drafted": 12, "accepted": 3}, ALL),  # three steps yielded three
+        (LOOKUP, {"last": TRIAL, "drafted": 12, "accepted": 2}, PAUSE),
+        (LOOKUP, {"last": TRIAL}, ALL),  # nothing was found, and nothing paid
+        (LOOKUP, {"last": ALL, "drafted": 64, "accepted": 8}, ALL),
+        (LOOKUP, {"last": ALL, "drafted": 64, "accepted": 7}, PAUSE),
+        (LOOKUP, {"last": PAUSE}, TRIAL),
+        (LOOKUP, {"last": Draft(0, 64, 3)}, ALL),  # without a free row, it proved nothing
+        # What a grammar forces is drafted even in a pause.
+        (LOOKUP, {"held": True, "last": ALL, "drafted": 64, "accepted": 0}, FORCED),
+        (LOOKUP, {"held": True, "last": FORCED, "drafted": 9, "accepted": 9}, TRIAL),
     ],
 )
-def test_prompt_lookup_goes_on_while_drafts_bring_enough(
-    changes: dict[str, Any], granted: Draft
+def test_drafts_go_on_while_they_pay(
+    policy: DraftingPolicy, changes: dict[str, Any], granted: Draft
 ) -> None:
-    assert PromptLookup().grant(view(**changes)) == granted
-
-
-def test_prompt_lookup_drafts_what_a_grammar_forces_even_in_a_pause() -> None:
-    wrong = view(held=True, last=ALL, drafted=64, accepted=0)
-    assert PromptLookup().grant(wrong) == Draft(8, 128, 0)
-    assert (
-        PromptLookup().grant(view(held=True, last=Draft(8, 128, 0), drafted=9, accepted=9)) == TRIAL
-    )
+    assert policy.grant(view(**changes)) == granted
 
 
 def steps_of(policy: DraftingPolicy) -> int:
-    limits = make_limits(drafts=True, slots=32)
-    cluster = ModelCluster(limits, default_policies(drafting=policy))
-    cluster.submit(make_request("a", words(9), max_tokens=400))
-    cluster.drain()
+    cluster = make_cluster(drafts=True, slots=32, drafting=policy)
+    complete(cluster, make_request("a", words(9), max_tokens=400))
     return generate_statistics(cluster)["steps"]
 
 

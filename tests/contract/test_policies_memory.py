@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from tests.unit.memory.views import (
-    attempted,
-    rank_memory,
-    requested,
-    reserved,
-)
-from tests.workers.properties import REPEATABLE
+from tests.unit.memory.views import attempted, rank_memory, requested, reserved
 from vsched.policy import Attempt, Build, Probe
 from vsched_policies.memory import AutoProfile, Pinned
 
@@ -145,44 +135,6 @@ def test_auto_profile_leaves_what_encoders_do_not_hold_yet() -> None:
 def test_auto_profile_clamps_at_nothing(changes: dict[str, int], tokens: int) -> None:
     """Neither memory other than KV nor memory of peers is ever negative."""
     assert requested(PLAIN, attempted("probe", 8192, **changes)) == Build(tokens // 16 * 16)
-
-
-@REPEATABLE
-@given(
-    total=st.integers(10**5, 10**12),
-    shares=st.tuples(*[st.integers(0, 300)] * 4),
-    fraction=st.floats(0.01, 1.0),
-    bytes_per_token=st.integers(1, 10**5),
-)
-def test_auto_profile_has_one_safety_margin(
-    total: int, shares: tuple[int, int, int, int], fraction: float, bytes_per_token: int
-) -> None:
-    """The target is exactly the formula's; nothing else is subtracted."""
-    non_kv, headroom, peers, unheld = (total * share // 1000 for share in shares)
-    probe_bytes = 64 * bytes_per_token
-    ranks = [
-        rank_memory(
-            total_bytes=total,
-            reserved_bytes=non_kv,
-            available_bytes=max(total - non_kv - peers, 0),
-            peak_bytes=non_kv + probe_bytes,
-            kv_bytes=probe_bytes,
-        )
-    ]
-    probe = Attempt(action="probe", tokens=64, outcome="fits", message="", ranks=ranks)
-    left = max(total - non_kv - headroom - peers - unheld, 0)
-    wanted = max(math.floor(fraction * left) // bytes_per_token, 1)
-    policy = AutoProfile(mem_fraction=fraction, headroom_bytes=headroom)
-    build = requested(
-        policy,
-        probe,
-        ranks=[rank_memory(available_bytes=10**13)],  # enough for a probe
-        reservations=[reserved(unheld)],
-        bytes_per_token=bytes_per_token,
-        block_size=1,
-        context_tokens=1,
-    )
-    assert build == Build(wanted, headroom_bytes=headroom)
 
 
 # --- after a build ---

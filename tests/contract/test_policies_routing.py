@@ -18,10 +18,7 @@ LIMIT = 1000
 
 
 def replicas(
-    *loads: int,
-    down: Sequence[int] = (),
-    prefix: Sequence[int] = (),
-    seen: Sequence[int] = (),
+    *loads: int, down: Sequence[int] = (), prefix: Sequence[int] = (), seen: Sequence[int] = ()
 ) -> list[ReplicaView]:
     """Return replicas with these loads; `prefix` and `seen` of the first ones, 0 of the rest."""
     known = [[*each, *[0] * (len(loads) - len(each))] for each in (prefix, seen)]
@@ -78,9 +75,7 @@ def test_round_robin_takes_the_healthy_in_turn(down: Sequence[int], turns: list[
         ((0, 1), (), 0),
     ],
 )
-def test_least_loaded_takes_the_fewest_tokens(
-    loads: tuple[int, ...], down: Sequence[int], chosen: int
-) -> None:
+def test_least_loaded_by_tokens(loads: tuple[int, ...], down: Sequence[int], chosen: int) -> None:
     """Of the healthy; with none healthy, of all: its queue holds the request."""
     for routed in range(3):
         view = routing_view(replicas(*loads, down=down), routed=routed)
@@ -113,9 +108,7 @@ def test_least_loaded_equals_take_turns() -> None:
         (replicas(5, 9, seen=[0, 1], down=[0, 1]), 1, 1),
     ],
 )
-def test_image_affinity_goes_where_most_is_known(
-    of: list[ReplicaView], items: int, chosen: int
-) -> None:
+def test_image_affinity_follows_the_known(of: list[ReplicaView], items: int, chosen: int) -> None:
     keys = [image(number) for number in range(items)]
     assert ImageAffinity().choose(routing_view(of, items=keys)) == chosen
 

@@ -7,7 +7,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from vsched.policy import Preemption, PreemptionView, PrefillView, RunningView, StepShares, StepView
+from vsched.policy import (
+    Preemption,
+    PreemptionView,
+    PrefillView,
+    RequestPolicy,
+    RunningView,
+    StepShares,
+    StepView,
+)
 from vsched.policy.measured import FirstTokenTime, Measurements, StepTime, SwapTime
 from vsched_policies.preemption import Cheapest, SwapLong, Youngest
 from vsched_policies.requests import ServedTokens, TenantFair
@@ -23,21 +31,23 @@ def running(*tokens: int, blocks: int = 1) -> PreemptionView:
     return PreemptionView(now_ns=9, running=requests)
 
 
-def test_youngest_takes_the_last() -> None:
-    assert Youngest().victim(running(5, 1, 9)) == Preemption(2)
-    assert Youngest(mode="swap").victim(running(5, 1, 9)) == Preemption(2, "swap")
-
-
 @pytest.mark.parametrize(
-    ("tokens", "victim"),
-    [((5, 1, 9), 1), ((5,), 0), ((3, 1, 7, 1), 3), ((4, 4, 4), 2), ((0, 2), 0)],
+    ("policy", "tokens", "victim"),
+    [
+        (Youngest(), (5, 1, 9), Preemption(2)),
+        (Youngest(mode="swap"), (5, 1, 9), Preemption(2, "swap")),
+        (Cheapest(), (5, 1, 9), Preemption(1)),
+        (Cheapest(mode="swap"), (5, 1, 9), Preemption(1, "swap")),
+        (Cheapest(), (5,), Preemption(0)),
+        (Cheapest(), (3, 1, 7, 1), Preemption(3)),
+        (Cheapest(), (4, 4, 4), Preemption(2)),
+        (Cheapest(), (0, 2), Preemption(0)),
+    ],
 )
-def test_cheapest_takes_the_fewest_tokens_of_several_the_youngest(
-    tokens: tuple[int, ...], victim: int
+def test_victim_is_the_youngest_or_of_the_cheapest_the_youngest(
+    policy: RequestPolicy, tokens: tuple[int, ...], victim: Preemption
 ) -> None:
-    assert Cheapest().victim(running(*tokens)) == Preemption(victim)
-    swapping = Cheapest(mode="swap")
-    assert swapping.victim(running(*tokens)) == Preemption(victim, "swap")
+    assert policy.victim(running(*tokens)) == victim
 
 
 def test_victims_are_eligible() -> None:

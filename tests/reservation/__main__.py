@@ -8,14 +8,13 @@ from __future__ import annotations
 import argparse
 import gc
 import random
-import subprocess
 import sys
 from collections.abc import Iterator
 from math import isqrt
 
 import msgspec
 
-from vsched.fork_server import rank_environment
+from tests.programs import printed_by
 from vsched.types import ModelInfo
 from vsched.worker.contract import ImagePlan, WorkerSettings
 from vsched.worker.memory import limit_process_memory
@@ -100,29 +99,20 @@ def random_batches(info: ModelInfo, tokens: int, rng: random.Random) -> Iterator
             yield batch
 
 
-def run(
-    checkpoint: str,
-    *,
-    tokens: int,
-    batches: int,
-    seed: int = 0,
-    timeout_s: float | None = None,
-) -> Found:
-    """Measure in a process of its own, as a rank is started: the C library reads its environment at start.
+PROGRAM = """
+import sys, msgspec
+from tests.reservation.__main__ import measure
+tokens, batches, seed = map(int, sys.argv[2:])
+found = measure(sys.argv[1], tokens=tokens, batches=batches, seed=seed)
+sys.stdout.write(msgspec.json.encode(found).decode())
+"""
 
-    Raises:
-        subprocess.CalledProcessError, subprocess.TimeoutExpired: When it failed, or took too long.
-    """
-    options = {"tokens": tokens, "batches": batches, "seed": seed}
-    words = [f"--{name}={value}" for name, value in options.items()]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.reservation", checkpoint, "--one", *words],
-        env=rank_environment(1),
-        stdout=subprocess.PIPE,
-        check=True,
-        timeout=timeout_s,
-    )
-    return msgspec.json.decode(done.stdout, type=Found)
+
+def run(checkpoint: str, *, tokens: int, batches: int, seed: int, limit_s: float) -> Found:
+    """Measure in a process of its own, as a rank is started: the C library reads its environment at start."""
+    words = (checkpoint, tokens, batches, seed)
+    printed = printed_by(PROGRAM, *words, as_rank=True, limit_s=limit_s)
+    return msgspec.json.decode(printed, type=Found)
 
 
 def main() -> None:
@@ -132,16 +122,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[128, 256, 512], help="budgets")
     parser.add_argument("--batches", type=int, default=1000, help="number for each budget")
     parser.add_argument("--seed", type=int, default=0, help="seed of a run")
-    parser.add_argument("--one", action="store_true", help="measure in this process")
     options = parser.parse_args()
-    sizes = {"batches": options.batches, "seed": options.seed}
-    if options.one:
-        found = measure(options.checkpoint, tokens=options.tokens[0], **sizes)
-        sys.stdout.write(msgspec.json.encode(found).decode())
-        return
     failed = False
     for tokens in options.tokens:
-        found = run(options.checkpoint, tokens=tokens, **sizes)
+        sizes = {"tokens": tokens, "batches": options.batches, "seed": options.seed}
+        found = run(options.checkpoint, **sizes, limit_s=options.batches)
         failed |= found.above > 0
         print(found, flush=True)
     sys.exit(failed)

@@ -256,14 +256,9 @@ def test_swap_memory_is_places_for_blocks_of_each_rank(sets: tuple[str, ...]) ->
 
 @pytest.mark.parametrize(
     ("size", "changes", "message"),
-    [
-        ("1", {}, "smaller than one KV block"),
-        ("1GiB", {"state_bytes": 9}, "keep a state"),
-    ],
+    [("1", {}, "smaller than one KV block"), ("1GiB", {"state_bytes": 9}, "keep a state")],
 )
-def test_swap_memory_that_is_of_no_use_is_refused(
-    size: str, changes: dict[str, int], message: str
-) -> None:
+def test_swap_memory_of_no_use_is_refused(size: str, changes: dict[str, int], message: str) -> None:
     config, info = (
         config_of(f"generate.swap_memory={size}"),
         msgspec.structs.replace(INFO, **changes),

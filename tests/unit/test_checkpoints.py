@@ -8,7 +8,6 @@ import shutil
 import threading
 from collections import namedtuple
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -52,20 +51,6 @@ class HubServer(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
 
-@contextmanager
-def hub_server(repositories: dict[str, Path]) -> Iterator[HubServer]:
-    """Serve repositories within the context."""
-    server = HubServer(repositories)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: HubServer
@@ -81,24 +66,24 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.requests.append(f"{self.command} {path}")
         if path.startswith("/cdn/"):
             self._send_file(Path(path.removeprefix("/cdn")))
-        elif path.startswith("/api/models/"):
-            self._answer_api(path.removeprefix("/api/models/"))
-        else:
-            repository, _, rest = path.lstrip("/").partition("/resolve/")
-            _, _, name = rest.partition("/")
-            if self._may_read(repository, rest.partition("/")[0]):
-                self._redirect_to_file(self.server.repositories[repository] / name)
-
-    def _answer_api(self, path: str) -> None:
-        parts = path.split("/")
-        repository, rest = "/".join(parts[:2]), parts[2:]
-        revision = rest[1] if len(rest) > 1 else "main"
-        if not self._may_read(repository, revision):
             return
+        owner, name, *rest = path.removeprefix("/api/models").strip("/").split("/")
+        kind, revision, *file_parts = rest or ["", "main"]
+        repository = f"{owner}/{name}"
+        if (refusal := self._refusal(repository, revision)) is not None:
+            self._send(refusal[0], headers={"X-Error-Code": refusal[1]})
+        elif kind == "resolve":
+            self._redirect_to_file(self.server.repositories[repository].joinpath(*file_parts))
+        else:
+            self._list_files(repository, tree=kind == "tree")
+
+    def _list_files(self, repository: str, *, tree: bool) -> None:
         folder = self.server.repositories[repository]
         files = sorted(file for file in folder.rglob("*") if file.is_file())
-        if rest[:1] == ["tree"]:
-            content: Any = [
+        names = [{"rfilename": file.name} for file in files]
+        content: Any = {"id": repository, "sha": COMMIT, "siblings": names}
+        if tree:
+            content = [
                 {
                     "type": "file",
                     "path": str(file.relative_to(folder)),
@@ -107,26 +92,16 @@ class _Handler(BaseHTTPRequestHandler):
                 }
                 for file in files
             ]
-        else:
-            content = {
-                "id": repository,
-                "sha": COMMIT,
-                "siblings": [{"rfilename": file.name} for file in files],
-            }
         self._send(200, json.dumps(content).encode())
 
-    def _may_read(self, repository: str, revision: str) -> bool:
+    def _refusal(self, repository: str, revision: str) -> tuple[int, str] | None:
         if self.server.token and self.headers.get("Authorization") != f"Bearer {self.server.token}":
-            self._send(401, headers={"X-Error-Code": "RepoNotFound"})
-        elif repository not in self.server.repositories:
-            self._send(404, headers={"X-Error-Code": "RepoNotFound"})
-        elif repository == "org/gated":
-            self._send(403, headers={"X-Error-Code": "GatedRepo"})
-        elif revision not in ("main", COMMIT):
-            self._send(404, headers={"X-Error-Code": "RevisionNotFound"})
-        else:
-            return True
-        return False
+            return 401, "RepoNotFound"
+        if repository not in self.server.repositories:
+            return 404, "RepoNotFound"
+        if repository == "org/gated":
+            return 403, "GatedRepo"
+        return None if revision in ("main", COMMIT) else (404, "RevisionNotFound")
 
     def _redirect_to_file(self, file: Path) -> None:
         if not file.is_file():
@@ -196,21 +171,26 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     for name in ("adapter_config.json", "adapter_model.safetensors", "optimizer.pt"):
         (tmp_path / "adapter" / name).write_bytes(b"{}")
     folders = {f"org/{name}": name for name in ("model", "pickles", "adapter", "gated")}
-    with hub_server({name: tmp_path / folder for name, folder in folders.items()}) as server:
-        cache = tmp_path / "cache"
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
-        template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-        close_session()
-        yield server
-        close_session()
+    server = HubServer({name: tmp_path / folder for name, folder in folders.items()})
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+    for name, value in (
+        ("ENDPOINT", server.url),
+        ("HF_HUB_CACHE", str(tmp_path / "cache")),
+        ("HUGGINGFACE_CO_URL_TEMPLATE", template),
+        ("HF_HUB_OFFLINE", False),
+    ):
+        monkeypatch.setattr(huggingface_hub.constants, name, value)
+    close_session()
+    yield server
+    close_session()
+    server.shutdown()
+    thread.join()
+    server.server_close()
 
 
-def test_hub_id_is_a_name_with_one_slash_and_no_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hub_id_is_a_name_with_one_slash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("Qwen/Qwen2.5-VL-3B-Instruct", "org/model@v1.0", "org/model:Q4_K_M"):
         assert is_hub_id(name)
@@ -278,9 +258,7 @@ def test_configuration_gets_folders_and_clients_the_hub_id(hub: HubServer) -> No
         ("org/gated", "accepted its terms"),
     ],
 )
-def test_missing_repository_revision_or_weights_is_one_sentence(
-    hub: HubServer, name: str, text: str
-) -> None:
+def test_refusals_of_a_hub_are_one_sentence(hub: HubServer, name: str, text: str) -> None:
     with pytest.raises(CheckpointError, match=text) as error:
         download(name)
     assert "Remedy:" in str(error.value)
@@ -335,9 +313,7 @@ def test_gguf_file_in_several_parts_is_refused(hub: HubServer, tmp_path: Path) -
     assert not [one for one in hub.requests if "/cdn/" in one]
 
 
-def test_token_is_sent_and_its_lack_is_one_sentence(
-    hub: HubServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_token_is_sent_and_named_if_absent(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.token = "secret"
     with pytest.raises(CheckpointError, match="HF_TOKEN"):
         download("org/model")

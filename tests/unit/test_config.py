@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -27,6 +26,10 @@ from vsched.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 IMAGE_HOSTS = ("images.example.com", "B.example.com:8443", "[::1]", "[::1]:8080", "127.0.0.1:65535")
+HOSTS = 'cluster.hosts={far = "tcp://10.0.0.2:7700"}'
+KEY = "cluster.key_file=hosts.key"
+THERE = 'cluster.generate=["far", "local"]'
+RAY = "cluster.ray=auto"
 
 
 def write(folder: Path, text: str) -> Path:
@@ -41,13 +44,6 @@ def refusal(
     with pytest.raises(ConfigError) as caught:
         load_config(path, sets=sets, environ=environ or {})
     return str(caught.value)
-
-
-def test_config_defaults_load() -> None:
-    loaded = load_config(None, environ={})
-    assert loaded.config == assumed(Config())
-    assert loaded.config.generate.max_batch_tokens == 2048
-    assert list(dict.fromkeys(loaded.origins.values())) == ["default"]
 
 
 def test_config_built_in_python_has_values_of_the_declared_types() -> None:
@@ -77,11 +73,7 @@ def test_config_built_in_python_is_refused_with_the_key() -> None:
 
 def test_config_precedence_is_command_line_environment_file_default(tmp_path: Path) -> None:
     path = write(tmp_path, "[generate]\nslots = 1\nblock_size = 8\nmax_waiting = 5\n")
-    environ = {
-        "VSCHED__GENERATE__SLOTS": "2",
-        "VSCHED__GENERATE__BLOCK_SIZE": "32",
-        "PATH": "/bin",
-    }
+    environ = {"VSCHED__GENERATE__SLOTS": "2", "VSCHED__GENERATE__BLOCK_SIZE": "32", "PATH": "/bin"}
     loaded = load_config(path, sets=["generate.slots=3"], environ=environ)
     generate = loaded.config.generate
     assert (generate.slots, generate.block_size, generate.max_waiting) == (3, 32, 5)
@@ -111,7 +103,7 @@ def test_config_set_parses_by_the_type_of_the_key(
 
 
 @pytest.mark.parametrize(
-    ("assignment", "expected"),
+    ("sets", "expected"),
     [
         ("generate.slots=1.5", "generate.slots (from command line) is not valid: value 1.5,"),
         ("generate.slots=true", "generate.slots (from command line) is not valid: value True,"),
@@ -144,12 +136,36 @@ def test_config_set_parses_by_the_type_of_the_key(
             'generate.memory={use="pinned", tokens=1, bytes=1}',
             "generate.memory: the size of the KV cache must be given once: value both of tokens",
         ),
+        (
+            "generate.memory.mem_fraction=1.01",
+            "generate.memory.mem_fraction is not valid: value 1.01, limit number, above 0, at most 1. Remedy: set",
+        ),
+        (
+            'cluster.hosts={far = "10.0.0.2"}',
+            "cluster.hosts (from command line) is not valid: value {",
+        ),
+        ('cluster.hosts={local = "tcp://h:1"}', "cluster.hosts: 'local' is this host"),
+        ([KEY, THERE], "cluster.generate: there is no host 'far'. Remedy: name one of local"),
+        ([HOSTS, THERE], "cluster.key_file: not set"),
+        (
+            [HOSTS, KEY, 'cluster.encode=["far"]', "placement=together"],
+            "cluster.encode: with placement = together",
+        ),
+        ([HOSTS, KEY, THERE, "adapters.count_max=2"], "adapters.count_max: ranks on other hosts"),
+        ([RAY, "adapters.count_max=2"], "adapters.count_max: ranks on other hosts"),
+        ('cluster.hosts={ray = "tcp://h:1"}', "cluster.hosts: 'ray' is Ray's"),
+        ('cluster.encode=["ray"]', "cluster.encode: there is no host 'ray'"),
+        ("cluster.ray=ray://head:1", "cluster.ray (from command line) is not valid: value 'ray:"),
+        ([RAY, 'cluster.encode=["ray", "local"]'], "cluster.encode: ray, local: Ray"),
+        (
+            [RAY, "cluster.encode_resources={CPU=0}"],
+            "cluster.encode_resources.CPU: no amount of a resource: value 0",
+        ),
+        ([RAY, HOSTS, 'cluster.encode=["far"]'], "cluster.key_file: not set"),
     ],
 )
-def test_config_refusal_starts_with_the_key_and_names_the_limit(
-    assignment: str, expected: str
-) -> None:
-    assert refusal([assignment]).startswith(expected)
+def test_config_refusal_has_the_key_and_the_limit(sets: str | list[str], expected: str) -> None:
+    assert refusal([sets] if isinstance(sets, str) else sets).startswith(expected)
 
 
 def test_config_reports_all_typos_at_once(tmp_path: Path) -> None:
@@ -228,11 +244,8 @@ def test_config_layer_that_names_a_policy_replaces_the_table(tmp_path: Path) -> 
         tmp_path, '[encode.admission]\nuse = "token-budget"\nmax_tokens = 9\nmax_items = 3\n'
     )
     loaded = load_config(path, sets=["encode.admission.max_items=2"], environ={})
-    assert loaded.config.encode.admission == {
-        "use": "token-budget",
-        "max_tokens": 9,
-        "max_items": 2,
-    }
+    merged = {"use": "token-budget", "max_tokens": 9, "max_items": 2}
+    assert loaded.config.encode.admission == merged
     assert loaded.origins["encode.admission.max_tokens"] == f"file {path}"
     assert loaded.origins["encode.admission.max_items"] == "command line"
     loaded = load_config(path, sets=["encode.admission.use=fifo"], environ={})
@@ -259,44 +272,26 @@ def test_config_memory_size_in_bytes_replaces_the_one_in_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sets", "expected"),
+    ("sets", "tokens", "items"),
     [
-        ([], 2048),
-        (["generate.max_batch_tokens=1024"], 1024),
-        (["encode.admission.max_tokens=300"], 300),
-        (["encode.admission.max_tokens=0"], None),
-        (["encode.admission.use=fifo"], None),
+        ([], 2048, 1),
+        (["generate.max_batch_tokens=1024"], 1024, 1),
+        (["encode.admission.max_tokens=300"], 300, 1),
+        (["encode.admission.max_tokens=0"], None, 1),
+        (["encode.device=cuda:0"], 2048, 8),
+        (["encode.admission.max_items=3"], 2048, 3),
+        (["encode.admission.use=fifo"], None, 1),
+        (["encode.admission.use=fifo", "encode.device=cuda:0"], None, 8),
+        (["encode.admission.max_items=8", "encode.replicas=2"], 2048, 4),
+        (["encode.admission.max_items=1", "encode.replicas=2"], 2048, 1),
     ],
 )
-def test_config_item_limit_is_the_encode_budget(sets: list[str], expected: int | None) -> None:
-    """One setting; its default derives from the batch budget; 0 means no limit."""
-    assert load_config(None, sets=sets, environ={}).policies.item_tokens_max == expected
-
-
-@pytest.mark.parametrize(
-    ("sets", "expected"),
-    [
-        ([], 1),
-        (["encode.device=cuda:0"], 8),
-        (["encode.admission.max_items=3"], 3),
-        (["encode.admission.use=fifo"], 1),
-        (["encode.admission.use=fifo", "encode.device=cuda:0"], 8),
-        (["encode.admission.max_items=8", "encode.replicas=2"], 4),
-        (["encode.admission.max_items=1", "encode.replicas=2"], 1),
-    ],
-)
-def test_config_encode_items_follow_the_admission_policy(sets: list[str], expected: int) -> None:
-    """Replicas share them."""
-    assert load_config(None, sets=sets, environ={}).policies.encode_items_max == expected
-
-
-@pytest.mark.parametrize("value", ["0", "1.01", "nan"])
-def test_config_memory_fraction_bounds(value: str) -> None:
-    message = refusal([f"generate.memory.mem_fraction={value}"])
-    assert message.startswith("generate.memory.mem_fraction is not valid: value ")
-    assert "limit number, above 0, at most 1. Remedy: set generate.memory.mem_fraction" in message
-    sets = ["generate.memory.mem_fraction=1.0"]
-    assert load_config(None, sets=sets, environ={}).policies.memory.mem_fraction == 1
+def test_config_encode_budget_limits_items_and_their_tokens(
+    sets: list[str], tokens: int | None, items: int
+) -> None:
+    """The default of its tokens derives from the batch budget; 0 means no limit; replicas share the items."""
+    policies = load_config(None, sets=sets, environ={}).policies
+    assert (policies.item_tokens_max, policies.encode_items_max) == (tokens, items)
 
 
 def test_config_shown_as_toml_loads_to_the_same(tmp_path: Path) -> None:
@@ -322,17 +317,6 @@ def test_config_documentation_is_current() -> None:
     assert keys_table() in text, "run `vsched config keys` and put its table into docs/config.md"
 
 
-def test_config_documentation_example_loads(tmp_path: Path) -> None:
-    example = (ROOT / "docs/config.md").read_text().split("```toml\n")[1].split("```")[0]
-    loaded = load_config(write(tmp_path, example), environ={})
-    assert tomllib.loads(example)["model"]["path"] == loaded.config.model.path
-
-
-HOSTS = 'cluster.hosts={far = "tcp://10.0.0.2:7700"}'
-KEY = "cluster.key_file=hosts.key"
-THERE = 'cluster.generate=["far", "local"]'
-
-
 def test_cluster_of_hosts_is_read() -> None:
     cluster = load_config(None, sets=[HOSTS, KEY, THERE], environ={}).config.cluster
     assert cluster.hosts == {"far": "tcp://10.0.0.2:7700"}
@@ -347,45 +331,6 @@ def test_cluster_on_ray_needs_no_key(address: str) -> None:
     cluster = load_config(None, sets=sets, environ={}).config.cluster
     assert cluster.elsewhere
     assert (cluster.hosts_of("encode"), cluster.hosts_of("generate")) == (["local"], ["ray"])
-
-
-@pytest.mark.parametrize(
-    ("sets", "said"),
-    [
-        (
-            ['cluster.hosts={far = "10.0.0.2"}'],
-            "cluster.hosts (from command line) is not valid: value {'far",
-        ),
-        (['cluster.hosts={local = "tcp://h:1"}'], "cluster.hosts: 'local' is this host"),
-        ([KEY, THERE], "cluster.generate: there is no host 'far'. Remedy: name one of local"),
-        ([HOSTS, THERE], "cluster.key_file: not set"),
-        (
-            [HOSTS, KEY, 'cluster.encode=["far"]', "placement=together"],
-            "cluster.encode: with placement = together",
-        ),
-        ([HOSTS, KEY, THERE, "adapters.count_max=2"], "adapters.count_max: ranks on other hosts"),
-        (["cluster.ray=auto", "adapters.count_max=2"], "adapters.count_max: ranks on other hosts"),
-        (['cluster.hosts={ray = "tcp://h:1"}'], "cluster.hosts: 'ray' is Ray's"),
-        (['cluster.encode=["ray"]'], "cluster.encode: there is no host 'ray'"),
-        (
-            ["cluster.ray=ray://head:10001"],
-            "cluster.ray (from command line) is not valid: value 'ray:",
-        ),
-        (
-            ["cluster.ray=auto", 'cluster.encode=["ray", "local"]'],
-            "cluster.encode: ray, local: Ray",
-        ),
-        (
-            ["cluster.ray=auto", "cluster.encode_resources={CPU=0}"],
-            "cluster.encode_resources.CPU: no amount of a resource: value 0",
-        ),
-        (["cluster.ray=auto", HOSTS, 'cluster.encode=["far"]'], "cluster.key_file: not set"),
-    ],
-)
-def test_cluster_of_no_use_is_refused(sets: list[str], said: str) -> None:
-    with pytest.raises(ConfigError) as refusal:
-        load_config(None, sets=sets, environ={})
-    assert str(refusal.value).startswith(said)
 
 
 @pytest.mark.parametrize(
@@ -434,49 +379,43 @@ def test_config_threads_default_to_the_share_of_a_rank(
         # One process has the threads of both stages.
         (["placement=together"], "", ""),
         (["placement=together", "encode.threads=1"], "encode.threads", "encode.threads"),
-        (
-            ["placement=together", "encode.replicas=0", "encode.threads=1"],
-            "encode.threads",
-            "",
-        ),
+        (["placement=together", "encode.replicas=0", "encode.threads=1"], "encode.threads", ""),
         (["generate.tensor_parallel=2"], "", "generate.tensor_parallel"),
         (["generate.tensor_parallel=2", "generate.threads=1"], "", "generate.threads"),
         (["encode.device=cuda", "encode.threads=1"], "encode.device", ""),
     ],
 )
-def test_config_names_the_setting_that_fixes_the_threads(
-    sets: list[str], encode: str, generate: str
-) -> None:
+def test_config_names_what_fixes_the_threads(sets: list[str], encode: str, generate: str) -> None:
     config = load_config(None, sets=sets, environ={}).config
     found = (config.threads_fixed_by("encode"), config.threads_fixed_by("generate"))
     assert found == (encode, generate)
 
 
 @pytest.mark.parametrize(
-    ("sets", "key", "value"),
+    ("sets", "key", "said"),
     [
-        (["generate.replicas=2"], "replicas", 1),
-        (["encode.tensor_parallel=4", "generate.tensor_parallel=2"], "tensor_parallel", 4),
+        (["generate.replicas=2"], "replicas", ": value 1, limit {}, which is 2"),
+        (
+            ["encode.tensor_parallel=4", "generate.tensor_parallel=2"],
+            "tensor_parallel",
+            ": value 4, limit {}, which is 2",
+        ),
+        # A process has one current CUDA device, on which Triton starts kernels.
+        (
+            ["encode.device=cuda:1", "generate.device=cuda"],
+            "device",
+            ", each with one device: value cuda:1, limit {}, which is cuda",
+        ),
     ],
 )
-def test_config_stages_together_are_as_many(sets: list[str], key: str, value: int) -> None:
+def test_config_stages_together_are_equally_placed(sets: list[str], key: str, said: str) -> None:
     """Worker group i serves encode-i and generate-i, so there are as many of both; apart they may differ."""
+    together = "with placement = together both stages run in the same processes"
     assert refusal([*sets, "placement=together"]).startswith(
-        f"encode.{key}: with placement = together both stages run in the same processes: "
-        f"value {value}, limit generate.{key}, which is 2. Remedy:"
+        f"encode.{key}: {together}{said.format(f'generate.{key}')}. Remedy:"
     )
     load_config(None, sets=sets, environ={})
     both = ["encode.replicas=2", "generate.replicas=2", "placement=together"]
     assert load_config(None, sets=both, environ={}).config.ranks == 4
-
-
-def test_config_stages_together_have_one_device() -> None:
-    """A process has one current CUDA device, on which Triton starts kernels, wherever their tensors are."""
-    devices = ["encode.device=cuda:1", "generate.device=cuda"]
-    assert refusal([*devices, "placement=together"]).startswith(
-        "encode.device: with placement = together both stages run in the same processes, each with one device: "
-        "value cuda:1, limit generate.device, which is cuda. Remedy:"
-    )
-    load_config(None, sets=devices, environ={})
     same = ["encode.device=cuda:0", "generate.device=cuda", "placement=together"]
     load_config(None, sets=same, environ={})

@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -64,31 +65,37 @@ class cuda:
 '''
 
 
-@pytest.fixture(autouse=True)
-def _no_device_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+Pretend = Callable[..., list[str]]
+
+
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
+    """Let this host have a device file of a GPU and given devices; return a list that gets each survey."""
     monkeypatch.delenv(cheap.VISIBLE_DEVICES, raising=False)
 
+    def let(
+        *found: CudaDevice,
+        problem: str = "",
+        failed: bool = False,
+        info: ModelInfo | None = None,
+        weights_bytes: int = 7 * GIB,
+        visible: str | None = None,
+    ) -> list[str]:
+        surveys: list[str] = []
+        if visible is not None:
+            monkeypatch.setenv(cheap.VISIBLE_DEVICES, visible)
 
-def pretend(
-    monkeypatch: pytest.MonkeyPatch,
-    *found: CudaDevice,
-    problem: str = "",
-    failed: bool = False,
-    info: ModelInfo | None = None,
-    weights_bytes: int = 7 * GIB,
-) -> list[str]:
-    """Let this host have a device file of a GPU and these devices; return a list that gets each survey."""
-    surveys: list[str] = []
+        def survey(plugin: str) -> DeviceSurvey:
+            surveys.append(plugin)
+            return DeviceSurvey(devices=found, problem=problem, failed=failed)
 
-    def survey(plugin: str) -> DeviceSurvey:
-        surveys.append(plugin)
-        return DeviceSurvey(devices=found, problem=problem, failed=failed)
+        monkeypatch.setattr(cheap, "DEVICE_FILES", ("/dev/null",))
+        monkeypatch.setattr(devices, "_survey", survey)
+        monkeypatch.setattr(devices, "weights_bytes", lambda _: weights_bytes)
+        monkeypatch.setattr(devices, "_inspected", lambda _config, only_serves: info)
+        return surveys
 
-    monkeypatch.setattr(cheap, "DEVICE_FILES", ("/dev/null",))
-    monkeypatch.setattr(devices, "_survey", survey)
-    monkeypatch.setattr(devices, "weights_bytes", lambda _: weights_bytes)
-    monkeypatch.setattr(devices, "_inspected", lambda _config, only_serves: info)
-    return surveys
+    return let
 
 
 def load(*sets: str) -> LoadedConfig:
@@ -99,9 +106,11 @@ def resolve(*sets: str) -> Config:
     return devices.resolve_loaded(load(*sets)).config
 
 
-def test_host_without_a_gpu_surveys_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_without_a_gpu_surveys_nothing(
+    pretend: Pretend, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No torch, no process: the device files decide."""
-    surveys = pretend(monkeypatch, H200)
+    surveys = pretend(H200)
     monkeypatch.setattr(cheap, "DEVICE_FILES", ("/nowhere/nvidiactl",))
     loaded = load()
     assert loaded.config.generate.device == loaded.config.encode.device == "cpu"
@@ -126,11 +135,9 @@ def test_host_without_a_gpu_surveys_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     ],
 )
 def test_settings_that_need_a_cpu_survey_nothing(
-    monkeypatch: pytest.MonkeyPatch, sets: list[str], visible: str | None, reason: str
+    pretend: Pretend, sets: list[str], visible: str | None, reason: str
 ) -> None:
-    surveys = pretend(monkeypatch, H200)
-    if visible is not None:
-        monkeypatch.setenv(cheap.VISIBLE_DEVICES, visible)
+    surveys = pretend(H200, visible=visible)
     loaded = devices.resolve_loaded(load(*sets))
     assert {loaded.config.generate.device, loaded.config.encode.device} == {"cpu"}
     assert loaded.devices is not None
@@ -140,48 +147,40 @@ def test_settings_that_need_a_cpu_survey_nothing(
 
 
 @pytest.mark.parametrize(
-    ("found", "sets", "generate", "encode", "placement"),
+    ("found", "sets", "expected"),
     [
-        ([H200], [], "cuda:0", "cuda:0", "together"),
-        ([H200], ["placement=separate"], "cuda:0", "cuda:0", "separate"),
-        ([H200, H200], [], "cuda:0", "cuda:1", "separate"),
-        ([H200, H200], ["placement=together"], "cuda:0", "cuda:0", "together"),
-        ([FULL, H200], [], "cuda:1", "cuda:1", "together"),
-        ([OLD, H200, H200], [], "cuda:1", "cuda:2", "separate"),
-        ([H200] * 4, ["generate.tensor_parallel=2"], "cuda:0", "cuda:2", "separate"),
-        ([H200] * 2, ["generate.tensor_parallel=2"], "cuda:0", "cuda:0", "separate"),
+        ([H200], [], ("cuda:0", "cuda:0", "together")),
+        ([H200], ["placement=separate"], ("cuda:0", "cuda:0", "separate")),
+        ([H200, H200], [], ("cuda:0", "cuda:1", "separate")),
+        ([H200, H200], ["placement=together"], ("cuda:0", "cuda:0", "together")),
+        ([FULL, H200], [], ("cuda:1", "cuda:1", "together")),
+        ([OLD, H200, H200], [], ("cuda:1", "cuda:2", "separate")),
+        ([H200] * 4, ["generate.tensor_parallel=2"], ("cuda:0", "cuda:2", "separate")),
+        ([H200] * 2, ["generate.tensor_parallel=2"], ("cuda:0", "cuda:0", "separate")),
         (
             [H200] * 2,
-            [*("generate.replicas=2", "encode.replicas=2")],
-            "cuda:0",
-            "cuda:0",
-            "together",
+            ["generate.replicas=2", "encode.replicas=2"],
+            ("cuda:0", "cuda:0", "together"),
         ),
-        ([H200] * 2, ["encode.device=cuda:0"], "cuda:1", "cuda:0", "separate"),
-        ([H200] * 2, ["generate.device=cuda:1"], "cuda:1", "cuda:0", "separate"),
-        ([H200] * 2, ["generate.device=cpu"], "cpu", "cuda:0", "separate"),
-        ([H200] * 2, ["encode.replicas=0"], "cuda:0", "cuda:0", "separate"),
-        ([FULL, OLD], [], "cpu", "cpu", "separate"),
+        ([H200] * 2, ["encode.device=cuda:0"], ("cuda:1", "cuda:0", "separate")),
+        ([H200] * 2, ["generate.device=cuda:1"], ("cuda:1", "cuda:0", "separate")),
+        ([H200] * 2, ["generate.device=cpu"], ("cpu", "cuda:0", "separate")),
+        ([H200] * 2, ["encode.replicas=0"], ("cuda:0", "cuda:0", "separate")),
+        ([FULL, OLD], [], ("cpu", "cpu", "separate")),
     ],
 )
 def test_stages_share_one_device_and_have_their_own_if_there_are_several(
-    monkeypatch: pytest.MonkeyPatch,
-    found: list[CudaDevice],
-    sets: list[str],
-    generate: str,
-    encode: str,
-    placement: str,
+    pretend: Pretend, found: list[CudaDevice], sets: list[str], expected: tuple[str, str, str]
 ) -> None:
-    pretend(monkeypatch, *found)
+    pretend(*found)
     config = resolve(*sets)
-    assert (config.generate.device, config.encode.device) == (generate, encode)
-    chosen = choose_placement(config, weights_bytes=7 * GIB, cores=64)
-    assert chosen.placement == placement
+    placement = choose_placement(config, weights_bytes=7 * GIB, cores=64).placement
+    assert (config.generate.device, config.encode.device, placement) == expected
 
 
-def test_model_without_images_needs_no_second_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_without_images_needs_no_second_device(pretend: Pretend) -> None:
     text = model_info().text_alone
-    pretend(monkeypatch, H200, H200, info=text)
+    pretend(H200, H200, info=text)
     config, _ = as_served(resolve(), text)
     assert (config.generate.device, config.encode.device) == ("cuda:0", "cuda:0")
 
@@ -200,13 +199,13 @@ def test_model_without_images_needs_no_second_device(monkeypatch: pytest.MonkeyP
     ],
 )
 def test_unusable_gpu_is_a_warning_and_the_cpu_is_used(
-    monkeypatch: pytest.MonkeyPatch,
+    pretend: Pretend,
     caplog: pytest.LogCaptureFixture,
     found: list[CudaDevice],
     problem: str,
     why: str,
 ) -> None:
-    pretend(monkeypatch, *found, problem=problem)
+    pretend(*found, problem=problem)
     loaded = devices.resolve_loaded(load())
     assert loaded.config.generate.slots == 64
     devices.log_devices(loaded.devices)
@@ -239,35 +238,33 @@ def test_unusable_gpu_is_a_warning_and_the_cpu_is_used(
     ],
 )
 def test_fewer_devices_than_ranks_are_an_error(
-    monkeypatch: pytest.MonkeyPatch, sets: list[str], visible: str | None, message: str
+    pretend: Pretend, sets: list[str], visible: str | None, message: str
 ) -> None:
-    pretend(monkeypatch, H200, H200)
-    if visible is not None:
-        monkeypatch.setenv(cheap.VISIBLE_DEVICES, visible)
+    pretend(H200, H200, visible=visible)
     with pytest.raises(ConfigError) as raised:
         resolve(*sets)
     assert message in str(raised.value)
 
 
-def test_configured_device_is_not_replaced_by_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, OLD)
+def test_configured_device_is_not_replaced_by_a_cpu(pretend: Pretend) -> None:
+    pretend(OLD)
     with pytest.raises(
         ConfigError, match=r"generate.device: cannot be used: value cuda:0, limit its"
     ):
         resolve("generate.device=cuda")
-    pretend(monkeypatch, problem="torch hung", failed=True)
+    pretend(problem="torch hung", failed=True)
     assert resolve("generate.device=cuda").generate.device == "cuda"
     assert resolve().generate.device == "cpu"
-    surveys = pretend(monkeypatch, OLD)
+    surveys = pretend(OLD)
     assert resolve("generate.device=cuda", "encode.device=cuda", "model.dtype=bfloat16")
     assert surveys == [], "nothing depends on it"
-    pretend(monkeypatch, problem="torch 2.11.0+cpu is built without CUDA")
+    pretend(problem="torch 2.11.0+cpu is built without CUDA")
     with pytest.raises(ConfigError, match=r"limit torch 2.11.0\+cpu is built without CUDA"):
         resolve("generate.device=cuda")
 
 
-def test_defaults_follow_the_device_and_settings_win(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, H200)
+def test_defaults_follow_the_device_and_settings_win(pretend: Pretend) -> None:
+    pretend(H200)
     config = resolve()
     generate, arena = config.generate, config.arena
     assert (generate.slots, generate.max_batch_tokens, generate.chunk_tokens) == (256, 8192, 8192)
@@ -281,7 +278,7 @@ def test_defaults_follow_the_device_and_settings_win(monkeypatch: pytest.MonkeyP
     assert (own.slots, own.chunk_tokens) == (3000, 99)
     with pytest.raises(ConfigError, match=r"generate\.slots: a step full of decodes"):
         resolve("generate.slots=3000", "generate.device=cpu", "encode.device=cpu")
-    pretend(monkeypatch, FULL)
+    pretend(FULL)
     with pytest.raises(ConfigError, match=r"generate\.slots: a step full of decodes"):
         resolve("generate.slots=3000")
 
@@ -298,19 +295,17 @@ def test_defaults_follow_the_device_and_settings_win(monkeypatch: pytest.MonkeyP
     ],
 )
 def test_data_type_follows_the_device(
-    monkeypatch: pytest.MonkeyPatch,
-    device: CudaDevice,
-    checkpoint: str,
-    configured: str,
-    expected: str,
+    pretend: Pretend, device: CudaDevice, checkpoint: str, configured: str, expected: str
 ) -> None:
     info = msgspec.structs.replace(model_info(), dtype=checkpoint)
-    pretend(monkeypatch, device, info=info)
+    pretend(device, info=info)
     assert resolve(f"model.dtype={configured}").model.dtype == expected
 
 
-def test_engine_of_a_library_resolves_at_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, H200)
+def test_engine_of_a_library_resolves_at_its_start(
+    pretend: Pretend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(H200)
     engine = Engine(Config())
     assert engine.config.generate.device == "auto"
 
@@ -322,15 +317,15 @@ def test_engine_of_a_library_resolves_at_its_start(monkeypatch: pytest.MonkeyPat
         asyncio.run(engine.start())
 
 
-def test_resolved_configuration_resolves_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resolved_configuration_resolves_to_itself(pretend: Pretend) -> None:
     """An API process and the engine get what the command line has resolved."""
-    pretend(monkeypatch, H200, H200, info=msgspec.structs.replace(model_info(), dtype="float32"))
+    pretend(H200, H200, info=msgspec.structs.replace(model_info(), dtype="float32"))
     config = resolve()
     assert devices.resolve_devices(plain_config(config), os.environ)[0] == config
 
 
-def test_check_names_the_devices_and_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, H200, FULL, weights_bytes=0)
+def test_check_names_the_devices_and_the_reason(pretend: Pretend) -> None:
+    pretend(H200, FULL, weights_bytes=0)
     loaded = devices.resolve_loaded(load(f"model.path={DEMO}"))
     lines = list(describe(check_checkpoint(loaded)))
     (line,) = [one for one in lines if one.startswith("  devices")]
@@ -371,9 +366,7 @@ def test_survey_reports_devices_and_reasons(
     assert busy.problem == "CUDA error: all CUDA-capable devices are busy"
 
 
-def test_survey_has_a_deadline_and_reports_a_crash(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_survey_reports_hangs_and_crashes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from vsched_workers import device_survey
 
     (tmp_path / "hung_driver.py").write_text("import time; time.sleep(600)")

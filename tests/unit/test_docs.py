@@ -15,7 +15,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -103,10 +103,6 @@ def dead_links(page: Path) -> Iterator[str]:
             yield f"{match[0]}: no such heading"
 
 
-def test_docs_links_lead_somewhere() -> None:
-    check_pages(dead_links, [*PAGES, ROOT / "CHANGELOG.md"])
-
-
 def pages_without_a_line(index: Path) -> Iterator[str]:
     linked = {match["target"] for match in LINK.finditer(index.read_text())}
     pages = {path.name for path in PAGES if path.parent == index.parent and path != index}
@@ -158,16 +154,8 @@ def unknown_objects(page: Path) -> Iterator[str]:
             yield name
 
 
-def test_docs_reference_names_what_can_be_imported() -> None:
-    check_pages(unknown_objects, sorted((ROOT / "docs/reference").glob("*.md")))
-
-
 def machine_paths(page: Path) -> Iterator[str]:
     yield from MACHINE_PATH.findall(page.read_text())
-
-
-def test_docs_name_no_path_of_a_machine() -> None:
-    check_pages(machine_paths)
 
 
 def missing_sources(page: Path) -> Iterator[str]:
@@ -175,20 +163,12 @@ def missing_sources(page: Path) -> Iterator[str]:
     yield from (path for path in named if not (ROOT / path).exists())
 
 
-def test_docs_name_sources_that_exist() -> None:
-    check_pages(missing_sources)
-
-
 def unknown_settings(page: Path) -> Iterator[str]:
+    """Yield keys of sections of the configuration that do not exist: tables of policies have keys of their own."""
     codes = [code for code in CODE.findall(prose(page)) if ".safetensors" not in code]
     found = {match["path"] for code in codes if (match := SETTING.fullmatch(code)) is not None}
     named = found - PROBES.keys()
     yield from (path for path in sorted(named) if not is_setting(Config, path.split(".")))
-
-
-def test_docs_name_configuration_keys_that_exist() -> None:
-    """Only keys in sections of the configuration: tables of policies have keys of their own."""
-    check_pages(unknown_settings)
 
 
 def is_setting(section: type, names: list[str]) -> bool:
@@ -260,17 +240,6 @@ def unknown_commands(page: Path) -> Iterator[str]:
                 yield from (f"make {target}: no such target" for target in sorted(missing))
 
 
-def test_docs_name_commands_that_exist() -> None:
-    check_pages(unknown_commands)
-
-
-@pytest.mark.parametrize(
-    "words", [["fly"], ["config", "fly"], ["serve", "--fly"], ["bench", "serve", "--fly=1"]]
-)
-def test_docs_command_check_can_fail(words: list[str]) -> None:
-    assert list(unknown_words(words))
-
-
 def test_docs_reference_lists_every_command() -> None:
     names = {name for name, one in command_line().commands.items() if not one.hidden}
     page = (ROOT / "docs/reference/cli.md").read_text()
@@ -307,28 +276,27 @@ def test_docs_error_codes_exist() -> None:
 
 
 @pytest.fixture
-def folder(
+def page(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Path]:
-    """Return an importable folder with the runnable files of a page."""
+    """Return a page; its runnable files are in `tmp_path`, which can be imported from."""
     page = cast("Path", request.param)
-    names = [block.name for block in blocks(page) if block.name is not None]
-    for block in blocks(page):
-        if block.name is not None:
-            (tmp_path / block.name).write_text(block.text)
+    runnable = {block.name: block.text for block in blocks(page) if block.name is not None}
+    for name, text in runnable.items():
+        (tmp_path / name).write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    yield tmp_path
-    for name in names:
+    yield page
+    for name in runnable:
         sys.modules.pop(name.removesuffix(".py"), None)
 
 
-def pages_with(language: str, *, runnable: bool = False) -> list[Path]:
+def pages_with(language: str, *, runnable: bool = False, slow: Sequence[str] = ()) -> list[Any]:
     return [
-        page
-        for page in PAGES
-        if any(
-            block.language == language and (block.name or not runnable) for block in blocks(page)
+        pytest.param(
+            page, id=shown(page), marks=[pytest.mark.thorough] if page.name in slow else []
         )
+        for page in PAGES
+        if any(one.language == language and (one.name or not runnable) for one in blocks(page))
     ]
 
 
@@ -346,9 +314,13 @@ def run_by_pytest(file: Path) -> None:
     assert re.search(r"^\d+ passed", done.stdout, re.MULTILINE), done.stdout
 
 
-@pytest.mark.parametrize("folder", pages_with("python", runnable=True), ids=shown, indirect=True)
-def test_docs_runnable_examples_run(folder: Path) -> None:
-    for file in sorted(folder.glob("*.py")):
+LONG = ("first-policy.md", "testing-with-faults.md")
+"""Pages whose examples check a policy, or run pytest, in many random schedules."""
+
+
+@pytest.mark.parametrize("page", pages_with("python", runnable=True, slow=LONG), indirect=True)
+def test_docs_runnable_examples_run(page: Path, tmp_path: Path) -> None:
+    for file in sorted(tmp_path.glob("*.py")):
         if "import pytest\n" in file.read_text():
             run_by_pytest(file)
             continue
@@ -368,20 +340,33 @@ def syntax_errors(page: Path) -> Iterator[str]:
                 yield f"{error}: {error.text}"
 
 
-def test_docs_examples_are_python() -> None:
-    check_pages(syntax_errors)
+REFERENCE = sorted((ROOT / "docs/reference").glob("*.md"))
 
 
 @pytest.mark.parametrize(
-    ("folder", "page"),
-    [(page, page) for page in pages_with("toml")],
-    ids=shown,
-    indirect=["folder"],
+    ("failures", "pages"),
+    [
+        (dead_links, [*PAGES, ROOT / "CHANGELOG.md"]),
+        (unknown_objects, REFERENCE),
+        (machine_paths, PAGES),
+        (missing_sources, PAGES),
+        (unknown_settings, PAGES),
+        (unknown_commands, PAGES),
+        (syntax_errors, PAGES),
+    ],
+    ids=lambda one: getattr(one, "__name__", ""),
 )
-def test_docs_configurations_load_and_serve(folder: Path, page: Path) -> None:
+def test_docs_name_what_there_is(
+    failures: Callable[[Path], Iterator[str]], pages: list[Path]
+) -> None:
+    check_pages(failures, pages)
+
+
+@pytest.mark.parametrize("page", pages_with("toml", slow=("swapping.md",)), indirect=True)
+def test_docs_configurations_load_and_serve(page: Path, tmp_path: Path) -> None:
     """Configurations may use policies from the examples of their page, and no policy fails."""
     for number, block in enumerate(block for block in blocks(page) if block.language == "toml"):
-        config = folder / f"{number}.toml"
+        config = tmp_path / f"{number}.toml"
         config.write_text(block.text)
         loaded = load_config(config, environ={})
         requests = workload_of("two", [arrival(n, n, Text(n, 30 * n + 3)) for n in range(2)])

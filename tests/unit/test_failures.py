@@ -25,9 +25,7 @@ LACKS = (
         (-signal.SIGKILL, ("Remedy: free memory there, or lower",)),
     ],
 )
-def test_process_exited_while_starting_names_phase_limit_and_setting(
-    code: int, words: tuple[str, ...]
-) -> None:
+def test_process_that_exited_names_phase_limit_and_key(code: int, words: tuple[str, ...]) -> None:
     failure = ProcessExited(("encode",), 0, code, doing="loading", memory_limit=LIMIT)
     assert all(each in failure.words for each in words)
     assert ("raise" in failure.words) == (words is LACKS)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from tests.programs import printed_by
 
 ADDED = '''
 
@@ -80,5 +79,4 @@ sys.meta_path.insert(0, Finder)
 
 
 def test_new_kind_of_policy_is_declared_in_one_file() -> None:
-    run = subprocess.run([sys.executable, "-c", RUN], capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
+    printed_by(RUN)

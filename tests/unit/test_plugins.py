@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
 
 from vsched.errors import ConfigError, PolicyError
-from vsched.plugins import (
-    check_contract,
-    describe_policy,
-    list_policies,
-    resolve_policy,
-    type_text,
-)
+from vsched.plugins import check_contract, describe_policy, list_policies, resolve_policy
 from vsched.policy import (
     DECISIONS,
     SEVERAL,
@@ -117,10 +111,7 @@ def test_resolve_policy_by_module_and_class() -> None:
     [
         ({}, "a.b.use: no policy is named. Known in vsched.admission: "),
         ({"use": ""}, "a.b.use: no policy is named."),
-        (
-            {"use": "nope"},
-            "a.b.use: 'nope' is unknown. Known in vsched.admission: ",
-        ),
+        ({"use": "nope"}, "a.b.use: 'nope' is unknown. Known in vsched.admission: "),
         (
             {"use": "no_such_module:Class"},
             "a.b.use: cannot import 'no_such_module:Class': No module named 'no_such_module'. Remedy: install",
@@ -130,6 +121,7 @@ def test_resolve_policy_by_module_and_class() -> None:
             "a.b.use: cannot import 'vsched_policies.admission:Nope': module",
         ),
         ({"use": ":"}, "a.b.use: cannot import ':'"),
+        ({"use": f"{__name__}:Whole"}, "a.b: Object missing required field `most`"),
         ({"use": "fifo", "x": 1}, "a.b.x: unknown field of 'fifo'. Its fields: "),
         (
             {"use": "token-budget", "max_items": "8"},
@@ -181,11 +173,6 @@ def test_resolve_policy_names_the_line_of_a_class_that_cannot_be_built(
         resolve_policy("admission", {"use": "an_unbuilt_module:A"}, path="a.b")
 
 
-def test_resolve_policy_reports_a_missing_required_field() -> None:
-    with pytest.raises(ConfigError, match="a.b: Object missing required field `most`"):
-        resolve_policy("admission", {"use": f"{__name__}:Whole"}, path="a.b")
-
-
 def test_resolve_policy_refuses_a_class_of_another_kind() -> None:
     with pytest.raises(
         PolicyError, match="RoundRobin: not a subclass of vsched.policy.RequestPolicy"
@@ -206,10 +193,3 @@ def test_list_policies_reports_kind_fields_and_summary() -> None:
     whole = describe_policy(f"{__name__}:Whole")
     required = [(field.name, field.required) for field in whole.fields]
     assert required == [("part", False), ("most", True)]
-
-
-def test_type_text_words_bounds() -> None:
-    assert type_text(int) == "int"
-    assert type_text(bool) == "bool"
-    assert type_text(Annotated[float, msgspec.Meta(ge=0, lt=1)]) == "number, 0 or more, below 1"
-    assert type_text(list[int]) == "array"

@@ -20,10 +20,8 @@ from vsched.policy import (
     ArrivalView,
     PositiveCount,
     RequestPolicy,
-    StepShares,
 )
-from vsched.policy_host.seats import PolicyFaults, PolicySeats
-from vsched.testing import check_policy, run_random
+from vsched.testing import run_random
 from vsched.testing.cluster import default_policies
 
 
@@ -55,19 +53,17 @@ def load(*sets: str) -> Any:
     return load_config(None, sets=sets, environ={})
 
 
-def test_policy_table_makes_every_decision_that_its_class_has_a_method_for() -> None:
+def decided_by(policies: Any) -> list[str]:
+    return [path for path, policy in policies.by_table.items() if isinstance(policy, Counting)]
+
+
+def test_policy_table_decides_for_its_methods_or_its_seats() -> None:
     policies = load(USE, "policy.most=3").policies
-    chosen = [path for path, policy in policies.by_table.items() if isinstance(policy, Counting)]
-    assert chosen == ["arrival", "encode.admission", "generate.admission"]
+    assert decided_by(policies) == ["arrival", "encode.admission", "generate.admission"]
+    assert decided_by(load(USE, 'policy.seats=["arrival"]').policies) == ["arrival"]
     kernel = policies.for_kernel()
     arriving, admission = kernel.by_table["arrival"], kernel.by_table["generate.admission"]
     assert arriving is admission is kernel.several == Counting(most=3)
-
-
-def test_policy_table_makes_the_decisions_of_its_seats_alone() -> None:
-    policies = load(USE, 'policy.seats=["arrival"]').policies
-    chosen = [path for path, policy in policies.by_table.items() if isinstance(policy, Counting)]
-    assert chosen == ["arrival"]
 
 
 @pytest.mark.parametrize(
@@ -110,20 +106,6 @@ def test_class_without_a_method_or_with_a_hidden_one_is_refused() -> None:
         check_contract(hidden, "admission")
 
 
-def test_policy_that_makes_several_decisions_has_one_state_for_all() -> None:
-    seats = PolicySeats(default_policies(Counting()))
-    door, first, second = (
-        seats.add_seat(name) for name in ("arrival", "generate-0.admission", "generate-1.admission")
-    )
-    door.state.arrived += 1
-    door._memory.accept()
-    first.state.admitted += 2
-    first._memory.accept()
-    second.state.admitted += 5
-    second.fail(ValueError("no"), None)
-    assert door.state == first.state == second.state == Counts(1, 2)
-
-
 def test_answers_of_the_base_class_are_valid_for_the_kernel() -> None:
     """What a subclass does not override decides as the kernel's defaults do."""
     policies = default_policies(
@@ -131,19 +113,3 @@ def test_answers_of_the_base_class_are_valid_for_the_kernel() -> None:
     )
     cluster = run_random(random.Random(3), policies)
     assert not cluster.kernel.statistics()["policy_faults"]
-
-
-class Mistaken(Counting, frozen=True, kw_only=True):
-    def share(self, view: Any) -> StepShares:
-        return StepShares([len(view.prefilling)])
-
-
-def test_check_policy_finds_the_mistake_of_one_method_among_several() -> None:
-    with pytest.raises(PolicyError, match="answer of share"):
-        check_policy(Mistaken, seeds=range(4))
-
-
-def test_faults_name_the_method_that_answered() -> None:
-    faults = PolicyFaults()
-    faults.report(Counting(), "admit", ValueError("too many"), "a view")
-    assert "the answer of admit (ValueError: too many)" in faults.notices[0]

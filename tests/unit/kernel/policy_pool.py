@@ -1,12 +1,14 @@
 """Policies for random runs: every built-in with random fields, and adversaries that propose the worst that is legal.
 
-Some have a state that every decision depends on, and fail with their state half changed.
+Some have a state that every decision depends on, and fail with their state half changed; `Locked` has one that
+cannot be recorded.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Hashable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 from zlib import crc32
 
@@ -50,7 +52,7 @@ from vsched_policies.arrival import DeadlineShed, Open
 from vsched_policies.dispatch import FewestHeldUp
 from vsched_policies.drafting import ForcedTokens, NoDrafts, PromptLookup
 from vsched_policies.encoding import ChunkAware
-from vsched_policies.eviction import KeepNothing, Lru, S3Fifo
+from vsched_policies.eviction import KeepNothing, Lru, LruOrder, S3Fifo
 from vsched_policies.insertion import Everything, Matching
 from vsched_policies.preemption import Youngest
 from vsched_policies.reclaim import YoungestEmbedding
@@ -198,10 +200,11 @@ class Anything(Every, frozen=True, kw_only=True):
 
     def admit(self, view: AdmissionView) -> Admission:
         count = len(view.waiting)
-        bad = Admission([count]), Admission([-1]), Admission([0, 0]), Admission((), 0)
+        until_ns = view.now_ns + 300_000
+        bad = Admission([count]), Admission([-1]), Admission([0, 0]), Admission([0], until_ns)
         rng, invalid = self._draw(view, count, *bad)
         if invalid is None and view.running and rng.random() < 0.3:
-            return Admission()
+            return rng.choice([Admission(), Admission(hold_until_ns=until_ns)])
         return invalid or Admission(rng.sample(range(count), rng.randint(1, count)))
 
     def select(self, view: EncodingView) -> Sequence[int]:
@@ -273,36 +276,11 @@ class AllWaiting(RequestPolicy, frozen=True, kw_only=True):
         return Admission(range(len(view.waiting)))
 
 
-class LastAlone(RequestPolicy, frozen=True, kw_only=True):
-    """Only the last of the queue, and none while any request runs."""
-
-    patient: bool = False
-
-    def admit(self, view: AdmissionView) -> Admission:
-        if self.patient and view.running:
-            return Admission()
-        return Admission([len(view.waiting) - 1])
-
-
 class HoldingForEver(RequestPolicy, frozen=True, kw_only=True):
     """Never admits a request: it is overruled when an entry has waited for a minute."""
 
     def admit(self, view: AdmissionView) -> Admission:
         return Admission(hold_until_ns=view.now_ns + 1_000_000_000)
-
-
-class HoldingBack(RequestPolicy, frozen=True, kw_only=True):
-    """Alternates between holding all and admitting only the last; or does both at once, which is not legal."""
-
-    both: bool = False
-
-    def admit(self, view: AdmissionView) -> Admission:
-        last = [len(view.waiting) - 1]
-        if self.both:
-            return Admission(last, hold_until_ns=view.now_ns + 300_000)
-        if view.now_ns // 300_000 % 2:
-            return Admission(hold_until_ns=view.now_ns + 100_000)
-        return Admission(last)
 
 
 class Stubborn(CachePolicy, frozen=True, kw_only=True):
@@ -315,47 +293,66 @@ class Stubborn(CachePolicy, frozen=True, kw_only=True):
         return StubbornOrder(self.calls, self.keeps)
 
 
-class StubbornOrder:
+class StubbornOrder(LruOrder[Hashable]):
     def __init__(self, calls: int, keeps: int) -> None:
-        self._calls = calls
-        self._keeps = keeps
-        self._keys: list[Hashable] = []
+        super().__init__()
+        self._calls, self._keeps = calls, keeps
 
     def add(self, key: Hashable, size: int) -> bool:
         self._count()
-        if len(self._keys) >= self._keeps:
-            return False
-        self._keys.append(key)
-        return True
+        return len(self) < self._keeps and super().add(key, size)
 
     def reuse(self, key: Hashable) -> None:
         self._count()
-        self._keys.remove(key)
+        super().reuse(key)
 
     def drop(self, key: Hashable) -> None:
         self._count()
-        self._keys.remove(key)
+        super().drop(key)
 
     def victim(self) -> Hashable:
         self._count()
-        return self._keys[-1]
+        return list(self)[-1]
 
     def _count(self) -> None:
         self._calls -= 1
         if self._calls < 0:
             raise RuntimeError("a bug in the policy")
 
-    def state(self) -> object:
-        return [self._calls, self._keeps, self._keys]
+    def state(self) -> list[Any]:
+        return [self._calls, self._keeps, super().state()]
 
-    def restore(self, state: Any) -> None:
-        self._calls, self._keeps, self._keys = state
+    def restore(self, state: list[Any]) -> None:
+        self._calls, self._keeps, keys = state
+        super().restore(keys)
 
-    def __len__(self) -> int:
-        return len(self._keys)
 
-    def __iter__(self) -> Iterator[Hashable]:
-        return iter(self._keys)
+class LockedOrder(LruOrder[Hashable]):
+    """Holds a lock, which cannot be recorded, from the first addition on."""
+
+    lock: Any = None
+
+    def add(self, key: Hashable, size: int) -> bool:
+        self.lock = threading.Lock()
+        return super().add(key, size)
+
+    def state(self) -> list[Any]:
+        return [super().state(), self.lock]
+
+    def restore(self, state: list[Any]) -> None:
+        super().restore(state[0])
+
+
+class Locked(CachePolicy, frozen=True, kw_only=True):
+    """Its order cannot be recorded; with `early`, from the start."""
+
+    early: bool = False
+
+    def build_order(self) -> EvictionOrder[Hashable]:
+        order = LockedOrder()
+        if self.early:
+            order.lock = threading.Lock()
+        return order
 
 
 Maker = Callable[[random.Random], Policy]
@@ -380,9 +377,7 @@ def random_admission(rng: random.Random) -> Policy:
             ageing_s=rng.choice([0.001, 10.0]), forget=rng.choice([0.1, 1.0])
         ),
         lambda _: Reversed(),
-        lambda rng: LastAlone(patient=rng.random() < 0.5),
         lambda _: HoldingForEver(),
-        lambda rng: HoldingBack(both=rng.random() < 0.3),
         *ADVERSARIES,
     ]
     return rng.choice(makers)(rng)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar, cast
+import inspect
+from typing import Any, cast
 
 import msgspec
 
@@ -10,7 +11,8 @@ from vsched.kernel import SchedulerLimits
 from vsched.kernel.request import RequestState, int32
 from vsched.policy import DECISIONS, Admission, AdmissionView, Policy, RequestPolicy
 from vsched.sim.ranks.stepped import correct_outputs
-from vsched.testing import ModelCluster, make_request
+from vsched.testing import ModelCluster, default_policies, make_request
+from vsched.testing.cluster import SEATS
 from vsched.types import Request
 
 ROOMY = SchedulerLimits(
@@ -31,6 +33,22 @@ ROOMY = SchedulerLimits(
 def make_limits(**changes: Any) -> SchedulerLimits:
     """Return ample limits with changes."""
     return msgspec.structs.replace(ROOMY, **changes)
+
+
+def make_cluster(*requests: Request, **changes: Any) -> ModelCluster:
+    """Return a cluster with ample limits and default policies, changed by name, that got these requests."""
+    policies = {name: changes.pop(name) for name in SEATS if name in changes}
+    cluster = ModelCluster(make_limits(**changes), default_policies(**policies))
+    for request in requests:
+        cluster.submit(request)
+    return cluster
+
+
+def complete(cluster: ModelCluster, *requests: Request) -> None:
+    """Submit requests, each when the one before has ended."""
+    for request in requests:
+        cluster.submit(request)
+        cluster.drain()
 
 
 def words(count: int, *, start: int = 10) -> list[int]:
@@ -72,7 +90,7 @@ class Gathering(RequestPolicy, frozen=True, kw_only=True):
 
 
 def answering(decision: str, answer: Any, views: list[Any] | None = None) -> Policy:
-    """Return a policy that gives this answer to every call, or raises it, and adds its views to `views`."""
+    """Return a policy with one answer, error, or function of the view, for every call; its views go to `views`."""
     one = DECISIONS[decision]
 
     def method(*arguments: Any) -> Any:
@@ -80,19 +98,11 @@ def answering(decision: str, answer: Any, views: list[Any] | None = None) -> Pol
             views.append(arguments[-1])
         if isinstance(answer, Exception):
             raise answer
-        return answer
+        return answer(arguments[-1]) if inspect.isfunction(answer) else answer
 
     names = {one.method: method}
     made = msgspec.defstruct("Answering", [], bases=(one.base,), namespace=names, frozen=True)
     return cast("Policy", made())
-
-
-ViewStruct = TypeVar("ViewStruct", bound=msgspec.Struct)
-
-
-def as_shown(live: object, kind: type[ViewStruct]) -> ViewStruct:
-    """A policy's view of a group, as plain values."""
-    return kind(**{name: getattr(live, name) for name in kind.__struct_fields__})
 
 
 def encode_statistics(cluster: ModelCluster) -> dict[str, int]:
@@ -108,10 +118,32 @@ def generate_statistics(cluster: ModelCluster) -> dict[str, int]:
     return {name: value for name, value in statistics.items() if name != "groups"}
 
 
+def outcome(cluster: ModelCluster) -> list[object]:
+    """All that the kernel decided."""
+    names = ("decisions", "encoded", "outputs", "ended", "refused", "rejected", "drained")
+    return [getattr(cluster, name) for name in names]
+
+
 def crash(cluster: ModelCluster, group: str = "generate") -> None:
     """Lose a group, and bring it back."""
     cluster.lose(group)
     cluster.restore_group(group)
+
+
+def lose_while_running(cluster: ModelCluster, poison: str) -> int:
+    """Run a cluster whose group is lost whenever it runs a given request; return the number of losses."""
+    losses = 0
+    for _ in range(500):
+        if poison in cluster.ended:
+            return losses
+        number = next(number for number, name in cluster.names.items() if name == poison)
+        sequences = cluster.generators["generate"].sequences
+        if number in sequences and sequences[number].state.length:
+            losses += 1
+            crash(cluster)
+        elif cluster.busy("generate"):
+            cluster.run_generate()
+    raise AssertionError("the poison was never found")
 
 
 def joined(cluster: ModelCluster) -> list[str]:

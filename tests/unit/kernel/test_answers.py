@@ -9,12 +9,14 @@ import pytest
 
 from tests.unit.kernel.setups import (
     assert_served,
+    complete,
     crash,
     encode_statistics,
     generate_statistics,
     image_request,
     joined,
-    make_limits,
+    lose_while_running,
+    make_cluster,
     words,
 )
 from vsched.kernel.commands import Accept, RefusalCode
@@ -43,11 +45,9 @@ def prefilled(cluster: ModelCluster) -> int:
         ({"prefix_cache": False, "state_snapshots": 0}, 42, 4 * 42),
     ],
 )
-def test_answers_compute_the_prompt_once(
-    changes: dict[str, Any], prompt: int, computed: int
-) -> None:
+def test_choices_compute_a_prompt_once(changes: dict[str, Any], prompt: int, computed: int) -> None:
     """Each choice after the first computes its part of the last block, of four tokens."""
-    cluster = ModelCluster(make_limits(**changes))
+    cluster = make_cluster(**changes)
     cluster.submit(make_request("a", words(prompt)), choices=4)
     assert_served(cluster, *NAMES)
     assert prefilled(cluster) == computed
@@ -55,7 +55,7 @@ def test_answers_compute_the_prompt_once(
 
 def test_answers_share_an_image_at_the_end_of_the_prompt() -> None:
     """Also if the last block, which each choice computes, contains part of it."""
-    cluster = ModelCluster(make_limits(chunk_tokens=6))
+    cluster = make_cluster(chunk_tokens=6)
     cluster.submit(image_request("a", (b"one", 9), (b"two", 12)), choices=4)
     assert_served(cluster, *NAMES)
     assert encode_statistics(cluster)["items_encoded"] == 2
@@ -64,17 +64,15 @@ def test_answers_share_an_image_at_the_end_of_the_prompt() -> None:
 
 
 def test_choices_without_a_prefix_cache_share_with_no_other_request() -> None:
-    cluster = ModelCluster(make_limits(prefix_cache=False))
+    cluster = make_cluster(prefix_cache=False)
     cluster.submit(make_request("a", words(42)), choices=2)
     cluster.submit(make_request("b", words(42)), choices=2)
-    cluster.submit(make_request("c", words(42)))
-    cluster.drain()
+    complete(cluster, make_request("c", words(42)))
     assert prefilled(cluster) == 3 * 42 + 2 * 2
 
 
 def test_answers_are_accepted_together_or_not_at_all() -> None:
-    cluster = ModelCluster(make_limits(slots=1, waiting=4))
-    cluster.submit(make_request("first", words(4), max_tokens=20))
+    cluster = make_cluster(make_request("first", words(4), max_tokens=20), slots=1, waiting=4)
     cluster.submit(make_request("second", words(4)))
     commands = cluster.submit(make_request("a", words(42)), choices=4)
     assert not any(isinstance(one, Accept) for one in commands)
@@ -86,7 +84,7 @@ def test_answers_are_accepted_together_or_not_at_all() -> None:
 
 
 def test_an_answer_whose_id_is_in_use_refuses_all() -> None:
-    cluster = ModelCluster(make_limits())
+    cluster = make_cluster()
     cluster.submit(make_request("a#2", words(4)))
     cluster.submit(make_request("a", words(42)), choices=2)
     assert "a" not in cluster.refused
@@ -99,7 +97,7 @@ def test_an_answer_whose_id_is_in_use_refuses_all() -> None:
 
 
 def test_answers_that_a_group_cannot_take_go_where_the_first_is() -> None:
-    cluster = ModelCluster(make_limits(chunk_tokens=7, generators=2))
+    cluster = make_cluster(chunk_tokens=7, generators=2)
     cluster.send(Drain("generate-0"))
     cluster.submit(make_request("a", words(42)), choices=4)
     assert_served(cluster, *NAMES)
@@ -108,18 +106,9 @@ def test_answers_that_a_group_cannot_take_go_where_the_first_is() -> None:
 
 def test_poison_takes_the_other_answers_with_it() -> None:
     """One after the other, they would crash the group again."""
-    cluster = ModelCluster(make_limits(slots=8))
+    cluster = make_cluster(slots=8)
     cluster.submit(make_request("a", words(6), max_tokens=50), choices=4)
-    losses = 0
-    while "a" not in cluster.ended:
-        while cluster.generate_log and losses < 20:
-            cluster.run_generate()
-            if set(joined(cluster)) & set(NAMES):
-                break
-        cluster.lose("generate")
-        losses += 1
-        cluster.restore_group("generate")
-        assert losses < 6
+    lose_while_running(cluster, "a")
     assert {cluster.ended[name].code for name in NAMES} == {"group_lost"}
     cluster.drain()
     cluster.check_settled()
@@ -127,10 +116,9 @@ def test_poison_takes_the_other_answers_with_it() -> None:
 
 def test_an_answer_waits_for_no_slot_while_the_prompt_is_computed() -> None:
     """Others may have them meanwhile."""
-    cluster = ModelCluster(make_limits(chunk_tokens=7, slots=2))
+    cluster = make_cluster(chunk_tokens=7, slots=2)
     cluster.submit(make_request("a", words(42)), choices=4)
-    cluster.submit(make_request("b", words(6, start=70)))
-    cluster.drain()
+    complete(cluster, make_request("b", words(6, start=70)))
     assert joined(cluster)[:2] == ["a", "b"]
     assert_served(cluster, *NAMES, "b")
     assert prefilled(cluster) == 42 + 3 * 2 + 6
@@ -138,8 +126,7 @@ def test_an_answer_waits_for_no_slot_while_the_prompt_is_computed() -> None:
 
 def test_the_first_answer_reports_a_cached_prompt_and_further_ones_share_it() -> None:
     """The first choice computes it from its first token on, once."""
-    cluster = ModelCluster(make_limits())
-    cluster.submit(make_request("before", words(42)))
+    cluster = make_cluster(make_request("before", words(42)))
     cluster.drain()
     request = make_request("a", words(42))
     reported = msgspec.structs.replace(request.sampling, prompt_logprobs=1)
@@ -150,7 +137,7 @@ def test_the_first_answer_reports_a_cached_prompt_and_further_ones_share_it() ->
 
 
 def test_a_prompt_that_was_told_of_is_cached_when_its_request_comes_again() -> None:
-    cluster = ModelCluster(make_limits())
+    cluster = make_cluster()
     request = make_request("a", words(42), max_tokens=20)
     reported = msgspec.structs.replace(request.sampling, prompt_logprobs=1)
     cluster.submit(msgspec.structs.replace(request, sampling=reported))

@@ -7,15 +7,7 @@ import msgspec
 from vsched.kernel import SchedulerLimits
 from vsched.kernel.commands import RejectArrival
 from vsched.kernel.events import Arrived, Withdrawn
-from vsched.policy import (
-    Admit,
-    ArrivalDecision,
-    ArrivalView,
-    Hold,
-    Redirect,
-    RequestPolicy,
-    Shed,
-)
+from vsched.policy import Admit, ArrivalDecision, ArrivalView, Hold, Redirect, RequestPolicy, Shed
 from vsched.testing import ModelCluster, make_request
 from vsched.testing.cluster import default_policies
 

@@ -7,15 +7,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.unit.kernel.setups import Gathering, image_request, make_limits, words
+from tests.unit.kernel.setups import Gathering, image_request, make_cluster, words
 from vsched.failures import Simulated
-from vsched.kernel import Scheduler
 from vsched.kernel.events import Drain, GroupLost
 from vsched.kernel.live import CELL_SAMPLES_MAX, MAP_CELLS_MAX, MemoryMap, RequestRow
 from vsched.policy import Admission, AdmissionView, RequestPolicy
-from vsched.testing import ModelCluster, default_policies, make_request
+from vsched.testing import ModelCluster, make_request
 from vsched.types import Request
-from vsched_policies.admission import Fifo
 
 
 def rows(cluster: ModelCluster, most: int = 100) -> dict[str, RequestRow]:
@@ -48,13 +46,13 @@ WAITS: list[tuple[dict[str, Any], list[Request], str, list[str]]] = [
     ({"blocks": 6}, LARGE, "big", ["it needs 5 KV blocks, "]),
     ({"blocks": 6}, LARGE, "small", ["the first in the queue needs 5 KV blocks"]),
     (
-        {"admission": Gathering(deadline_s=2)},
+        {"generate_admission": Gathering(deadline_s=2)},
         TEXTS,
         "third",
         ["holds the queue for another 2.0 s", OTHER_FIELDS],
     ),
     (
-        {"admission": Last()},
+        {"generate_admission": Last()},
         VIP,
         "running",
         ["lets others go first, for at most 60 s (policies.passed_over_max_s)", OTHER_FIELDS],
@@ -77,12 +75,7 @@ WAITS: list[tuple[dict[str, Any], list[Request], str, list[str]]] = [
         "one",
         ["items [0] of 1 are not encoded yet; encode encodes it, for "],
     ),
-    (
-        {"encode_items": 1},
-        IMAGES,
-        "two",
-        ["all 1 encode groups are busy; images ahead of it: 0"],
-    ),
+    ({"encode_items": 1}, IMAGES, "two", ["all 1 encode groups are busy; images ahead of it: 0"]),
 ]
 
 
@@ -91,14 +84,9 @@ def test_row_of_a_waiting_request_has_reason_and_remedy(
     changes: dict[str, Any], requests: list[Request], name: str, said: list[str]
 ) -> None:
     """In this order."""
-    limits = dict(changes)
-    event, admission = limits.pop("event", None), limits.pop("admission", Fifo())
-    cluster = ModelCluster(
-        make_limits(**{"prefix_cache": False, **limits}),
-        default_policies(generate_admission=admission),
-    )
-    for request in requests:
-        cluster.submit(request)
+    changes = {"prefix_cache": False, **changes}
+    event = changes.pop("event", None)
+    cluster = make_cluster(*requests, **changes)
     if event is not None:
         cluster.kernel.handle(event, cluster.now_ns)
     why = rows(cluster)[name].why
@@ -108,7 +96,7 @@ def test_row_of_a_waiting_request_has_reason_and_remedy(
 
 
 def test_rows_have_slot_phase_and_times() -> None:
-    cluster = ModelCluster(make_limits(slots=1))
+    cluster = make_cluster(slots=1)
     for request in TEXTS:
         cluster.submit(msgspec.structs.replace(request, tenant="a"))
     found = rows(cluster)
@@ -123,7 +111,7 @@ def test_rows_have_slot_phase_and_times() -> None:
 
 
 def test_rows_have_all_with_a_slot_and_the_oldest_others() -> None:
-    cluster = ModelCluster(make_limits(slots=2))
+    cluster = make_cluster(slots=2)
     for number in range(6):
         cluster.submit(make_request(f"r{number}", words(3)))
     assert list(rows(cluster, most=3)) == ["r0", "r1", "r2"]
@@ -137,8 +125,7 @@ def shares(found: MemoryMap) -> list[float]:
 
 
 def test_block_map_has_held_and_cached_blocks() -> None:
-    cluster = ModelCluster(make_limits(blocks=20, block_size=4))
-    cluster.submit(make_request("done", words(12)))
+    cluster = make_cluster(make_request("done", words(12)), blocks=20, block_size=4)
     cluster.drain()
     cluster.submit(make_request("running", words(8, start=500)))
     found = cluster.kernel.generators[0].block_map()
@@ -149,9 +136,7 @@ def test_block_map_has_held_and_cached_blocks() -> None:
 
 
 def test_map_of_a_large_cache_is_bounded() -> None:
-    limits = make_limits(blocks=1_000_000)
-    kernel = Scheduler(limits, default_policies())
-    found = kernel.generators[0].block_map()
+    found = make_cluster(blocks=1_000_000).kernel.generators[0].block_map()
     assert len(found.cells) <= MAP_CELLS_MAX
     assert found.per_cell > CELL_SAMPLES_MAX
     assert shares(found) == [0, 0]

@@ -1,4 +1,4 @@
-"""Measurements in views of policies: times of recent steps and requests, in nanoseconds, as events reported them."""
+"""Views of policies: fields of the request, and times of recent steps and requests, in nanoseconds."""
 
 from __future__ import annotations
 
@@ -7,18 +7,27 @@ from typing import Any
 
 import msgspec
 
-from tests.unit.kernel.setups import image_request, make_limits, words
-from vsched.kernel import Scheduler
-from vsched.kernel.events import (
-    Aborted,
-    Encoded,
-    Event,
-    Finished,
-    GroupReady,
-    Stepped,
-    Submitted,
+from tests.contract.harmful import everywhere
+from tests.unit.kernel.setups import (
+    answering,
+    assert_served,
+    image_request,
+    make_cluster,
+    make_limits,
+    words,
 )
-from vsched.policy import Admission, AdmissionView, RequestPolicy
+from vsched.kernel import Scheduler
+from vsched.kernel.events import Aborted, Encoded, Event, Finished, GroupReady, Stepped, Submitted
+from vsched.policy import (
+    Admission,
+    AdmissionView,
+    ArrivalView,
+    DraftingView,
+    EncodingView,
+    InsertionView,
+    RoutingView,
+    StepView,
+)
 from vsched.policy.measured import (
     WINDOW,
     EncodeTime,
@@ -28,7 +37,9 @@ from vsched.policy.measured import (
     StepTime,
     SwapTime,
 )
+from vsched.policy_host import SeatPolicies
 from vsched.testing import default_policies, make_request
+from vsched.testing.cluster import seats_of
 from vsched.types import FinishReason, Request
 
 LIMITS = msgspec.structs.replace(make_limits(), generate_depth=1)
@@ -37,9 +48,9 @@ LIMITS = msgspec.structs.replace(make_limits(), generate_depth=1)
 class Told:
     """A scheduler that gets events at given times."""
 
-    def __init__(self, **changes: Any) -> None:
+    def __init__(self, policies: SeatPolicies | None = None, **changes: Any) -> None:
         limits = msgspec.structs.replace(LIMITS, **changes)
-        self.kernel = Scheduler(limits, default_policies())
+        self.kernel = Scheduler(limits, policies or default_policies())
         for group in self.kernel._groups:
             self.receive(0, GroupReady(group))
 
@@ -66,6 +77,30 @@ class Told:
 def text(name: str, tokens: int, start: int = 0, **fields: Any) -> Request:
     request = make_request(name, words(tokens, start=start), max_tokens=8)
     return msgspec.structs.replace(request, **fields)
+
+
+def test_views_have_tenant_session_and_priority_of_the_request() -> None:
+    seen: dict[type, tuple[str, str, int]] = {}
+
+    def around(ask: Any, view: Any) -> Any:
+        subject = view
+        match view:
+            case ArrivalView():
+                subject = view.request
+            case AdmissionView():
+                subject = view.waiting[0]
+            case StepView():
+                subject = view.prefilling[0]
+        seen[type(view)] = subject.tenant, subject.session, subject.priority
+        return ask(view)
+
+    cluster = make_cluster(generators=2, drafts=True, chunk_tokens=16, **everywhere(around))
+    request = image_request("r", (b"image", 40), max_tokens=20, priority=3)
+    cluster.arrive(msgspec.structs.replace(request, tenant="a", session="talk"))
+    assert_served(cluster, "r")
+    assert cluster.notices == []
+    requests = (ArrivalView, RoutingView, AdmissionView, StepView, DraftingView)
+    assert seen == dict.fromkeys((*requests, EncodingView, InsertionView), ("a", "talk", 3))
 
 
 def test_steps_are_reported_with_their_composition() -> None:
@@ -127,10 +162,7 @@ def test_waiting_is_distinguished() -> None:
     reported.step(1_500, 2, 1)
     reported.receive(2_500, Stepped(3, array("i", [7] * LIMITS.slots)))
     first = reported.measured.first_tokens[-1]
-    assert first.items_ns == 600
-    assert first.queued_ns == 800
-    assert first.ttft_ns == 2_400
-    assert first.items == 1
+    assert (first.items, first.items_ns, first.queued_ns, first.ttft_ns) == (1, 600, 800, 2_400)
     assert reported.measured.encodes == (EncodeTime(ended_ns=700, took_ns=600, items=1, tokens=4),)
 
 
@@ -180,17 +212,13 @@ def test_tenants_are_told_in_views_and_measurements() -> None:
     waiting: list[list[str]] = []
     shown: dict[str, Any] = {}
 
-    class Lists(RequestPolicy, frozen=True, kw_only=True):
-        def admit(self, view: AdmissionView) -> Admission:
-            waiting.append([view.stage, *(entry.tenant for entry in view.waiting)])
-            shown[view.stage] = view.measured
-            return Admission(range(min(len(view.waiting), view.entries_free)))
+    def admit(view: Any) -> Admission:
+        waiting.append([view.stage, *(entry.tenant for entry in view.waiting)])
+        shown[view.stage] = view.measured
+        return Admission(range(min(len(view.waiting), view.entries_free)))
 
-    policies = default_policies(encode_admission=Lists(), generate_admission=Lists())
-    reported = Told()
-    reported.kernel = kernel = Scheduler(LIMITS, policies)
-    for group in ("encode", "generate"):
-        kernel.handle(GroupReady(group), 0)
+    seats = dict.fromkeys(seats_of("admission"), answering("admission", admit))
+    reported = Told(default_policies(**seats))
     for name, tenant in (("a", "red"), ("b", "blue")):
         request = image_request(name, (b"one", 4), max_tokens=4)
         reported.submit(0, msgspec.structs.replace(request, tenant=tenant))
@@ -201,7 +229,7 @@ def test_tenants_are_told_in_views_and_measurements() -> None:
     assert reported.measured.tokens_running == {}
     assert [one.tenant for one in reported.measured.first_tokens] == ["red", "blue"]
     assert [one.tenant for one in reported.measured.ends] == ["red", "blue"]
-    assert shown == {"encode": kernel.encode.measured, "generate": reported.measured}
+    assert shown == {"encode": reported.kernel.encode.measured, "generate": reported.measured}
     for name in Measurements.__struct_fields__:
         assert hasattr(shown["generate"], name), "plain values stand for it in tests of policies"
         assert not getattr(Measurements(), name)

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from tests.unit.kernel.policy_pool import random_policies
-from tests.unit.kernel.setups import crash
+from tests.unit.kernel.setups import complete, crash
 from tests.unit.record.recorded import record_run
 from vsched.errors import ConfigError
 from vsched.kernel import Scheduler, SchedulerLimits
@@ -88,7 +88,15 @@ def test_a_new_policy_has_fresh_states_and_takes_the_place_of_a_default() -> Non
     submit(cluster)
     fresh = msgspec.msgpack.encode(Counts())
     assert cluster.kernel.policy_states()["generate-0.admission"] != fresh
-    cluster.send(PolicyReplaced("generate-0.admission", "too slow"))
+    for reason in ("too slow", "again"):
+        cluster.send(PolicyReplaced("generate-0.admission", reason))
+    cluster.send(PolicyReplaced("nowhere", "?"))
+    assert cluster.notices == ["the default decides from now on as generate-0.admission: too slow"]
+    cluster.run_generate("generate-0")
+    assert running(cluster) == 3  # two in the group of the default
+    statistics = cluster.kernel.statistics()
+    assert statistics["policy_replaced"] == {"generate-0.admission": "too slow"}
+    assert statistics["policy_faults"] == {}
     cluster.drain()
     watched: list[str] = []
 
@@ -137,9 +145,8 @@ def test_one_policy_takes_several_seats_with_one_state() -> None:
 def test_evictable_entries_are_handed_to_a_new_eviction_order(name: str, cached: int) -> None:
     cluster = ModelCluster(msgspec.structs.replace(LIMITS, generators=1))
     for letter in "abc":
-        text = [ord(letter)] * 33
-        cluster.submit(make_request(letter, text, [(0, 64, letter.encode())], max_tokens=1))
-        cluster.drain()
+        items = [(0, 64, letter.encode())]
+        complete(cluster, make_request(letter, [ord(letter)] * 33, items, max_tokens=1))
     before = cluster.kernel.statistics()
     install(cluster, generate__eviction={"use": name}, encode__eviction={"use": name})
     after = cluster.kernel.statistics()
@@ -147,14 +154,8 @@ def test_evictable_entries_are_handed_to_a_new_eviction_order(name: str, cached:
     assert before["generate"]["blocks_cached"] > 0
     assert after["generate"]["blocks_cached"] == kept
     assert after["encode"]["pages_evictable"] == (3 if cached else 0)
-    for letter in "xyzxyz":
-        text = [ord(letter)] * 200
-        cluster.submit(
-            make_request(letter * 2, text)
-            if letter * 2 not in cluster.requests
-            else make_request(letter, text)
-        )
-        cluster.drain()
+    for number, letter in enumerate("xyzxyz"):
+        complete(cluster, make_request(f"{letter}{number}", [ord(letter)] * 200))
     cluster.check_settled()
 
 
@@ -234,8 +235,7 @@ def test_failures_of_a_policy_that_is_installed_again_are_noticed() -> None:
     """Notices after the installation of a corrected policy, independent of earlier failures."""
     cluster = ModelCluster(LIMITS, default_policies(generate_admission=Fails(kind="old")))
     for number in range(200):
-        cluster.submit(make_request(f"r{number}", [number, 2], max_tokens=1))
-        cluster.drain()
+        complete(cluster, make_request(f"r{number}", [number, 2], max_tokens=1))
     assert cluster.kernel.statistics()["policy_faults"]["Fails"] > 100
     cluster.notices.clear()
     install(cluster, generate__admission={"use": f"{HERE}:Fails", "kind": "new"})

@@ -9,37 +9,30 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.unit.kernel.policy_pool import AllWaiting
+from tests.unit.kernel.policy_pool import AllWaiting, HoldingForEver
 from tests.unit.kernel.setups import (
     answering,
     assert_served,
     image_request,
     joined,
-    make_limits,
+    make_cluster,
     submit_texts,
     words,
 )
-from vsched.kernel import SchedulerLimits
 from vsched.policy import (
     Admission,
     AdmissionView,
     ArrivalDecision,
-    ArrivalView,
     Dispatch,
-    DispatchView,
     Draft,
-    DraftingPolicy,
-    DraftingView,
     Hold,
-    ImagePolicy,
     Policy,
     Preemption,
     PreemptionMode,
-    PreemptionView,
     RequestPolicy,
     StepShares,
 )
-from vsched.testing import ModelCluster, default_policies, make_request
+from vsched.testing import ModelCluster, make_request
 from vsched.testing.policy_run import PolicyRun, RequestAt, run_policy
 from vsched_policies.admission import Priority, Tiers
 
@@ -47,17 +40,11 @@ SECOND_NS = 1_000_000_000
 OVERDUE: list[int | None] = []
 
 
-class Youngest(RequestPolicy, frozen=True, kw_only=True):
+def youngest(view: Any) -> Admission:
     """Last come, first served."""
-
-    def admit(self, view: AdmissionView) -> Admission:
-        OVERDUE.append(view.overdue)
-        last = len(view.waiting) - 1
-        return Admission(range(last, max(last - view.entries_free, -1), -1))
-
-
-def cluster_of(limits: SchedulerLimits, **policies: Policy) -> ModelCluster:
-    return ModelCluster(limits, default_policies(**policies))
+    OVERDUE.append(view.overdue)
+    last = len(view.waiting) - 1
+    return Admission(range(last, max(last - view.entries_free, -1), -1))
 
 
 def overruled(cluster: ModelCluster, seat: str) -> dict[str, int]:
@@ -82,8 +69,12 @@ def served_for(cluster: ModelCluster, seconds: int, *, slots: int = 1) -> None:
 def test_admission_passes_no_request_over_for_too_long(limit_s: int) -> None:
     """The oldest goes first once the limit is over; the others follow, one at a time."""
     OVERDUE.clear()
-    limits = make_limits(slots=1, waiting=1000, passed_over_ns=limit_s * SECOND_NS)
-    cluster = cluster_of(limits, generate_admission=Youngest())
+    cluster = make_cluster(
+        slots=1,
+        waiting=1000,
+        passed_over_ns=limit_s * SECOND_NS,
+        generate_admission=answering("admission", youngest),
+    )
     served_for(cluster, limit_s + 5)
     statistics = cluster.kernel.statistics()
     assert limit_s <= statistics["passed_over_s"]["generate"] <= limit_s + 3
@@ -125,8 +116,12 @@ def test_admission_keeps_no_request_waiting_for_too_long_with_empty_answers() ->
 
 def test_requests_that_are_passed_over_take_one_slot_at_a_time() -> None:
     """A policy that keeps slots for others keeps all but one."""
-    limits = make_limits(slots=4, waiting=1000, passed_over_ns=5 * SECOND_NS)
-    cluster = cluster_of(limits, generate_admission=Youngest())
+    cluster = make_cluster(
+        slots=4,
+        waiting=1000,
+        passed_over_ns=5 * SECOND_NS,
+        generate_admission=answering("admission", youngest),
+    )
     for index in range(20):
         cluster.submit(make_request(f"old{index}", words(4, start=9 * index), max_tokens=50))
     for second in range(12):
@@ -141,7 +136,7 @@ def test_requests_that_are_passed_over_take_one_slot_at_a_time() -> None:
 
 def test_first_come_first_served_passes_no_request_over() -> None:
     """However long all wait, and whatever their sizes: nothing is overruled, and no time is counted."""
-    cluster = cluster_of(make_limits(slots=1, waiting=1000, passed_over_ns=SECOND_NS))
+    cluster = make_cluster(slots=1, waiting=1000, passed_over_ns=SECOND_NS)
     served_for(cluster, 30)
     statistics = cluster.kernel.statistics()
     assert statistics["policy_overruled"] == {}
@@ -149,35 +144,30 @@ def test_first_come_first_served_passes_no_request_over() -> None:
 
 
 def test_more_entries_than_places_are_counted() -> None:
-    cluster = cluster_of(make_limits(slots=2), generate_admission=AllWaiting())
+    cluster = make_cluster(slots=2, generate_admission=AllWaiting())
     submit_texts(cluster, 5, 4, apart=9)
     cluster.drain()
     assert set(overruled(cluster, "generate.admission")) == {"more entries than can join"}
 
 
-class LastImage(RequestPolicy, frozen=True, kw_only=True):
-    def admit(self, view: AdmissionView) -> Admission:
-        return Admission([len(view.waiting) - 1])
+def last_image(view: Any) -> Admission:
+    return Admission([len(view.waiting) - 1])
 
 
-class LastOrder(ImagePolicy, frozen=True, kw_only=True):
-    def dispatch(self, view: DispatchView) -> Dispatch:
-        free = next(index for index, group in enumerate(view.groups) if group.free)
-        return Dispatch(free, range(len(view.waiting) - 1, 0, -1) or [0])
+def last_order(view: Any) -> Dispatch:
+    free = next(index for index, group in enumerate(view.groups) if group.free)
+    return Dispatch(free, range(len(view.waiting) - 1, 0, -1) or [0])
 
 
 @pytest.mark.parametrize(
     ("seat", "policies"),
     [
-        ("encode.admission", {"encode_admission": LastImage()}),
-        ("encode.dispatch", {"dispatch": LastOrder()}),
+        ("encode.admission", {"encode_admission": answering("admission", last_image)}),
+        ("encode.dispatch", {"dispatch": answering("dispatch", last_order)}),
     ],
 )
-def test_images_are_passed_over_for_no_longer_than_the_limit(
-    seat: str, policies: dict[str, Policy]
-) -> None:
-    limits = make_limits(encode_items=1, waiting=1000, passed_over_ns=5 * SECOND_NS)
-    cluster = cluster_of(limits, **policies)
+def test_images_are_passed_over_within_the_limit(seat: str, policies: dict[str, Policy]) -> None:
+    cluster = make_cluster(encode_items=1, waiting=1000, passed_over_ns=5 * SECOND_NS, **policies)
     for second in range(9):
         for index in range(2):
             cluster.submit(image_request(f"r{second}.{index}", (b"%d.%d" % (second, index), 4)))
@@ -192,16 +182,17 @@ VIEWS: list[Any] = []
 OLDEST = answering("preemption", Preemption(0, "swap"), VIEWS)
 
 
-class OldestEligible(RequestPolicy, frozen=True, kw_only=True):
-    def victim(self, view: PreemptionView) -> int:
-        return view.eligible[0]
+def oldest_eligible(view: Any) -> Any:
+    return view.eligible[0]
 
 
-@pytest.mark.parametrize(("policy", "counted"), [(OLDEST, True), (OldestEligible(), False)])
+@pytest.mark.parametrize(
+    ("policy", "counted"), [(OLDEST, True), (answering("preemption", oldest_eligible), False)]
+)
 def test_victims_older_than_the_request_in_need_are_counted(policy: Policy, counted: bool) -> None:
     """The view tells the request in need, and so the victims that are possible."""
     VIEWS.clear()
-    cluster = cluster_of(make_limits(blocks=12, slots=4), preemption=policy)
+    cluster = make_cluster(blocks=12, slots=4, preemption=policy)
     for index in range(4):
         cluster.submit(make_request(f"r{index}", words(6 + index, start=20 * index), max_tokens=30))
     assert_served(cluster, *cluster.requests)
@@ -211,18 +202,20 @@ def test_victims_older_than_the_request_in_need_are_counted(policy: Policy, coun
     assert all(view.eligible == range(view.in_need, len(view.running)) for view in VIEWS)
 
 
-class Many(DraftingPolicy, frozen=True, kw_only=True):
-    def grant(self, view: DraftingView) -> Draft:
-        return Draft(view.rows_free + 1, steps=4, ngram=2)
+def many(view: Any) -> Draft:
+    return Draft(view.rows_free + 1, steps=4, ngram=2)
 
 
 def test_answers_of_other_kinds_are_counted() -> None:
     VIEWS.clear()
-    cluster = cluster_of(
-        make_limits(pages=8, slots=1, chunk_tokens=16, drafts=True),
+    cluster = make_cluster(
+        pages=8,
+        slots=1,
+        chunk_tokens=16,
+        drafts=True,
         encoding=answering("encoding", [], VIEWS),
         reclaim=answering("reclaim", []),
-        drafting=Many(),
+        drafting=answering("drafting", many),
         step=answering("step", StepShares([])),
     )
     cluster.submit(make_request("old", words(64), [(64, 24, b"late")], max_tokens=2))
@@ -242,11 +235,11 @@ def test_answers_of_other_kinds_are_counted() -> None:
 
 def test_answers_about_blocks_and_replicas_are_counted() -> None:
     """Shared blocks stay in the cache whatever is kept, and a replica that is down takes no request."""
-    cluster = cluster_of(make_limits(), insertion=answering("insertion", 0))
+    cluster = make_cluster(insertion=answering("insertion", 0))
     cluster.submit(make_request("r", words(64), max_tokens=9), choices=2)
     cluster.drain()
     assert overruled(cluster, "generate.insertion")
-    cluster = cluster_of(make_limits(generators=3), routing=answering("routing", 2))
+    cluster = make_cluster(generators=3, routing=answering("routing", 2))
     cluster.submit(make_request("a", words(4)))
     assert overruled(cluster, "routing") == {}
     cluster.lose("generate-2")
@@ -254,15 +247,15 @@ def test_answers_about_blocks_and_replicas_are_counted() -> None:
     assert overruled(cluster, "routing") == {"the replica takes no requests": 1}
 
 
-class Holds(RequestPolicy, frozen=True, kw_only=True):
-    def arrive(self, view: ArrivalView) -> ArrivalDecision:
-        return Hold(view.request.arrived_ns + 4 * SECOND_NS)
+def hold(view: Any) -> ArrivalDecision:
+    return Hold(view.request.arrived_ns + 4 * SECOND_NS)
 
 
 @pytest.mark.parametrize(("limit_s", "fails"), [(5, False), (3, True)])
 def test_holds_have_the_same_limit(limit_s: int, fails: bool) -> None:
-    limits = make_limits(waiting=2, passed_over_ns=limit_s * SECOND_NS)
-    cluster = cluster_of(limits, arrival=Holds())
+    cluster = make_cluster(
+        waiting=2, passed_over_ns=limit_s * SECOND_NS, arrival=answering("arrival", hold)
+    )
     for index in range(3):
         cluster.arrive(make_request(f"r{index}", words(4)))
     assert bool(cluster.notices) == fails
@@ -343,8 +336,8 @@ def test_two_requests_never_take_turns_at_each_others_expense() -> None:
 
 def test_requests_give_way_for_limited_time_in_total() -> None:
     """Then the batch request keeps its slot, and chats wait for it."""
-    chats = [RequestAt(at_s=1 + n / 10, priority=1, output_tokens=20) for n in range(40)]
-    batch = RequestAt(name="batch", output_tokens=200)
+    chats = [RequestAt(at_s=1 + n / 10, priority=1, output_tokens=20) for n in range(20)]
+    batch = RequestAt(name="batch", output_tokens=150)
     free = run_policy(Tiers(), batch, *chats, slots=1)
     limited = run_policy(Tiers(), batch, *chats, slots=1, passed_over_ns=1_000_000_000)
     ends = [one.times["batch"].finished_ns / 1e9 for one in (free, limited)]
@@ -367,19 +360,20 @@ def test_policy_sees_preemptible_requests() -> None:
     assert all(len(eligible) <= count <= SLOTS for eligible, count in seen)
 
 
-class ForcesArrivals(RequestPolicy, frozen=True, kw_only=True):
+def force_arrivals(view: Any) -> Admission:
     """Makes all entries look as if they had just come, and holds them."""
-
-    def admit(self, view: AdmissionView) -> Admission:
-        for entry in view.waiting:
-            msgspec.structs.force_setattr(entry, "arrived_ns", 1 << 60)
-        return Admission(hold_until_ns=1 << 60)
+    for entry in view.waiting:
+        msgspec.structs.force_setattr(entry, "arrived_ns", 1 << 60)
+    return Admission(hold_until_ns=1 << 60)
 
 
-@pytest.mark.parametrize("table", ["generate_admission", "encode_admission"])
-def test_times_of_arrival_that_a_policy_forces_hold_no_request_for_longer(table: str) -> None:
-    limits = make_limits(passed_over_ns=5 * SECOND_NS)
-    cluster = cluster_of(limits, **{table: ForcesArrivals()})
+@pytest.mark.parametrize("policy", [HoldingForEver(), answering("admission", force_arrivals)])
+@pytest.mark.parametrize("seat", ["generate_admission", "encode_admission"])
+def test_policy_holds_no_request_for_longer_than_the_limit(policy: Policy, seat: str) -> None:
+    """Even if it forces the times of arrival in its views."""
+    cluster = make_cluster(passed_over_ns=5 * SECOND_NS, **{seat: policy})
     cluster.submit(image_request("r", (b"image", 4)))
+    cluster.wait(4 * SECOND_NS)
+    assert not joined(cluster)
     assert_served(cluster, "r")
     assert "held for over 5 s" in cluster.notices[0]

@@ -8,13 +8,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.unit.kernel.setups import (
-    answering,
-    assert_served,
-    image_request,
-    make_limits,
-    words,
-)
+from tests.unit.kernel.setups import answering, assert_served, image_request, make_cluster, words
+from tests.workers.properties import thorough
 from vsched.policy import (
     DECISIONS,
     Admission,
@@ -33,8 +28,7 @@ from vsched.policy import (
 )
 from vsched.policy_host.eviction import GuardedOrder
 from vsched.policy_host.seats import PolicyFaults
-from vsched.testing import ModelCluster, default_policies, make_request
-from vsched.testing.cluster import seats_of
+from vsched.testing import ModelCluster, make_request
 from vsched_policies.eviction import LruOrder
 
 
@@ -58,8 +52,7 @@ BOOM = RuntimeError("a bug in the policy")
 
 def serve_all(policies: dict[str, Policy]) -> ModelCluster:
     """Serve requests that need every kind of decision."""
-    limits = make_limits(blocks=14, slots=4, pages=8, chunk_tokens=12)
-    cluster = ModelCluster(limits, default_policies(**policies))
+    cluster = make_cluster(blocks=14, slots=4, pages=8, chunk_tokens=12, **policies)
     for index in range(5):
         image = (b"image%d" % (index % 3), 10)
         cluster.submit(image_request(f"image{index}", image, max_tokens=20))
@@ -128,30 +121,8 @@ def test_invalid_answers_are_refused(decision: str) -> None:
             raise AssertionError(f"{check(answer, *facts)} was accepted")
 
 
-@pytest.mark.parametrize(
-    "decision", sorted({*INVALID} - {"reclaim", "routing", "arrival", "drafting"})
-)
-def test_default_decides_after_a_failure(decision: str) -> None:
-    """Everything is served; the failures are counted, and logged with the input."""
-    cluster = serve_all(dict.fromkeys(seats_of(decision), answering(decision, BOOM)))
-    assert cluster.kernel.statistics()["policy_faults"]["Answering"] >= len(cluster.notices) > 0
-    assert "policy Answering failed" in cluster.notices[0]
-    assert "the default decided. Input: " in cluster.notices[0]
-    assert cluster.ended["image0"].times.preemptions == 0, "the youngest is preempted"
-    assert cluster.kernel.statistics()["generate"]["blocks_cached"] > 0, "all blocks are kept"
-
-
-def test_admission_that_admits_no_request_is_overruled_when_nothing_runs() -> None:
-    """With nothing running and no time to hold until, some request must join."""
-    cluster = serve_all({"generate_admission": answering("admission", Admission())})
-    assert any("nothing is admitted" in notice for notice in cluster.notices)
-
-
 def test_youngest_embedding_is_evicted_after_a_failure() -> None:
-    cluster = ModelCluster(
-        make_limits(pages=8, slots=1, chunk_tokens=16),
-        default_policies(reclaim=answering("reclaim", BOOM)),
-    )
+    cluster = make_cluster(pages=8, slots=1, chunk_tokens=16, reclaim=answering("reclaim", BOOM))
     cluster.submit(make_request("old", words(64), [(64, 24, b"late")], max_tokens=2))
     for name in ("young", "younger"):
         cluster.submit(image_request(name, (name.encode(), 8), max_tokens=2))
@@ -160,7 +131,7 @@ def test_youngest_embedding_is_evicted_after_a_failure() -> None:
     assert cluster.kernel.statistics()["encode"]["cache_preemptions"] == 1
 
 
-@pytest.mark.parametrize("cache", ["encode_eviction", "generate_eviction"])
+@pytest.mark.parametrize("cache", ["encode_eviction", *thorough("generate_eviction")])
 @pytest.mark.parametrize(
     "order",
     [
@@ -177,15 +148,6 @@ def test_guard_eviction_default_decides(cache: str, order: Any) -> None:
     cluster = serve_all({cache: answering("eviction", order)})
     assert "policy Answering failed" in cluster.notices[0]
     assert cluster.kernel.statistics()["policy_faults"] == {"Answering": 1}
-
-
-def test_guard_eviction_may_keep_nothing() -> None:
-    """`add` may return False: the entry is dropped at once."""
-    cluster = serve_all({"encode_eviction": answering("eviction", BadOrder("add", False))})
-    assert cluster.notices == []
-    encode = cluster.kernel.statistics()["encode"]
-    assert isinstance(encode, dict)
-    assert encode["cache_entries"] == 0
 
 
 class NumpyOrder(BadOrder):
@@ -272,8 +234,7 @@ def test_guard_notice_says_where_a_policy_failed() -> None:
 
 def test_guard_notices_do_not_flood() -> None:
     """A policy that fails in every step is logged a hundred times; later failures are only counted."""
-    policies = default_policies(encoding=answering("encoding", BOOM))
-    cluster = ModelCluster(make_limits(waiting=200), policies)
+    cluster = make_cluster(waiting=200, encoding=answering("encoding", BOOM))
     for index in range(110):
         cluster.submit(image_request(f"r{index}", (b"image%d" % index, 4), max_tokens=1))
     assert len(cluster.notices) == 100

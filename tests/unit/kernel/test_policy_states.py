@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from tests.unit.kernel.policy_pool import Tallied, Tally
-from tests.unit.kernel.setups import make_limits, words
+from tests.unit.kernel.setups import complete, make_cluster, make_limits, words
 from vsched.errors import PolicyError, RecordError
 from vsched.kernel import Scheduler
 from vsched.plugins import check_contract
@@ -67,8 +67,7 @@ def spoils(field: str, value: Any) -> Callable[[AdmissionView], Admission]:
 def serve(cluster: ModelCluster, count: int) -> None:
     for index in range(count):
         name = f"r{len(cluster.requests)}"
-        cluster.submit(make_request(name, words(4, start=10 * index), max_tokens=1))
-        cluster.drain()
+        complete(cluster, make_request(name, words(4, start=10 * index), max_tokens=1))
 
 
 def calls_of(cluster: ModelCluster, seat: str = "generate.admission") -> int:
@@ -96,7 +95,7 @@ def test_state_is_as_it_was_after_a_call_that_failed(act: Any) -> None:
         return Admission([0])
 
     ACTS[:] = [look, act, look]
-    cluster = ModelCluster(make_limits(), default_policies(generate_admission=Doing()))
+    cluster = make_cluster(generate_admission=Doing())
     serve(cluster, 3)
     assert seen == [1, 2], "the second call failed, so the third is the second that counts"
     assert calls_of(cluster) == 2
@@ -117,7 +116,7 @@ def test_state_has_the_declared_types_in_the_next_call() -> None:
         return Admission([0])
 
     ACTS[:] = [leave_list, find_tuple]
-    cluster = ModelCluster(make_limits(), default_policies(generate_admission=Doing()))
+    cluster = make_cluster(generate_admission=Doing())
     serve(cluster, 2)
     assert cluster.notices == []
 
@@ -125,9 +124,7 @@ def test_state_has_the_declared_types_in_the_next_call() -> None:
 def test_states_are_kept_by_place_and_replica() -> None:
     limits = msgspec.structs.replace(make_limits(), generators=2)
     policies = default_policies(
-        encode_admission=Tallied(),
-        generate_admission=Tallied(),
-        routing=Tallied(),
+        encode_admission=Tallied(), generate_admission=Tallied(), routing=Tallied()
     )
     cluster = ModelCluster(limits, policies)
     serve(cluster, 6)
@@ -180,6 +177,20 @@ def state_of(*field: Any, frozen: bool = False) -> Any:
     return msgspec.defstruct("State", [field], frozen=frozen)
 
 
+class Order(CachePolicy, frozen=True, kw_only=True):
+    state_type = Tally
+
+    def build_order(self) -> Any:
+        return None
+
+
+class Plan(MemoryPolicy, frozen=True, kw_only=True):
+    state_type = Tally
+
+    def plan(self, view: Any) -> Any:
+        yield
+
+
 @pytest.mark.parametrize(
     ("state_type", "words"),
     [
@@ -191,10 +202,7 @@ def state_of(*field: Any, frozen: bool = False) -> Any:
         (state_of("lock", complex, 0j), "the state State.lock is no plain value"),
         (state_of("wish", Any, None), "the state State.wish has no type of its own"),
         (state_of("rate", float), "must have a default for every field"),
-        (
-            state_of("rate", float, 0.0, frozen=True),
-            "is frozen, and a policy changes it in place",
-        ),
+        (state_of("rate", float, 0.0, frozen=True), "is frozen, and a policy changes it in place"),
         (state_of("rate", float, "fast"), "has defaults that cannot be kept"),
         (dict, "must be a msgspec.Struct"),
         (Tally(), "must be a msgspec.Struct"),
@@ -209,20 +217,6 @@ def test_contract_refuses_a_state_that_cannot_be_kept(state_type: Any, words: st
 @pytest.mark.parametrize("state_type", [None, Tally, Node])
 def test_contract_takes_a_state_of_plain_values(state_type: Any) -> None:
     check_contract(admission_with(state_type), "admission")
-
-
-class Order(CachePolicy, frozen=True, kw_only=True):
-    state_type = Tally
-
-    def build_order(self) -> Any:
-        return None
-
-
-class Plan(MemoryPolicy, frozen=True, kw_only=True):
-    state_type = Tally
-
-    def plan(self, view: Any) -> Any:
-        yield
 
 
 @pytest.mark.parametrize(("cls", "kind"), [(Order, "eviction"), (Plan, "memory")])

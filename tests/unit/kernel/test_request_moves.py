@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any
 
 import pytest
 
@@ -10,24 +10,19 @@ from tests.unit.kernel.policy_pool import Reversed
 from tests.unit.kernel.setups import (
     answering,
     assert_served,
+    complete,
     crash,
     generate_statistics,
     image_request,
     joined,
+    make_cluster,
     make_limits,
     submit_texts,
     words,
 )
 from vsched.kernel import SchedulerLimits
 from vsched.kernel.events import Drain, Resume
-from vsched.policy import (
-    Admission,
-    AdmissionView,
-    EncodingView,
-    ImagePolicy,
-    RequestPolicy,
-    RoutingView,
-)
+from vsched.policy import Admission
 from vsched.probes import observed
 from vsched.testing import ModelCluster, default_policies, make_request
 from vsched_policies.encoding import ChunkAware
@@ -36,29 +31,18 @@ from vsched_policies.eviction import KeepNothing
 SECOND_NS = 1_000_000_000
 
 
-ROUTED: list[RoutingView] = []
-FIRST = answering("routing", 0, ROUTED)
+FIRST = answering("routing", 0)
 """Always the first replica."""
 
 
-class Watching(ImagePolicy, frozen=True, kw_only=True):
-    """Proposes everything, and records its views."""
-
-    views: ClassVar[list[EncodingView]] = []
-
-    def select(self, view: EncodingView) -> list[int]:
-        self.views.append(view)
-        return list(range(len(view.items)))
+VIEWS: list[Any] = []
 
 
-class Asked(RequestPolicy, frozen=True, kw_only=True):
-    """Admits the first; records its views."""
+def propose_all(view: Any) -> range:
+    return range(len(view.items))
 
-    tokens: ClassVar[list[list[int | None]]] = []
 
-    def admit(self, view: AdmissionView) -> Admission:
-        self.tokens.append([entry.tokens for entry in view.waiting])
-        return Admission([0])
+WATCHING = answering("encoding", propose_all, VIEWS)
 
 
 def claims(cluster: ModelCluster, key: bytes) -> int:
@@ -107,45 +91,47 @@ def test_embedding_of_a_preempted_prefill_stays_until_it_joins_again() -> None:
 
 def test_image_that_ends_where_the_cached_prefix_ends_is_not_claimed() -> None:
     """Whatever the policy proposes, as long as a later image is to come."""
-    Watching.views.clear()
-    cluster = ModelCluster(make_limits(slots=1), default_policies(encoding=Watching()))
-    cluster.submit(make_request("first", words(8), [(0, 16, b"a")], max_tokens=1))
-    cluster.drain()
+    VIEWS.clear()
+    cluster = make_cluster(slots=1, encoding=WATCHING)
+    complete(cluster, make_request("first", words(8), [(0, 16, b"a")], max_tokens=1))
     cluster.submit(make_request("running", words(3, start=70), max_tokens=9))
     later = make_request("later", words(8, start=90), [(0, 16, b"a"), (20, 16, b"b")], max_tokens=1)
     cluster.submit(later)
-    assert [view.chunk_start for view in Watching.views if view.arriving] == [0, 16]
+    assert [view.chunk_start for view in VIEWS if view.arriving] == [0, 16]
     assert (claims(cluster, b"a"), claims(cluster, b"b")) == (0, 1)
     assert_served(cluster, "first", "running", "later")
 
 
-def test_policy_is_told_once_that_a_request_is_new_and_not_asked_once_its_images_are_consumed() -> (
-    None
-):
+def test_policy_sees_a_new_request_once_and_none_whose_images_are_consumed() -> None:
     limits = make_limits(chunk_tokens=16, batch_tokens=16, generate_depth=1)
-    Watching.views.clear()
-    cluster = ModelCluster(limits, default_policies(encoding=Watching()))
+    VIEWS.clear()
+    cluster = ModelCluster(limits, default_policies(encoding=WATCHING))
     cluster.submit(make_request("r", words(40), [(0, 16, b"a"), (16, 16, b"b")]))
     cluster.run_encode()
     cluster.run_generate()
     crash(cluster)
     cluster.drain()
-    assert [view.arriving for view in Watching.views].count(True) == 1
-    assert Watching.views[0].arriving
-    assert len(Watching.views) > 3
-    assert all(view.items[-1].stop > view.chunk_start for view in Watching.views)
+    assert [view.arriving for view in VIEWS].count(True) == 1
+    assert VIEWS[0].arriving
+    assert len(VIEWS) > 3
+    assert all(view.items[-1].stop > view.chunk_start for view in VIEWS)
     assert_served(cluster, "r")
 
 
 def test_request_suspended_by_a_draining_group_claims_nothing() -> None:
     """Preempted while its only group drains, it would keep embeddings from others until the group is back."""
-    limits = make_limits(blocks=14, slots=4, prefix_cache=False, chunk_tokens=8, generate_depth=1)
-    cluster = ModelCluster(limits, default_policies(encoding=ChunkAware(look_ahead_chunks=9)))
+    cluster = make_cluster(
+        blocks=14,
+        slots=4,
+        prefix_cache=False,
+        chunk_tokens=8,
+        generate_depth=1,
+        encoding=ChunkAware(look_ahead_chunks=9),
+    )
     cluster.submit(make_request("old", words(12), max_tokens=40))
     cluster.submit(make_request("young", words(30), [(0, 8, b"a"), (25, 8, b"b")], max_tokens=2))
     cluster.send(Drain("generate"))
-    while cluster.busy("generate") or cluster.busy("encode"):
-        cluster.run_encode() if cluster.busy("encode") else cluster.run_generate()
+    cluster.drain()
     assert not any(one.claims for one in cluster.kernel.embeddings)
     cluster.send(Resume("generate"))
     assert_served(cluster, "old", "young")
@@ -156,8 +142,7 @@ def test_request_suspended_by_a_draining_group_claims_nothing() -> None:
 
 def test_times_of_a_request_are_those_of_the_first_time() -> None:
     """A later loss does not change the times of ready images, admission or the first token."""
-    cluster = ModelCluster(make_limits(generate_depth=1))
-    cluster.submit(image_request("r", (b"a", 16), max_tokens=6))
+    cluster = make_cluster(image_request("r", (b"a", 16), max_tokens=6), generate_depth=1)
     cluster.wait(SECOND_NS)
     cluster.run_encode()
     ready_ns = cluster.now_ns
@@ -178,7 +163,7 @@ def test_times_of_a_request_are_those_of_the_first_time() -> None:
 @pytest.mark.parametrize("how", ["lost", "preempted"])
 def test_load_of_a_group_counts_the_tokens_of_what_left_its_slot(how: str) -> None:
     """Prompts and outputs, waiting or running; otherwise the router would send too much there."""
-    cluster = ModelCluster(make_limits(blocks=10, prefix_cache=False))
+    cluster = make_cluster(blocks=10, prefix_cache=False)
     names = submit_texts(cluster, 4, 6, max_tokens=20)
     group = cluster.kernel.generators[0]
     while not generate_statistics(cluster)["preemptions"]:
@@ -199,8 +184,7 @@ def test_load_of_a_group_counts_the_tokens_of_what_left_its_slot(how: str) -> No
 
 def test_limit_of_a_step_is_shorter_the_more_requests_decode_for_a_waiting_one() -> None:
     """A long prompt next to many streams takes short steps; a queue of prompts takes long ones."""
-    limits = make_limits(slots=16, blocks=400, batch_tokens=64, step_target_ns=50_000_000)
-    cluster = ModelCluster(limits)
+    cluster = make_cluster(slots=16, blocks=400, batch_tokens=64, step_target_ns=50_000_000)
     group, found = cluster.kernel.generators[0], []
     for number in range(16):
         cluster.submit(make_request(f"r{number}", words(5), max_tokens=60))
@@ -220,19 +204,21 @@ def test_limit_of_a_step_is_shorter_the_more_requests_decode_for_a_waiting_one()
 
 
 def test_waiting_request_is_shown_with_the_tokens_that_its_cached_prefix_leaves() -> None:
-    Asked.tokens.clear()
-    cluster = ModelCluster(make_limits(), default_policies(generate_admission=Asked()))
-    cluster.submit(make_request("first", words(21)))
-    cluster.drain()
-    cluster.submit(make_request("second", words(21)))
-    cluster.drain()
-    assert Asked.tokens == [[21], [1]]
+    tokens: list[list[int]] = []
+
+    def note(view: Any) -> Admission:
+        tokens.append([entry.tokens for entry in view.waiting])
+        return Admission([0])
+
+    cluster = make_cluster(generate_admission=answering("admission", note))
+    complete(cluster, make_request("first", words(21)), make_request("second", words(21)))
+    assert tokens == [[21], [1]]
     assert_served(cluster, "first", "second")
 
 
 def test_those_behind_a_front_without_room_join_when_it_leaves() -> None:
     """At once, and not when something else changes."""
-    cluster = ModelCluster(make_limits(blocks=8, prefix_cache=False, generate_depth=1))
+    cluster = make_cluster(blocks=8, prefix_cache=False, generate_depth=1)
     cluster.submit(make_request("runs", words(12), max_tokens=12))
     cluster.submit(make_request("large", words(28, start=50), max_tokens=2))
     cluster.submit(make_request("small", words(2, start=90), max_tokens=2))
@@ -246,8 +232,9 @@ def test_those_behind_a_front_without_room_join_when_it_leaves() -> None:
 
 def test_policy_sees_what_arrives_behind_a_front_without_room() -> None:
     """The new request may fit."""
-    limits = make_limits(blocks=8, prefix_cache=False, generate_depth=1)
-    cluster = ModelCluster(limits, default_policies(generate_admission=Reversed()))
+    cluster = make_cluster(
+        blocks=8, prefix_cache=False, generate_depth=1, generate_admission=Reversed()
+    )
     cluster.submit(make_request("runs", words(12), max_tokens=12))
     cluster.submit(make_request("large", words(28, start=50), max_tokens=2))
     cluster.run_generate()
@@ -259,7 +246,7 @@ def test_policy_sees_what_arrives_behind_a_front_without_room() -> None:
 
 def test_policy_decides_who_joins_first_after_a_restart() -> None:
     """Nothing could run, so nothing was stuck, and the front needs no precedence."""
-    cluster = ModelCluster(make_limits(slots=1), default_policies(generate_admission=Reversed()))
+    cluster = make_cluster(slots=1, generate_admission=Reversed())
     cluster.lose("generate")
     submit_texts(cluster, 3, 5)
     with observed() as reached:
@@ -274,7 +261,7 @@ def test_policy_decides_who_joins_first_after_a_restart() -> None:
 
 def test_drain_of_a_lost_group_changes_nothing() -> None:
     """It comes back with all requests that it gets then."""
-    cluster = ModelCluster(make_limits(generators=2), default_policies(routing=FIRST))
+    cluster = make_cluster(generators=2, routing=FIRST)
     cluster.lose("generate-0")
     cluster.send(Drain("generate-0"))
     groups = cluster.kernel.statistics()["generate"]["groups"]
@@ -287,8 +274,7 @@ def test_drain_of_a_lost_group_changes_nothing() -> None:
 
 
 def test_group_that_was_lost_while_it_drained_reports_once_that_it_is_drained_again() -> None:
-    cluster = ModelCluster(make_limits())
-    cluster.submit(make_request("r", words(5), max_tokens=9))
+    cluster = make_cluster(make_request("r", words(5), max_tokens=9))
     cluster.run_generate()
     cluster.send(Drain("generate"))
     crash(cluster)
@@ -300,9 +286,9 @@ def test_group_that_was_lost_while_it_drained_reports_once_that_it_is_drained_ag
 
 def test_draining_group_waits_for_the_image_of_what_ran_when_it_was_lost() -> None:
     """No other group accepts it, though it holds no slot and its image is yet to be encoded."""
-    limits = make_limits(generators=2, prefix_cache=False)
-    policies = default_policies(routing=FIRST, encode_eviction=KeepNothing())
-    cluster = ModelCluster(limits, policies)
+    cluster = make_cluster(
+        generators=2, prefix_cache=False, routing=FIRST, encode_eviction=KeepNothing()
+    )
     cluster.submit(image_request("r", (b"a", 16), max_tokens=20))
     cluster.run_encode()
     for _ in range(3):
@@ -319,7 +305,7 @@ def test_draining_group_waits_for_the_image_of_what_ran_when_it_was_lost() -> No
 
 def test_request_preempted_in_a_draining_group_goes_on_in_another() -> None:
     """And the ranks that it left forget it."""
-    cluster = ModelCluster(make_limits(generators=2, blocks=10), default_policies(routing=FIRST))
+    cluster = make_cluster(generators=2, blocks=10, routing=FIRST)
     names = submit_texts(cluster, 4, 6, max_tokens=20)
     cluster.run_generate("generate-0")
     cluster.send(Drain("generate-0"))
@@ -331,30 +317,16 @@ def test_request_preempted_in_a_draining_group_goes_on_in_another() -> None:
     assert not there & cluster.generators["generate-1"].sequences.keys()
     cluster.drain()
     cluster.send(Resume("generate-0"))
-    cluster.submit(make_request("next", words(6, start=900), max_tokens=2))
-    cluster.drain()
+    complete(cluster, make_request("next", words(6, start=900), max_tokens=2))
     known = {cluster.names[number] for number in cluster.generators["generate-0"].sequences}
     assert known <= {"next"}
     assert cluster.drained == ["generate-0"]
     assert_served(cluster, *names)
 
 
-def test_router_is_not_called_while_there_is_nowhere_to_go() -> None:
-    cluster = ModelCluster(make_limits(generators=2, slots=1), default_policies(routing=FIRST))
-    cluster.submit(make_request("runs", words(5), max_tokens=9))
-    cluster.submit(make_request("waits", words(5, start=50)))
-    cluster.lose("generate-1")
-    requested = len(ROUTED)
-    cluster.send(Drain("generate-0"))
-    assert len(ROUTED) == requested
-    cluster.drain()
-    cluster.send(Resume("generate-0"))
-    assert_served(cluster, "runs", "waits")
-
-
 def test_suspect_comes_back_after_a_restart_that_an_operator_requested() -> None:
     """It was in quarantine, and no request is to blame for the restart."""
-    cluster = ModelCluster(make_limits())
+    cluster = make_cluster()
     submit_texts(cluster, 2, 5, max_tokens=20)
     for planned in (False, False, True):
         cluster.run_generate()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 import pytest
@@ -12,12 +11,15 @@ import pytest
 from tests.unit.kernel.setups import (
     assert_holds_nothing,
     assert_served,
+    complete,
     crash,
     encode_statistics,
     generate_statistics,
     image_request,
     joined,
-    make_limits,
+    lose_while_running,
+    make_cluster,
+    submit_texts,
     words,
 )
 from vsched.kernel.events import Cleared, Drain, Finished
@@ -39,8 +41,7 @@ def is_being_encoded(cluster: ModelCluster) -> None:
 
 
 def waits_for_a_slot(cluster: ModelCluster) -> None:
-    for index in range(4):
-        cluster.submit(make_request(f"busy{index}", words(3, start=20 * index), max_tokens=8))
+    submit_texts(cluster, 4, 3, max_tokens=8)
     cluster.submit(image_request("r", (b"a", 16)))
     cluster.run_encode()
     assert "waiting for a slot" in cluster.kernel.explain("r")
@@ -106,7 +107,7 @@ def test_scheduler_abort_frees_everything_in_every_phase(
     enter: Callable[[ModelCluster], None],
 ) -> None:
     """Queued encodes are dropped at once; resources of a step in flight are freed with that step."""
-    cluster = ModelCluster(make_limits(blocks=50, chunk_tokens=24, pages=40, prefix_cache=False))
+    cluster = make_cluster(blocks=50, chunk_tokens=24, pages=40, prefix_cache=False)
     enter(cluster)
     number = next(number for number, name in cluster.names.items() if name == "r")
     encoding = [task.key for step in cluster.encode_log for task in step.tasks]
@@ -126,8 +127,7 @@ def test_scheduler_abort_frees_everything_in_every_phase(
     # The ranks forget it too: their next decision says so.
     for group in sorted(cluster.down):
         cluster.restore_group(group)
-    cluster.submit(make_request("next", words(5)))
-    cluster.drain()
+    complete(cluster, make_request("next", words(5)))
     held = cluster.generators["generate"].sequences
     assert number not in held
     assert set(held) <= {max(cluster.names)}
@@ -137,8 +137,7 @@ def test_scheduler_abort_frees_everything_in_every_phase(
 
 def test_scheduler_abort_of_a_stranger_changes_nothing() -> None:
     """A request that has ended by itself gets no second reply."""
-    cluster = ModelCluster(make_limits())
-    cluster.submit(make_request("r", words(5), max_tokens=2))
+    cluster = make_cluster(make_request("r", words(5), max_tokens=2))
     cluster.drain()
     cluster.abort("r")
     cluster.abort("never seen")
@@ -150,34 +149,9 @@ def test_scheduler_abort_of_a_stranger_changes_nothing() -> None:
     }
 
 
-def test_scheduler_abort_gives_the_slot_to_the_next() -> None:
-    """The next in the queue joins in the very next decision."""
-    cluster = ModelCluster(make_limits(slots=1, generate_depth=1))
-    cluster.submit(make_request("r1", words(5), max_tokens=50))
-    cluster.submit(make_request("r2", words(5, start=50)))
-    cluster.run_generate()
-    cluster.abort("r1")
-    cluster.run_generate()
-    assert [join.number for join in cluster.decisions[-1].joined] == [2]
-    assert_served(cluster, "r2")
-
-
-def test_scheduler_stop_string_ends_with_its_reason() -> None:
-    """An end requested by the engine carries its reason."""
-    cluster = ModelCluster(make_limits())
-    cluster.submit(make_request("r", words(5), max_tokens=50))
-    cluster.run_generate()
-    cluster.abort("r", FinishReason.STOP)
-    assert cluster.ended["r"].reason is FinishReason.STOP
-    cluster.drain()
-    assert_holds_nothing(cluster)
-
-
 def test_scheduler_clear_ends_everything() -> None:
-    """One call interrupts all, running or waiting, and then reports 0 and 0."""
-    cluster = ModelCluster(make_limits(slots=2))
-    for index in range(4):
-        cluster.submit(make_request(f"text{index}", words(5, start=20 * index), max_tokens=30))
+    cluster = make_cluster(slots=2)
+    submit_texts(cluster, 4, 5, max_tokens=30)
     cluster.submit(image_request("image1", (b"a", 8)))
     cluster.submit(image_request("image2", (b"b", 8)))
     cluster.run_generate()
@@ -198,8 +172,7 @@ def test_scheduler_clear_ends_everything() -> None:
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_scheduler_resumes_after_a_lost_generate_group(steps: int, prefix_cache: bool) -> None:
     """Whenever the group is lost, its requests return in their original order and end with the right tokens."""
-    limits = make_limits(slots=3, chunk_tokens=10, blocks=40, prefix_cache=prefix_cache)
-    cluster = ModelCluster(limits)
+    cluster = make_cluster(slots=3, chunk_tokens=10, blocks=40, prefix_cache=prefix_cache)
     cluster.submit(make_request("r1", words(20), max_tokens=12))
     cluster.submit(image_request("r2", (b"a", 12), max_tokens=12))
     cluster.submit(make_request("r3", words(4), [(2, 15, b"b")], max_tokens=3))
@@ -226,8 +199,7 @@ def test_scheduler_resumes_after_a_lost_generate_group(steps: int, prefix_cache:
 @pytest.mark.parametrize("losses", [1, 2])
 def test_scheduler_resumes_after_a_lost_encode_group(losses: int) -> None:
     """The batch in flight is encoded again one by one; an item in flight in two losses is ended."""
-    cluster = ModelCluster(make_limits())
-    cluster.submit(image_request("busy", (b"other", 4)))
+    cluster = make_cluster(image_request("busy", (b"other", 4)))
     for name in ("r1", "r2"):
         cluster.submit(image_request(name, (name.encode(), 8)))
     cluster.run_encode()
@@ -248,8 +220,7 @@ def test_scheduler_resumes_after_a_lost_encode_group(losses: int) -> None:
 @pytest.mark.parametrize(("grammar", "code"), [("{}", "grammar_failed"), ("", "no_token")])
 def test_scheduler_fails_what_a_rank_could_not_continue(grammar: str, code: str) -> None:
     """It ends with an error and frees everything; other requests go on."""
-    cluster = ModelCluster(make_limits(prefix_cache=False))
-    cluster.submit(make_request("r", words(5), max_tokens=20))
+    cluster = make_cluster(make_request("r", words(5), max_tokens=20), prefix_cache=False)
     cluster.submit(make_request("other", words(5, start=50), max_tokens=20))
     for _ in range(4):
         cluster.run_generate()
@@ -273,55 +244,21 @@ def test_scheduler_fails_what_a_rank_could_not_continue(grammar: str, code: str)
     assert_served(cluster, "other")
 
 
-def text(name: str, *, start: int = 10, max_tokens: int = 9) -> Any:
-    return make_request(name, words(6, start=start), max_tokens=max_tokens)
-
-
-def lose_while_running(cluster: ModelCluster, poison: str, group: str = "generate") -> int:
-    """Run a cluster in which a group is lost whenever it runs a given request; return the number of losses."""
-    losses = 0
-    for _ in range(500):
-        if poison in cluster.ended:
-            return losses
-        number = next(number for number, name in cluster.names.items() if name == poison)
-        sequences = cluster.generators[group].sequences
-        if number in sequences and sequences[number].state.length:
-            losses += 1
-            crash(cluster, group)
-        elif cluster.busy("generate"):
-            cluster.run_generate()
-    raise AssertionError("the poison was never found")
-
-
-def test_poison_alone_is_ended_at_its_second_loss() -> None:
-    """Not retried for ever."""
-    cluster = ModelCluster(make_limits(slots=1))
-    cluster.submit(text("poison"))
-    assert lose_while_running(cluster, "poison") == 2
-    assert cluster.ended["poison"].code == "group_lost"
-    assert_holds_nothing(cluster)
-
-
-def test_poison_among_others_is_found_and_no_other_request_ends() -> None:
+@pytest.mark.parametrize(("count", "poison", "losses"), [(1, "r0", 2), (7, "r4", 3)])
+def test_poison_is_found_and_no_other_request_ends(count: int, poison: str, losses: int) -> None:
     """Suspects come back one at a time; the one in quarantine when the group is lost is to blame."""
-    cluster = ModelCluster(make_limits(slots=8))
-    names = [f"r{number}" for number in range(7)]
-    for number, name in enumerate(names):
-        cluster.submit(text(name, start=30 * number, max_tokens=12))
-    losses = lose_while_running(cluster, "r4")
-    assert losses == 3
-    assert Counter(finish.code for finish in cluster.ended.values() if finish.code) == {
-        "group_lost": 1
-    }
-    assert_served(cluster, *(name for name in names if name != "r4"))
+    cluster = make_cluster(slots=8)
+    names = submit_texts(cluster, count, 6, max_tokens=12)
+    assert lose_while_running(cluster, poison) == losses
+    codes = Counter(finish.code for finish in cluster.ended.values() if finish.code)
+    assert codes == {"group_lost": 1}
+    assert_served(cluster, *(name for name in names if name != poison))
 
 
 def test_suspects_of_two_losses_from_outside_are_cleared() -> None:
     """A group that is killed from outside, however often, ends no request as long as others run there."""
-    cluster = ModelCluster(make_limits(slots=4))
-    names = [f"r{number}" for number in range(4)]
-    for number, name in enumerate(names):
-        cluster.submit(text(name, start=30 * number, max_tokens=40))
+    cluster = make_cluster(slots=4)
+    names = submit_texts(cluster, 4, 6, max_tokens=40)
     for _ in range(4):
         while len(cluster.kernel.generators[0].running) < 4:
             cluster.run_generate()
@@ -333,9 +270,8 @@ def test_suspects_of_two_losses_from_outside_are_cleared() -> None:
 
 def test_cleared_suspect_is_not_ended_for_one_more_loss() -> None:
     """A request that got past the point of the loss starts over, even if it runs alone by then."""
-    cluster = ModelCluster(make_limits(slots=2))
-    cluster.submit(text("long", max_tokens=60))
-    cluster.submit(text("short", start=40, max_tokens=15))
+    cluster = make_cluster(make_request("long", words(6), max_tokens=60), slots=2)
+    cluster.submit(make_request("short", words(6, start=40), max_tokens=15))
     for _ in range(2):
         for _ in range(5):
             cluster.run_generate()
@@ -360,10 +296,8 @@ def lose_repeatedly(cluster: ModelCluster, group: str, *, times: int) -> set[int
 @pytest.mark.parametrize("losses", [1, 2])
 def test_drain_finishes_what_ran_in_its_group_when_it_was_lost(losses: int) -> None:
     """No other group accepts such a request, so draining must not leave it behind."""
-    cluster = ModelCluster(make_limits(generators=2))
-    names = [f"r{number}" for number in range(4)]
-    for number, name in enumerate(names):
-        cluster.submit(text(name, start=30 * number, max_tokens=20))
+    cluster = make_cluster(generators=2)
+    names = submit_texts(cluster, 4, 6, max_tokens=20)
     own = lose_repeatedly(cluster, "generate-0", times=losses)
     assert len(own) == 2
     cluster.send(Drain("generate-0"))
@@ -380,11 +314,10 @@ def test_drain_finishes_what_ran_in_its_group_when_it_was_lost(losses: int) -> N
 
 def test_requests_that_are_no_suspects_join_next_to_one() -> None:
     """Only suspects wait for each other."""
-    cluster = ModelCluster(make_limits(slots=4))
-    for number in range(2):
-        cluster.submit(text(f"r{number}", start=30 * number, max_tokens=40))
+    cluster = make_cluster(slots=4)
+    submit_texts(cluster, 2, 6, max_tokens=40)
     lose_repeatedly(cluster, "generate", times=2)
-    cluster.submit(text("new", start=200))
+    cluster.submit(make_request("new", words(6, start=200)))
     before = len(joined(cluster))
     assert_served(cluster, "r0", "r1", "new")
     assert joined(cluster)[before:] == ["new", "r1"]

@@ -5,37 +5,36 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import pytest
 
 from tests.unit.kernel.setups import (
-    as_shown,
+    answering,
     assert_served,
+    complete,
     encode_statistics,
     generate_statistics,
     image_request,
+    make_cluster,
     make_limits,
     words,
 )
 from vsched.aio.arrivals import refusal_error
 from vsched.failures import ErrorKind, StartFailed
 from vsched.kernel.events import Drain, GroupRetired, Resume
-from vsched.policy import ReplicaView, RoutingPolicy, RoutingView
-from vsched.testing import ModelCluster, default_policies, make_request
+from vsched.testing import ModelCluster, make_request
 from vsched.types import FinishReason
 
-SEEN: list[RoutingView] = []
+SEEN: list[tuple[list[tuple[int, int, int]], int]] = []
 
 
-class Fixed(RoutingPolicy, frozen=True, kw_only=True):
-    """Always the same replica; records its views."""
+def last_replica(view: Any) -> int:
+    """The last replica; records loads, cached prefixes and seen images of all, and the limit of loads."""
+    facts = [(one.load_tokens, one.prefix_tokens, one.items_seen) for one in view.replicas]
+    SEEN.append((facts, view.load_limit_tokens))
+    return len(view.replicas) - 1
 
-    index: int = 0
 
-    def choose(self, view: RoutingView) -> int:
-        replicas = [as_shown(replica, ReplicaView) for replica in view.replicas]
-        SEEN.append(msgspec.structs.replace(view, replicas=replicas))
-        return self.index
+FIRST, LAST = answering("routing", 0), answering("routing", last_replica)
 
 
 def text(name: str, *, start: int = 10, length: int = 6, max_tokens: int = 9) -> Any:
@@ -46,8 +45,7 @@ def text(name: str, *, start: int = 10, length: int = 6, max_tokens: int = 9) ->
 
 
 def test_encoders_share_one_line() -> None:
-    """Each of two encode groups takes its share of the batch from the front of one FIFO."""
-    cluster = ModelCluster(make_limits(encoders=2, encode_items=4))
+    cluster = make_cluster(encoders=2, encode_items=4)
     cluster.lose("encode-0")
     cluster.lose("encode-1")
     images = [(b"%d" % number, 4) for number in range(10)]
@@ -66,33 +64,26 @@ def test_encoders_share_one_line() -> None:
 
 def test_router_shows_loads_in_tokens() -> None:
     """The load of a replica: tokens of prompts and outputs that are not pulled, waiting or running there."""
-    SEEN.clear()
-    limits = make_limits(generators=2, slots=1, generate_depth=1)
-    cluster = ModelCluster(limits, default_policies(routing=Fixed(index=1)))
+    cluster = make_cluster(generators=2, slots=1, generate_depth=1, routing=LAST)
     cluster.submit(text("running", length=6, max_tokens=9))
     cluster.submit(text("waiting", start=50, length=10))
     cluster.submit(image_request("not pulled", (b"a", 7)))
     for _ in range(3):
         cluster.run_generate("generate-1")
     cluster.submit(text("asked", start=90))
-    view = SEEN[-1]
-    assert [one.load_tokens for one in view.replicas] == [0, 6 + 4 + 10 + 8], (
-        "including a step in flight"
-    )
-    assert view.load_limit_tokens == limits.blocks * limits.block_size
+    facts, limit = SEEN[-1]
+    assert [load for load, _, _ in facts] == [0, 6 + 4 + 10 + 8]  # including a step in flight
+    assert limit == cluster.limits.blocks * cluster.limits.block_size
     cluster.drain()
     assert generate_statistics(cluster)["load_tokens"] == 0
 
 
 def test_router_shows_prefixes_and_images_that_a_replica_has_seen() -> None:
-    SEEN.clear()
-    cluster = ModelCluster(make_limits(generators=2), default_policies(routing=Fixed(index=1)))
-    cluster.submit(image_request("first", (b"a", 8), (b"b", 8)))
-    cluster.drain()
+    cluster = make_cluster(generators=2, routing=LAST)
+    complete(cluster, image_request("first", (b"a", 8), (b"b", 8)))
     cluster.submit(image_request("second", (b"a", 8), (b"c", 8)))
-    here, there = SEEN[-1].replicas[1], SEEN[-1].replicas[0]
-    assert (here.prefix_tokens, here.items_seen) == (8, 1)
-    assert (there.prefix_tokens, there.items_seen) == (0, 0)
+    facts, _ = SEEN[-1]
+    assert [(prefix, items) for _, prefix, items in facts] == [(0, 0), (8, 1)]
     cluster.drain()
 
 
@@ -100,16 +91,11 @@ def test_router_shows_prefixes_and_images_that_a_replica_has_seen() -> None:
 
 
 def test_lost_generator_keeps_what_ran_and_gives_away_what_waited() -> None:
-    """Streams resume after the restart; requests that only waited are served elsewhere at once."""
-    limits = make_limits(generators=2, slots=1)
-    cluster = ModelCluster(limits, default_policies(routing=Fixed(index=0)))
-    cluster.submit(text("ran"))
+    cluster = make_cluster(text("ran"), generators=2, slots=1, routing=FIRST)
     cluster.submit(text("waited", start=60))
     cluster.run_generate("generate-0")
     cluster.lose("generate-0")
     assert cluster.restarts == ["generate-0"]
-    while cluster.busy("generate"):
-        cluster.run_generate()
     assert_served(cluster, "waited")
     assert "waiting for its group" in cluster.kernel.explain("ran")
     cluster.restore_group("generate-0")
@@ -125,8 +111,6 @@ def test_lost_generator_does_not_keep_embeddings_from_others() -> None:
     cluster.run_generate("generate-0")
     cluster.lose("generate-0")
     cluster.submit(image_request("younger", (b"b", 16)))
-    while cluster.busy("encode") or cluster.busy("generate"):
-        cluster.run_encode() if cluster.busy("encode") else cluster.run_generate()
     assert_served(cluster, "younger")
     cluster.restore_group("generate-0")
     assert_served(cluster, "older")
@@ -134,7 +118,7 @@ def test_lost_generator_does_not_keep_embeddings_from_others() -> None:
 
 def test_retired_generator_gives_everything_away() -> None:
     """A group that cannot be brought back: its requests resume elsewhere, in their order."""
-    cluster = ModelCluster(make_limits(generators=2), default_policies(routing=Fixed(index=0)))
+    cluster = make_cluster(generators=2, routing=FIRST)
     for number in range(3):
         cluster.submit(text(f"r{number}", start=40 * number))
     cluster.run_generate("generate-0")
@@ -149,8 +133,7 @@ def test_retired_generator_gives_everything_away() -> None:
 
 @pytest.mark.parametrize("stage", ["encode", "generate"])
 def test_last_retired_group_ends_everything(stage: str) -> None:
-    """With no group left, every request gets its end, and new ones are refused."""
-    cluster = ModelCluster(make_limits(encoders=2, generators=2))
+    cluster = make_cluster(encoders=2, generators=2)
     for index in range(2):
         cluster.lose(f"{stage}-{index}")
     cluster.submit(image_request("r", (b"a", 4)))
@@ -168,9 +151,7 @@ def test_last_retired_group_ends_everything(stage: str) -> None:
 
 def test_planned_loss_suspects_no_request_and_moves_all() -> None:
     """Requests of a group that is restarted on purpose resume elsewhere, and do not become suspects."""
-    cluster = ModelCluster(
-        make_limits(generators=2, slots=1), default_policies(routing=Fixed(index=0))
-    )
+    cluster = make_cluster(generators=2, slots=1, routing=FIRST)
     cluster.submit(image_request("r", (b"a", 8), max_tokens=40))
     cluster.lose("encode", planned=True)
     cluster.restore_group("encode")
@@ -198,7 +179,7 @@ def test_pages_that_a_lost_encoder_may_write_to_are_kept_from_others(
     end: Callable[[ModelCluster, str], None],
 ) -> None:
     """Until its ranks are gone, which is certain once the group is back or given up."""
-    cluster = ModelCluster(make_limits(encoders=2, encode_items=1))
+    cluster = make_cluster(encoders=2, encode_items=1)
     cluster.submit(image_request("r", (b"a", 8), (b"b", 8), (b"c", 8), (b"d", 8)))
     orphaned = pages_out(cluster, "encode-0")
     cluster.lose("encode-0")
@@ -215,9 +196,7 @@ def test_pages_that_a_lost_encoder_may_write_to_are_kept_from_others(
 
 
 def test_draining_generator_finishes_what_runs_and_takes_nothing_new() -> None:
-    limits = make_limits(generators=2, slots=1)
-    cluster = ModelCluster(limits, default_policies(routing=Fixed(index=0)))
-    cluster.submit(text("runs"))
+    cluster = make_cluster(text("runs"), generators=2, slots=1, routing=FIRST)
     cluster.submit(text("waits", start=60))
     cluster.send(Drain("generate-0"))
     cluster.submit(text("new", start=90))
@@ -228,19 +207,16 @@ def test_draining_generator_finishes_what_runs_and_takes_nothing_new() -> None:
     first = cluster.kernel.generators[0].statistics()
     assert first["admitted"] == 1
     cluster.send(Resume("generate-0"))
-    cluster.submit(text("after", start=120))
-    cluster.drain()
+    complete(cluster, text("after", start=120))
     assert cluster.kernel.generators[0].statistics()["admitted"] == 2
 
 
 def test_draining_the_only_generator_holds_requests_until_it_is_back() -> None:
     """No request is refused for it; waiting ones wait a little longer."""
-    cluster = ModelCluster(make_limits(slots=1))
-    cluster.submit(image_request("runs", (b"a", 8), max_tokens=5))
+    cluster = make_cluster(image_request("runs", (b"a", 8), max_tokens=5), slots=1)
     cluster.run_encode()
     cluster.send(Drain("generate"))
-    cluster.submit(image_request("waits", (b"b", 8)))
-    cluster.drain()
+    complete(cluster, image_request("waits", (b"b", 8)))
     assert cluster.drained == ["generate"]
     assert cluster.unserved()
     assert "generate is draining" in cluster.kernel.explain("waits")
@@ -251,7 +227,7 @@ def test_draining_the_only_generator_holds_requests_until_it_is_back() -> None:
 
 
 def test_requests_waiting_for_a_draining_generator_go_to_the_first_that_comes_up() -> None:
-    cluster = ModelCluster(make_limits(generators=2, slots=1))
+    cluster = make_cluster(generators=2, slots=1)
     cluster.lose("generate-1")
     cluster.submit(text("runs", max_tokens=30))
     cluster.submit(text("waits", start=60))
@@ -263,8 +239,7 @@ def test_requests_waiting_for_a_draining_generator_go_to_the_first_that_comes_up
 
 
 def test_draining_encoder_finishes_its_batch() -> None:
-    cluster = ModelCluster(make_limits(encoders=2))
-    cluster.submit(image_request("r", (b"a", 8)))
+    cluster = make_cluster(image_request("r", (b"a", 8)), encoders=2)
     cluster.send(Drain("encode-0"))
     cluster.submit(image_request("s", (b"b", 8)))
     assert [log[0].tasks[0].key for log in cluster.encode_logs.values()] == [b"a", b"b"]
@@ -279,8 +254,7 @@ def test_draining_encoder_finishes_its_batch() -> None:
 
 def test_waiting_requests_expire_by_number_wherever_they_stand() -> None:
     """Each at its own time, though others ahead and behind have left; started requests do not expire."""
-    cluster = ModelCluster(make_limits(slots=1, waiting_ns=1_000_000_000))
-    cluster.submit(text("runs", max_tokens=200))
+    cluster = make_cluster(text("runs", max_tokens=200), slots=1, waiting_ns=1_000_000_000)
     for number in range(4):
         cluster.wait(100_000_000)
         cluster.submit(text(f"w{number}", start=60))

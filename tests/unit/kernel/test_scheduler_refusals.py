@@ -7,15 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.unit.kernel.setups import (
-    assert_served,
-    image_request,
-    make_limits,
-    submit_texts,
-    words,
-)
+from tests.unit.kernel.setups import assert_served, image_request, make_cluster, submit_texts, words
 from vsched.aio.arrivals import refusal_error
-from vsched.kernel import SchedulerLimits
 from vsched.testing import ModelCluster, make_request
 from vsched.types import Extent, MediaItem, Request, Spans
 
@@ -23,7 +16,7 @@ from vsched.types import Extent, MediaItem, Request, Spans
 def with_items(*places: tuple[int, int]) -> Request:
     """Return a request of ten tokens with items at these (offset, tokens)."""
     items = tuple(
-        MediaItem(key=b"k%d" % index, tokens=tokens, offset=offset)
+        MediaItem(key=b"k%d" % index, tokens=tokens, offset=offset, extent=Extent(0, 16))
         for index, (offset, tokens) in enumerate(places)
     )
     return msgspec.structs.replace(make_request("bad", words(10)), items=items)
@@ -67,7 +60,7 @@ LIMITS: dict[str, Any] = {"context_tokens": 100, "blocks": 20, "pages": 8}
 )
 def test_scheduler_refuses_the_impossible(request_: Request, code: str, said: list[str]) -> None:
     """Refused at once with value, limit and remedy; earlier and later requests are served."""
-    cluster = ModelCluster(make_limits(**LIMITS))
+    cluster = make_cluster(**LIMITS)
     first = make_request("first", words(30))
     cluster.submit(first)
     cluster.submit(request_)
@@ -119,10 +112,8 @@ def test_scheduler_refuses_spans_that_no_step_can_hold_whole(
     fact: str, fits: Request, exceeds: Request, code: str, said: list[str]
 ) -> None:
     """One step must hold bidirectional spans, and bidirectional prompts with the embeddings of all their images."""
-    limits = make_limits(batch_tokens=20, slots=4, chunk_tokens=5, pages=2, page_rows=8)
-    cluster = ModelCluster(msgspec.structs.replace(limits, **{fact: True}))
-    cluster.submit(fits)
-    cluster.submit(exceeds)
+    limits = {"batch_tokens": 20, "chunk_tokens": 5, "pages": 2, "page_rows": 8, fact: True}
+    cluster = make_cluster(fits, exceeds, **limits)
     refuse = refusal_error(cluster.refused["exceeds"])
     assert refuse.code == code
     for text in said:
@@ -140,24 +131,23 @@ def test_scheduler_refuses_spans_that_no_step_can_hold_whole(
     ],
 )
 def test_scheduler_serves_what_just_fits(request_: Request) -> None:
-    """A limit is reached before it is exceeded."""
-    cluster = ModelCluster(make_limits(context_tokens=100, blocks=25, pages=8, page_rows=4))
-    extent = image_request("x", (b"x", 1)).items[0].extent
-    items = tuple(msgspec.structs.replace(item, extent=extent) for item in request_.items)
-    request_ = msgspec.structs.replace(request_, items=items)
-    cluster.submit(request_)
+    cluster = make_cluster(request_, context_tokens=100, blocks=25, pages=8, page_rows=4)
     assert_served(cluster, request_.request_id)
+
+
+def assert_queue_full(cluster: ModelCluster, name: str, said: str) -> None:
+    refuse = refusal_error(cluster.refused[name])
+    assert (refuse.code, refuse.status) == ("queue_full", 429)
+    assert refuse.retry_after_s is not None
+    assert refuse.retry_after_s > 0
+    assert said in refuse.message
 
 
 def test_scheduler_refuses_when_too_many_wait() -> None:
     """The queue is bounded; 429 has a time to retry, and a free place is given again."""
-    cluster = ModelCluster(make_limits(slots=1, waiting=2, generate_depth=1))
+    cluster = make_cluster(slots=1, waiting=2, generate_depth=1)
     submit_texts(cluster, 4, 3, apart=20)
-    refuse = refusal_error(cluster.refused["r3"])
-    assert (refuse.code, refuse.status) == ("queue_full", 429)
-    assert refuse.retry_after_s is not None
-    assert refuse.retry_after_s > 0
-    assert "value 3, limit 2" in refuse.message
+    assert_queue_full(cluster, "r3", "value 3, limit 2")
     cluster.abort("r2")
     cluster.submit(make_request("again", words(3)))
     assert_served(cluster, "r0", "r1", "again")
@@ -172,27 +162,16 @@ def heavy(name: str, size: int) -> Request:
 
 def test_scheduler_refuses_when_too_many_bytes_wait() -> None:
     """Tokens and pixels count while a request waits; a single one may exceed the limit."""
-    cluster = ModelCluster(make_limits(slots=1, waiting_bytes=1000, generate_depth=1))
-    cluster.submit(heavy("running", 5000))
+    cluster = make_cluster(heavy("running", 5000), slots=1, waiting_bytes=1000, generate_depth=1)
     cluster.run_encode()
     assert cluster.kernel.statistics()["running"] == 1
     cluster.submit(heavy("first", 600))
     cluster.submit(heavy("second", 400))
     cluster.submit(make_request("one too many", words(1)))
-    refuse = refusal_error(cluster.refused["one too many"])
-    assert (refuse.code, refuse.status) == ("queue_full", 429)
-    assert refuse.retry_after_s is not None
-    assert refuse.retry_after_s > 0
-    assert "value 1004, limit 1000" in refuse.message
-    assert "generate.max_waiting_bytes" in refuse.message
+    assert_queue_full(cluster, "one too many", "value 1004, limit 1000")
+    assert_queue_full(cluster, "one too many", "generate.max_waiting_bytes")
     cluster.abort("second")
     cluster.submit(heavy("again", 400))
     assert_served(cluster, "running", "first", "again")
     assert list(cluster.refused) == ["one too many"]
     assert cluster.kernel.statistics()["live_bytes"] == 0
-
-
-def test_sizes_need_room_for_prefill() -> None:
-    """A step full of decodes would never prefill; such limits are an error at once."""
-    with pytest.raises(ValueError, match="batch_tokens is 4, must be above slots"):
-        SchedulerLimits(blocks=10, slots=4, batch_tokens=4, context_tokens=100, pages=4)

@@ -1,4 +1,4 @@
-"""Ledger, pools and shares of a host's memory, every byte once; and the allocator of simulations."""
+"""Ledger, pools and shares of a host's memory, every byte once."""
 
 from __future__ import annotations
 
@@ -164,10 +164,7 @@ def example() -> Ledger:
 
 def test_ledger_renders_a_table() -> None:
     lines = [" ".join(line.split()) for line in example().render().splitlines()]
-    assert lines[1:3] == [
-        "cuda:GPU-1 total 80.00 GiB",
-        "generate rank 0 weights 15.00 GiB 18.8 %",
-    ]
+    assert lines[1:3] == ["cuda:GPU-1 total 80.00 GiB", "generate rank 0 weights 15.00 GiB 18.8 %"]
     assert "encode rank 0 encoder activations 0 bytes 0.0 %" in lines
     assert lines[-2:] == ["engine arena 512.0 MiB 12.5 %", "unclaimed 3.50 GiB 87.5 %"]
 
@@ -210,12 +207,7 @@ def test_phases_are_the_reservations_and_then_every_attempt_with_its_retries() -
         ("generate-1", "build", "out_of_memory", 60_000, 0),
         ("generate-1", "build", "fits", 57_000, 1),
     ]
-    assert [one.ranks[0].peak_bytes for one in phases] == [
-        307_000,
-        260_000,
-        990_000,
-        820_000,
-    ]
+    assert [one.ranks[0].peak_bytes for one in phases] == [307_000, 260_000, 990_000, 820_000]
 
 
 def test_phases_are_drawn_with_what_ranks_said() -> None:
@@ -261,20 +253,7 @@ def limited(pid: int, limit_bytes: int, *, reserved_bytes: int = 100_000) -> Ran
     )
 
 
-def test_shares_bound_limits_that_are_together_more_than_the_host_has() -> None:
-    """Free memory, less that kept for others, in equal parts on top of the memory that each holds."""
-    ranks = [limited(1, 900_000), limited(2, 800_000, reserved_bytes=200_000)]
-    shares = HostShares(ranks, 700_000, kept_bytes=100_000)
-    first, second = shares.within(ranks)
-    assert (first.total_bytes, first.available_bytes) == (400_000, 300_000)
-    assert (second.total_bytes, second.available_bytes) == (500_000, 300_000)
-    note = shares.note()
-    assert "generate-1 rank 0, generate-2 rank 0 may take 293.0 KiB each" in note
-    assert "683.6 KiB free" in note
-
-
 def test_shares_leave_limits_that_fit() -> None:
-    """No share exceeds the rank's limit."""
     ranks = [limited(1, 300_000), limited(2, 900_000)]
     shares = HostShares(ranks, 1_000_000)
     first, second = shares.within(ranks)
@@ -320,23 +299,6 @@ def test_shares_are_of_the_host(pool: str, *, expected: bool) -> None:
 MIB = 1 << 20
 
 
-@pytest.mark.parametrize(
-    ("size", "allocated", "reserved"),
-    [
-        (1, 512, 2 * MIB),
-        (513, 1024, 2 * MIB),
-        (MIB, MIB, 2 * MIB),
-        (MIB + 1, MIB + 512, 20 * MIB),
-        (10 * MIB, 10 * MIB, 20 * MIB),
-        (11 * MIB, 11 * MIB, 12 * MIB),
-    ],
-)
-def test_simulated_memory_rounds_up(size: int, allocated: int, reserved: int) -> None:
-    memory = SimulatedMemory(64 * MIB)
-    memory.allocate(size)
-    assert (memory.allocated(), memory.reserved()) == (allocated, reserved)
-
-
 def test_simulated_memory_fragments() -> None:
     """Two free pieces of two segments make no large one, and one small tenant keeps a whole segment."""
     memory = SimulatedMemory(48 * MIB)
@@ -349,49 +311,3 @@ def test_simulated_memory_fragments() -> None:
     memory.allocate(15 * MIB)
     memory.release()
     assert memory.reserved() == 40 * MIB
-
-
-@REPEATABLE
-@given(
-    st.lists(
-        st.one_of(
-            st.tuples(st.just("allocate"), st.integers(1, 24 * MIB)),
-            st.tuples(st.just("free"), st.integers(0, 99)),
-            st.tuples(st.just("release"), st.just(0)),
-            st.tuples(st.just("peers"), st.integers(0, 16 * MIB)),
-        ),
-        max_size=40,
-    )
-)
-def test_simulated_memory_keeps_its_books(actions: list[tuple[str, int]]) -> None:
-    """After any actions nothing overlaps or is lost, and allocations never exceed the device."""
-
-    def run() -> list[tuple[int, int, int]]:
-        memory = SimulatedMemory(96 * MIB)
-        handles: list[int] = []
-        seen = []
-        for action, number in actions:
-            if action == "allocate":
-                before_bytes = memory.allocated()
-                try:
-                    handles.append(memory.allocate(number))
-                except DeviceOutOfMemory:
-                    assert memory.allocated() == before_bytes
-                else:
-                    assert number <= memory.allocated() - before_bytes < number + 512
-            elif action == "free" and handles:
-                memory.free(handles.pop(number % len(handles)))
-            elif action == "release":
-                memory.release()
-            elif action == "peers":
-                memory.set_peers_bytes(min(number, memory.available()))
-            memory.check_invariants()
-            assert memory.reserved() <= memory.total()
-            seen.append((memory.allocated(), memory.reserved(), memory.peak()))
-        for handle in handles:
-            memory.free(handle)
-        memory.release()
-        assert memory.reserved() == 0, "freed memory is merged again"
-        return seen
-
-    assert run() == run()

@@ -7,15 +7,7 @@ from typing import Any
 import msgspec
 
 from vsched.errors import DeviceOutOfMemory
-from vsched.policy import (
-    Attempt,
-    Build,
-    MemoryPolicy,
-    MemoryView,
-    Probe,
-    RankMemory,
-    Reservation,
-)
+from vsched.policy import Attempt, Build, MemoryPolicy, MemoryView, Probe, RankMemory, Reservation
 
 TOTAL = 1_000_000
 

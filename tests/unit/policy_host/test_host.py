@@ -8,13 +8,9 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from vsched.errors import PolicyError
-from vsched.kernel import SchedulerLimits
-from vsched.kernel.events import PolicyReplaced
 from vsched.policy import Admission, AdmissionView, Policy, RequestPolicy, StepShares, StepView
 from vsched.policy_host import HostCapabilities, PolicyHost, SeatPolicies, check_capabilities
 from vsched.policy_host.call_times import PolicyTimes
-from vsched.testing import ModelCluster, make_request
-from vsched.testing.cluster import default_policies
 from vsched_policies.preemption import SwapLong, Youngest
 
 STEP = "generate.step"
@@ -70,16 +66,7 @@ def test_table_without_a_hook_has_no_seat(caplog: pytest.LogCaptureFixture) -> N
     assert "generate.step: no policy decides: this version has no hook" in caplog.text
 
 
-LIMITS = SchedulerLimits(blocks=64, slots=2, context_tokens=256, pages=16)
 MS = 1_000_000
-SEAT = "generate.admission"
-
-
-class OneAtATime(RequestPolicy, frozen=True, kw_only=True):
-    """Admit one request where two could join; the default admits both."""
-
-    def admit(self, view: AdmissionView) -> Admission:
-        return Admission([0] if view.running == 0 else [])
 
 
 class Clock:
@@ -143,38 +130,6 @@ def test_waits_for_a_core_replace_nothing(queued_ms: int, slow: int) -> None:
     times.watch("s", clock.ask(100, queued_ms))("view")
     assert times.statistics()["s"]["slow"] == slow
     assert len(clock.received) == slow
-
-
-def two_requests(cluster: ModelCluster) -> int:
-    """Submit two requests at once and return the maximum number that run together."""
-    cluster.submit(make_request("a", [1, 2, 3]))
-    cluster.submit(make_request("b", [1, 2, 4]))
-    cluster.run_generate()
-    running = cluster.kernel.generators[0].slots_held
-    cluster.drain()
-    cluster.check_settled()
-    return running
-
-
-def replaced() -> ModelCluster:
-    cluster = ModelCluster(LIMITS, default_policies(generate_admission=OneAtATime()))
-    assert two_requests(cluster) == 1
-    cluster.requests.clear()
-    cluster.ended.clear()
-    cluster.send(PolicyReplaced(SEAT, "too slow"))
-    return cluster
-
-
-def test_the_default_decides_in_place_of_a_policy_that_was_replaced() -> None:
-    cluster = replaced()
-    assert cluster.notices == [f"the default decides from now on as {SEAT}: too slow"]
-    assert two_requests(cluster) == 2
-    statistics = cluster.kernel.statistics()
-    assert statistics["policy_replaced"] == {SEAT: "too slow"}
-    assert statistics["policy_faults"] == {}
-    cluster.send(PolicyReplaced(SEAT, "again"))
-    cluster.send(PolicyReplaced("nowhere", "?"))
-    assert len(cluster.notices) == 1
 
 
 PLAIN = HostCapabilities(

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import random
-import sys
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from vsched.config import Config
-from vsched.config.sections import RecordConfig
-from vsched.kernel import Scheduler, SchedulerLimits
+from vsched.kernel import SchedulerLimits
 from vsched.kernel.commands import Command
 from vsched.kernel.events import Event
 from vsched.policy import Policy
@@ -32,32 +30,17 @@ def table(policy: Policy) -> dict[str, object]:
 
 
 def config_for(
-    path: Path,
-    policies: SeatPolicies,
-    *,
-    limits: SchedulerLimits | None = None,
-    segment_bytes: int = 64 << 20,
-    segments: int = 8,
+    path: Path, policies: SeatPolicies, *, limits: SchedulerLimits | None = None, **record: int
 ) -> Config:
     """Return a configuration that names these policies and records."""
-    record = RecordConfig(path=str(path), segment_bytes=segment_bytes, segments=segments)
-    config = Config(
-        routing=table(policies.by_table["routing"]),
-        arrival=table(policies.by_table["arrival"]),
-        record=record,
-    )
+    tables: dict[str, Any] = {"record": {"path": str(path), **record}, "encode": {}, "generate": {}}
     for place, policy in policies.by_table.items():
-        section, _, name = place.partition(".")
-        if name:
-            changed = msgspec.structs.replace(getattr(config, section), **{name: table(policy)})
-            config = msgspec.structs.replace(config, **{section: changed})
-    if limits is None:
-        return config
-    return msgspec.structs.replace(
-        config,
-        encode=msgspec.structs.replace(config.encode, replicas=limits.encoders),
-        generate=msgspec.structs.replace(config.generate, replicas=limits.generators),
-    )
+        section, _, name = place.rpartition(".")
+        (tables[section] if section else tables)[name] = table(policy)
+    if limits is not None:
+        tables["encode"]["replicas"] = limits.encoders
+        tables["generate"]["replicas"] = limits.generators
+    return msgspec.convert(tables, Config)
 
 
 class RecordedCluster(ModelCluster):
@@ -68,21 +51,17 @@ class RecordedCluster(ModelCluster):
     """
 
     def __init__(
-        self,
-        limits: SchedulerLimits,
-        policies: SeatPolicies | None,
-        begin: Callable[[Scheduler, SeatPolicies], Recorder],
+        self, limits: SchedulerLimits, policies: SeatPolicies | None, path: Path, record: Any
     ) -> None:
-        self._begin = begin
-        self._policies = policies or default_policies()
         self.recorder: Recorder | None = None
+        self.config = config_for(path, policies or default_policies(), limits=limits, **record)
         self.received: list[Event] = []
         self.seen: list[tuple[dict[str, int], set[str]]] = []
-        super().__init__(limits, self._policies)
+        super().__init__(limits, policies)
 
     def _handle(self, event: Event) -> list[Command]:
-        if self.recorder is None:
-            self.recorder = self._begin(self.kernel, self._policies)
+        self.recorder = self.recorder or open_recorder(self.config, self.kernel)
+        assert self.recorder is not None
         commands = self.kernel.handle(event, self.now_ns)
         self.received.append(event)
         self.recorder.note(event, self.now_ns, commands)
@@ -100,27 +79,17 @@ def record_run(
     policies: SeatPolicies | None = None,
     limits: SchedulerLimits | None = None,
     events: int = 80,
-    segment_bytes: int = 64 << 20,
-    segments: int = 8,
     faults: bool = True,
+    **record: int,
 ) -> RecordedCluster:
-    """Record a random run."""
-
-    def begin(kernel: Scheduler, policies: SeatPolicies) -> Recorder:
-        config = config_for(
-            path, policies, limits=kernel.limits, segment_bytes=segment_bytes, segments=segments
-        )
-        recorder = open_recorder(config, kernel)
-        assert recorder is not None
-        return recorder
-
+    """Record a random run; `record` are fields of `RecordConfig`."""
     cluster = run_random(
         random.Random(seed),
         policies,
         limits=limits,
         events=events,
         faults=faults,
-        make=lambda limits, policies: RecordedCluster(limits, policies, begin),
+        make=lambda limits, policies: RecordedCluster(limits, policies, path, record),
     )
     assert isinstance(cluster, RecordedCluster)
     assert cluster.recorder is not None
@@ -148,7 +117,3 @@ def downgrade(path: Path) -> None:
             header[5].setdefault(section, {})[name] = False
         bodies[0] = msgspec.msgpack.encode([*header, b"a state as it once was"])
         write_bodies(segment, bodies)
-
-
-if __name__ == "__main__":
-    record_run(Path(sys.argv[1]), 0, events=300, segment_bytes=8192)

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from tests.unit.kernel.policy_pool import random_policies
+from tests.unit.kernel.setups import image_request, make_cluster
 from tests.unit.record.recorded import downgrade, read_bodies, record_run, write_bodies
 from vsched.config import Config, ServerConfig
 from vsched.config.sections import RecordConfig
@@ -109,28 +110,19 @@ def test_request_whose_client_leaves_while_it_is_written_leaves_nothing(
 
 
 @pytest.mark.parametrize("cut", [1, 20, 60])
-def test_file_that_was_being_written_is_no_request(
+def test_files_that_are_no_requests_harm_no_other(
     tmp_path: Path, cut: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No client waits for it: a request is accepted after it was written."""
+    """No client waits for one that was being written: a request is accepted after that."""
     one = journal(tmp_path)
-    one.keep(ONE)
-    one.keep(TWO)
-    half = files(tmp_path)[0]
+    for request in (ONE, TWO, msgspec.structs.replace(ONE, request_id="three")):
+        one.keep(request)
+    half, _, other = files(tmp_path)
     half.write_bytes(half.read_bytes()[:-cut])
+    other.write_bytes(b"something else altogether")
     assert [each.request.request_id for each in journal(tmp_path).left()] == ["two"]
+    assert half not in files(tmp_path)
     assert "no complete request" in caplog.text
-    assert len(files(tmp_path)) == 1
-
-
-def test_file_of_something_else_is_told_and_harms_no_other(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    one = journal(tmp_path)
-    one.keep(ONE)
-    one.keep(TWO)
-    files(tmp_path)[0].write_bytes(b"something else altogether")
-    assert [each.request.request_id for each in journal(tmp_path).left()] == ["two"]
     assert "a request of the engine before cannot be resumed: " in caplog.text
     assert "not a record of vsched" in caplog.text
 
@@ -193,9 +185,7 @@ def cut(path: Path, share: float) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("seed", "share"), [(seed, (0.3, 0.6, 0.9, 1.0)[seed % 4]) for seed in range(6)]
 )
-def test_answers_go_on_in_another_engine_behind_the_tokens_that_were_reported(
-    tmp_path: Path, seed: int, share: float
-) -> None:
+def test_answers_go_on_behind_the_reported_tokens(tmp_path: Path, seed: int, share: float) -> None:
     """Also with speculative decoding, swaps and any policies, and if earlier segments are not read."""
     path = tmp_path / "run.vlog"
     policies = random_policies(random.Random(seed)) if seed % 2 else None
@@ -273,19 +263,15 @@ def test_answers_go_on_after_an_upgrade_that_cannot_read_the_snapshots(tmp_path:
     assert "snapshots cannot be read here" in read_left(path, names).trouble
 
 
-def test_answer_that_has_all_its_tokens_is_refused(tmp_path: Path) -> None:
-    cluster = record_run(tmp_path / "run.vlog", 0)
-    name = next(iter(cluster.requests))
-    request = msgspec.structs.replace(cluster.requests[name], request_id="full")
-    tokens = tuple(correct_outputs(request))
-    fresh = ModelCluster(cluster.limits)
-    fresh.hand_in(Submitted(request, emitted=tokens))
-    assert fresh.refused["full"].code is RefusalCode.EMPTY
+def test_answer_that_has_all_its_tokens_is_refused() -> None:
+    request = image_request("full", (b"a", 4))
+    cluster = make_cluster()
+    cluster.hand_in(Submitted(request, emitted=tuple(correct_outputs(request))))
+    assert cluster.refused["full"].code is RefusalCode.EMPTY
 
 
-def test_another_prompt_or_image_is_refused(tmp_path: Path) -> None:
-    cluster = record_run(tmp_path / "run.vlog", 0)
-    request = next(one for one in cluster.requests.values() if one.items)
+def test_another_prompt_or_image_is_refused() -> None:
+    request = image_request("r", (b"a", 4), (b"b", 4))
     started = PartialOutput(prompt_digest(request), (1, 2))
     (first, *others) = request.items
     items = (msgspec.structs.replace(first, key=b"another" * 4), *others)
@@ -315,9 +301,7 @@ def test_damaged_record_reports_what_stands_before_the_damage(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("data", [None, b"", b"not a record"])
-def test_record_that_cannot_be_read_reports_nothing_and_why(
-    tmp_path: Path, data: bytes | None
-) -> None:
+def test_record_that_cannot_be_read_reports_only_why(tmp_path: Path, data: bytes | None) -> None:
     path = tmp_path / "run.vlog"
     if data is not None:
         path.write_bytes(data)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.record.odd_policies import Locked
+from tests.unit.kernel.policy_pool import Locked
 from tests.unit.record.recorded import config_for, record_run
 from vsched.config import Config
 from vsched.errors import ConfigError
@@ -45,17 +45,11 @@ def test_recorder_is_none_if_no_path_is_given() -> None:
     assert open_recorder(Config(), Scheduler(LIMITS, default_policies())) is None
 
 
-def test_recorder_writes_for_its_owner_only(tmp_path: Path) -> None:
-    """A record holds the clients' prompts."""
-    _, recorder = begin(tmp_path / "run.vlog")
-    recorder.close()
-    assert (tmp_path / "run.vlog").stat().st_mode & 0o777 == 0o600
-
-
-def test_recorder_writes_each_event_at_once(tmp_path: Path) -> None:
-    """A killed process loses no entry."""
+def test_recorder_writes_each_event_at_once_for_its_owner_only(tmp_path: Path) -> None:
+    """A killed process loses no entry, and a record holds the clients' prompts."""
     path = tmp_path / "run.vlog"
     kernel, recorder = begin(path)
+    assert path.stat().st_mode & 0o777 == 0o600
     for number in range(1, 4):
         note(kernel, recorder)
         assert replay(path).events == number
@@ -99,13 +93,12 @@ def test_recorder_sets_an_earlier_record_aside(tmp_path: Path) -> None:
     assert not [name for name in names(tmp_path) if name.endswith(".new")]
 
 
-def test_recorder_refuses_a_path_that_it_cannot_write(tmp_path: Path) -> None:
+def test_recorder_path_that_cannot_be_written_is_refused_and_checked_without_a_trace(
+    tmp_path: Path,
+) -> None:
+    policies = default_policies()
     with pytest.raises(ConfigError, match=r"^record.path: .*No such file.*Remedy"):
         begin(tmp_path / "nowhere" / "run.vlog")
-
-
-def test_recorder_path_is_checked_without_a_trace(tmp_path: Path) -> None:
-    policies = default_policies()
     check_record_path(Config())
     check_record_path(config_for(tmp_path / "run.vlog", policies))
     for path in (tmp_path / "nowhere" / "run.vlog", tmp_path):

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,10 +12,10 @@ import msgspec
 import pytest
 from typer.testing import CliRunner, Result
 
-from tests.patience import PATIENCE_S
-from tests.unit.kernel.policy_pool import Tallied, random_policies
-from tests.unit.record.odd_policies import Ring
+from tests.programs import printed_by
+from tests.unit.kernel.policy_pool import Stubborn, Tallied, random_policies
 from tests.unit.record.recorded import downgrade, read_bodies, record_run, write_bodies
+from tests.workers.properties import thorough
 from vsched.cli import app
 from vsched.cli.main import import_commands
 from vsched.errors import RecordError
@@ -34,12 +31,17 @@ from vsched.record.replay import Difference
 from vsched.testing import default_policies, run_random
 from vsched.testing.cluster import seats_of
 
-ROOT = Path(__file__).parents[3]
 STATEFUL = ("encode_admission", "generate_admission", "encoding", "preemption", "routing")
+RECORD = """
+import sys
+from pathlib import Path
+from tests.unit.record.recorded import record_run
+record_run(Path(sys.argv[1]), 0, events=300, segment_bytes=8192)
+"""
 REPLAY = "import sys; from vsched.cli.main import main; sys.argv[1:1] = ['replay']; main()"
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [*range(4), *thorough(*range(4, 8))])
 def test_replay_decides_the_same(tmp_path: Path, seed: int) -> None:
     """Random schedules with faults, drains and restarts, under the default policies and under any."""
     policies = random_policies(random.Random(seed)) if seed % 2 else None
@@ -56,15 +58,13 @@ def test_replay_decides_the_same(tmp_path: Path, seed: int) -> None:
 @pytest.mark.parametrize(
     "policies",
     [
-        {"generate_eviction": Ring(), "encode_eviction": Ring()},
+        dict.fromkeys(("generate_eviction", "encode_eviction"), Stubborn(keeps=3)),
         dict.fromkeys(STATEFUL, Tallied(fails=0)),
         dict.fromkeys(STATEFUL, Tallied(fails=3)),
     ],
     ids=["order", "state", "failing"],
 )
-def test_replay_takes_up_policies_with_a_state_of_their_own(
-    tmp_path: Path, policies: dict[str, Policy]
-) -> None:
+def test_replay_continues_states_of_policies(tmp_path: Path, policies: dict[str, Policy]) -> None:
     """Even if a part of the record is gone, so that it begins with their state."""
     path = tmp_path / "run.vlog"
     seats = default_policies(**policies)
@@ -78,27 +78,10 @@ def test_replay_takes_up_policies_with_a_state_of_their_own(
     assert report.first_event > 0
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_replay_decides_the_same_under_any_hash_seed(tmp_path: Path) -> None:
-    """Recorded by one process, replayed by another with another hash seed."""
-
-    def run(hash_seed: str, *words: str) -> str:
-        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        done = subprocess.run(
-            [sys.executable, *words],
-            env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": path},
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=PATIENCE_S,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    record = str(tmp_path / "run.vlog")
-    run("1", "-m", "tests.unit.record.recorded", record)
-    said = run("2", "-c", REPLAY, record)
+    printed_by(RECORD, tmp_path / "run.vlog", PYTHONHASHSEED="1")
+    said = printed_by(REPLAY, tmp_path / "run.vlog", PYTHONHASHSEED="2")
     assert "Everything was decided the same again." in said
 
 
@@ -230,28 +213,21 @@ def test_replay_reports_a_kernel_that_fails(path: Path, monkeypatch: pytest.Monk
     assert "KeyError: 'a bug'" in found.got
 
 
-def test_replay_finds_an_event_that_is_missing(path: Path) -> None:
+def test_replay_finds_an_event_or_segment_that_is_missing(path: Path, tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match="no such record"):
+        replay(tmp_path / "other.vlog")
+    record_run(tmp_path / "other.vlog", 0, events=300, segment_bytes=4096)
+    (tmp_path / "other.vlog.000002").unlink()
+    with pytest.raises(RecordError, match="a segment is missing"):
+        replay(tmp_path / "other.vlog")
     bodies = read_bodies(path)
     del bodies[8]
     write_bodies(path, bodies)
     with pytest.raises(RecordError, match="event 8 follows, 7 was due"):
         replay(path)
-
-
-def test_replay_finds_a_segment_that_is_missing(tmp_path: Path) -> None:
-    path = tmp_path / "run.vlog"
-    record_run(path, 0, events=300, segment_bytes=4096)
-    (tmp_path / "run.vlog.000002").unlink()
-    with pytest.raises(RecordError, match="a segment is missing"):
-        replay(path)
-
-
-def test_replay_of_nothing_reports_it(tmp_path: Path) -> None:
-    with pytest.raises(RecordError, match="no such record"):
-        replay(tmp_path / "run.vlog")
-    write_bodies(tmp_path / "run.vlog", [])
+    write_bodies(path, [])
     with pytest.raises(RecordError, match="nothing was recorded yet"):
-        replay(tmp_path / "run.vlog")
+        replay(path)
 
 
 def test_replay_of_a_record_by_another_version_reports_which(path: Path) -> None:
@@ -332,9 +308,10 @@ def test_replay_command_shows_the_difference_and_exits_with_1(path: Path) -> Non
 # --- built-in policies, which are found by their entry points ---
 
 
-PLACES = {kind: seats_of(kind) for kind in DECISIONS if kind != "memory"}
-"""Names of seats by decision."""
+PLACES = {kind: seats_of(kind) for kind in DECISIONS if seats_of(kind)}
+"""Names of seats by decision of the kernel."""
 IN_KERNEL = [policy for policy in list_policies() if policy.kind in PLACES]
+ONE_OF_EACH = {policy.kind: policy for policy in IN_KERNEL}.values()
 TIGHT = SchedulerLimits(
     block_size=4,
     blocks=24,
@@ -353,9 +330,6 @@ TIGHT = SchedulerLimits(
 """Two groups of each stage, with less of everything than they need."""
 SEED = 20
 """A schedule that calls every kind of policy."""
-built_in = pytest.mark.parametrize(
-    "registered", IN_KERNEL, ids=lambda policy: f"{policy.kind}-{policy.name}"
-)
 
 
 def everywhere(registered: RegisteredPolicy) -> SeatPolicies:
@@ -364,12 +338,9 @@ def everywhere(registered: RegisteredPolicy) -> SeatPolicies:
     return default_policies(**dict.fromkeys(PLACES[registered.kind], policy))
 
 
-def test_every_kind_that_the_kernel_asks_has_a_built_in() -> None:
-    assert {policy.kind for policy in IN_KERNEL} == PLACES.keys()
-
-
 def test_schedule_asks_every_kind() -> None:
     """The other kinds are called for each request; these only if a resource is short."""
+    assert {policy.kind for policy in IN_KERNEL} == PLACES.keys()
     cluster = run_random(random.Random(SEED), limits=TIGHT)
     statistics = cluster.kernel.statistics()
     assert statistics["generate"]["preemptions"] > 0
@@ -377,14 +348,17 @@ def test_schedule_asks_every_kind() -> None:
     assert statistics["generate"]["prefix_evictions"] > 0
 
 
-@built_in
-def test_built_in_policy_is_replayed_byte_for_byte(
-    tmp_path: Path, registered: RegisteredPolicy
-) -> None:
-    """From the first event, and from a segment in the middle, with its state there."""
+@pytest.mark.parametrize(
+    "registered",
+    [*ONE_OF_EACH, *thorough(*(one for one in IN_KERNEL if one not in ONE_OF_EACH))],
+    ids=lambda policy: f"{policy.kind}-{policy.name}",
+)
+def test_built_in_policy_is_replayed_exactly(tmp_path: Path, registered: RegisteredPolicy) -> None:
+    """From the first event, and from a segment in the middle, with its state there; it fails in no call."""
     path = tmp_path / "record"
     policies = everywhere(registered)
-    record_run(path, SEED, policies=policies, limits=TIGHT, segment_bytes=16384, segments=99)
+    run = record_run(path, SEED, policies=policies, limits=TIGHT, segment_bytes=16384, segments=99)
+    assert run.kernel.statistics()["policy_faults"] == {}
     assert replay(path).difference is None
     segments = find_segments(path)
     assert len(segments) > 1

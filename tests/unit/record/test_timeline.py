@@ -10,11 +10,11 @@ import msgspec
 import pytest
 
 from tests.trace_format import check_trace_events
-from tests.unit.record.recorded import RecordedCluster, config_for, record_run
+from tests.unit.record.recorded import RecordedCluster, record_run
+from vsched.config import load_config
 from vsched.kernel import SchedulerLimits
 from vsched.kernel.events import Stepped
 from vsched.record import TraceTimeline, replay
-from vsched.testing.cluster import default_policies
 
 LIMITS = SchedulerLimits(
     blocks=60,
@@ -28,48 +28,41 @@ LIMITS = SchedulerLimits(
 )
 
 
-def trace_of(path: Path) -> list[dict[str, Any]]:
+Trace = list[dict[str, Any]]
+LOSING_SEED = 5
+"""A schedule that loses a group during a step."""
+
+
+def trace_of(path: Path) -> Trace:
     file = io.BytesIO()
     drawn = TraceTimeline(file)
     report = replay(path, observer=drawn)
     drawn.close()
     assert report.difference is None
-    events: list[dict[str, Any]] = msgspec.json.decode(file.getvalue())["traceEvents"]
+    events: Trace = msgspec.json.decode(file.getvalue())["traceEvents"]
     assert len(events) == drawn.events
     check_trace_events(events)
     return events
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("timeline") / "run.vlog"
+def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trace, RecordedCluster]:
+    path = tmp_path_factory.mktemp("timeline") / "run.vlog"
+    cluster = record_run(path, 3, limits=LIMITS, events=400, faults=False)
+    return trace_of(path), cluster
 
 
-@pytest.fixture(scope="module")
-def cluster(path: Path) -> RecordedCluster:
-    return record_run(path, 3, limits=LIMITS, events=400, faults=False)
-
-
-@pytest.fixture(scope="module")
-def trace(path: Path, cluster: RecordedCluster) -> list[dict[str, Any]]:
-    assert cluster.ended
-    return trace_of(path)
-
-
-def named(trace: list[dict[str, Any]], key: str) -> dict[str, int]:
+def named(trace: Trace, key: str) -> dict[str, int]:
     return {one["args"]["name"]: one["pid"] for one in trace if one["name"] == key}
 
 
-def test_timeline_has_a_process_for_each_group(trace: list[dict[str, Any]]) -> None:
-    assert {"scheduler", "encode-0", "encode-1", "generate-0", "generate-1"} == set(
-        named(trace, "process_name")
-    )
-
-
-def test_timeline_has_a_slice_for_each_step_and_none_overlap(
-    trace: list[dict[str, Any]], cluster: RecordedCluster
+def test_timeline_has_a_slice_for_each_step_in_the_process_of_its_group(
+    traced: tuple[Trace, RecordedCluster],
 ) -> None:
-    slices: dict[int, list[dict[str, Any]]] = {}
+    trace, cluster = traced
+    groups = {"encode-0", "encode-1", "generate-0", "generate-1"}
+    assert {"scheduler", *groups} == set(named(trace, "process_name"))
+    slices: dict[int, Trace] = {}
     for one in trace:
         if one["ph"] == "X":
             slices.setdefault(one["pid"], []).append(one)
@@ -81,9 +74,8 @@ def test_timeline_has_a_slice_for_each_step_and_none_overlap(
             assert after["ts"] >= before["ts"] + before["dur"] - 1e-6
 
 
-def test_timeline_counts_what_steps_did(
-    trace: list[dict[str, Any]], cluster: RecordedCluster
-) -> None:
+def test_timeline_counts_what_steps_did(traced: tuple[Trace, RecordedCluster]) -> None:
+    trace, cluster = traced
     prefill = sum(one["args"].get("prefill_tokens", 0) for one in trace if one["ph"] == "X")
     yielded = sum(one["args"].get("yielded", 0) for one in trace if one["ph"] == "X")
     decodes = sum(one["args"].get("decodes", 0) for one in trace if one["ph"] == "X")
@@ -102,45 +94,32 @@ def test_timeline_counts_what_steps_did(
     }
 
 
-def test_timeline_ends_every_request_that_it_begins(trace: list[dict[str, Any]]) -> None:
+def test_timeline_ends_every_request_that_it_begins(traced: tuple[Trace, RecordedCluster]) -> None:
+    trace, _ = traced
     started = Counter((one["id"], one["name"]) for one in trace if one["ph"] == "b")
     ended = Counter((one["id"], one["name"]) for one in trace if one["ph"] == "e")
     assert started == ended
     assert "decode" in {name for _, name in started}
 
 
-def test_timeline_has_a_track_for_each_rank(tmp_path: Path) -> None:
-    policies = default_policies()
-    config = config_for(tmp_path / "run.vlog", policies)
-    config = msgspec.structs.replace(
-        config, generate=msgspec.structs.replace(config.generate, tensor_parallel=4)
-    )
+def test_timeline_has_a_track_for_each_rank() -> None:
     file = io.BytesIO()
     drawn = TraceTimeline(file)
-    drawn.begin(config)
+    drawn.begin(load_config(None, sets=["generate.tensor_parallel=4"], environ={}).config)
     drawn.close()
     trace = msgspec.json.decode(file.getvalue())["traceEvents"]
     process = named(trace, "process_name")["generate"]
-    ranks = [
-        one["args"]["name"]
-        for one in trace
-        if one["name"] == "thread_name" and one["pid"] == process
-    ]
-    assert ranks == ["rank 0", "rank 1", "rank 2", "rank 3"]
+    tracks = [one for one in trace if one["name"] == "thread_name" and one["pid"] == process]
+    assert [one["args"]["name"] for one in tracks] == [f"rank {rank}" for rank in range(4)]
 
 
 def test_timeline_shows_steps_cut_off_by_a_loss(tmp_path: Path) -> None:
-    for seed in range(3, 9):
-        record_run(tmp_path / "run.vlog", seed, limits=LIMITS, events=200)
-        trace = trace_of(tmp_path / "run.vlog")
-        lost = {one["pid"] for one in trace if "lost" in one.get("args", ())}
-        marks = {
-            one["pid"] for one in trace if one["ph"] == "i" and "lost on purpose" in one["name"]
-        }
-        assert lost <= marks
-        if lost:
-            return
-    pytest.fail("no run lost a group during a step")
+    record_run(tmp_path / "run.vlog", LOSING_SEED, limits=LIMITS, events=200)
+    trace = trace_of(tmp_path / "run.vlog")
+    lost = {one["pid"] for one in trace if "lost" in one.get("args", ())}
+    marks = {one["pid"] for one in trace if one["ph"] == "i" and "lost on purpose" in one["name"]}
+    assert lost
+    assert lost <= marks
 
 
 def test_timeline_of_a_record_without_its_beginning_is_whole(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,6 +12,7 @@ from tests.unit.kernel.setups import (
     assert_served,
     encode_statistics,
     image_request,
+    make_cluster,
     make_limits,
     request_state,
     words,
@@ -19,15 +20,14 @@ from tests.unit.kernel.setups import (
 from vsched.failures import EncodeErrorKind
 from vsched.kernel.encode.embedding_cache import EmbeddingCache
 from vsched.kernel.request import RequestState
-from vsched.policy import Admission, AdmissionView, ReclaimView, RequestPolicy
+from vsched.policy import Admission, ReclaimView
 from vsched.policy_host.seats import PolicySeats
-from vsched.testing import ModelCluster, default_policies, make_request
+from vsched.testing import default_policies, make_request
 
 
 def test_embedding_read_by_a_step_in_flight_stays() -> None:
     """All pages are read by a step in flight; the next image waits for it, whichever request needs the image."""
-    cluster = ModelCluster(make_limits(pages=4))
-    cluster.submit(image_request("r1", (b"a", 16)))
+    cluster = make_cluster(image_request("r1", (b"a", 16)), pages=4)
     cluster.run_encode()
     cluster.submit(image_request("r2", (b"b", 16)))
     assert cluster.generate_log
@@ -41,7 +41,7 @@ def test_embedding_read_by_a_step_in_flight_stays() -> None:
 
 def test_embedding_that_a_step_reads_is_not_taken_for_an_older_request() -> None:
     """The oldest request may take embeddings of waiting younger ones, but none that a step in flight reads."""
-    cluster = ModelCluster(make_limits(pages=4, chunk_tokens=16, generate_depth=1))
+    cluster = make_cluster(pages=4, chunk_tokens=16, generate_depth=1)
     cluster.submit(make_request("old", words(40), [(32, 16, b"late")]))
     cluster.submit(image_request("young", (b"early", 16)))
     cluster.run_encode()
@@ -54,41 +54,30 @@ def test_embedding_that_a_step_reads_is_not_taken_for_an_older_request() -> None
 
 
 def test_embedding_of_an_older_waiting_request_stays() -> None:
-    """Claims protect: embeddings of a request that waits for a slot are not evicted for a younger one."""
-    cluster = ModelCluster(make_limits(pages=4, slots=1, generate_depth=1))
+    """Claims protect: embeddings of a request that waits for a slot are not evicted for a younger one.
+
+    Meanwhile the image of that one counts only as waiting, however often it is examined.
+    """
+    cluster = make_cluster(pages=4, slots=1, generate_depth=1)
     cluster.submit(make_request("running", words(3), max_tokens=6))
     cluster.submit(image_request("old", (b"a", 16)))
     cluster.run_encode()
+    before = encode_statistics(cluster)
     cluster.submit(image_request("young", (b"b", 16)))
+    waiting = {"waiting_items": 1, "cache_misses": 2, "cache_entries": 2}
     while "running" not in cluster.ended:
-        assert cluster.encoded == [[b"a"]]
+        assert encode_statistics(cluster) == {**before, **waiting}
         cluster.run_generate()
     cluster.drain()
     assert cluster.encoded == [[b"a"], [b"b"]]
+    assert encode_statistics(cluster)["items_encoded"] == 2
     assert encode_statistics(cluster)["cache_preemptions"] == 0
     assert_served(cluster, "running", "old", "young")
 
 
-def test_embedding_of_an_item_that_waits_for_room_counts_only_as_waiting() -> None:
-    """Counters change when an item is encoded, not when it is examined."""
-    cluster = ModelCluster(make_limits(pages=4, slots=1, generate_depth=1))
-    cluster.submit(make_request("running", words(3), max_tokens=6))
-    cluster.submit(image_request("holder", (b"a", 16)))
-    cluster.run_encode()
-    before = encode_statistics(cluster)
-    cluster.submit(image_request("waiting", (b"b", 16)))
-    cluster.run_generate()
-    expected = {"waiting_items": 1, "cache_misses": 2, "cache_entries": 2}
-    assert encode_statistics(cluster) == {**before, **expected}
-    cluster.drain()
-    assert encode_statistics(cluster)["items_encoded"] == 2
-    assert_served(cluster, "running", "holder", "waiting")
-
-
 def test_embedding_claims_end_with_the_forward() -> None:
     """Once the chunk that read an image is done, its pages may be evicted, while the request still decodes."""
-    cluster = ModelCluster(make_limits(pages=8))
-    cluster.submit(image_request("r", (b"a", 16), max_tokens=20))
+    cluster = make_cluster(image_request("r", (b"a", 16), max_tokens=20), pages=8)
     cluster.run_encode()
     assert encode_statistics(cluster)["pages_evictable"] == 0
     cluster.run_generate()
@@ -101,7 +90,7 @@ def test_embedding_claims_end_with_the_forward() -> None:
 
 def test_embedding_of_an_image_that_chunks_split_stays_until_the_last() -> None:
     """Pages are held from the first chunk that overlaps the image to the last."""
-    cluster = ModelCluster(make_limits(pages=8, chunk_tokens=8, generate_depth=1))
+    cluster = make_cluster(pages=8, chunk_tokens=8, generate_depth=1)
     cluster.submit(image_request("r", (b"a", 20)))
     cluster.run_encode()
     evictable = []
@@ -118,27 +107,8 @@ def test_embedding_of_an_image_that_chunks_split_stays_until_the_last() -> None:
     assert_served(cluster, "r")
 
 
-def test_embedding_chunks_name_only_the_items_that_they_meet() -> None:
-    """A decision carries the pages of the items in its chunk and no others."""
-    cluster = ModelCluster(make_limits(chunk_tokens=16, generate_depth=1))
-    items = [(0, 10, b"a"), (2, 12, b"b"), (50, 4, b"c")]
-    cluster.submit(make_request("r", words(60), items))
-    cluster.drain()
-    chunks = [chunk for step in cluster.decisions for chunk in step.chunks]
-    placed = cluster.requests["r"].items
-    for chunk in chunks:
-        met = [item for item in placed if item.offset < chunk.stop and item.end > chunk.start]
-        assert [item.offset for item in chunk.items] == [item.offset for item in met]
-        for item in chunk.items:
-            assert len(item.pages) == cluster.limits.pages_for(item.tokens)
-    assert any(not chunk.items for chunk in chunks)
-    assert any(len(chunk.items) == 2 for chunk in chunks)
-    assert_served(cluster, "r")
-
-
 def test_embedding_text_requests_run_while_the_encoder_is_down() -> None:
-    """Text needs no encoder; images wait for it and are served when it is back."""
-    cluster = ModelCluster(make_limits())
+    cluster = make_cluster()
     cluster.lose("encode")
     cluster.submit(image_request("image", (b"a", 16)))
     cluster.submit(make_request("text", words(5)))
@@ -150,8 +120,7 @@ def test_embedding_text_requests_run_while_the_encoder_is_down() -> None:
 
 def test_embedding_item_without_pixels_needs_none_when_it_is_cached() -> None:
     """A hit is served from the arena alone."""
-    cluster = ModelCluster(make_limits(prefix_cache=False))
-    cluster.submit(image_request("r1", (b"a", 16)))
+    cluster = make_cluster(image_request("r1", (b"a", 16)), prefix_cache=False)
     cluster.drain()
     request = image_request("r2", (b"a", 16))
     bare = msgspec.structs.replace(request.items[0], extent=None)
@@ -159,32 +128,9 @@ def test_embedding_item_without_pixels_needs_none_when_it_is_cached() -> None:
     assert_served(cluster, "r1", "r2")
 
 
-class Noting(RequestPolicy, frozen=True, kw_only=True):
-    """Admits one after the other, and records the urgency of waiting images."""
-
-    priorities: ClassVar[list[list[int]]] = []
-
-    def admit(self, view: AdmissionView) -> Admission:
-        self.priorities.append([entry.priority for entry in view.waiting])
-        return Admission([0])
-
-
-def test_image_is_as_urgent_as_the_most_urgent_of_its_requests() -> None:
-    Noting.priorities.clear()
-    policies = default_policies(encode_admission=Noting())
-    cluster = ModelCluster(make_limits(encode_items=1), policies)
-    cluster.submit(image_request("busy", (b"busy", 8)))
-    cluster.submit(image_request("calm", (b"a", 8)))
-    cluster.submit(image_request("urgent", (b"a", 8), priority=5))
-    cluster.run_encode()
-    assert Noting.priorities[-1] == [5]
-    assert_served(cluster, "busy", "calm", "urgent")
-
-
 def test_images_of_a_failed_batch_are_like_others_once_they_are_encoded() -> None:
     """Otherwise a policy would never see their sizes again."""
-    cluster = ModelCluster(make_limits())
-    cluster.submit(image_request("r", (b"a", 8), (b"b", 8)))
+    cluster = make_cluster(image_request("r", (b"a", 8), (b"b", 8)))
     cluster.run_encode(fail=EncodeErrorKind.FAILED)
     cluster.drain()
     assert [entry.tokens for entry in cluster.kernel.embeddings] == [8, 8]
@@ -192,15 +138,13 @@ def test_images_of_a_failed_batch_are_like_others_once_they_are_encoded() -> Non
 
 
 def test_policy_that_holds_keeps_images_of_a_failed_batch_back_as_well() -> None:
-    class Once(RequestPolicy, frozen=True, kw_only=True):
-        """Admits all at first, and then holds for a while."""
+    def hold(view: Any) -> Admission:
+        """Admit all at first, and then hold for a while."""
+        if view.now_ns < 1_000_000_000 and view.waiting[0].tokens is None:
+            return Admission(hold_until_ns=1_000_000_000)
+        return Admission(range(len(view.waiting)))
 
-        def admit(self, view: AdmissionView) -> Admission:
-            if view.now_ns < 1_000_000_000 and view.waiting[0].tokens is None:
-                return Admission(hold_until_ns=1_000_000_000)
-            return Admission(range(len(view.waiting)))
-
-    cluster = ModelCluster(make_limits(), default_policies(encode_admission=Once()))
+    cluster = make_cluster(encode_admission=answering("admission", hold))
     cluster.submit(image_request("r", (b"a", 8), (b"b", 8)))
     cluster.run_encode(fail=EncodeErrorKind.FAILED)
     assert len(cluster.encoded) == 1
@@ -236,28 +180,22 @@ def taken(indices: tuple[int, ...], tokens: int, *, front: bool = True) -> tuple
 
 
 @pytest.mark.parametrize(
-    ("indices", "gone"),
+    ("indices", "tokens", "front", "expected"),
     [
-        ((0, 1, 2), [b"old"]),
-        ((1, 0), [b"middle"]),
-        ((2,), [b"young"]),
-        ((), [b"young"]),
+        ((0, 1, 2), 16, True, (True, [b"old"])),
+        ((1, 0), 16, True, (True, [b"middle"])),
+        ((2,), 16, True, (True, [b"young"])),
+        ((), 16, True, (True, [b"young"])),
+        ((0,), 32, True, (True, [b"old", b"young"])),
+        ((0,), 32, False, (False, [])),
+        ((0,), 16, False, (True, [b"old"])),
     ],
 )
-def test_front_preempts_the_first_named_and_no_more(
-    indices: tuple[int, ...], gone: list[bytes]
+def test_front_preempts_those_named_or_else_the_youngest_and_others_wait(
+    indices: tuple[int, ...], tokens: int, front: bool, expected: tuple[bool, list[bytes]]
 ) -> None:
-    """If it names none, the youngest is evicted: the oldest request must get its next image."""
-    assert taken(indices, 16) == (True, gone)
-
-
-def test_front_takes_the_youngest_if_those_named_are_too_few() -> None:
-    assert taken((0,), 32) == (True, [b"old", b"young"])
-
-
-def test_others_wait_if_the_policy_spares_what_they_need() -> None:
-    assert taken((0,), 32, front=False) == (False, [])
-    assert taken((0,), 16, front=False) == (True, [b"old"])
+    """No more than needed; the oldest request must get its next image, others may be refused it."""
+    assert taken(indices, tokens, front=front) == expected
 
 
 def test_reclaim_policy_sees_who_may_give_way_the_oldest_first() -> None:

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
 
 from tests.unit.kernel.policy_pool import AllWaiting, Reversed
 from tests.unit.kernel.setups import (
+    answering,
     assert_holds_nothing,
     assert_served,
+    complete,
     encode_statistics,
     image_request,
     joined,
+    make_cluster,
     make_limits,
     words,
 )
 from vsched.failures import EncodeErrorKind
-from vsched.policy import Admission, AdmissionView, Dispatch, DispatchView, ImagePolicy
+from vsched.policy import Admission, AdmissionView, Dispatch
 from vsched.testing import ModelCluster, default_policies, make_request
 from vsched.types import Extent, FinishReason
 from vsched_policies.admission import TokenBudget
@@ -37,25 +41,20 @@ class Watching(TokenBudget, frozen=True, kw_only=True):
 @pytest.mark.parametrize(
     ("images", "budget", "permits", "batches"),
     [
-        pytest.param([100, 500, 100], 200, 8, [[100], [500], [100]], id="a large one alone"),
-        pytest.param([10, 20, 30], 0, 2, [[10, 20], [30]], id="no token budget"),
-        pytest.param([100, 100, 1], 200, 8, [[100, 100], [1]], id="a sum equal to the budget"),
-        pytest.param([500, 1], 200, 8, [[500], [1]], id="alone above the budget"),
-        pytest.param([10] * 5, 35, 2, [[10, 10], [10, 10], [10]], id="the count binds first"),
-        pytest.param([10] * 5, 25, 4, [[10, 10], [10, 10], [10]], id="the tokens bind first"),
+        ([100, 500, 100], 200, 8, [[100], [500], [100]]),
+        ([10] * 5, 35, 2, [[10, 10], [10, 10], [10]]),  # the count binds first
+        ([10] * 5, 25, 4, [[10, 10], [10, 10], [10]]),
     ],
 )
 def test_encode_refused_items_keep_the_front(
     images: list[int], budget: int, permits: int, batches: list[list[int]]
 ) -> None:
-    """Items that do not fit a step stay queued in their exact order."""
     Watching.queues.clear()
-    policies = default_policies(encode_admission=Watching(max_tokens=budget))
-    cluster = ModelCluster(make_limits(encode_items=permits), policies)
-    cluster.submit(
-        image_request("r", *((b"image%d" % index, count) for index, count in enumerate(images)))
+    cluster = make_cluster(encode_items=permits, encode_admission=Watching(max_tokens=budget))
+    complete(
+        cluster,
+        image_request("r", *((b"image%d" % index, count) for index, count in enumerate(images))),
     )
-    cluster.drain()
     tokens = {b"image%d" % index: count for index, count in enumerate(images)}
     assert [[tokens[key] for key in batch] for batch in cluster.encoded] == batches
     remaining = list(images)
@@ -67,24 +66,17 @@ def test_encode_refused_items_keep_the_front(
 
 def test_encode_permits_bind_whatever_a_policy_proposes() -> None:
     """The third of three items returns to the front when there are two permits."""
-    policies = default_policies(encode_admission=AllWaiting())
-    cluster = ModelCluster(make_limits(encode_items=2), policies)
-    cluster.submit(image_request("r", (b"a", 8), (b"b", 8), (b"c", 8)))
-    cluster.drain()
+    cluster = make_cluster(encode_items=2, encode_admission=AllWaiting())
+    complete(cluster, image_request("r", (b"a", 8), (b"b", 8), (b"c", 8)))
     assert cluster.encoded == [[b"a", b"b"], [b"c"]]
     assert_served(cluster, "r")
-
-
-def test_encode_groups_share_processes_one_by_one() -> None:
-    with pytest.raises(ValueError, match="2 encode groups cannot share the processes of 3"):
-        make_limits(encoders=2, generators=3, encode_pauses=True)
 
 
 @pytest.mark.parametrize("together", [True, False])
 def test_encode_next_to_decodes_may_keep_them_for_as_long_as_prefill_may(*, together: bool) -> None:
     """Decodes of the encode group's own generate group count, and only if the two share their processes."""
-    cluster = ModelCluster(
-        make_limits(encoders=2, generators=2, encode_pauses=together, step_target_ns=50_000_000)
+    cluster = make_cluster(
+        encoders=2, generators=2, encode_pauses=together, step_target_ns=50_000_000
     )
     cluster.submit(image_request("first", (b"a", 8)))
     (first,) = [log[0].time_slice_ns for log in cluster.encode_logs.values() if log]
@@ -112,8 +104,8 @@ def test_encode_next_to_decodes_may_keep_them_for_as_long_as_prefill_may(*, toge
 @pytest.mark.parametrize("together", [True, False])
 def test_encode_goes_to_the_group_that_holds_up_the_fewest(*, together: bool) -> None:
     """If two encode groups are free, the one whose processes have the fewest decoding requests encodes."""
-    cluster = ModelCluster(
-        make_limits(encoders=2, generators=2, encode_pauses=together, step_target_ns=50_000_000)
+    cluster = make_cluster(
+        encoders=2, generators=2, encode_pauses=together, step_target_ns=50_000_000
     )
     for name, tokens in (("long", 30), ("short", 1), ("longer", 30)):  # the groups take turns
         cluster.submit(make_request(name, words(5), max_tokens=tokens))
@@ -141,18 +133,14 @@ def test_encode_default_budget_is_that_of_a_generate_step() -> None:
 
 
 def test_encode_newcomers_stand_behind_refused_items() -> None:
-    """A request that arrives while a batch is in flight does not overtake items that did not fit that batch."""
-    policies = default_policies(encode_admission=TokenBudget(max_tokens=200))
-    cluster = ModelCluster(make_limits(), policies)
+    cluster = make_cluster(encode_admission=TokenBudget(max_tokens=200))
     cluster.submit(image_request("old", (b"a", 100), (b"b", 500), (b"c", 100)))
-    cluster.submit(image_request("young", (b"d", 50)))
-    cluster.drain()
+    complete(cluster, image_request("young", (b"d", 50)))
     assert cluster.encoded == [[b"a"], [b"b"], [b"c", b"d"]]
 
 
 def test_encode_request_that_ends_early_encodes_no_later_item() -> None:
-    """The image of a chunk that is never reached is never encoded."""
-    cluster = ModelCluster(make_limits(chunk_tokens=40))
+    cluster = make_cluster(chunk_tokens=40)
     cluster.submit(make_request("r", words(150), [(0, 20, b"a"), (140, 20, b"b")]))
     cluster.run_encode()
     cluster.abort("r")
@@ -163,15 +151,11 @@ def test_encode_request_that_ends_early_encodes_no_later_item() -> None:
 
 def test_encode_same_image_of_many_requests_is_one_task() -> None:
     """Misses are deduplicated by key and returned to all, in request order."""
-    cluster = ModelCluster(make_limits())
-    cluster.submit(image_request("busy", (b"other", 8)))
+    cluster = make_cluster(image_request("busy", (b"other", 8)))
     for name in ("r1", "r2", "r3"):
         cluster.submit(image_request(name, (b"same", 20), (b"own of " + name.encode(), 4)))
     cluster.drain()
-    assert cluster.encoded == [
-        [b"other"],
-        [b"same", b"own of r1", b"own of r2", b"own of r3"],
-    ]
+    assert cluster.encoded == [[b"other"], [b"same", b"own of r1", b"own of r2", b"own of r3"]]
     assert joined(cluster) == ["busy", "r1", "r2", "r3"]
     assert_served(cluster, "r1", "r2", "r3")
 
@@ -179,7 +163,7 @@ def test_encode_same_image_of_many_requests_is_one_task() -> None:
 @pytest.mark.parametrize("encoded", [False, True])
 def test_encode_length_mismatch_fails_that_request(encoded: bool) -> None:
     """An entry in use is never trimmed; the request with the other length fails, the first goes on."""
-    cluster = ModelCluster(make_limits(slots=1, generate_depth=1))
+    cluster = make_cluster(slots=1, generate_depth=1)
     cluster.submit(make_request("running", words(3), max_tokens=2))
     cluster.submit(image_request("right", (b"a", 10)))
     if encoded:
@@ -193,8 +177,7 @@ def test_encode_length_mismatch_fails_that_request(encoded: bool) -> None:
 
 def test_encode_length_mismatch_within_a_request_fails_it() -> None:
     """One content cannot have two lengths in one prompt."""
-    cluster = ModelCluster(make_limits())
-    cluster.submit(image_request("r", (b"a", 10), (b"a", 12)))
+    cluster = make_cluster(image_request("r", (b"a", 10), (b"a", 12)))
     cluster.drain()
     assert cluster.ended["r"].code == "length_mismatch"
     assert_holds_nothing(cluster)
@@ -212,14 +195,12 @@ def fail_when(cluster: ModelCluster, bad: bytes) -> None:
 
 def test_encode_brought_embeddings_cost_the_encoder_nothing() -> None:
     """Copied along with the raw items of a step, outside of its budget, and cached like them."""
-    policies = default_policies(encode_admission=TokenBudget(max_tokens=20))
-    cluster = ModelCluster(make_limits(), policies)
+    cluster = make_cluster(encode_admission=TokenBudget(max_tokens=20))
     items = [(0, 50, b"brought"), (1, 20, b"raw"), (2, 60, b"brought too")]
     cluster.submit(make_request("r", words(3), items, encoded=[b"brought", b"brought too"]))
     assert [task.encoded for task in cluster.encode_log[0].tasks] == [True, False, True]
     cluster.drain()
-    cluster.submit(make_request("again", words(3, start=50), items, encoded=[b"brought"]))
-    cluster.drain()
+    complete(cluster, make_request("again", words(3, start=50), items, encoded=[b"brought"]))
     assert cluster.encoded == [[b"brought", b"raw", b"brought too"]]
     statistics = encode_statistics(cluster)
     assert (statistics["items_encoded"], statistics["tokens_encoded"]) == (1, 20)
@@ -230,8 +211,7 @@ def test_encode_brought_embeddings_cost_the_encoder_nothing() -> None:
 @pytest.mark.parametrize("broken", [b"a", b"b", b"c"])
 def test_encode_failing_item_is_isolated(broken: bytes) -> None:
     """A failed batch is halved until the broken item is alone, and only its requests fail."""
-    cluster = ModelCluster(make_limits())
-    cluster.submit(image_request("busy", (b"other", 4)))
+    cluster = make_cluster(image_request("busy", (b"other", 4)))
     users = {b"a": ["r1", "r4"], b"b": ["r2"], b"c": ["r3"]}
     for name, key in (("r1", b"a"), ("r2", b"b"), ("r3", b"c"), ("r4", b"a")):
         cluster.submit(image_request(name, (key, 10)))
@@ -247,9 +227,7 @@ def test_encode_failing_item_is_isolated(broken: bytes) -> None:
 
 
 def test_encode_policy_chooses_which_suspect_is_next() -> None:
-    """The policy's first suspect is next, even if another is ahead of it in the queue."""
-    cluster = ModelCluster(make_limits(), default_policies(encode_admission=Reversed()))
-    cluster.submit(image_request("busy", (b"other", 4)))
+    cluster = make_cluster(image_request("busy", (b"other", 4)), encode_admission=Reversed())
     cluster.submit(image_request("r", (b"a", 4), (b"b", 4)))
     cluster.run_encode()
     cluster.run_encode(fail=EncodeErrorKind.FAILED)
@@ -260,8 +238,7 @@ def test_encode_policy_chooses_which_suspect_is_next() -> None:
 
 def test_encode_suspects_run_alone() -> None:
     """Whatever the policy chooses, suspected items run alone, and others without them."""
-    limits = make_limits(chunk_tokens=8, block_size=4)
-    cluster = ModelCluster(limits, default_policies(encode_admission=AllWaiting()))
+    cluster = make_cluster(chunk_tokens=8, block_size=4, encode_admission=AllWaiting())
     cluster.submit(make_request("older", words(40), [(30, 4, b"late")]))
     cluster.submit(image_request("younger", (b"a", 4), (b"b", 4)))
     while not cluster.encoded:
@@ -278,9 +255,7 @@ def test_encode_suspects_run_alone() -> None:
 def test_encode_items_of_a_failed_batch_have_no_known_size() -> None:
     """A policy sees None for them, never a number, and they run alone."""
     Watching.queues.clear()
-    cluster = ModelCluster(
-        make_limits(), default_policies(encode_admission=Watching(max_tokens=200))
-    )
+    cluster = make_cluster(encode_admission=Watching(max_tokens=200))
     cluster.submit(image_request("r", (b"a", 10), (b"b", 20)))
     cluster.run_encode(fail=EncodeErrorKind.OUT_OF_MEMORY)
     cluster.drain()
@@ -289,34 +264,29 @@ def test_encode_items_of_a_failed_batch_have_no_known_size() -> None:
 
 
 def test_encode_failed_image_may_be_sent_again() -> None:
-    cluster = ModelCluster(make_limits())
-    cluster.submit(image_request("r1", (b"a", 10)))
+    cluster = make_cluster(image_request("r1", (b"a", 10)))
     fail_when(cluster, b"a")
-    cluster.submit(image_request("r2", (b"a", 10)))
-    cluster.drain()
+    complete(cluster, image_request("r2", (b"a", 10)))
     assert cluster.ended["r1"].reason is FinishReason.ERROR
     assert_served(cluster, "r2")
 
 
 def test_unneeded_encode_result_is_discarded() -> None:
     """Pixels of an aborted request may be overwritten while they are encoded, so the result is not kept."""
-    cluster = ModelCluster(make_limits())
-    cluster.submit(image_request("r1", (b"a", 10)))
+    cluster = make_cluster(image_request("r1", (b"a", 10)))
     cluster.abort("r1")
     cluster.run_encode()
     statistics = encode_statistics(cluster)
     names = ("cache_entries", "items_encoded", "tokens_encoded")
     assert [statistics[name] for name in names] == [0, 0, 0]
-    cluster.submit(image_request("r2", (b"a", 10)))
-    cluster.drain()
+    complete(cluster, image_request("r2", (b"a", 10)))
     assert cluster.encoded == [[b"a"], [b"a"]]
     assert_served(cluster, "r2")
 
 
 def test_encode_task_carries_the_pixels_of_a_live_user() -> None:
     """The pixels of a request that left are gone; the task names those of a live one."""
-    cluster = ModelCluster(make_limits())
-    cluster.submit(image_request("busy", (b"other", 4)))
+    cluster = make_cluster(image_request("busy", (b"other", 4)))
     first = image_request("r1", (b"a", 10))
     second = image_request("r2", (b"a", 10))
     moved = msgspec.structs.replace(second.items[0], extent=Extent(4096, 16))
@@ -328,26 +298,29 @@ def test_encode_task_carries_the_pixels_of_a_live_user() -> None:
     assert cluster.encode_log[0].tasks[0].extent.offset == 4096
 
 
-class Watched(ImagePolicy, frozen=True, kw_only=True):
+VIEWS: list[Any] = []
+WAITING: list[list[int]] = []
+
+
+def last_group(view: Any) -> Dispatch:
     """The last free group, and all images; records its views."""
-
-    views: ClassVar[list[DispatchView]] = []
-    waiting: ClassVar[list[list[int | None]]] = []
-
-    def dispatch(self, view: DispatchView) -> Dispatch:
-        self.views.append(view)
-        self.waiting.append([entry.tokens for entry in view.waiting])
-        return Dispatch(max(index for index, group in enumerate(view.groups) if group.free))
+    VIEWS.append(view)
+    WAITING.append([entry.tokens for entry in view.waiting])
+    return Dispatch(max(index for index, group in enumerate(view.groups) if group.free))
 
 
-class Behind(ImagePolicy, frozen=True, kw_only=True):
+def behind(view: Any) -> Dispatch:
     """Never the front while there is another, otherwise nothing while something is encoded."""
+    free = next(index for index, group in enumerate(view.groups) if group.free)
+    if len(view.waiting) > 1:
+        return Dispatch(free, range(1, len(view.waiting)))
+    return Dispatch(None if any(group.items for group in view.groups) else free)
 
-    def dispatch(self, view: DispatchView) -> Dispatch:
-        free = next(index for index, group in enumerate(view.groups) if group.free)
-        if len(view.waiting) > 1:
-            return Dispatch(free, range(1, len(view.waiting)))
-        return Dispatch(None if any(group.items for group in view.groups) else free)
+
+@pytest.fixture(autouse=True)
+def _fresh_views() -> None:
+    VIEWS.clear()
+    WAITING.clear()
 
 
 def out(cluster: ModelCluster) -> dict[str, list[bytes]]:
@@ -358,46 +331,41 @@ def out(cluster: ModelCluster) -> dict[str, list[bytes]]:
     }
 
 
-def two_groups(policy: ImagePolicy, *, encode_items: int = 1) -> ModelCluster:
-    limits = make_limits(encoders=2, encode_items=encode_items)
-    return ModelCluster(limits, default_policies(dispatch=policy))
+def two_groups(dispatch: Callable[[Any], Dispatch]) -> ModelCluster:
+    return make_cluster(encoders=2, encode_items=1, dispatch=answering("dispatch", dispatch))
 
 
 def test_dispatch_policy_names_the_group_and_sees_what_the_groups_do() -> None:
-    Watched.views.clear()
-    Watched.waiting.clear()
-    cluster = two_groups(Watched())
+    cluster = two_groups(last_group)
     cluster.submit(image_request("r", (b"a", 8), (b"b", 12)))
     assert out(cluster) == {"encode-0": [b"b"], "encode-1": [b"a"]}
-    first, second = Watched.views
+    first, second = VIEWS
     assert [group.free for group in first.groups] == [True, True]
-    assert Watched.waiting == [[8, 12], [12]]
+    assert WAITING == [[8, 12], [12]]
     group = second.groups[1]
     assert (group.free, group.items, group.tokens, group.largest) == (False, 1, 8, 8)
     assert_served(cluster, "r")
 
 
 def test_dispatch_policy_is_not_called_if_there_is_one_answer() -> None:
-    Watched.views.clear()
-    Watched.waiting.clear()
-    cluster = ModelCluster(make_limits(encode_items=1), default_policies(dispatch=Watched()))
-    cluster.submit(image_request("one", (b"a", 8)))
+    cluster = make_cluster(
+        image_request("one", (b"a", 8)), encode_items=1, dispatch=answering("dispatch", last_group)
+    )
     cluster.drain()
-    assert not Watched.views
-    cluster.submit(image_request("two", (b"b", 8), (b"c", 8), (b"d", 8)))
-    cluster.drain()
-    assert [len(waiting) for waiting in Watched.waiting] == [3, 2]
+    assert not VIEWS
+    complete(cluster, image_request("two", (b"b", 8), (b"c", 8), (b"d", 8)))
+    assert [len(waiting) for waiting in WAITING] == [3, 2]
     assert_served(cluster, "one", "two")
 
 
 def test_dispatch_policy_is_told_who_is_held_up_in_the_same_processes() -> None:
-    Watched.views.clear()
-    limits = make_limits(encoders=2, generators=2, encode_pauses=True)
-    cluster = ModelCluster(limits, default_policies(dispatch=Watched()))
+    cluster = make_cluster(
+        encoders=2, generators=2, encode_pauses=True, dispatch=answering("dispatch", last_group)
+    )
     cluster.submit(make_request("text", [1, 2, 3], max_tokens=8))
     cluster.run_generate()
     cluster.submit(image_request("image", (b"a", 8)))
-    groups = Watched.views[-1].groups
+    groups = VIEWS[-1].groups
     assert [group.held_up for group in groups] == [1, 0]
     assert groups[0].load_tokens >= 3
     cluster.drain()
@@ -405,7 +373,7 @@ def test_dispatch_policy_is_told_who_is_held_up_in_the_same_processes() -> None:
 
 def test_dispatch_of_some_images_leaves_the_others_in_place() -> None:
     """The front waits while one is encoded; afterwards it is the only image left."""
-    cluster = two_groups(Behind())
+    cluster = two_groups(behind)
     cluster.submit(image_request("r", (b"a", 8), (b"b", 8), (b"c", 8)))
     assert out(cluster) == {"encode-0": [b"b"], "encode-1": [b"c"]}
     cluster.run_encode("encode-0")

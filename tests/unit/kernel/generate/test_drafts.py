@@ -6,6 +6,7 @@ import msgspec
 
 from tests.unit.kernel.setups import (
     assert_served,
+    complete,
     generate_statistics,
     make_limits,
     words,
@@ -40,8 +41,7 @@ def granted(cluster: ModelCluster) -> list[tuple[int, list[DraftGrant]]]:
 
 def test_a_request_is_granted_drafts_with_its_first_token_and_until_they_are_over() -> None:
     cluster, policy = cluster_of(Draft(3, 4, 2), Draft(0, 5, 0), Draft(3, 0, 2))
-    cluster.submit(make_request("a", words(9), max_tokens=60))
-    cluster.drain()
+    complete(cluster, make_request("a", words(9), max_tokens=60))
     assert granted(cluster)[:3] == [
         (1, [DraftGrant(0, 3, 2)]),
         (6, [DraftGrant(0, 0, 0)]),

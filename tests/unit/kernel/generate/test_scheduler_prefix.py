@@ -11,17 +11,18 @@ import pytest
 from tests.unit.kernel.setups import (
     answering,
     assert_served,
+    complete,
     crash,
     encode_statistics,
     generate_statistics,
     image_request,
-    make_limits,
+    make_cluster,
     words,
 )
 from vsched.kernel.decisions import Join
 from vsched.kernel.request import chain_hashes
-from vsched.policy import InsertionView
-from vsched.testing import ModelCluster, default_policies, make_request
+from vsched.policy import InsertionView, Policy
+from vsched.testing import ModelCluster, make_request
 from vsched.types import MediaItem, Request
 from vsched_policies.eviction import KeepNothing
 
@@ -35,26 +36,30 @@ def next_turn(
     offset = len(history)
     moved = msgspec.structs.replace(added.items[0], offset=offset)
     return msgspec.structs.replace(
-        added,
-        prompt_token_ids=[*history, *added.prompt_token_ids],
-        items=(*request.items, moved),
+        added, prompt_token_ids=[*history, *added.prompt_token_ids], items=(*request.items, moved)
     )
 
 
-@pytest.mark.parametrize("block_size", [1, 4, 16])
-def test_prefix_second_turn_computes_only_what_is_new(block_size: int) -> None:
-    """The next turn prefills the new tokens (and the rest of a block) and encodes only the new image."""
-    cluster = ModelCluster(make_limits(block_size=block_size))
+@pytest.mark.parametrize(
+    ("block_size", "policies"),
+    [(1, {}), (4, {}), (16, {}), (4, {"encode_eviction": KeepNothing()})],
+)
+def test_prefix_second_turn_computes_only_what_is_new(
+    block_size: int, policies: dict[str, Policy]
+) -> None:
+    """The next turn prefills the new tokens (and the rest of a block) and encodes only the new image.
+
+    Images whose KV is cached are not encoded again, even if their embeddings are gone.
+    """
+    cluster = make_cluster(block_size=block_size, **policies)
     request = image_request("turn1", (b"image1", 30), max_tokens=4)
-    cluster.submit(request)
-    cluster.drain()
+    complete(cluster, request)
     for turn in range(2, 6):
         before = generate_statistics(cluster)["tokens_prefilled"]
         # The last output was sampled and never computed.
         known = len(request.prompt_token_ids) + len(cluster.outputs[request.request_id]) - 1
         request = next_turn(cluster, request, f"turn{turn}", (b"image%d" % turn, 20 + turn))
-        cluster.submit(request)
-        cluster.drain()
+        complete(cluster, request)
         cached = known - known % block_size
         prefilled = generate_statistics(cluster)["tokens_prefilled"] - before
         assert prefilled == len(request.prompt_token_ids) - cached
@@ -65,35 +70,6 @@ def test_prefix_second_turn_computes_only_what_is_new(block_size: int) -> None:
     assert encode_statistics(cluster)["items_encoded"] == 5
 
 
-def test_prefix_second_turn_needs_no_embedding_of_the_turns_before() -> None:
-    """Images whose KV is cached are not encoded again, though their embeddings are gone."""
-    policies = default_policies(encode_eviction=KeepNothing())
-    cluster = ModelCluster(make_limits(block_size=4), policies)
-    request = image_request("turn1", (b"image1", 30), max_tokens=4)
-    cluster.submit(request)
-    cluster.drain()
-    assert encode_statistics(cluster)["cache_entries"] == 0
-    for turn in range(2, 5):
-        request = next_turn(cluster, request, f"turn{turn}", (b"image%d" % turn, 20))
-        cluster.submit(request)
-        cluster.drain()
-        assert cluster.encoded[turn - 1 :] == [[b"image%d" % turn]]
-    assert_served(cluster, *cluster.requests)
-
-
-def test_prefix_second_turn_without_the_cache_computes_all_again() -> None:
-    """A check of the test above: without a prefix cache everything is prefilled twice."""
-    cluster = ModelCluster(make_limits(prefix_cache=False))
-    request = image_request("turn1", (b"image1", 30))
-    cluster.submit(request)
-    cluster.drain()
-    cluster.submit(next_turn(cluster, request, "turn2", (b"image2", 22)))
-    cluster.drain()
-    assert generate_statistics(cluster)["tokens_prefilled"] == 31 + 58
-    assert cluster.encoded == [[b"image1"], [b"image2"]], "the embedding is still cached"
-    assert_served(cluster, "turn2")
-
-
 def item(key: bytes, offset: int, tokens: int) -> MediaItem:
     return MediaItem(key=key, tokens=tokens, offset=offset)
 
@@ -102,41 +78,27 @@ def hashes(*items: MediaItem, tokens: list[int] | None = None, salt: bytes = b""
     return chain_hashes(array("i", tokens or [5] * 16), items, block_size=4, parent=salt)
 
 
+A, B = item(b"a", 0, 4), item(b"b", 0, 4)
+LATER_A, LATER_B = item(b"a", 4, 4), item(b"b", 4, 4)
+WHOLE = item(b"a", 0, 16)
+SECONDS = [msgspec.structs.replace(LATER_A, metadata=b"second %d" % second) for second in (1, 2)]
+
+
 @pytest.mark.parametrize(
     ("one", "other", "equal_blocks"),
     [
-        pytest.param(hashes(), hashes(), 4, id="same text"),
-        pytest.param(
-            hashes(), hashes(tokens=[5] * 8 + [6] + [5] * 7), 2, id="another token in block 2"
-        ),
-        pytest.param(hashes(item(b"a", 0, 16)), hashes(item(b"a", 0, 16)), 4, id="same image"),
-        pytest.param(hashes(item(b"a", 0, 16)), hashes(item(b"b", 0, 16)), 0, id="another image"),
-        pytest.param(hashes(), hashes(item(b"a", 0, 16)), 0, id="text of placeholders"),
-        pytest.param(
-            hashes(item(b"a", 8, 4)), hashes(item(b"b", 8, 4)), 2, id="another image in block 2"
-        ),
-        pytest.param(
-            hashes(item(b"a", 0, 4), item(b"b", 4, 4)),
-            hashes(item(b"b", 0, 4), item(b"a", 4, 4)),
-            0,
-            id="two images swapped",
-        ),
-        pytest.param(
-            hashes(item(b"a", 4, 8)), hashes(item(b"a", 6, 8)), 1, id="an image that starts later"
-        ),
-        pytest.param(
-            hashes(item(b"a", 0, 2), item(b"b", 2, 2)),
-            hashes(item(b"a", 0, 3), item(b"b", 3, 1)),
-            0,
-            id="two images in a block, split elsewhere",
-        ),
-        pytest.param(
-            hashes(msgspec.structs.replace(item(b"a", 4, 4), metadata=b"second 1")),
-            hashes(msgspec.structs.replace(item(b"a", 4, 4), metadata=b"second 2")),
-            1,
-            id="frames at another time",
-        ),
-        pytest.param(hashes(salt=b"x"), hashes(salt=b"y"), 0, id="another tenant"),
+        (hashes(), hashes(), 4),
+        (hashes(), hashes(tokens=[5] * 8 + [6] + [5] * 7), 2),
+        (hashes(), hashes(WHOLE), 0),  # text of placeholders
+        (hashes(WHOLE), hashes(WHOLE), 4),
+        (hashes(WHOLE), hashes(item(b"b", 0, 16)), 0),
+        (hashes(item(b"a", 8, 4)), hashes(item(b"b", 8, 4)), 2),
+        (hashes(A, LATER_B), hashes(B, LATER_A), 0),
+        (hashes(item(b"a", 4, 8)), hashes(item(b"a", 6, 8)), 1),  # the image starts later
+        # two images in a block, split elsewhere
+        (hashes(item(b"a", 0, 2), item(b"b", 2, 2)), hashes(item(b"a", 0, 3), item(b"b", 3, 1)), 0),
+        (hashes(SECONDS[0]), hashes(SECONDS[1]), 1),
+        (hashes(salt=b"x"), hashes(salt=b"y"), 0),
     ],
 )
 def test_prefix_hashes_cover_tokens_items_and_salt(
@@ -163,22 +125,18 @@ def test_prefix_hashes_cover_tokens_items_and_salt(
 def test_prefix_is_shared_only_with_equal_content_salt_and_adapter(
     image: bytes, salt: str, adapter: int, cached: int
 ) -> None:
-    """The same placeholders for another image, of another tenant or with another adapter find nothing."""
-    cluster = ModelCluster(make_limits())
+    cluster = make_cluster()
     first = image_request("r1", (b"a", 14))
-    cluster.submit(msgspec.structs.replace(first, adapter=7))
-    cluster.drain()
+    complete(cluster, msgspec.structs.replace(first, adapter=7))
     request = image_request("r2", (image, 14))
-    cluster.submit(msgspec.structs.replace(request, cache_salt=salt, adapter=adapter))
-    cluster.drain()
+    complete(cluster, msgspec.structs.replace(request, cache_salt=salt, adapter=adapter))
     assert cluster.ended["r2"].times.cached_tokens == cached
     assert_served(cluster, "r2")
 
 
 def test_prefix_of_a_running_request_is_shared() -> None:
     """A block can be found as soon as the step that fills it is decided: ranks execute in order."""
-    cluster = ModelCluster(make_limits(generate_depth=1))
-    cluster.submit(make_request("r1", words(40), max_tokens=30))
+    cluster = make_cluster(make_request("r1", words(40), max_tokens=30), generate_depth=1)
     cluster.submit(make_request("r2", words(40), max_tokens=30))
     cluster.run_generate()
     assert generate_statistics(cluster)["tokens_cached"] == 36
@@ -187,25 +145,15 @@ def test_prefix_of_a_running_request_is_shared() -> None:
     assert_served(cluster, "r1", "r2")
 
 
-def test_prefix_always_leaves_a_token_to_compute() -> None:
-    """A prompt that is cached to its last token still has to yield its first output."""
-    cluster = ModelCluster(make_limits())
-    for name in ("r1", "r2"):
-        cluster.submit(make_request(name, words(16), max_tokens=3))
-        cluster.drain()
-    assert cluster.ended["r2"].times.cached_tokens == 12
-    assert_served(cluster, "r1", "r2")
-
-
 def test_prefix_blocks_are_evicted_from_their_end() -> None:
     """The end of a prefix is evicted before its beginning, so the rest can still be found."""
-    cluster = ModelCluster(make_limits(blocks=12))
-    cluster.submit(make_request("long", words(39), max_tokens=1))
+    cluster = make_cluster(make_request("long", words(39), max_tokens=1), blocks=12)
     cluster.drain()
-    cluster.submit(make_request("other", words(16, start=500), max_tokens=1))
-    cluster.drain()
-    cluster.submit(make_request("again", words(39), max_tokens=1))
-    cluster.drain()
+    complete(
+        cluster,
+        make_request("other", words(16, start=500), max_tokens=1),
+        make_request("again", words(39), max_tokens=1),
+    )
     assert generate_statistics(cluster)["prefix_evictions"] >= 2
     assert 24 <= cluster.ended["again"].times.cached_tokens < 36
     assert_served(cluster, "long", "other", "again")
@@ -217,8 +165,7 @@ VIEWS: list[InsertionView] = []
 def cluster_with(kept: int, **limits: Any) -> ModelCluster:
     """A cluster whose insertion policy keeps this number of blocks, and records its views."""
     VIEWS.clear()
-    policy = answering("insertion", kept, VIEWS)
-    return ModelCluster(make_limits(**limits), default_policies(insertion=policy))
+    return make_cluster(insertion=answering("insertion", kept, VIEWS), **limits)
 
 
 def test_insertion_policy_says_how_many_blocks_stay() -> None:
@@ -230,21 +177,14 @@ def test_insertion_policy_says_how_many_blocks_stay() -> None:
     assert (view.prompt_tokens, view.output_tokens) == (12, 6)
     assert generate_statistics(cluster)["blocks_cached"] == 2
     assert serve(cluster, "b", words(12), max_tokens=6) == 8
-
-
-def test_cached_blocks_of_a_request_stay() -> None:
-    cluster = cluster_with(3)
-    serve(cluster, "a", words(12), max_tokens=6)
-    assert serve(cluster, "b", words(13), max_tokens=6) == 12
-    assert [view.found for view in VIEWS] == [0, 3]
-    assert generate_statistics(cluster)["blocks_cached"] == 3
+    assert VIEWS[-1].found == 2
+    assert generate_statistics(cluster)["blocks_cached"] == 2
 
 
 def test_insertion_policy_is_not_called_without_blocks() -> None:
     """A request of less than a block, and one without a prefix cache."""
     cluster = cluster_with(0)
-    cluster.submit(make_request("short", [1], max_tokens=2))
-    cluster.drain()
+    complete(cluster, make_request("short", [1], max_tokens=2))
     assert not VIEWS
     cluster = cluster_with(0, prefix_cache=False)
     serve(cluster, "a", words(12), max_tokens=6)
@@ -294,13 +234,9 @@ def serve(cluster: ModelCluster, name: str, text: list[int], **more: Any) -> int
     return cluster.ended[name].times.cached_tokens
 
 
-def cluster_with_states(places: int | None, **changes: object) -> ModelCluster:
-    return ModelCluster(make_limits(block_size=4, state_snapshots=places, **changes))
-
-
 def test_next_turn_goes_on_from_the_last_end_of_a_block() -> None:
     """Of the last prompt: the blocks of the response are cached too, but without a state."""
-    cluster = cluster_with_states(3)
+    cluster = make_cluster(state_snapshots=3)
     text = words(13)
     assert serve(cluster, "turn1", text) == 0
     assert writes(cluster) == [(12, 0)]
@@ -312,7 +248,7 @@ def test_next_turn_goes_on_from_the_last_end_of_a_block() -> None:
 
 def test_shared_beginning_is_kept_once_it_was_seen_twice() -> None:
     """The second request computes it again and leaves a snapshot at its end; the third resumes there."""
-    cluster = cluster_with_states(8)
+    cluster = make_cluster(state_snapshots=8)
     shared = words(20)
     assert serve(cluster, "one", [*shared, *words(7, start=100)]) == 0
     assert serve(cluster, "two", [*shared, *words(7, start=200)]) == 0
@@ -321,7 +257,7 @@ def test_shared_beginning_is_kept_once_it_was_seen_twice() -> None:
 
 
 def test_snapshots_give_way_in_the_order_of_the_policy() -> None:
-    cluster = cluster_with_states(2)
+    cluster = make_cluster(state_snapshots=2)
     texts = [words(9, start=100 * number) for number in range(3)]
     for number, text in enumerate(texts[:2]):
         serve(cluster, f"first {number}", text)
@@ -334,13 +270,13 @@ def test_snapshots_give_way_in_the_order_of_the_policy() -> None:
 @pytest.mark.parametrize("places", [0, 1])
 def test_without_a_place_all_is_computed(places: int) -> None:
     """No snapshots at all, or a policy that keeps nothing."""
-    policies = default_policies(generate_eviction=KeepNothing()) if places else None
-    cluster = ModelCluster(make_limits(block_size=4, state_snapshots=places), policies)
+    policies = {"generate_eviction": KeepNothing()} if places else {}
+    cluster = make_cluster(state_snapshots=places, **policies)
     assert [serve(cluster, f"turn {number}", words(13)) for number in range(3)] == [0, 0, 0]
 
 
 def test_preempted_request_goes_on_from_its_own_snapshot() -> None:
-    cluster = cluster_with_states(4, blocks=10, slots=2)
+    cluster = make_cluster(state_snapshots=4, blocks=10, slots=2)
     for number in range(2):
         cluster.submit(make_request(f"r{number}", words(9, start=100 * number), max_tokens=20))
     cluster.drain()
@@ -351,7 +287,7 @@ def test_preempted_request_goes_on_from_its_own_snapshot() -> None:
 
 
 def test_lost_group_has_no_snapshots() -> None:
-    cluster = cluster_with_states(4)
+    cluster = make_cluster(state_snapshots=4)
     serve(cluster, "before", words(13))
     crash(cluster)
     assert serve(cluster, "after", words(13)) == 0

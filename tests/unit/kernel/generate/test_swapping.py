@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import msgspec
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from tests.unit.kernel.policy_pool import random_policies
 from tests.unit.kernel.setups import (
     assert_served,
+    complete,
     generate_statistics,
     image_request,
     make_limits,
@@ -75,10 +77,24 @@ def prefilled(cluster: ModelCluster) -> int:
     return generate_statistics(cluster)["tokens_prefilled"]
 
 
-@pytest.mark.parametrize(("depth", "prefix_cache"), [(1, True), (2, False), (3, False)])
-def test_swapped_request_goes_on_where_it_was(depth: int, prefix_cache: bool) -> None:
+DRAFTING = {"drafts": True, "slots": 7}
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"generate_depth": 1, "prefix_cache": True},
+        {"generate_depth": 2},
+        {"generate_depth": 3},
+        # Its number of computed tokens is known when it has settled: until then, the maximum is kept.
+        {"generate_depth": 1, **DRAFTING},
+        {"generate_depth": 3, **DRAFTING},
+    ],
+)
+def test_swapped_request_goes_on_where_it_was(limits: dict[str, Any]) -> None:
     """It computes one token to join again, its last one, and its outputs are those of an undisturbed run."""
-    cluster = run_growing(tight(generate_depth=depth, prefix_cache=prefix_cache))
+    policies = default_policies(preemption=Swapping(), drafting=Three())
+    cluster = run_growing(tight(**limits), policies)
     counts = generate_statistics(cluster)
     assert counts["swapped_out"] > 0
     assert counts["swapped_in"] > 0
@@ -87,23 +103,10 @@ def test_swapped_request_goes_on_where_it_was(depth: int, prefix_cache: bool) ->
 
 
 def test_swap_without_room_recomputes() -> None:
-    """Without space in host memory, requests are recomputed."""
     cluster = run_growing(tight(swap_blocks=2))
     assert generate_statistics(cluster)["preemptions"] > 0
     assert generate_statistics(cluster)["swapped_out"] == 0
     assert prefilled(cluster) > 4 * 12 + 4
-    assert_served(cluster, "r0", "r1", "r2", "r3")
-
-
-@pytest.mark.parametrize("depth", [1, 3])
-def test_swapped_request_with_drafts_in_flight_goes_on_where_it_was(depth: int) -> None:
-    """Its number of computed tokens is known when it has settled: until then, the maximum is kept."""
-    policies = default_policies(preemption=Swapping(), drafting=Three())
-    limits = tight(generate_depth=depth, drafts=True, slots=7)
-    cluster = run_growing(limits, policies)
-    counts = generate_statistics(cluster)
-    assert counts["swapped_in"] > 0
-    assert prefilled(cluster) == 4 * 12 + counts["swapped_in"]
     assert_served(cluster, "r0", "r1", "r2", "r3")
 
 
@@ -126,8 +129,7 @@ def test_swap_copies_only_what_others_do_not_hold() -> None:
     prefix = words(16)  # 4 blocks
     cluster.submit(make_request("r0", [*prefix, 1, 2], max_tokens=28))
     cluster.run_generate()
-    cluster.submit(make_request("r1", [*prefix, 3, 4], max_tokens=28))
-    cluster.drain()
+    complete(cluster, make_request("r1", [*prefix, 3, 4], max_tokens=28))
     swaps = [one.swaps for one in cluster.decisions if one.swaps is not None]
     first = next(one for one in swaps if one.out)
     joins = [join for one in cluster.decisions for join in one.joined]
@@ -147,12 +149,6 @@ def test_swapped_request_is_restored_from_a_snapshot() -> None:
     cluster.drain()
     assert generate_statistics(cluster)["swapped_in"] > 0
     assert_served(cluster, "r0", "r1", "r2", "r3")
-
-
-def test_swapping_models_with_a_state_is_refused() -> None:
-    """KV without the state is useless, and states cannot be swapped."""
-    with pytest.raises(ValueError, match="state"):
-        make_limits(swap_blocks=4, state_snapshots=4)
 
 
 @pytest.mark.parametrize("seed", range(6))
