@@ -13,12 +13,7 @@ import pytest
 
 from tests.patience import PATIENCE_S
 from tests.unit.isolated import shaky_server
-from vsched.isolated.calls import (
-    CallFailedError,
-    IsolatedCalls,
-    ServerClosedError,
-    ServerLostError,
-)
+from vsched.isolated.calls import CallFailedError, IsolatedCalls, ServerClosedError, ServerLostError
 
 
 @pytest.fixture
@@ -51,18 +46,33 @@ def test_calls_answer_and_know_the_setup(calls: IsolatedCalls) -> None:
     assert calls.pid == server
 
 
-@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGABRT, signal.SIGKILL])
-def test_calls_report_the_signal_that_killed_a_process(calls: IsolatedCalls, number: int) -> None:
-    with pytest.raises(CallFailedError, match=signal.Signals(number).name) as failure:
-        call(calls, f"die {number:d}")
-    assert (failure.value.signal, failure.value.expired) == (number, False)
+@pytest.mark.parametrize(
+    ("order", "words", "killed", "expired"),
+    [
+        ("die 11", "SIGSEGV", signal.SIGSEGV, False),
+        ("die 6", "SIGABRT", signal.SIGABRT, False),
+        ("die 9", "SIGKILL", signal.SIGKILL, False),
+        ("raise", "died", None, False),
+        ("hang", "not done within 0.1 s", None, True),
+        ("loop", "SIGPROF", signal.SIGPROF, False),
+    ],
+)
+def test_calls_report_why_a_process_ended(
+    calls: IsolatedCalls, order: str, words: str, killed: int | None, expired: bool
+) -> None:
+    """A signal, an error, the deadline, or the limit of CPU time; the next call has a new process."""
+    deadline_s = 0.1 if expired else PATIENCE_S
+    with pytest.raises(CallFailedError, match=words) as failure:
+        call(calls, order, deadline_s)
+    assert failure.value.expired is expired
+    assert expired or failure.value.signal == killed
     assert call(calls, "next") == "setup and next"
 
 
-def test_calls_end_with_an_error_when_the_process_raises(calls: IsolatedCalls) -> None:
-    with pytest.raises(CallFailedError, match="died") as failure:
-        call(calls, "raise")
-    assert failure.value.signal is None
+def test_calls_are_limited_in_memory(calls: IsolatedCalls) -> None:
+    assert call(calls, "take 8") == str(8 << 20)
+    with pytest.raises(CallFailedError):
+        call(calls, "take 64")
 
 
 def test_calls_end_a_process_whose_answer_is_garbled(calls: IsolatedCalls) -> None:
@@ -71,21 +81,6 @@ def test_calls_end_a_process_whose_answer_is_garbled(calls: IsolatedCalls) -> No
     with pytest.raises(CallFailedError, match="died"):
         call(calls, "garble", keep=True)
     assert call(calls, "pid", keep=True) != first
-
-
-def test_calls_are_killed_at_the_deadline(calls: IsolatedCalls) -> None:
-    with pytest.raises(CallFailedError, match="not done within 0.1 s") as failure:
-        call(calls, "hang", deadline_s=0.1)
-    assert failure.value.expired
-
-
-def test_calls_are_limited_in_time_and_memory(calls: IsolatedCalls) -> None:
-    with pytest.raises(CallFailedError) as failure:
-        call(calls, "loop")
-    assert failure.value.signal is signal.SIGPROF
-    assert call(calls, "take 8") == str(8 << 20)
-    with pytest.raises(CallFailedError):
-        call(calls, "take 64")
 
 
 def test_calls_that_fail_do_not_disturb_others(calls: IsolatedCalls) -> None:
