@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import re
 import shutil
@@ -49,6 +50,7 @@ async def scraped(*, vllm_metrics: bool = False) -> str:
         return (await client.request("GET", "/metrics")).body.decode()
 
 
+@functools.cache
 def run(**options: Any) -> str:
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(scraped(**options))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -16,13 +17,24 @@ from tests.unit.isolated import shaky_server
 from vsched.isolated.calls import CallFailedError, IsolatedCalls, ServerClosedError, ServerLostError
 
 
-@pytest.fixture
-def calls() -> Iterator[IsolatedCalls]:
-    made = IsolatedCalls(
+def shaky() -> IsolatedCalls:
+    return IsolatedCalls(
         shaky_server.__name__, b"setup and ", name="shaky", failure="it failed", code="failed"
     )
-    yield made
-    made.close()
+
+
+@pytest.fixture(scope="module")
+def calls() -> Iterator[IsolatedCalls]:
+    """A server for most tests: what happens to one call must not matter to another."""
+    with contextlib.closing(shaky()) as made:
+        yield made
+
+
+@pytest.fixture
+def fresh() -> Iterator[IsolatedCalls]:
+    """A server that has not started."""
+    with contextlib.closing(shaky()) as made:
+        yield made
 
 
 def call(
@@ -38,12 +50,12 @@ def call(
     )
 
 
-def test_calls_answer_and_know_the_setup(calls: IsolatedCalls) -> None:
-    assert calls.pid == 0
-    assert call(calls, "order") == "setup and order"
-    server = calls.pid
-    assert call(calls, "another") == "setup and another"
-    assert calls.pid == server
+def test_calls_answer_and_know_the_setup(fresh: IsolatedCalls) -> None:
+    assert fresh.pid == 0
+    assert call(fresh, "order") == "setup and order"
+    server = fresh.pid
+    assert call(fresh, "another") == "setup and another"
+    assert fresh.pid == server
 
 
 @pytest.mark.parametrize(
@@ -134,15 +146,15 @@ def test_calls_are_repeated_after_a_kill_from_outside(
 
 
 def test_kept_processes_are_replaced_after_many_calls(
-    calls: IsolatedCalls, monkeypatch: pytest.MonkeyPatch
+    fresh: IsolatedCalls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vsched.isolated.calls.KEPT_CALLS_MAX", 3)
-    found = [call(calls, "pid", keep=True) for _ in range(6)]
+    found = [call(fresh, "pid", keep=True) for _ in range(6)]
     assert [found.count(each) for each in dict.fromkeys(found)] == [3, 3]
 
 
 def test_calls_fail_when_there_is_no_file_descriptor(
-    calls: IsolatedCalls, monkeypatch: pytest.MonkeyPatch
+    fresh: IsolatedCalls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def socketpair(*_args: object) -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
@@ -150,8 +162,8 @@ def test_calls_fail_when_there_is_no_file_descriptor(
     with monkeypatch.context() as patched:
         patched.setattr("vsched.isolated.calls.socket.socketpair", socketpair)
         with pytest.raises(ServerLostError, match="shaky server can be started: Too many open"):
-            call(calls, "order")
-    assert call(calls, "order") == "setup and order"
+            call(fresh, "order")
+    assert call(fresh, "order") == "setup and order"
 
 
 def test_calls_fail_when_no_server_starts() -> None:
@@ -163,9 +175,9 @@ def test_calls_fail_when_no_server_starts() -> None:
     calls.close()
 
 
-def test_calls_end_with_close(calls: IsolatedCalls) -> None:
-    calls.start()
-    calls.close()
-    assert calls.pid == 0
+def test_calls_end_with_close(fresh: IsolatedCalls) -> None:
+    fresh.start()
+    fresh.close()
+    assert fresh.pid == 0
     with pytest.raises(ServerClosedError):
-        call(calls, "order")
+        call(fresh, "order")
