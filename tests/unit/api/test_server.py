@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -27,41 +28,30 @@ from vsched.errors import CheckpointError, ConfigError, GroupLostError
 
 
 class Acted:
-    """Calls to an engine that does nothing; `loading`, `draining` block it, `errors` are raised."""
+    """Calls to an engine that does nothing; those in `held` wait for their event, `errors` are raised."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[str] = []
         self.grace_s = -1.0
-        self.loading: asyncio.Event | None = None
-        self.draining: asyncio.Event | None = None
-        self.drain_started = asyncio.Event()
+        self.held: dict[str, asyncio.Event] = {}
         self.errors: dict[str, Exception] = {}
+        for name in ("start", "drain", "stop"):
+            monkeypatch.setattr(Engine, name, self._method(name))
 
-        async def start(engine: Engine) -> None:
-            await self._do("start", self.loading)
-
-        async def drain(engine: Engine) -> None:
-            self.drain_started.set()
-            await self._do("drain", self.draining)
-
-        async def stop(engine: Engine, *, grace_s: float) -> None:
+    def _method(self, name: str) -> Any:
+        async def act(_: Engine, *, grace_s: float = -1.0) -> None:
+            self.calls.append(name)
             self.grace_s = grace_s
-            await self._do("stop", None)
-
-        monkeypatch.setattr(Engine, "start", start)
-        monkeypatch.setattr(Engine, "drain", drain)
-        monkeypatch.setattr(Engine, "stop", stop)
-
-    async def _do(self, name: str, until: asyncio.Event | None) -> None:
-        self.calls.append(name)
-        if name in self.errors:
-            raise self.errors[name]
-        if until is not None:
+            if name in self.errors:
+                raise self.errors[name]
             try:
-                await until.wait()
+                if name in self.held:
+                    await self.held[name].wait()
             except asyncio.CancelledError:
                 self.calls.append(f"{name} cancelled")
                 raise
+
+        return act
 
 
 class QuietServer:
@@ -70,21 +60,11 @@ class QuietServer:
     made: list[QuietServer]
 
     def __init__(self, config: object) -> None:
-        self._exit = asyncio.Event()
-        self.over = False
-        self.force_exit = False
+        self.should_exit = self.force_exit = self.over = False
         QuietServer.made.append(self)
 
-    @property
-    def should_exit(self) -> bool:
-        return self._exit.is_set()
-
-    @should_exit.setter
-    def should_exit(self, _: bool) -> None:
-        self._exit.set()
-
     async def serve(self, sockets: list[socket.socket]) -> None:
-        await self._exit.wait()
+        await until(lambda: self.should_exit)
         self.over = True
 
 
@@ -309,14 +289,14 @@ async def test_server_first_signal_drains_and_a_second_one_stops_at_once(
     acted: Acted, number: signal.Signals, second: signal.Signals | None
 ) -> None:
     """Live requests are awaited, and ranks have their grace; after a second Ctrl-C, neither is."""
-    acted.draining = asyncio.Event()
+    acted.held["drain"] = asyncio.Event()
     served = Served(acted)
     await served.ready.wait()
     signal.raise_signal(number)
-    await acted.drain_started.wait()
+    await until(lambda: "drain" in acted.calls)
     assert not served.task.done()
     if second is None:
-        acted.draining.set()
+        acted.held["drain"].set()
     else:
         signal.raise_signal(second)
     await served.end()
@@ -329,7 +309,7 @@ async def test_server_first_signal_drains_and_a_second_one_stops_at_once(
 @pytest.mark.parametrize("signals", [1, 2])
 async def test_server_signal_while_it_loads_stops_it(acted: Acted, signals: int) -> None:
     """There is nothing to drain; a second signal does not keep the ranks from being stopped."""
-    acted.loading = asyncio.Event()
+    acted.held["start"] = asyncio.Event()
     served = Served(acted)
     await until(lambda: acted.calls)
     for _ in range(signals):
@@ -353,7 +333,7 @@ async def status_of(port: int) -> bytes:
 async def test_server_answers_while_it_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     """503 until the engine is ready, over a real socket; afterwards the port is closed."""
     acted = Acted(monkeypatch)
-    acted.loading = asyncio.Event()
+    acted.held["start"] = asyncio.Event()
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
 
@@ -364,7 +344,7 @@ async def test_server_answers_while_it_loads(monkeypatch: pytest.MonkeyPatch) ->
     task = asyncio.create_task(run())
     await until(lambda: acted.calls)
     assert (await status_of(port)).startswith(b"HTTP/1.1 503")
-    acted.loading.set()
+    acted.held["start"].set()
     async with patience():
         await task
     with pytest.raises(ConnectionRefusedError):
