@@ -128,7 +128,7 @@ async def test_images_and_embeddings_keep_their_order_and_leave_the_template() -
 
 
 async def test_images_may_have_names_and_be_sent_by_them_alone() -> None:
-    sent = [
+    sent: list[dict[str, object]] = [
         {"image_url": {"url": "data:one"}, "uuid": "a"},
         {"image_url": None, "uuid": "b"},
         {"uuid": "c"},
@@ -157,13 +157,16 @@ async def test_images_may_have_bounds_of_their_pixels() -> None:
         MediaReference("data:three", bounds=PixelBounds(400)),
     ]
     size = {"shortest_edge": 500, "longest_edge": 700}
-    for arguments, bounds in (
-        ({"size": size}, {"bounds": PixelBounds(500, 700)}),
-        ({"size": size, "max_pixels": 600}, {"bounds": PixelBounds(500, 600)}),
-        ({}, {}),
+    for arguments, wanted in (
+        ({"size": size}, MediaReference("data:three", bounds=PixelBounds(500, 700))),
+        (
+            {"size": size, "max_pixels": 600},
+            MediaReference("data:three", bounds=PixelBounds(500, 600)),
+        ),
+        ({}, MediaReference("data:three")),
     ):
         engine = await accepted(CHAT, body | {"mm_processor_kwargs": arguments})
-        assert engine.calls[0]["images"][2] == MediaReference("data:three", **bounds)
+        assert engine.calls[0]["images"][2] == wanted
 
 
 async def test_template_rejection_is_a_400() -> None:
