@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import os
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from tests.clients import environments, table
-from tests.clients.catalogue import CLIENTS, Client
+from tests.clients import environments
+from tests.clients.environments import CLIENTS, Client
 from vsched.api.server import running_server
 from vsched.checkpoint_tools import load_tools
 from vsched.cli.demo_command import user_message
@@ -26,6 +28,55 @@ SETTINGS = (
     'generate.memory={use="pinned", tokens=16384}',
     "server.port=0",
 )
+ERROR_CHARACTERS_MAX = 200
+
+
+@dataclass(frozen=True)
+class Check:
+    """A check, and its error; empty if it passed."""
+
+    name: str
+    error: str
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A client with its version, and its checks."""
+
+    client: str
+    version: str
+    checks: list[Check]
+
+
+def read_checks(results: Path, trouble: str) -> list[Check]:
+    """Return the checks in a script's results, and a failed one for a bad end or an empty file."""
+    lines = results.read_text().splitlines() if results.exists() else []
+    checks = [Check(line["check"], line["error"]) for line in map(json.loads, lines)]
+    if trouble or not checks:
+        checks.append(Check("end", trouble or "the script told of no check"))
+    return checks
+
+
+def write_table(tried: Sequence[Tried]) -> str:
+    """Return the table of clients, followed by that of failures."""
+    lines = ["| client | version | passed | failed |", "|---|---|---|---|"]
+    for one in tried:
+        passed = ", ".join(check.name for check in one.checks if not check.error)
+        failed = ", ".join(check.name for check in one.checks if check.error)
+        lines.append(f"| {one.client} | {one.version} | {passed} | {failed} |")
+    failures = [
+        f"| {one.client}: {check.name} | {_short(check.error)} |"
+        for one in tried
+        for check in one.checks
+        if check.error
+    ]
+    if failures:
+        lines += ["", "| failed | error |", "|---|---|", *failures]
+    return "\n".join(lines).replace("_", "\\_")
+
+
+def _short(error: str) -> str:
+    return " ".join(error.split())[:ERROR_CHARACTERS_MAX].replace("|", "\\|")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -67,7 +118,7 @@ def picture(file: Path) -> dict[str, str]:
     }
 
 
-async def run(clients: Sequence[Client], options: argparse.Namespace) -> list[table.Tried]:
+async def run(clients: Sequence[Client], options: argparse.Namespace) -> list[Tried]:
     """Try clients one after the other, against servers of both checkpoints."""
     tools = HERE / "smollm2-tools.jinja"
     text = (
@@ -92,16 +143,14 @@ async def run(clients: Sequence[Client], options: argparse.Namespace) -> list[ta
             return [await try_one(client, options, given) for client in clients]
 
 
-async def try_one(
-    client: Client, options: argparse.Namespace, given: dict[str, str]
-) -> table.Tried:
+async def try_one(client: Client, options: argparse.Namespace, given: dict[str, str]) -> Tried:
     """Install a client and run its checks."""
     print(f"{client.name} …", file=sys.stderr, flush=True)
     place = environments.Place(client, options.cache.absolute())
     try:
         await asyncio.to_thread(environments.install, place, options.pip_arguments.split())
     except environments.NotInstalled as error:
-        return table.Tried(client.name, "", [table.Check("install", str(error))])
+        return Tried(client.name, "", [Check("install", str(error))])
     place.results.unlink(missing_ok=True)
     with place.log.open("ab") as log:
         process = await asyncio.create_subprocess_exec(
@@ -114,8 +163,8 @@ async def try_one(
             process.kill()
             await process.wait()
             status = f"nothing more after {client.limit_s:.0f} s"
-    checks = table.read(place.results, "" if status == "status 0" else status)
-    return table.Tried(client.name, await asyncio.to_thread(environments.version, place), checks)
+    checks = read_checks(place.results, "" if status == "status 0" else status)
+    return Tried(client.name, await asyncio.to_thread(environments.version, place), checks)
 
 
 def main() -> None:
@@ -126,7 +175,7 @@ def main() -> None:
         client for client in CLIENTS if not wanted or any(part in client.name for part in wanted)
     ]
     tried = asyncio.run(run(clients, options))
-    print(table.write(tried))
+    print(write_table(tried))
     sys.exit(any(check.error for one in tried for check in one.checks))
 
 

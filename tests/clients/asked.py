@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 URL = os.environ["VSCHED_TEXT_URL"]
@@ -63,3 +66,14 @@ def check_weather(arguments: dict[str, Any]) -> None:
     """Fail unless the arguments of the function are valid."""
     assert list(arguments) == ["city", "unit"], arguments
     assert arguments["unit"] in PARAMETERS["properties"]["unit"]["enum"], arguments
+
+
+def run(tool: str, *words: str, **environment: str) -> str:
+    """Run a tool of this environment without a network; return its output, and fail if the tool does."""
+    command = [str(Path(sys.executable).parent / tool), *words]
+    given = {"OPENAI_API_KEY": "none", "HF_HUB_OFFLINE": "1", **environment}
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | given, stdin=subprocess.DEVNULL
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout

@@ -124,33 +124,16 @@ def _nothing(rng: random.Random) -> dict[str, Any]:
 def _sampling(rng: random.Random) -> dict[str, Any]:
     """Return the fields that both endpoints share; every one occurs in one of a few requests."""
     fields: dict[str, Any] = {
-        "model": "simulated",
-        "stream": rng.random() < 0.5,
+        "model": "simulated", "stream": rng.random() < 0.5,
         "stream_options": {"include_usage": True, "continuous_usage_stats": rng.random() < 0.5},
-        "min_tokens": 1,
-        "temperature": rng.random(),
-        "top_p": 0.9,
-        "top_k": 5,
-        "min_p": 0.1,
-        "seed": rng.randrange(2**32),
-        "repetition_penalty": 1.1,
-        "presence_penalty": -1,
-        "frequency_penalty": 0.5,
-        "stop": ["ab", "c"],
-        "stop_token_ids": [1, 2],
-        "include_stop_str_in_output": True,
-        "return_token_ids": True,
-        "return_tokens_as_token_ids": True,
-        "skip_special_tokens": True,
-        "ignore_eos": True,
-        "priority": 3,
-        "ttft_target_ms": 500,
-        "cache_salt": "salt",
-        "n": 1,
-        "logit_bias": {},
-        "user": "somebody",
-        "metadata": {"a": "b"},
-    }
+        "min_tokens": 1, "temperature": rng.random(), "top_p": 0.9, "top_k": 5, "min_p": 0.1,
+        "seed": rng.randrange(2**32), "repetition_penalty": 1.1, "presence_penalty": -1,
+        "frequency_penalty": 0.5, "stop": ["ab", "c"], "stop_token_ids": [1, 2],
+        "include_stop_str_in_output": True, "return_token_ids": True,
+        "return_tokens_as_token_ids": True, "skip_special_tokens": True, "ignore_eos": True,
+        "priority": 3, "ttft_target_ms": 500, "cache_salt": "salt", "n": 1, "logit_bias": {},
+        "user": "somebody", "metadata": {"a": "b"},
+    }  # fmt: skip
     kept = {name: value for name, value in fields.items() if rng.random() < 0.3}
     return {"max_tokens": rng.randint(1, 4), **kept}
 

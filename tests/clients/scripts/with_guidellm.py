@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -20,15 +17,14 @@ def benchmark(profile: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="vsched-guidellm-") as folder:
         report = Path(folder) / "report.json"
         target = asked.URL.removesuffix("/v1")
-        command = [
-            *(str(Path(sys.executable).parent / "guidellm"), "run", "--disable-console"),
+        asked.run(
+            *("guidellm", "run", "--disable-console"),
             *("--backend", f"kind=openai_http,target={target},model={asked.MODEL}"),
             *("--tokenizer", f"kind=hf_auto,model={asked.CHECKPOINT}"),
             *("--data", f"kind=synthetic_text,prompt_tokens=64,output_tokens={OUTPUT_TOKENS}"),
             *("--profile", profile, "--constraint", f"kind=max_requests,count={REQUESTS}"),
             *("--output", f"kind=json,path={report}"),
-        ]
-        subprocess.run(command, check=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+        )
         found: dict[str, Any] = json.loads(report.read_text())["benchmarks"][0]
     return found
 

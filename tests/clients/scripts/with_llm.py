@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -28,13 +25,7 @@ folder = Path(tempfile.mkdtemp(prefix="vsched-llm-"))
 
 
 def llm(*words: str) -> str:
-    command = [str(Path(sys.executable).parent / "llm"), *words]
-    given = {"LLM_USER_PATH": str(folder), "OPENAI_API_KEY": "none"}
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=os.environ | given, stdin=subprocess.DEVNULL
-    )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return done.stdout
+    return asked.run("llm", *words, LLM_USER_PATH=str(folder))
 
 
 def check_stream() -> None:

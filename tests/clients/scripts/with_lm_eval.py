@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -39,14 +36,13 @@ def evaluate(folder: Path) -> dict[str, Any]:
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "capitals.yaml").write_text(TASK.format(file=file))
     arguments = f"model={asked.MODEL},base_url={asked.URL}/completions,tokenizer={asked.CHECKPOINT}"
-    command = [
-        *(str(Path(sys.executable).parent / "lm_eval"), "run", "--model", "local-completions"),
+    asked.run(
+        *("lm_eval", "run", "--model", "local-completions"),
         *("--tasks", "capitals", "--include_path", str(folder), "--batch_size", "4"),
         *("--model_args", f"{arguments},tokenized_requests=True"),
         *("--output_path", str(folder / "results.json")),
-    ]
-    given = {"OPENAI_API_KEY": "none", "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hub")}
-    subprocess.run(command, check=True, env=os.environ | given)
+        HF_HOME=str(folder / "hub"),
+    )
     (results,) = folder.glob("results*.json")
     found: dict[str, Any] = json.loads(results.read_text())["results"]["capitals"]
     return found

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import csv
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -36,12 +34,10 @@ def check_streams() -> None:
     with tempfile.TemporaryDirectory(prefix="vsched-locust-") as folder:
         file = Path(folder) / "load.py"
         file.write_text(LOAD)
-        command = [
-            *(str(Path(sys.executable).parent / "locust"), "-f", str(file), "--headless"),
+        asked.run(
+            *("locust", "-f", str(file), "--headless", "--csv", f"{folder}/run"),
             *("-H", asked.URL, "-u", "4", "-r", "4", "-t", "10s", "--stop-timeout", "60s"),
-            *("--csv", f"{folder}/run"),
-        ]
-        subprocess.run(command, check=True)
+        )
         with (Path(folder) / "run_stats.csv").open() as table:
             total = next(row for row in csv.DictReader(table) if row["Name"] == "Aggregated")
     assert int(total["Request Count"]) >= 4, total

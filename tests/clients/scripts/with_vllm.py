@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -26,15 +23,14 @@ PROMPTS, OUTPUT_TOKENS = 8, 16
 def bench(backend: str, endpoint: str) -> dict[str, Any]:
     """Run it; return its report."""
     with tempfile.TemporaryDirectory(prefix="vsched-vllm-") as folder:
-        command = [
-            *(sys.executable, "-c", COMMAND, "--backend", backend, "--endpoint", endpoint),
+        asked.run(
+            *("python", "-c", COMMAND, "--backend", backend, "--endpoint", endpoint),
             *("--base-url", asked.URL.removesuffix("/v1"), "--model", asked.MODEL),
             *("--tokenizer", asked.CHECKPOINT, "--dataset-name", "random", "--ignore-eos"),
             *("--random-input-len", "64", "--random-output-len", str(OUTPUT_TOKENS)),
             *("--num-prompts", str(PROMPTS), "--max-concurrency", "4"),
             *("--save-result", "--result-dir", folder, "--result-filename", "report.json"),
-        ]
-        subprocess.run(command, check=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+        )
         found: dict[str, Any] = json.loads((Path(folder) / "report.json").read_text())
     return found
 

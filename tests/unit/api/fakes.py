@@ -11,16 +11,16 @@ from typing import Any
 import msgspec
 from starlette.types import ASGIApp
 
-from tests.unit.media.fakes import FakePreprocessor
+from tests.unit.media.fakes import FakeDetokenizer, FakePreprocessor
 from vsched.aio.live import LiveState
-from vsched.aio.streams import OutputDelta, PromptReport
+from vsched.aio.streams import ChoiceInputs, OutputDelta, PromptReport, TokenStream
 from vsched.api import ApiSettings, create_app
 from vsched.api.http_server import http_server, listen
 from vsched.api.server import api_settings
 from vsched.config import Config, ServerConfig
 from vsched.engine import Environment
 from vsched.errors import RequestRefused
-from vsched.kernel.commands import RequestTimes
+from vsched.kernel.commands import Finish, RequestTimes
 from vsched.media import ImageReference, Prompt
 from vsched.sim.network.asgi_client import AsgiClient, Disconnected, HttpCall
 from vsched.types import FinishReason, ModelInfo, SamplingParams
@@ -30,6 +30,8 @@ PLAIN = "/v1/completions"
 IMAGE_TOKENS = 16
 """Tokens of every image in tests that do not depend on its size."""
 KERNEL_CLOCK = Environment().now_ns
+Headers = dict[str, str] | list[tuple[str, str]] | None
+"""Headers next to the Content-Type of JSON, or a list of all."""
 
 
 class FakeGeneration:
@@ -237,6 +239,38 @@ class FakeEngine:
         return self.in_time
 
 
+class StreamingEngine(FakeEngine):
+    """Serves a request with a stream of the real engine, to which a test pushes letters as tokens."""
+
+    stream: TokenStream
+    stopped = False
+
+    async def generate_choices(self, **call: Any) -> Any:
+        inputs = ChoiceInputs(
+            request_id=call["request_ids"][0],
+            prompt_token_ids=[1],
+            sampling=call["sampling"],
+            on_stop=self._on_stop,
+            on_end=lambda: None,
+        )
+        scope = call["make_stop_scope"]
+        self.stream = TokenStream(inputs, lambda **_: FakeDetokenizer(), make_stop_scope=scope)
+        self.entered.set()
+        return [self.stream]
+
+    def _on_stop(self, *_: object) -> None:
+        self.stopped = True
+
+    def push(self, letters: str) -> None:
+        for letter in letters:
+            self.stream.push(ord(letter), None)
+            self.stream.deliver()
+
+    def finish(self) -> None:
+        self.stream.finish(Finish(self.stream.request_id, 1, FinishReason.STOP, RequestTimes()))
+        self.stream.deliver()
+
+
 @dataclass
 class Reply:
     status: int = 0
@@ -294,16 +328,18 @@ class Client:
         path: str,
         body: object = b"",
         *,
-        headers: dict[str, str] | None = None,
+        headers: Headers = None,
         pieces: Sequence[bytes] | None = None,
     ) -> Reply:
         raw = body if isinstance(body, bytes) else msgspec.json.encode(body)
-        sent = {"content-type": "application/json"} if raw or pieces is not None else {}
+        if not isinstance(headers, list):
+            json = {"content-type": "application/json"} if raw or pieces is not None else {}
+            headers = list({**json, **(headers or {})}.items())
         call = self._call = self._client.open(
             method,
             path,
             body=raw,
-            headers=(sent | (headers or {})).items(),
+            headers=headers,
             pieces=None if pieces is None else one_by_one(pieces),
         )
         if self._left:
@@ -330,10 +366,58 @@ def body_of(path: str, **fields: Any) -> dict[str, Any]:
     return chat(**fields) if path == CHAT else {"prompt": "x", **fields}
 
 
-async def post(
-    engine: FakeEngine, path: str, body: object, settings: ApiSettings | None = None
+async def ask(
+    method: str,
+    path: str,
+    body: object = b"",
+    *,
+    engine: FakeEngine | None = None,
+    headers: Headers = None,
+    **settings: Any,
 ) -> Reply:
-    return await Client(create_app(engine, settings or ApiSettings())).send("POST", path, body)
+    """Reply of an application with these settings to one request."""
+    app = create_app(engine or FakeEngine(), ApiSettings(**settings))
+    return await Client(app).send(method, path, body, headers=headers)
+
+
+async def post(engine: FakeEngine, path: str, body: object, **settings: Any) -> Reply:
+    return await ask("POST", path, body, engine=engine, **settings)
+
+
+async def accepted(path: str, body: object, **settings: Any) -> FakeEngine:
+    """Engine that served a request."""
+    engine = FakeEngine()
+    reply = await post(engine, path, body, **settings)
+    assert reply.status == 200, reply.body
+    return engine
+
+
+async def refusal(path: str, body: object, status: int = 400, **settings: Any) -> dict[str, Any]:
+    """Error of a request that is refused before it reaches the engine; each has a remedy."""
+    engine = FakeEngine()
+    reply = await post(engine, path, body, **settings)
+    assert (reply.status, engine.calls) == (status, []), reply.body
+    assert "Remedy: " in reply.error["message"]
+    return reply.error
+
+
+async def under_way(
+    engine: FakeEngine, path: str, body: object, **settings: Any
+) -> tuple[Client, asyncio.Task[Reply]]:
+    """Send a request; return its client and its exchange once the last choice waits for tokens."""
+    client = Client(create_app(engine, ApiSettings(**settings)))
+    sending = asyncio.create_task(client.send("POST", path, body))
+    await engine.entered.wait()
+    await asyncio.sleep(0)
+    await engine.generations[-1].waiting.wait()
+    return client, sending
+
+
+def choices_of(reply: Reply, *, stream: bool) -> list[dict[str, Any]]:
+    """The choices of a reply, or of the events of a stream, one after the other."""
+    return [
+        choice for one in (reply.events if stream else [reply.json]) for choice in one["choices"]
+    ]
 
 
 @contextlib.asynccontextmanager
@@ -343,9 +427,18 @@ async def served(engine: FakeEngine, **server: Any) -> AsyncIterator[int]:
     with contextlib.closing(listen(config)) as listener:
         address, port = listener.getsockname()[:2]
         running = http_server(create_app(engine, api_settings(config, address)), config)
-        task = asyncio.create_task(running.serve(sockets=[listener]))
+        running.config.load()
+        running.lifespan = running.config.lifespan_class(running.config)
+        await running.startup(sockets=[listener])
+        await running.on_tick(0)
         try:
             yield port
-        finally:
-            running.should_exit = running.force_exit = True
-            await task
+        finally:  # not by its `shutdown`, which sleeps twice
+            for each in running.servers:
+                each.close()
+            for connection in list(running.server_state.connections):
+                connection.transport.abort()
+            tasks = list(running.server_state.tasks)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)

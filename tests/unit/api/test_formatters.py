@@ -7,54 +7,62 @@ import codecs
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.each_case import each_case
-from tests.unit.api.fakes import CHAT, PLAIN, FakeEngine, body_of, chat, post
-from vsched.aio.streams import OutputDelta, TokenLogprob
-from vsched.api import ApiSettings
+from tests.unit.api.fakes import (
+    CHAT,
+    PLAIN,
+    FakeEngine,
+    FakeGeneration,
+    body_of,
+    chat,
+    choices_of,
+    post,
+)
+from vsched.aio.streams import OutputDelta, PromptReport, TokenLogprob
+from vsched.wire import PromptPiece
 
-PATHS = pytest.mark.parametrize("path", [CHAT, PLAIN])
-PROMPT = [3, 1, 4, 1, 5, 9, 2]
 
-
-@PATHS
+@each_case("path", [CHAT, PLAIN])
 async def test_token_ids_come_as_requested(path: str) -> None:
     """Those of the prompt with the first event; unrequested ones are null, as in vLLM, or left out of events."""
 
-    def in_chat_or_choice(reply: dict[str, Any]) -> dict[str, Any]:
-        holder: dict[str, Any] = reply if path == CHAT else reply["choices"][0]
-        return holder
+    async def events(**fields: Any) -> list[dict[str, Any]]:
+        reply = await post(FakeEngine(), path, body_of(path, **fields))
+        return list(reply.events) if fields.get("stream") else [reply.json]
 
-    whole = (await post(FakeEngine(), path, body_of(path, return_token_ids=True))).json
+    def of_prompt(reply: dict[str, Any], name: str = "prompt_token_ids") -> Any:
+        return (reply if path == CHAT else reply["choices"][0]).get(name)
+
+    (whole,) = await events(return_token_ids=True)
     assert whole["choices"][0]["token_ids"] == [72, 101, 108, 108, 111]
-    assert in_chat_or_choice(whole)["prompt_token_ids"] == PROMPT
-    body = body_of(path, return_token_ids=True, stream=True)
-    events = (await post(FakeEngine(), path, body)).events
-    found = [event["choices"][0]["token_ids"] for event in events]
+    assert of_prompt(whole) == FakeGeneration((), "").prompt_token_ids
+    streamed = await events(return_token_ids=True, stream=True)
+    found = [event["choices"][0]["token_ids"] for event in streamed]
     assert found == [[72, 101, 108], [108], [111]]
-    prompts = [in_chat_or_choice(event).get("prompt_token_ids") for event in events]
-    assert prompts == [PROMPT, None, None]
-    plain = (await post(FakeEngine(), path, body_of(path))).json
+    assert [of_prompt(event) for event in streamed] == [
+        FakeGeneration((), "").prompt_token_ids,
+        None,
+        None,
+    ]
+    (plain,) = await events()
     assert plain["choices"][0]["token_ids"] is None
-    holder = in_chat_or_choice(plain)
-    assert (holder["prompt_token_ids"], holder["prompt_logprobs"]) == (None, None)
-    streamed = await post(FakeEngine(), path, body_of(path, stream=True))
-    assert b"token_ids" not in streamed.body
+    assert (of_prompt(plain), of_prompt(plain, "prompt_logprobs")) == (None, None)
+    assert "token_ids" not in str(await events(stream=True))
 
 
-@PATHS
-@pytest.mark.parametrize("stream", [False, True])
+@each_case("path", [CHAT, PLAIN])
+@each_case("stream", [False, True])
 async def test_tokens_of_logprobs_as_ids(path: str, stream: bool) -> None:
     """For tokens that are no text by themselves."""
     token = TokenLogprob(255, -0.5, [(255, -0.5), (254, -1.0)])
     engine = FakeEngine(OutputDelta("", [255], [token], "stop"))
     count = {"logprobs": True, "top_logprobs": 2} if path == CHAT else {"logprobs": 2}
     body = body_of(path, return_tokens_as_token_ids=True, stream=stream, **count)
-    reply = await post(engine, path, body)
-    (found,) = [
-        event["choices"][0]["logprobs"] for event in (reply.events if stream else [reply.json])
-    ]
+    (choice,) = choices_of(await post(engine, path, body), stream=stream)
+    found = choice["logprobs"]
     if path == CHAT:
         first = found["content"][0]
         assert (first["token"], first["bytes"]) == ("token_id:255", [255])
@@ -67,9 +75,8 @@ async def test_tokens_of_logprobs_as_ids(path: str, stream: bool) -> None:
 async def test_alternatives_of_a_completion_begin_with_its_token() -> None:
     """As in vLLM: the first entry is the sampled token, even if another was more likely."""
     token = TokenLogprob(65, -2.0, [(66, -0.1), (67, -1.0)])
-    reply = await post(
-        FakeEngine(OutputDelta("A", [65], [token], "stop")), PLAIN, {"prompt": "x", "logprobs": 2}
-    )
+    engine = FakeEngine(OutputDelta("A", [65], [token], "stop"))
+    reply = await post(engine, PLAIN, {"prompt": "x", "logprobs": 2})
     (top,) = reply.json["choices"][0]["logprobs"]["top_logprobs"]
     assert list(top.items()) == [("A", -2.0), ("B", -0.1), ("C", -1.0)]
 
@@ -115,19 +122,15 @@ def engine_of_halves(token_ids: Sequence[int], *, size: int = 1) -> FakeEngine:
 @each_case("size", [1, 2, 99])
 async def test_offsets_of_tokens_are_those_of_the_text(size: int, stream: bool) -> None:
     """Also for a character of several tokens, and after special tokens."""
-    token_ids = [300, *TEXT.encode(), 300, ord("d")]
-    engine = engine_of_halves(token_ids, size=size)
+    engine = engine_of_halves([300, *TEXT.encode(), 300, ord("d")], size=size)
     reply = await post(engine, PLAIN, {"prompt": "x", "logprobs": 0, "stream": stream})
-    choices = [one["choices"][0] for one in (reply.events if stream else [reply.json])]
+    choices = choices_of(reply, stream=stream)
     text = "".join(choice["text"] for choice in choices)
     tokens = [each for choice in choices for each in choice["logprobs"]["tokens"]]
     offsets = [each for choice in choices for each in choice["logprobs"]["text_offset"]]
     assert text == TEXT + "d"
     assert tokens[1:4] == ["a", "bytes:\\xe2", "bytes:\\x80"]
     assert offsets == [0, 0, *[1] * 3, 2, *[3] * 4, 4, 5, 5]
-    for token, offset in zip(tokens, offsets, strict=True):
-        if len(token) == 1:
-            assert text[offset] == token
 
 
 async def test_offsets_of_a_stop_string_s_tokens_are_within_the_text() -> None:
@@ -155,31 +158,31 @@ async def test_alternatives_that_read_alike_are_all_told() -> None:
     ]
 
 
-@PATHS
+@each_case("path", [CHAT, PLAIN])
 async def test_usage_with_every_event(path: str) -> None:
     """Only with `include_usage`, as in vLLM; the last event has only the usage."""
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    events = (
-        await post(FakeEngine(), path, body_of(path, stream=True, stream_options=options))
-    ).events
-    assert [event["usage"]["completion_tokens"] for event in events] == [3, 4, 5, 5]
-    assert [event["usage"]["total_tokens"] for event in events] == [10, 11, 12, 12]
+
+    async def streamed(settings: dict[str, Any], **options: bool) -> list[dict[str, Any]]:
+        body = body_of(path, stream=True, stream_options=options or None)
+        return list((await post(FakeEngine(), path, body, **settings)).events)
+
+    events = await streamed({}, include_usage=True, continuous_usage_stats=True)
+    usages = [event["usage"] for event in events]
+    counted = [(usage["completion_tokens"], usage["total_tokens"]) for usage in usages]
+    assert counted == [(3, 10), (4, 11), (5, 12), (5, 12)]
     assert [len(event["choices"]) for event in events] == [1, 1, 1, 0]
-    alone = body_of(path, stream=True, stream_options={"continuous_usage_stats": True})
-    assert b"usage" not in (await post(FakeEngine(), path, alone)).body
-    always = ApiSettings(usage_always=True)
-    for body in (alone, body_of(path, stream=True)):
-        reported = (await post(FakeEngine(), path, body, always)).events
-        assert [event["usage"] for event in reported] == [event["usage"] for event in events]
+    assert "usage" not in str(await streamed({}, continuous_usage_stats=True))
+    for options in ({"continuous_usage_stats": True}, {}):
+        reported = await streamed({"usage_always": True}, **options)
+        assert [event["usage"] for event in reported] == usages
 
 
-@PATHS
+@each_case("path", [CHAT, PLAIN])
 async def test_text_of_events_is_that_of_the_whole_answer(path: str) -> None:
     """Events of text only are assembled from JSON parts encoded in advance."""
     texts = ["plain", 'a "quote"', "ümlaut\n", "\x00", "\u2028", "}\\"]
-    engine = FakeEngine(
-        *(OutputDelta(text, [1]) for text in texts), OutputDelta("", [2], None, "stop")
-    )
+    deltas = [OutputDelta(text, [1]) for text in texts]
+    engine = FakeEngine(*deltas, OutputDelta("", [2], None, "stop"))
     events = (await post(engine, path, body_of(path, stream=True))).events
     choices = [event["choices"][0] for event in events]
     found = [choice["delta"]["content"] if path == CHAT else choice["text"] for choice in choices]
@@ -187,3 +190,165 @@ async def test_text_of_events_is_that_of_the_whole_answer(path: str) -> None:
     first, second = ({**event, "choices": None} for event in events[:2])
     assert first == second
     assert choices[1].keys() == choices[2].keys() == choices[-1].keys()
+
+
+PROMPT = [72, 105, 33]
+"""The bytes of `Hi!`."""
+
+
+class TellingEngine(FakeEngine):
+    """Reports every prompt, always the same, with two alternatives per token."""
+
+    async def generate_choices(self, **call: Any) -> list[FakeGeneration]:
+        generations = await super().generate_choices(**call)
+        report = PromptReport(PROMPT, 2)
+        ids, top = [[105, 104], [63, 46]], [[-0.5, -1.0], [-0.25, -2.0]]
+        report.take(
+            PromptPiece(
+                number=1,
+                start=1,
+                logprobs=np.array([-0.5, -3.0], np.float32).tobytes(),
+                ranks=np.array([1, 7], np.int32).tobytes(),
+                top_ids=np.array(ids, np.int32).tobytes(),
+                top_logprobs=np.array(top, np.float32).tobytes(),
+            )
+        )
+        for one in generations:
+            one.prompt_token_ids = PROMPT
+            if call["sampling"].prompt_logprobs is not None:
+                one.prompt_report = report
+        return generations
+
+
+def telling() -> TellingEngine:
+    last = [TokenLogprob(97, -0.125, [(97, -0.125), (98, -4.0)])]
+    return TellingEngine(OutputDelta("a", [97], last, "length"))
+
+
+ECHOED: dict[str, list[Any]] = {
+    "tokens": ["H", "i", "!", "a"],
+    "token_logprobs": [None, -0.5, -3.0, -0.125],
+    "top_logprobs": [None, {"i": -0.5}, {"?": -0.25, "!": -3.0}, {"a": -0.125, "b": -4.0}],
+    "text_offset": [0, 1, 2, 3],
+}
+IN_VLLMS_FORM = [
+    None,
+    {"105": {"logprob": -0.5, "rank": 1, "decoded_token": "i"}},
+    {
+        "63": {"logprob": -0.25, "rank": 1, "decoded_token": "?"},
+        "33": {"logprob": -3.0, "rank": 7, "decoded_token": "!"},
+    },
+]
+
+
+@each_case("stream", [False, True])
+@each_case(("prompt", "text"), [("Hi there", "Hi there"), (PROMPT, "Hi!")])
+async def test_echo_reports_the_prompt_and_its_log_probabilities(
+    prompt: Any, text: str, stream: bool
+) -> None:
+    """The text as it was sent, even if the tokens spell it differently."""
+    engine = telling()
+    body = {"prompt": prompt, "echo": True, "logprobs": 1, "stream": stream}
+    (choice,) = choices_of(await post(engine, PLAIN, body), stream=stream)
+    assert choice["text"] == text + "a"
+    assert choice["logprobs"] == {**ECHOED, "text_offset": [0, 1, 2, len(text)]}
+    assert choice.get("prompt_logprobs") is None
+    assert engine.sampling.prompt_logprobs == 1
+
+
+async def test_echo_of_several_answers_reports_the_prompt_before_each_in_a_stream() -> None:
+    engine = telling()
+    engine.scripts = {"1": [OutputDelta("b", [98], [TokenLogprob(98, -4.0, [])], "length")]}
+    body = {"prompt": "Hi", "echo": True, "logprobs": 1, "n": 2, "stream": True}
+    events = (await post(engine, PLAIN, body)).events
+    choices = {event["choices"][0]["index"]: event["choices"][0] for event in events}
+    assert [choices[index]["text"] for index in (0, 1)] == ["Hia", "Hib"]
+    assert choices[0]["logprobs"] == {**ECHOED, "text_offset": [0, 1, 2, 2]}
+    assert choices[1]["logprobs"]["tokens"] == ["H", "i", "!", "b"]
+
+
+@each_case("stream", [False, True])
+async def test_echo_without_logprobs_requests_none(stream: bool) -> None:
+    engine = FakeEngine(OutputDelta("a", [97]), OutputDelta("b", [98], None, "stop"))
+    reply = await post(engine, PLAIN, {"prompt": "Hi", "echo": True, "stream": stream})
+    choices = choices_of(reply, stream=stream)
+    assert [one["text"] for one in choices] == (["Hia", "b"] if stream else ["Hiab"])
+    assert {one["logprobs"] for one in choices} == {None}
+    assert engine.sampling.prompt_logprobs is None
+
+
+async def test_echo_of_tokens_shows_special_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the offsets of the tokens would not match the text."""
+    engine = FakeEngine(OutputDelta("a", [97], None, "stop"))
+    monkeypatch.setattr(engine.preprocessor, "detokenize", lambda _: "Hi")
+    monkeypatch.setattr(engine.preprocessor, "token_bytes", lambda one: f"<{one}>".encode())
+    reply = await post(engine, PLAIN, {"prompt": [1], "echo": True})
+    assert reply.json["choices"][0]["text"] == "<3><1><4><1><5><9><2>a"
+
+
+async def test_echo_reports_each_choice_its_own_prompt() -> None:
+    reply = await post(FakeEngine(), PLAIN, {"prompt": ["x", "y"], "echo": True, "n": 2})
+    texts = [one["text"] for one in reply.json["choices"]]
+    assert texts == ["xHello", "xHello", "yHello", "yHello"]
+
+
+@each_case("path", [CHAT, PLAIN])
+@each_case("inline_max", [3, 1000])
+async def test_prompt_logprobs_in_vllm_s_form(
+    path: str, inline_max: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long reports are worded off the loop."""
+    monkeypatch.setattr("vsched.api.completions._INLINE_VALUES_MAX", inline_max)
+    engine = telling()
+    reply = (await post(engine, path, body_of(path, prompt_logprobs=1))).json
+    holder = reply if path == CHAT else reply["choices"][0]
+    assert holder["prompt_logprobs"] == IN_VLLMS_FORM
+    assert (engine.sampling.prompt_logprobs, engine.sampling.logprobs) == (1, None)
+
+
+async def test_prompt_logprobs_and_echo_have_their_own_counts() -> None:
+    engine = telling()
+    body = {"prompt": PROMPT, "echo": True, "logprobs": 1, "prompt_logprobs": 0}
+    (choice,) = (await post(engine, PLAIN, body)).json["choices"]
+    assert choice["logprobs"]["top_logprobs"][:3] == ECHOED["top_logprobs"][:3]
+    reported = [list(one) if one else None for one in choice["prompt_logprobs"]]
+    assert reported == [None, ["105"], ["33"]]
+
+
+async def test_nothing_is_generated_with_max_tokens_0() -> None:
+    engine = FakeEngine(OutputDelta("", [], None, "length"))
+    for _ in range(2):
+        reply = await post(engine, PLAIN, {"prompt": "Hi", "echo": True, "max_tokens": 0})
+        assert reply.json["choices"][0]["text"] == "Hi"
+    assert engine.sampling.prompt_only
+    await post(engine, PLAIN, {"prompt": "Hi", "max_tokens": 1})
+    assert (engine.sampling.prompt_only, engine.sampling.max_tokens) == (False, 1)
+
+
+async def test_the_whole_vocabulary_of_a_prompt_within_the_limit() -> None:
+    engine = telling()
+    reply = await post(engine, PLAIN, {"prompt": "x", "prompt_logprobs": -1}, logprobs_max=256)
+    assert engine.sampling.prompt_logprobs == 256
+    reported = reply.json["choices"][0]["prompt_logprobs"]
+    assert [len(one or ()) for one in reported] == [0, 2, 3]
+
+
+@each_case("stream", [False, True])
+@each_case(
+    ("role", "content", "echoed"),
+    [
+        ("assistant", "An apple", "An apple"),
+        ("assistant", [{"type": "text", "text": "An apple"}], "An apple"),
+        ("user", "An apple", ""),
+    ],
+)
+async def test_echo_of_a_chat_reports_the_message_that_goes_on(
+    role: str, content: object, echoed: str, stream: bool
+) -> None:
+    """Once, before the output; the user's message is not repeated."""
+    engine = FakeEngine(OutputDelta(" a", [97]), OutputDelta(" day", [98], None, "stop"))
+    messages = [{"role": "user", "content": "hi"}, {"role": role, "content": content}]
+    reply = await post(engine, CHAT, chat(messages=messages, echo=True, stream=stream))
+    kind = "delta" if stream else "message"
+    texts = [choice[kind]["content"] for choice in choices_of(reply, stream=stream)]
+    assert texts == ([echoed + " a", " day"] if stream else [echoed + " a day"])

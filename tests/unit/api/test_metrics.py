@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any
 
 import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.unit.api.fakes import Client, FakeEngine
-from vsched.api import ApiSettings, create_app
+from tests.unit.api.fakes import FakeEngine, ask
 from vsched.api.metrics import ApiMetrics, Report, added
 from vsched.api.response_schema import PromptDetails, Usage
 from vsched.sim.cluster import SimEngine, small_config
@@ -82,15 +80,15 @@ async def observed_threads(numbers: list[int]) -> list[Any]:
     """Values of metrics, statistics and groups for a rank at each number of threads, with a request in between."""
     small = small_config()
     config = small_config(generate=msgspec.structs.replace(small.generate, threads=2))
+    rank = {**GROUP, "rank": "0"}
     seen: list[Any] = []
     async with SimEngine(config) as engine:
         while True:
             found = families((await engine.client.request("GET", "/metrics")).body)
-            rank = {**GROUP, "rank": "0"}
             values = [value(found[f"vsched_rank_threads{end}"], **rank) for end in ("", "_max")]
-            statistics = json.loads((await engine.client.request("GET", "/admin/statistics")).body)
-            groups = json.loads((await engine.client.request("GET", "/admin/replicas")).body)
-            (row,) = [one for one in groups["groups"] if one["name"] == "generate"]
+            statistics = (await engine.client.request("GET", "/admin/statistics")).json()
+            groups = (await engine.client.request("GET", "/admin/replicas")).json()["groups"]
+            (row,) = [one for one in groups if one["name"] == "generate"]
             seen.append((*values, statistics["threads"]["generate"], row["ranks"][0]["threads"]))
             if len(numbers) == 1:
                 return seen
@@ -113,13 +111,13 @@ async def test_metrics_report_what_groups_were_lost_of() -> None:
     engine = FakeEngine()
     losses = {"ProcessExited": 2, "RankSilent": 1}
     engine.rows = [{"name": "encode-1", "state": "down", "losses": losses, "restarts": 3}]
-    reply = await Client(create_app(engine, ApiSettings())).send("GET", "/metrics")
-    lines = reply.body.decode().splitlines()
+    lines = (await ask("GET", "/metrics", engine=engine)).body.decode().splitlines()
+    labels = 'group="encode-1",model_name="demo"'
     for line in (
-        'vsched_group_up{group="encode-1",model_name="demo"} 0.0',
-        'vsched_group_restarts_total{group="encode-1",model_name="demo"} 3.0',
-        'vsched_group_losses_total{group="encode-1",model_name="demo",reason="ProcessExited"} 2.0',
-        'vsched_group_losses_total{group="encode-1",model_name="demo",reason="RankSilent"} 1.0',
+        f"vsched_group_up{{{labels}}} 0.0",
+        f"vsched_group_restarts_total{{{labels}}} 3.0",
+        f'vsched_group_losses_total{{{labels},reason="ProcessExited"}} 2.0',
+        f'vsched_group_losses_total{{{labels},reason="RankSilent"}} 1.0',
         "# TYPE vsched_group_losses_total counter",
     ):
         assert line in lines
@@ -157,23 +155,10 @@ def test_reports_add_to_the_counters_and_histograms_of_a_process() -> None:
     assert own.under_way == 1
 
 
-def test_reports_change_nothing_if_there_is_one_process() -> None:
-    metrics = counted("stop", "stop", "length")
-    metrics.reports = lambda: [Report()]
-    alone = ApiMetrics()
-    alone.registry, alone.between_tokens_s = metrics.registry, metrics.between_tokens_s
-    assert metrics.render() == alone.render()
-
-
-def test_metrics_have_no_creation_times() -> None:
-    """They double the number of series, and those of several processes cannot be added."""
-    assert not [line for line in lines(counted("stop")) if "_created" in line]
-
-
 def test_reports_of_a_process_that_has_died_are_kept() -> None:
     """Counters never go back: its counts are added to those of the remaining processes."""
     gone = Report(0, added([counted("stop", "").report(), counted("stop").report()]))
     own = counted("stop")
-    own.reports = lambda: [gone]
+    own.reports = lambda: [gone, Report()]
     assert 'vsched_requests_total{endpoint="chat",outcome="stop"} 3.0' in lines(own)
     assert own.under_way == 0

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.unit.api.fakes import FakeEngine
+from tests.unit.api.test_resuming import Server, choice_id, ids
 from vsched.aio.streams import OutputDelta, TokenLogprob
 from vsched.api import ApiSettings, create_app
 from vsched.errors import RequestFailed
@@ -31,13 +34,18 @@ def engine() -> FakeEngine:
     )
 
 
-@pytest.fixture
-async def client(engine: FakeEngine) -> AsyncIterator[openai.AsyncOpenAI]:
-    transport = httpx2.ASGITransport(create_app(engine, ApiSettings(api_key="key")))
-    async with httpx2.AsyncClient(transport=transport) as inner:
+@contextlib.asynccontextmanager
+async def client_of(app: Any) -> AsyncIterator[Any]:
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app)) as inner:
         yield openai.AsyncOpenAI(
             base_url="http://localhost/v1", api_key="key", http_client=inner, max_retries=0
         )
+
+
+@pytest.fixture
+async def client(engine: FakeEngine) -> AsyncIterator[Any]:
+    async with client_of(create_app(engine, ApiSettings(api_key="key"))) as made:
+        yield made
 
 
 MESSAGES: Any = [{"role": "user", "content": "hi"}]
@@ -83,3 +91,17 @@ async def test_errors_become_the_clients_errors(client: Any, engine: FakeEngine)
 async def test_models_parse(client: Any) -> None:
     assert [model.id async for model in client.models.list()] == ["demo"]
     assert (await client.models.retrieve("demo")).owned_by == "vsched"
+
+
+async def test_stream_of_a_dead_engine_is_read_on_behind_its_last_event(tmp_path: Path) -> None:
+    started = await Server(tmp_path).killed_in("/v1/responses", {"input": "hi", "stream": True})
+    second = await Server(tmp_path).start()
+    name, last = choice_id(started), ids(started)[-1]
+    async with client_of(second.app) as client:
+        stream = await client.responses.retrieve(name, stream=True, starting_after=last)
+        numbers = [event.sequence_number async for event in stream]
+        assert numbers == list(range(last + 1, last + 1 + len(numbers)))
+        assert len(numbers) > 3
+        for _ in range(2):
+            whole = await client.responses.retrieve(name, stream=False)
+            assert (whole.output_text, whole.id) == ("Hello!", name)

@@ -9,7 +9,7 @@ import pytest
 from starlette.routing import Route
 
 from tests.each_case import each_case
-from tests.unit.api.fakes import IMAGE_TOKENS, Client, FakeEngine, Reply
+from tests.unit.api.fakes import IMAGE_TOKENS, Client, FakeEngine, Reply, ask, refusal
 from vsched.aio.streams import OutputDelta
 from vsched.api import ApiSettings, create_app
 from vsched.api.app import create_frontend
@@ -19,36 +19,27 @@ from vsched.errors import RequestFailed, RequestRefused
 from vsched.types import ModelInfo
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+ANTHROPIC = {"anthropic-version": "2023-06-01"}
 
 
 async def call(
-    engine: FakeEngine,
-    method: str,
-    path: str,
-    body: object = b"",
-    *,
-    api_key: str = "",
-    headers: dict[str, str] | None = None,
-    front: bool = False,
+    engine: FakeEngine, method: str, path: str, body: object = b"", **options: Any
 ) -> Reply:
-    """Reply to one request; with `front`, of a process without an engine of its own."""
-    settings = ApiSettings(api_key=api_key)
-    app = create_app(engine, settings)
-    if front:
-        app = create_frontend(engine, settings, ApiMetrics(engine), operations=app)
-    return await Client(app).send(method, path, body, headers=headers)
+    return await ask(method, path, body, engine=engine, **options)
 
 
-@each_case("path", ["/health", "/ready"])
 @each_case(
     ("state", "status"),
     [("loading", 503), ("ready", 200), ("degraded", 200), ("draining", 503), ("stopped", 503)],
 )
-async def test_health_reports_the_state(path: str, state: str, status: int) -> None:
+async def test_state_is_reported_and_decides_who_is_served(state: str, status: int) -> None:
     engine = FakeEngine()
     engine.state = state
-    reply = await call(engine, "GET", path)
-    assert (reply.status, reply.json) == (status, {"status": state})
+    for path in ("/health", "/ready"):
+        reply = await call(engine, "GET", path)
+        assert (reply.status, reply.json) == (status, {"status": state})
+    reply = await call(engine, "POST", "/v1/chat/completions", CHAT)
+    assert (reply.status, "retry-after" in reply.headers) == (status, status == 503)
 
 
 async def test_models() -> None:
@@ -62,18 +53,14 @@ async def test_models() -> None:
 async def test_models_in_the_format_of_anthropic() -> None:
     engine = FakeEngine()
     engine.adapter_rows.append({"name": "org/sql", "state": "ready"})
-    requested = {"anthropic-version": "2023-06-01"}
-    listed = (await call(engine, "GET", "/v1/models?limit=20", headers=requested)).json
-    assert (listed["first_id"], listed["last_id"]) == ("demo", "org/sql")
-    assert listed["has_more"] is False
-    first = listed["data"][0]
-    assert (first["type"], first["display_name"], first["max_input_tokens"]) == (
-        *("model", "demo"),
-        1000,
-    )
+    listed = (await call(engine, "GET", "/v1/models?limit=20", headers=ANTHROPIC)).json
+    first = listed.pop("data")[0]
+    assert listed == {"first_id": "demo", "last_id": "org/sql", "has_more": False}
+    assert (first["type"], first["display_name"]) == ("model", "demo")
+    assert first["max_input_tokens"] == 1000
     assert dt.datetime.fromisoformat(first["created_at"]).tzinfo is not None
-    assert (await call(engine, "GET", "/v1/models/demo", headers=requested)).json == first
-    refused = await call(engine, "GET", "/v1/models/other", headers=requested)
+    assert (await call(engine, "GET", "/v1/models/demo", headers=ANTHROPIC)).json == first
+    refused = await call(engine, "GET", "/v1/models/other", headers=ANTHROPIC)
     assert (refused.status, refused.json["error"]["type"]) == (404, "not_found_error")
 
 
@@ -112,19 +99,30 @@ async def test_adapters_are_loaded_as_with_vllm() -> None:
     assert (await call(engine, "POST", "/v1/unload_lora_adapter", body)).status == 404
 
 
-async def test_tokenize_prompt_and_messages() -> None:
-    reply = await call(FakeEngine(), "POST", "/tokenize", {"prompt": "abc"})
-    assert reply.json == {
-        "count": 3,
-        "max_model_len": 1000,
-        "tokens": [97, 98, 99],
-        "token_strs": None,
-    }
-    reply = await call(FakeEngine(), "POST", "/tokenize", CHAT)
-    assert reply.json["count"] == len("user:hi")
+def tokenized(text: str, texts: list[str] | None = None) -> dict[str, Any]:
+    tokens = [ord(one) for one in text]
+    return {"count": len(tokens), "max_model_len": 1000, "tokens": tokens, "token_strs": texts}
 
 
-@pytest.mark.parametrize(
+@each_case(
+    ("path", "body", "found"),
+    [
+        ("/tokenize", {"prompt": "abc"}, tokenized("abc")),
+        ("/tokenize", CHAT, tokenized("user:hi")),
+        (
+            "/tokenize",
+            {"prompt": "a\xe9", "return_token_strs": True, "add_special_tokens": True},
+            tokenized("a\xe9", ["a", "bytes:\\xe9"]),
+        ),
+        ("/detokenize", {"tokens": [72, 105], "model": "demo"}, {"prompt": "Hi"}),
+        ("/detokenize", {"tokens": []}, {"prompt": ""}),
+    ],
+)
+async def test_tokenize_and_detokenize(path: str, body: object, found: dict[str, Any]) -> None:
+    assert (await call(FakeEngine(), "POST", path, body)).json == found
+
+
+@each_case(
     ("body", "tokens"),
     [
         ({"prompt": "a", "add_special_tokens": True}, [1, 97]),
@@ -148,26 +146,11 @@ async def test_tokenize_adds_special_tokens_as_asked(
 
 
 async def test_tokenize_shows_tools_to_the_template_and_counts_images() -> None:
-    tool = {"type": "function", "function": {"name": "f"}}
-    alone = (await call(FakeEngine(), "POST", "/tokenize", CHAT)).json["count"]
-    shown = (await call(FakeEngine(), "POST", "/tokenize", {**CHAT, "tools": [tool]})).json
-    assert shown["count"] > alone
-    content = [{"type": "image_url", "image_url": "data:x"}]
-    body = {"messages": [{"role": "user", "content": content}]}
-    reply = await call(FakeEngine(), "POST", "/tokenize", body)
-    assert reply.json["count"] > IMAGE_TOKENS
-
-
-async def test_tokenize_reports_the_text_of_each_token() -> None:
-    body = {"prompt": "a\xe9", "return_token_strs": True, "add_special_tokens": True}
-    reply = await call(FakeEngine(), "POST", "/tokenize", body)
-    assert reply.json["token_strs"] == ["a", "bytes:\\xe9"]
-
-
-async def test_detokenize_returns_the_text() -> None:
-    reply = await call(FakeEngine(), "POST", "/detokenize", {"tokens": [72, 105], "model": "demo"})
-    assert reply.json == {"prompt": "Hi"}
-    assert (await call(FakeEngine(), "POST", "/detokenize", {"tokens": []})).json == {"prompt": ""}
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    image = [{"type": "image_url", "image_url": "data:x"}]
+    seen = {"messages": [{"role": "user", "content": image}]}
+    for body, least in (({**CHAT, "tools": tools}, len("user:hi")), (seen, IMAGE_TOKENS)):
+        assert (await call(FakeEngine(), "POST", "/tokenize", body)).json["count"] > least
 
 
 async def test_detokenize_takes_the_blank_away_that_the_tokenizer_adds() -> None:
@@ -220,11 +203,11 @@ async def test_tokenize_while_it_loads_is_refused() -> None:
         ),
     ],
 )
-async def test_tokenize_and_detokenize_refuse(path: str, body: object, message: str) -> None:
-    reply = await call(FakeEngine(), "POST", path, body)
-    assert reply.status in {400, 404}
-    assert message in reply.error["message"]
-    assert "Remedy" in reply.error["message"]
+async def test_tokenize_and_detokenize_refuse(
+    path: str, body: dict[str, Any], message: str
+) -> None:
+    error = await refusal(path, body, 404 if "model" in body else 400)
+    assert message in error["message"]
 
 
 async def test_tokenize_answers_what_the_engine_refuses() -> None:
@@ -254,13 +237,9 @@ async def test_statistics_and_clear() -> None:
     """Clearing takes one call, which reports the remaining requests."""
     engine = FakeEngine()
     engine.numbers["since"] = dt.date(2024, 1, 2)
-    reply = await call(engine, "GET", "/admin/statistics")
-    assert reply.json == {
-        "state": "ready",
-        "queue": {"waiting": 3},
-        "kv": {"blocks-free": 2.5},
-        "since": "2024-01-02",
-    }
+    found = (await call(engine, "GET", "/admin/statistics")).json
+    numbers = {"queue": {"waiting": 3}, "kv": {"blocks-free": 2.5}, "since": "2024-01-02"}
+    assert found == {"state": "ready", **numbers}
     cleared = await call(engine, "POST", "/admin/clear")
     assert cleared.json == {"running": 0, "waiting": 0}
     assert (await call(engine, "GET", "/admin/clear")).status == 405
@@ -268,28 +247,30 @@ async def test_statistics_and_clear() -> None:
 
 async def test_metrics_count_outcomes() -> None:
     engine = FakeEngine(OutputDelta("a", [1]), OutputDelta("b", [2], None, "length"))
-    app = create_app(engine, ApiSettings())
-    await Client(app).send("POST", "/v1/chat/completions", CHAT)
-    await Client(app).send("POST", "/v1/chat/completions", b"{")
+    client = Client(create_app(engine, ApiSettings()))
+    await client.send("POST", "/v1/chat/completions", CHAT)
+    await client.send("POST", "/v1/chat/completions", b"{")
     engine.script = (RequestFailed("x"),)
-    await Client(app).send("POST", "/v1/completions", {"prompt": "x"})
+    await client.send("POST", "/v1/completions", {"prompt": "x"})
     engine.refusal = RequestRefused("x", code="x")
-    await Client(app).send("POST", "/v1/completions", {"prompt": "x"})
-    reply = await Client(app).send("GET", "/metrics")
+    await client.send("POST", "/v1/completions", {"prompt": "x"})
+    reply = await client.send("GET", "/metrics")
     lines = reply.body.decode().splitlines()
-    for line in (
-        'vsched_requests_total{endpoint="chat",model_name="demo",outcome="length"} 1.0',
-        'vsched_requests_total{endpoint="chat",model_name="demo",outcome="refused"} 1.0',
-        'vsched_requests_total{endpoint="completions",model_name="demo",outcome="failed"} 1.0',
-        'vsched_requests_total{endpoint="completions",model_name="demo",outcome="refused"} 1.0',
-        'vsched_generation_tokens_total{model_name="demo"} 2.0',
-        'vsched_prompt_tokens_total{model_name="demo"} 14.0',
-        'vsched_prompt_tokens_cached_total{model_name="demo"} 4.0',
-        'vsched_time_to_first_token_seconds_count{model_name="demo"} 1.0',
-        'vsched_inter_token_latency_seconds_count{model_name="demo"} 1.0',
-        'vsched_e2e_request_latency_seconds_count{model_name="demo"} 4.0',
+    for endpoint, outcome in (
+        *(("chat", "length"), ("chat", "refused")),
+        *(("completions", "failed"), ("completions", "refused")),
     ):
-        assert line in lines
+        labels = f'endpoint="{endpoint}",model_name="demo",outcome="{outcome}"'
+        assert f"vsched_requests_total{{{labels}}} 1.0" in lines
+    for name, value in (
+        ("generation_tokens_total", 2),
+        ("prompt_tokens_total", 14),
+        ("prompt_tokens_cached_total", 4),
+        ("time_to_first_token_seconds_count", 1),
+        ("inter_token_latency_seconds_count", 1),
+        ("e2e_request_latency_seconds_count", 4),
+    ):
+        assert f'vsched_{name}{{model_name="demo"}} {value}.0' in lines
     assert reply.headers["content-type"].startswith("text/plain; version=0.0.4")
 
 
@@ -320,17 +301,18 @@ async def test_wrong_paths_and_methods_have_openai_errors(
         ("/v1/load_lora_adapter", "POST"),
     ],
 )
-@each_case("method", ["PUT", "OPTIONS", "PROPFIND"])
-async def test_wrong_methods_are_told_all_that_a_path_takes(
-    path: str, methods: str, method: str
-) -> None:
+async def test_wrong_methods_are_told_all_that_a_path_takes(path: str, methods: str) -> None:
     """In any process, and before any other check of the request."""
+    engine, settings = FakeEngine(), ApiSettings(api_key="k")
+    app = create_app(engine, settings)
+    front = create_frontend(engine, settings, ApiMetrics(engine), operations=app)
     form = {"content-type": "multipart/form-data"}
-    for front in (False, True):
-        reply = await call(FakeEngine(), method, path, b"x", api_key="k", headers=form, front=front)
-        assert (reply.status, reply.headers["allow"]) == (405, methods)
-        assert f"value {method}, limit {methods}. Remedy" in reply.error["message"]
-        assert reply.headers["connection"] == "close"
+    for each in (app, front):
+        for method in ("PUT", "OPTIONS", "PROPFIND"):
+            reply = await Client(each).send(method, path, b"x", headers=form)
+            assert (reply.status, reply.headers["allow"]) == (405, methods)
+            assert f"value {method}, limit {methods}. Remedy" in reply.error["message"]
+            assert reply.headers["connection"] == "close"
 
 
 @each_case(
@@ -363,18 +345,17 @@ async def test_paths_that_clients_know_are_told_what_to_do_without(
 
 
 @each_case(
-    ("method", "path", "version", "status", "kind"),
+    ("method", "path", "headers", "status", "kind"),
     [
-        ("GET", "/v1/messages", None, 405, "invalid_request_error"),
-        ("POST", "/v1/messages/batches", None, 404, "not_found_error"),
-        ("GET", "/v1/messages/batches/b/results", "2023-06-01", 404, "not_found_error"),
-        ("GET", "/v1/files", "2023-06-01", 404, "not_found_error"),
+        ("GET", "/v1/messages", {}, 405, "invalid_request_error"),
+        ("POST", "/v1/messages/batches", {}, 404, "not_found_error"),
+        ("GET", "/v1/messages/batches/b/results", ANTHROPIC, 404, "not_found_error"),
+        ("GET", "/v1/files", ANTHROPIC, 404, "not_found_error"),
     ],
 )
 async def test_clients_of_messages_get_anthropics_errors(
-    method: str, path: str, version: str | None, status: int, kind: str
+    method: str, path: str, headers: dict[str, str], status: int, kind: str
 ) -> None:
-    headers = {"anthropic-version": version} if version else {}
     reply = await call(FakeEngine(), method, path, headers=headers)
     assert (reply.status, reply.json["type"]) == (status, "error")
     assert reply.json["error"]["type"] == kind
@@ -446,10 +427,8 @@ def test_key_is_required_by_every_route() -> None:
 
 
 async def test_right_key_opens() -> None:
-    headers = {"authorization": "bearer right"}
-    reply = await call(
-        FakeEngine(), "POST", "/v1/chat/completions", CHAT, api_key="right", headers=headers
-    )
+    path, headers = "/v1/chat/completions", {"authorization": "bearer right"}
+    reply = await call(FakeEngine(), "POST", path, CHAT, api_key="right", headers=headers)
     assert reply.status == 200
     for probe in ("/health", "/ready"):
         assert (await call(FakeEngine(), "GET", probe, api_key="right")).status == 200
@@ -472,3 +451,34 @@ async def test_key_guards_websockets_and_lets_lifespan_pass() -> None:
     assert sent == [{"type": "websocket.close", "code": 1008}]
     await app({"type": "lifespan", "state": {}}, receive, send)
     assert sent[-1] == {"type": "lifespan.shutdown.complete"}
+
+
+async def test_replicas_lists_the_groups() -> None:
+    engine = FakeEngine()
+    engine.state = "degraded"
+    reply = await call(engine, "GET", "/admin/replicas")
+    assert reply.json == {"state": "degraded", "groups": engine.rows}
+
+
+@each_case("action", ["drain", "restart", "resume"])
+async def test_replicas_action_is_done_and_reported(action: str) -> None:
+    """A drain that takes too long gets a response, too."""
+    engine = FakeEngine()
+    sent = {"group": "generate-1", "action": action}
+    reply = await call(engine, "POST", "/admin/replicas", sent)
+    assert engine.actions == [(action, "generate-1")]
+    assert (reply.status, reply.json) == (200, {**sent, "done": True, "state": "draining"})
+    engine.in_time = False
+    late = await call(engine, "POST", "/admin/replicas", sent)
+    assert (late.status, late.json["done"]) == (200, action == "resume")
+
+
+async def test_replicas_passes_refusals_on_and_names_the_known_actions() -> None:
+    engine = FakeEngine()
+    engine.refusal = RequestRefused("it is down. Remedy: wait.", code="wrong_state", status=409)
+    sent = {"group": "generate-1", "action": "restart"}
+    reply = await call(engine, "POST", "/admin/replicas", sent)
+    assert (reply.status, reply.error["code"]) == (409, "wrong_state")
+    error = await refusal("/admin/replicas", sent | {"action": "stop"})
+    assert error["code"] == "unknown_action"
+    assert "name one of drain, restart, resume." in error["message"]

@@ -1,18 +1,34 @@
-"""`/admin/policies`: the policy of each table, and new policies while requests run."""
+"""`/admin/policies`: the policy of each table, and new ones while requests run; policies that fail harm no server."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import msgspec
 import pytest
 
-from tests.each_case import each_case
-from tests.unit.api.fakes import Client, FakeEngine
-from vsched.api import ApiSettings, create_app
+from tests.contract.harmful import KINDS, ODD, RAISES, changed_by, wrapped
+from tests.unit.api.fakes import FakeEngine, ask
+from vsched.config import Config
+from vsched.config.policies import policy_table
 from vsched.errors import RequestRefused
-from vsched.policy import Admission, AdmissionView, ImagePolicy, PositiveCount, RequestPolicy
-from vsched.sim.cluster import SimEngine
+from vsched.plugins import load_policy_class
+from vsched.policy import (
+    POLICY_TABLES,
+    Admission,
+    AdmissionView,
+    ImagePolicy,
+    PositiveCount,
+    RequestPolicy,
+)
+from vsched.sim.cluster import SimEngine, small_config
+from vsched.sim.cluster.scenario import draw_arrivals
+from vsched.sim.loop import VirtualLoop
 from vsched_policies.encoding import ChunkAware
 from vsched_policies.memory import Pinned
 from vsched_policies.requests import TenantFair
@@ -31,39 +47,33 @@ class OneAtATime(RequestPolicy, frozen=True, kw_only=True):
 
 async def test_policies_are_listed_and_replaced() -> None:
     engine = FakeEngine()
-    client = Client(create_app(engine, ApiSettings()))
-    assert (await client.send("GET", PATH)).json == {"generate.step": {"use": "in-order"}}
-    reply = await client.send("POST", PATH, {"generate.step": {"use": "tenant-fair"}})
-    assert (reply.status, reply.json) == (200, {"generate.step": {"use": "tenant-fair"}})
-
-
-@each_case("body", [b"{", [], {"generate.step": "tenant-fair"}])
-async def test_policies_refuses_invalid_requests(body: object) -> None:
-    engine = FakeEngine()
-    reply = await Client(create_app(engine, ApiSettings())).send("POST", PATH, body)
-    assert reply.status == 400
-    assert engine.tables == {"generate.step": {"use": "in-order"}}
+    assert (await ask("GET", PATH, engine=engine)).json == {"generate.step": {"use": "in-order"}}
+    fair = {"generate.step": {"use": "tenant-fair"}}
+    reply = await ask("POST", PATH, fair, engine=engine)
+    assert (reply.status, reply.json) == (200, fair)
 
 
 @pytest.mark.sim
 async def test_engine_replaces_policies_while_requests_run() -> None:
-    async with SimEngine() as engine:
-        client = engine.client
-        before = engine.engine.policies()
+    async with SimEngine() as simulated:
+        engine = simulated.engine
+        before = engine.policies()
         assert before["generate.step"] == {"use": "in-order"}
-        reply = await client.request("POST", PATH, json={"generate.step": {"use": "tenant-fair"}})
+        fair = {"generate.step": {"use": "tenant-fair"}}
+        reply = await simulated.client.request("POST", PATH, json=fair)
         assert reply.json()["generate.step"] == {"use": "tenant-fair"}
-        engine.engine.replace_policy("generate.step", TenantFair(quantum_tokens=64))
-        engine.engine.replace_policy("generate.admission", OneAtATime(most=2))
-        after = engine.engine.policies()
+        engine.replace_policy("generate.step", TenantFair(quantum_tokens=64))
+        engine.replace_policy("generate.admission", OneAtATime(most=2))
+        after = engine.policies()
         assert after["generate.step"]["use"] == "vsched_policies.requests:TenantFair"
         assert after["generate.step"]["quantum_tokens"] == 64
-        assert after["generate.admission"] == {"use": f"{__name__}:OneAtATime", "most": 2}
+        assert after["generate.admission"] == {"use": MINE, "most": 2}
         assert after["routing"] == before["routing"]
-        engine.engine.replace_policies({"policy": {"use": f"{__name__}:OneAtATime"}})
-        assert engine.engine.policies()["encode.admission"]["use"] == f"{__name__}:OneAtATime"
+        engine.replace_policies({"policy": {"use": MINE}})
+        assert engine.policies()["encode.admission"]["use"] == MINE
 
 
+MINE = f"{__name__}:OneAtATime"
 INVALID: list[tuple[dict[str, Any], str]] = [
     ({}, "no policy is named"),
     (
@@ -72,10 +82,7 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     ),
     ({"generate.step": {}}, "generate.step.use: no policy is named"),
     ({"generate.step": {"use": "tenant-far"}}, "Did you mean tenant-fair?"),
-    (
-        {"generate.step": {"use": "tenant-fair", "quantum": 1}},
-        "generate.step.quantum: unknown field",
-    ),
+    ({"generate.step": {"use": "tenant-fair", "x": 1}}, "generate.step.x: unknown field"),
     (
         {"generate.step": {"use": "tenant-fair", "quantum_tokens": 0}},
         "value 0, limit int, 1 or more. Remedy:",
@@ -89,12 +96,9 @@ INVALID: list[tuple[dict[str, Any], str]] = [
         {"encode.admission": {"use": "token-budget", "max_tokens": 8}},
         "value 8 tokens of an image, limit",
     ),
+    ({"policy": {"use": MINE, "seats": ["routing"]}}, "policy.seats: not tables for which"),
     (
-        {"policy": {"use": f"{__name__}:OneAtATime", "seats": ["routing"]}},
-        "policy.seats: not tables for which",
-    ),
-    (
-        {"policy": {"use": f"{__name__}:OneAtATime"}, "encode.admission": {"use": "fifo"}},
+        {"policy": {"use": MINE}, "encode.admission": {"use": "fifo"}},
         "also named in this change for encode.admission",
     ),
     ({"generate.step": {"use": "nowhere:Mine"}}, "cannot import 'nowhere:Mine'"),
@@ -152,42 +156,25 @@ async def test_a_policy_that_can_be_built_only_once_is_installed(workload: Any) 
         assert "duplicated metric first" in reply.json()["error"]["message"]
 
 
+NO_LIMITS = """
+from vsched.policy import RequestPolicy
+
+
+class P(RequestPolicy):
+    def admit(self, view):
+        return None
+
+    def encode_limits(self):
+        {}
+"""
 BROKEN = {
     "exits": "import sys\nsys.exit(3)\n",
     "fails": "1 / 0\n",
-    "limits": """
-from vsched.policy import RequestPolicy
-
-
-class P(RequestPolicy):
-    def admit(self, view):
-        return None
-
-    def encode_limits(self):
-        raise SystemExit(4)
-""",
-    "none": """
-from vsched.policy import RequestPolicy
-
-
-class P(RequestPolicy):
-    def admit(self, view):
-        return None
-
-    def encode_limits(self):
-        return None
-""",
-    "few": """
-from vsched.policy import EncodeLimits, RequestPolicy
-
-
-class P(RequestPolicy):
-    def admit(self, view):
-        return None
-
-    def encode_limits(self):
-        return EncodeLimits(images=-1)
-""",
+    "limits": NO_LIMITS.format("raise SystemExit(4)"),
+    "none": NO_LIMITS.format("return None"),
+    "few": NO_LIMITS.format(
+        "from vsched.policy import EncodeLimits; return EncodeLimits(images=-1)"
+    ),
 }
 
 
@@ -208,3 +195,96 @@ async def test_code_that_fails_when_it_is_loaded_is_refused_with_its_place(
             assert ("_when_loaded.py" in error["message"]) == (name not in ("none", "few"))
         assert engine.engine.policies() == before
         assert engine.engine.state == "ready"
+
+
+BODY = {"prompt": "1 2 3", "max_tokens": 4, "ignore_eos": True}
+DOES: list[Callable[[Any, Any], Any]] = []
+"""What all policies of this file do, with the built-in one and the view."""
+
+
+def _harm(ask: Any, view: Any) -> Any:
+    return DOES[-1](ask, view)
+
+
+TABLES = {table: kind for table, kind in POLICY_TABLES.items() if kind in KINDS}
+for _table, _kind in TABLES.items():
+    _name = policy_table(small_config(), _table)["use"]
+    _made = wrapped(load_policy_class(_kind, _name), _harm)
+    globals()[f"Harmful_{_table.replace('.', '_')}"] = type(_made)
+
+
+def harmful_config() -> Config:
+    """Return a small configuration in which every policy with a view is one of this file."""
+    config = small_config()
+    for table in TABLES:
+        use = {"use": f"{__name__}:Harmful_{table.replace('.', '_')}"}
+        section, _, key = table.partition(".")
+        if key:
+            changed = msgspec.structs.replace(getattr(config, section), **{key: use})
+            config = msgspec.structs.replace(config, **{section: changed})
+        else:
+            config = msgspec.structs.replace(config, **{section: use})
+    return config
+
+
+async def _serve() -> dict[str, Any]:
+    config = harmful_config()
+    async with SimEngine(config, allow_policy_failures=True) as engine:
+        await engine.run(draw_arrivals(random.Random(5), 12))
+        await engine.heal()
+        answer = await engine.client.request("POST", "/v1/completions", json=BODY)
+        assert answer.status == 200, answer.body
+        return engine.engine.statistics()
+
+
+def serve(does: Callable[[Any, Any], Any]) -> dict[str, Any]:
+    """Serve a few requests, some with images, and one more at the end; return the statistics."""
+    DOES.append(does)
+    try:
+        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+            return runner.run(_serve())
+    finally:
+        DOES.pop()
+
+
+def sample(values: Sequence[Any], count: int) -> list[Any]:
+    """The first values for every run, the others for the thorough ones."""
+    others = [pytest.param(each, marks=pytest.mark.thorough) for each in values[count:]]
+    return [*values[:count], *others]
+
+
+@pytest.mark.parametrize("odd", sample(ODD[::6], 1), ids=[one.name for one in ODD[::6]])
+def test_odd_answers_harm_no_server(odd: Any) -> None:
+    """A sample: `tests.contract` tries every odd answer in the kernel."""
+    serve(lambda *_: odd.make())
+
+
+def test_no_view_can_be_changed_in_a_server() -> None:
+    """The first view of each kind; `tests.contract` tries all of them in the kernel."""
+    changed: dict[str, list[str]] = {}
+
+    def does(ask: Any, view: Any) -> Any:
+        name = type(view).__name__
+        if name not in changed:
+            changed[name] = changed_by(view)
+        return ask(view)
+
+    assert serve(does)["policy_faults"] == {}
+    assert len(changed) > 6
+    assert not any(changed.values()), changed
+
+
+@pytest.mark.parametrize("number", sample(range(0, len(RAISES), 3), 2))
+def test_no_exception_ends_a_server(number: int, caplog: pytest.LogCaptureFixture) -> None:
+    """It is counted, and logged with file, line and, once for each policy, the traceback."""
+
+    def does(ask: Any, view: Any) -> Any:
+        RAISES[number]()
+        return ask(view)
+
+    with caplog.at_level(logging.WARNING):
+        faults = serve(does)["policy_faults"]
+    assert len(faults) >= 6
+    for name in faults:
+        assert f"policy {name} failed at harmful.py:" in caplog.text
+        assert caplog.text.count(f"policy {name} failed for the first time:\n") == 1

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import gc
 import logging
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -18,7 +20,7 @@ from vsched.aio.worker_groups import STOP_GRACE_S
 from vsched.api import ApiSettings, create_app
 from vsched.api import http_server as http_server_module
 from vsched.api import server as server_module
-from vsched.api.http_server import http_server
+from vsched.api.http_server import favour_event_loop, http_server
 from vsched.api.server import RunningServer, running_server, serve
 from vsched.config import Config, ModelConfig, ServerConfig
 from vsched.engine import Engine
@@ -26,41 +28,30 @@ from vsched.errors import CheckpointError, ConfigError, GroupLostError
 
 
 class Acted:
-    """Calls to an engine that does nothing; `loading`, `draining` block it, `errors` are raised."""
+    """Calls to an engine that does nothing; those in `held` wait for their event, `errors` are raised."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[str] = []
         self.grace_s = -1.0
-        self.loading: asyncio.Event | None = None
-        self.draining: asyncio.Event | None = None
-        self.drain_started = asyncio.Event()
+        self.held: dict[str, asyncio.Event] = {}
         self.errors: dict[str, Exception] = {}
+        for name in ("start", "drain", "stop"):
+            monkeypatch.setattr(Engine, name, self._method(name))
 
-        async def start(engine: Engine) -> None:
-            await self._do("start", self.loading)
-
-        async def drain(engine: Engine) -> None:
-            self.drain_started.set()
-            await self._do("drain", self.draining)
-
-        async def stop(engine: Engine, *, grace_s: float) -> None:
+    def _method(self, name: str) -> Any:
+        async def act(_: Engine, *, grace_s: float = -1.0) -> None:
+            self.calls.append(name)
             self.grace_s = grace_s
-            await self._do("stop", None)
-
-        monkeypatch.setattr(Engine, "start", start)
-        monkeypatch.setattr(Engine, "drain", drain)
-        monkeypatch.setattr(Engine, "stop", stop)
-
-    async def _do(self, name: str, until: asyncio.Event | None) -> None:
-        self.calls.append(name)
-        if name in self.errors:
-            raise self.errors[name]
-        if until is not None:
+            if name in self.errors:
+                raise self.errors[name]
             try:
-                await until.wait()
+                if name in self.held:
+                    await self.held[name].wait()
             except asyncio.CancelledError:
                 self.calls.append(f"{name} cancelled")
                 raise
+
+        return act
 
 
 class QuietServer:
@@ -69,56 +60,41 @@ class QuietServer:
     made: list[QuietServer]
 
     def __init__(self, config: object) -> None:
-        self._exit = asyncio.Event()
-        self.over = False
-        self.force_exit = False
+        self.should_exit = self.force_exit = self.over = False
         QuietServer.made.append(self)
 
-    @property
-    def should_exit(self) -> bool:
-        return self._exit.is_set()
-
-    @should_exit.setter
-    def should_exit(self, _: bool) -> None:
-        self._exit.set()
-
     async def serve(self, sockets: list[socket.socket]) -> None:
-        await self._exit.wait()
+        await until(lambda: self.should_exit)
         self.over = True
 
 
 @pytest.fixture
 async def acted(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Acted]:
+    """No freezing of all objects, which takes a second in the large process of the tests."""
     QuietServer.made = []
     monkeypatch.setattr(http_server_module, "HttpServer", QuietServer)
-    interval_s = sys.getswitchinterval()
+    monkeypatch.setattr(server_module, "favour_event_loop", lambda: None)
     yield Acted(monkeypatch)
-    gc.unfreeze()  # a server's process is its own, a test's is not
-    sys.setswitchinterval(interval_s)
     assert all(server.over for server in QuietServer.made), "a server serves on"
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.remove_signal_handler(number)
 
 
-@pytest.fixture
-def taken() -> Iterator[int]:
-    """A port in use."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        yield listener.getsockname()[1]
-
-
 def config(**server: object) -> Config:
     return Config(model=ModelConfig(path="nowhere"), server=ServerConfig(**{"port": 0, **server}))  # type: ignore[arg-type]
 
 
+def port_of(url: str) -> int:
+    return int(url.rpartition(":")[2])
+
+
 def is_free(url: str) -> bool:
-    """Return True if the address of a server can be bound again."""
-    host, port = url.removeprefix("http://").rsplit(":", 1)
+    """Return True if the address of a server on 127.0.0.1 can be bound again."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((host.strip("[]"), int(port)))
+            probe.bind(("127.0.0.1", port_of(url)))
         except OSError:
             return False
     return True
@@ -130,7 +106,7 @@ async def enter(settings: Config) -> None:
 
 
 async def test_server_busy_port_is_reported_before_anything_is_loaded(
-    acted: Acted, taken: int, monkeypatch: pytest.MonkeyPatch
+    acted: Acted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One error with the key, the address and the remedy, before an engine is constructed."""
 
@@ -138,10 +114,12 @@ async def test_server_busy_port_is_reported_before_anything_is_loaded(
         raise AssertionError("an engine for a server that cannot listen")
 
     monkeypatch.setattr(server_module, "Engine", make)
-    with pytest.raises(ConfigError) as caught:
-        await enter(config(port=taken))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(ConfigError) as caught:
+            await enter(config(port=port))
     assert str(caught.value) == (
-        f"server.port: cannot listen on 127.0.0.1:{taken} (Address already in use). "
+        f"server.port: cannot listen on 127.0.0.1:{port} (Address already in use). "
         "Remedy: choose a free port, or 0 to let the system choose"
     )
     assert acted.calls == []
@@ -149,27 +127,43 @@ async def test_server_busy_port_is_reported_before_anything_is_loaded(
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "error", "message"),
     [
-        (Config(), "model.path: no checkpoint given"),
+        (Config(), None, "model.path: no checkpoint given"),
+        (config(api_key_variable="VSCHED_NO_SUCH_KEY"), None, "VSCHED_NO_SUCH_KEY is empty or not"),
         (
             config(host="host.invalid."),
+            socket.gaierror(-2, "Name or service not known (while attempting to bind)"),
             r"server.host: cannot listen on host.invalid.:0 \(Name or service not known\)",
         ),
-        (config(api_key_variable="VSCHED_NO_SUCH_KEY"), "VSCHED_NO_SUCH_KEY is empty or not set"),
+        (config(), OSError(errno.EACCES, "no"), "server.port: .*Permission denied.* from 1024 on"),
+        (
+            config(host="192.0.2.1"),
+            OSError(errno.EADDRNOTAVAIL, "no"),
+            "server.host: .*Cannot assign .* 0.0.0.0 or :: for all",
+        ),
+        (
+            config(host="::1"),
+            OSError(errno.EAFNOSUPPORT, "no"),
+            "server.host: .*not supported.* 127.0.0.1 for local",
+        ),
     ],
-    ids=["no model", "no such host", "no key"],
+    ids=["no model", "no key", "no such host", "low port", "foreign address", "no family"],
 )
-async def test_server_that_cannot_be_made_leaves_no_socket(
-    acted: Acted, monkeypatch: pytest.MonkeyPatch, settings: Config, message: str
+async def test_server_that_cannot_be_made_is_reported_and_leaves_no_socket(
+    acted: Acted,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: Config,
+    error: OSError | None,
+    message: str,
 ) -> None:
-    """The error comes before anything is loaded."""
+    """The error comes with its remedy, before anything is loaded."""
     listeners: list[socket.socket] = []
     real = socket.create_server
 
     def create(address: tuple[str, int], **kind: int) -> socket.socket:
-        if address[0] == "host.invalid.":
-            raise socket.gaierror(-2, "Name or service not known (while attempting to bind)")
+        if error is not None:
+            raise error
         listeners.append(real(address, **kind))  # type: ignore[arg-type]
         return listeners[-1]
 
@@ -181,44 +175,26 @@ async def test_server_that_cannot_be_made_leaves_no_socket(
 
 
 @pytest.mark.parametrize(
-    ("host", "url"),
+    ("host", "url", "reached"),
     [
-        ("0.0.0.0", "http://127.0.0.1:"),
-        ("localhost", "http://127.0.0.1:"),
-        ("::1", "http://[::1]:"),
-        ("[::1]", "http://[::1]:"),
-        ("::", "http://[::1]:"),
+        ("0.0.0.0", "http://127.0.0.1:", ["127.0.0.1"]),
+        ("localhost", "http://127.0.0.1:", ["localhost"]),
+        ("::1", "http://[::1]:", ["::1"]),
+        ("[::1]", "http://[::1]:", ["::1"]),
+        ("::", "http://[::1]:", ["::1", "127.0.0.1"]),
     ],
 )
-async def test_server_url_can_be_reached(acted: Acted, host: str, url: str) -> None:
+async def test_server_url_can_be_reached(
+    acted: Acted, host: str, url: str, reached: list[str]
+) -> None:
     """A loopback address for any bind address; `::` is reachable over IPv4, too."""
     if ":" in host and not socket.has_ipv6:
         pytest.skip("no IPv6 here")
     async with running_server(config(host=host)) as running:
         assert running.url.startswith(url)
         assert running.on_every_address == (host in {"0.0.0.0", "::"})
-        port = int(running.url.rpartition(":")[2])
-        for reached in {"::": ("::1", "127.0.0.1")}.get(host, (host.strip("[]"),)):
-            socket.create_connection((reached, port), timeout=PATIENCE_S).close()
-
-
-@pytest.mark.parametrize(
-    ("host", "code", "reported"),
-    [
-        ("127.0.0.1", errno.EACCES, "server.port: .*Permission denied.* from 1024 on"),
-        ("192.0.2.1", errno.EADDRNOTAVAIL, "server.host: .*Cannot assign .* 0.0.0.0 or :: for all"),
-        ("::1", errno.EAFNOSUPPORT, "server.host: .*not supported.* 127.0.0.1 for local"),
-    ],
-)
-async def test_server_address_that_cannot_be_had_is_reported_with_its_remedy(
-    acted: Acted, monkeypatch: pytest.MonkeyPatch, host: str, code: int, reported: str
-) -> None:
-    def create(*_: object, **__: object) -> None:
-        raise OSError(code, "no")
-
-    monkeypatch.setattr(socket, "create_server", create)
-    with pytest.raises(ConfigError, match=reported):
-        await enter(config(host=host))
+        for address in reached:
+            socket.create_connection((address, port_of(running.url)), PATIENCE_S).close()
 
 
 def test_server_leaves_the_layout_of_logs_alone() -> None:
@@ -230,45 +206,33 @@ def test_server_leaves_the_layout_of_logs_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [CheckpointError("corrupt"), GroupLostError("gone"), OSError("odd")]
+    ("fails", "error", "calls"),
+    [
+        ("", None, ["start", "drain", "stop"]),
+        ("start", CheckpointError("corrupt"), ["start", "stop"]),
+        ("start", GroupLostError("gone"), ["start", "stop"]),
+        ("start", OSError("odd"), ["start", "stop"]),
+        ("body", KeyError("body"), ["start", "stop"]),  # requests are not waited for
+        ("drain", RuntimeError("drain"), ["start", "drain", "stop"]),
+        ("stop", RuntimeError("stop"), ["start", "drain", "stop"]),
+    ],
 )
-async def test_server_whose_engine_cannot_start_ends(acted: Acted, error: Exception) -> None:
-    """The failure reaches the caller, and the address is free again."""
-    acted.errors["start"] = error
-    with pytest.raises(type(error), match=str(error)):
-        await enter(config())
-    assert acted.calls == ["start", "stop"]
-
-
-async def test_server_left_drains_and_stops(acted: Acted) -> None:
-    async with running_server(config()) as running:
-        url = running.url
-        assert not is_free(url)
-        assert acted.calls == ["start"]
-    assert acted.calls == ["start", "drain", "stop"]
-    assert acted.grace_s == STOP_GRACE_S
-    assert is_free(url)
-
-
-async def test_server_body_that_raises_does_not_drain(acted: Acted) -> None:
-    """After an error, requests are not waited for."""
-    with pytest.raises(KeyError):
-        async with running_server(config()):
-            raise KeyError
-    assert acted.calls == ["start", "stop"]
-
-
-@pytest.mark.parametrize("name", ["drain", "stop"])
-async def test_server_whose_engine_fails_at_the_end_ends_all_the_same(
-    acted: Acted, name: str
+async def test_server_ends_whatever_fails(
+    acted: Acted, fails: str, error: Exception | None, calls: list[str]
 ) -> None:
-    """Errors of draining or stopping reach the caller, and no socket stays open."""
-    acted.errors[name] = RuntimeError(name)
-    with pytest.raises(RuntimeError, match=name):
+    """Errors reach the caller, the engine is stopped, and the address is free again."""
+    url = ""
+    if error is not None:
+        acted.errors[fails] = error
+    with pytest.raises(type(error), match=str(error)) if error else contextlib.nullcontext():
         async with running_server(config()) as running:
             url = running.url
-    assert acted.calls[-1] == "stop"
-    assert is_free(url)
+            assert (is_free(url), acted.calls) == (False, ["start"])
+            if error is not None and fails == "body":
+                raise error
+    assert acted.calls == calls
+    assert error or acted.grace_s == STOP_GRACE_S
+    assert fails == "start" or is_free(url)
 
 
 class Served:
@@ -294,53 +258,58 @@ class Served:
             await self.task
 
 
-async def test_server_favours_the_event_loop(acted: Acted) -> None:
+async def test_server_favours_the_event_loop(acted: Acted, monkeypatch: pytest.MonkeyPatch) -> None:
     """Modules are frozen for the garbage collector, garbage of requests is still collected; threads switch often."""
+    monkeypatch.setattr(server_module, "favour_event_loop", favour_event_loop)
+    interval_s = sys.getswitchinterval()
     gc.unfreeze()
-    served = Served(acted)
-    await served.ready.wait()
-    assert gc.get_freeze_count() > 10_000
-    assert len(gc.get_objects(2)) < 10_000
-    assert sys.getswitchinterval() < 0.001
+    try:
+        served = Served(acted)
+        await served.ready.wait()
+        assert gc.get_freeze_count() > 10_000
+        assert len(gc.get_objects(2)) < 10_000
+        assert sys.getswitchinterval() < 0.001
+    finally:  # a server's process is its own, a test's is not
+        gc.unfreeze()
+        sys.setswitchinterval(interval_s)
     signal.raise_signal(signal.SIGINT)
     await served.end()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-async def test_server_first_signal_drains(acted: Acted, number: signal.Signals) -> None:
-    """Live requests are awaited; ranks have their grace."""
-    acted.draining = asyncio.Event()
+@pytest.mark.parametrize(
+    ("number", "second"),
+    [
+        (signal.SIGINT, None),
+        (signal.SIGTERM, None),
+        (signal.SIGINT, signal.SIGINT),
+        (signal.SIGINT, signal.SIGTERM),
+    ],
+)
+async def test_server_first_signal_drains_and_a_second_one_stops_at_once(
+    acted: Acted, number: signal.Signals, second: signal.Signals | None
+) -> None:
+    """Live requests are awaited, and ranks have their grace; after a second Ctrl-C, neither is."""
+    acted.held["drain"] = asyncio.Event()
     served = Served(acted)
     await served.ready.wait()
     signal.raise_signal(number)
-    await acted.drain_started.wait()
-    assert served.drains == 1
+    await until(lambda: "drain" in acted.calls)
     assert not served.task.done()
-    acted.draining.set()
+    if second is None:
+        acted.held["drain"].set()
+    else:
+        signal.raise_signal(second)
     await served.end()
-    assert acted.calls == ["start", "ready", "drain", "stop"]
-    assert acted.grace_s == STOP_GRACE_S
-
-
-@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
-async def test_server_second_signal_stops_at_once(acted: Acted, second: signal.Signals) -> None:
-    """After a second Ctrl-C, neither requests nor the grace of ranks are waited for."""
-    acted.draining = asyncio.Event()
-    served = Served(acted)
-    await served.ready.wait()
-    signal.raise_signal(signal.SIGINT)
-    await acted.drain_started.wait()
-    signal.raise_signal(second)
-    await served.end()
+    cancelled = ["drain cancelled"] if second else []
+    assert acted.calls == ["start", "ready", "drain", *cancelled, "stop"]
     assert served.drains == 1
-    assert acted.calls == ["start", "ready", "drain", "drain cancelled", "stop"]
-    assert acted.grace_s == 0
+    assert acted.grace_s == (0 if second else STOP_GRACE_S)
 
 
 @pytest.mark.parametrize("signals", [1, 2])
 async def test_server_signal_while_it_loads_stops_it(acted: Acted, signals: int) -> None:
     """There is nothing to drain; a second signal does not keep the ranks from being stopped."""
-    acted.loading = asyncio.Event()
+    acted.held["start"] = asyncio.Event()
     served = Served(acted)
     await until(lambda: acted.calls)
     for _ in range(signals):
@@ -350,11 +319,10 @@ async def test_server_signal_while_it_loads_stops_it(acted: Acted, signals: int)
     assert (acted.calls, served.drains) == (["start", "start cancelled", "stop"], 0)
 
 
-async def get(url: str, path: str) -> bytes:
+async def status_of(port: int) -> bytes:
     """Return the status line of the response to a GET."""
-    host, port = url.removeprefix("http://").rsplit(":", 1)
-    reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"GET /ready HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
     async with patience():
         line = await reader.readline()
     writer.close()
@@ -362,31 +330,22 @@ async def get(url: str, path: str) -> bytes:
     return line
 
 
-async def test_server_answers_while_it_loads(
-    monkeypatch: pytest.MonkeyPatch, unused_port: int
-) -> None:
+async def test_server_answers_while_it_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     """503 until the engine is ready, over a real socket; afterwards the port is closed."""
     acted = Acted(monkeypatch)
-    acted.loading = asyncio.Event()
-    url = f"http://127.0.0.1:{unused_port}"
+    acted.held["start"] = asyncio.Event()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
 
     async def run() -> None:
-        async with running_server(config(port=unused_port)):
+        async with running_server(config(port=port)):
             pass
 
     task = asyncio.create_task(run())
     await until(lambda: acted.calls)
-    assert (await get(url, "/ready")).startswith(b"HTTP/1.1 503")
-    acted.loading.set()
+    assert (await status_of(port)).startswith(b"HTTP/1.1 503")
+    acted.held["start"].set()
     async with patience():
         await task
     with pytest.raises(ConnectionRefusedError):
-        await get(url, "/ready")
-
-
-@pytest.fixture
-def unused_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+        await status_of(port)

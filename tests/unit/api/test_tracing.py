@@ -20,9 +20,7 @@ import pytest
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
 
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
-    ExportTraceServiceRequest,
-)
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from tests.each_case import each_case
@@ -86,8 +84,7 @@ class Collector:
             for span in scope.spans
         ]
         return sorted(
-            found,
-            key=lambda span: (span.kind != Span.SPAN_KIND_SERVER, span.start_time_unix_nano),
+            found, key=lambda span: (span.kind != Span.SPAN_KIND_SERVER, span.start_time_unix_nano)
         )
 
 
@@ -118,9 +115,7 @@ async def traced(url: str, engine: FakeEngine) -> AsyncIterator[Client]:
 
 
 async def trace_of(
-    collector: Collector,
-    engine: FakeEngine,
-    body: dict[str, Any] | None = None,
+    collector: Collector, engine: FakeEngine, body: dict[str, Any] | None = None
 ) -> tuple[Reply, Span, list[Span]]:
     """Send a request; return the reply, the request's span and those of its phases."""
     collector.received.clear()
@@ -154,14 +149,8 @@ async def test_request_has_a_span_with_its_phases(
     assert (root.name, root.kind) == ("chat demo", Span.SPAN_KIND_SERVER)
     assert (root.parent_span_id.hex(), root.trace_state) == (PARENT, "shop=7")
     assert reply.headers["traceparent"] == f"00-{TRACE}-{root.span_id.hex()}-01"
-    assert [one.name for one in phases] == [
-        "validate",
-        "prepare",
-        "encode",
-        "queue",
-        "prefill",
-        "decode",
-    ]
+    names = ["validate", "prepare", "encode", "queue", "prefill", "decode"]
+    assert [one.name for one in phases] == names
     for one, following in itertools.pairwise(phases):
         assert one.end_time_unix_nano == following.start_time_unix_nano
     assert phases[0].start_time_unix_nano == root.start_time_unix_nano
@@ -223,40 +212,42 @@ async def test_choices_have_phases_of_their_own(collector: Collector) -> None:
     assert attributes(root)["gen_ai.usage.output_tokens"] == 10
 
 
-async def test_failed_request_has_an_error_status(collector: Collector) -> None:
-    engine = FakeEngine(OutputDelta("a", [1]), RequestFailed("the group was lost", code="lost"))
-    _, root, phases = await trace_of(collector, engine)
-    assert (root.status.code, root.status.message) == (
-        Status.STATUS_CODE_ERROR,
-        "the group was lost",
-    )
-    assert attributes(root)["error.type"] == "lost"
-    assert attributes(root)["http.response.status_code"] == 500
-    assert [one.name for one in phases if one.status.code == Status.STATUS_CODE_ERROR] == ["decode"]
-
-
-@each_case(("status", "code"), [(429, Status.STATUS_CODE_UNSET), (503, Status.STATUS_CODE_ERROR)])
-async def test_refused_request_ends_in_preparation_with_the_reason(
-    collector: Collector, status: int, code: Status.StatusCode.ValueType
-) -> None:
+def lost(at: str) -> FakeEngine:
+    """An engine that loses a request in `decode`, or refuses it in `prepare` with the code of the rest."""
+    phase, _, status = at.partition(" ")
+    if phase == "decode":
+        return FakeEngine(OutputDelta("a", [1]), RequestFailed("the group was lost", code="lost"))
     engine = FakeEngine()
-    engine.refusal = RequestRefused("the queue is full.", code="queue_full", status=status)
-    reply, root, phases = await trace_of(collector, engine)
-    assert reply.headers["traceparent"].split("-")[1] == TRACE
-    assert attributes(root)["error.type"] == "queue_full"
-    assert attributes(root)["error.message"] == "the queue is full."
-    assert attributes(root)["http.response.status_code"] == status
-    assert root.status.code == code
-    assert [one.name for one in phases] == ["validate", "prepare"]
+    if phase == "prepare":
+        full = RequestRefused("the queue is full.", code="queue_full", status=int(status))
+        engine.refusal = full
+    return engine
 
 
-async def test_invalid_request_ends_in_validation_without_its_contents(
-    collector: Collector,
+@each_case(
+    ("at", "status", "kind", "message", "code"),
+    [
+        ("decode", 500, "lost", "the group was lost", Status.STATUS_CODE_ERROR),
+        ("prepare 429", 429, "queue_full", "the queue is full.", Status.STATUS_CODE_UNSET),
+        ("prepare 503", 503, "queue_full", "the queue is full.", Status.STATUS_CODE_ERROR),
+        ("validate", 400, "invalid_value", None, Status.STATUS_CODE_UNSET),
+    ],
+)
+async def test_request_that_fails_ends_in_a_phase_with_the_reason(
+    collector: Collector, at: str, status: int, kind: str, message: str | None, code: Any
 ) -> None:
-    reply, root, phases = await trace_of(collector, FakeEngine(), chat(temperature="my secret"))
-    assert reply.status == attributes(root)["http.response.status_code"] == 400
-    assert [one.name for one in phases] == ["validate"]
-    assert attributes(root)["error.type"]
+    """Without the contents of an invalid one."""
+    invalid = {"temperature": "my secret"} if at == "validate" else {}
+    reply, root, phases = await trace_of(collector, lost(at), chat(**invalid))
+    found = attributes(root)
+    assert reply.headers["traceparent"].split("-")[1] == TRACE
+    assert reply.status == found["http.response.status_code"] == status
+    assert (found["error.type"], root.status.code) == (kind, code)
+    assert message in {None, root.status.message, found.get("error.message")}
+    assert phases[-1].name == at.partition(" ")[0]
+    if at == "decode":
+        failed = [one.name for one in phases if one.status.code == Status.STATUS_CODE_ERROR]
+        assert failed == ["decode"]
     assert "secret" not in str(root)
 
 
@@ -293,11 +284,9 @@ async def test_aborted_request_is_traced_once_its_choice_has_ended(collector: Co
     assert root.status.message == "the client disconnected"
     assert attributes(root)["error.type"] == "disconnected"
     assert attributes(root)["gen_ai.response.finish_reasons"] == ["abort"]
-    assert [(one.name, one.status.code) for one in phases] == [
-        ("validate", Status.STATUS_CODE_UNSET),
-        ("prepare", Status.STATUS_CODE_UNSET),
-        ("encode", Status.STATUS_CODE_ERROR),
-    ]
+    assert [one.name for one in phases] == ["validate", "prepare", "encode"]
+    unset, error = Status.STATUS_CODE_UNSET, Status.STATUS_CODE_ERROR
+    assert [one.status.code for one in phases] == [unset, unset, error]
 
 
 async def test_unreachable_collector_costs_one_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -372,6 +361,7 @@ def test_variable_that_the_sdk_rejects(monkeypatch: pytest.MonkeyPatch) -> None:
         tracing_module.open_tracing("http://c/v1/traces")
 
 
+@pytest.mark.thorough
 def test_server_without_traces_does_not_import_the_sdk() -> None:
     code = (
         "import sys; import vsched.api.server, vsched.api.processes.process_main; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -13,21 +14,27 @@ import pytest
 
 from tests.patience import PATIENCE_S
 from tests.unit.isolated import shaky_server
-from vsched.isolated.calls import (
-    CallFailedError,
-    IsolatedCalls,
-    ServerClosedError,
-    ServerLostError,
-)
+from vsched.isolated.calls import CallFailedError, IsolatedCalls, ServerClosedError, ServerLostError
+
+
+def shaky() -> IsolatedCalls:
+    return IsolatedCalls(
+        shaky_server.__name__, b"setup and ", name="shaky", failure="it failed", code="failed"
+    )
+
+
+@pytest.fixture(scope="module")
+def calls() -> Iterator[IsolatedCalls]:
+    """A server for most tests: what happens to one call must not matter to another."""
+    with contextlib.closing(shaky()) as made:
+        yield made
 
 
 @pytest.fixture
-def calls() -> Iterator[IsolatedCalls]:
-    made = IsolatedCalls(
-        shaky_server.__name__, b"setup and ", name="shaky", failure="it failed", code="failed"
-    )
-    yield made
-    made.close()
+def fresh() -> Iterator[IsolatedCalls]:
+    """A server that has not started."""
+    with contextlib.closing(shaky()) as made:
+        yield made
 
 
 def call(
@@ -43,26 +50,41 @@ def call(
     )
 
 
-def test_calls_answer_and_know_the_setup(calls: IsolatedCalls) -> None:
-    assert calls.pid == 0
-    assert call(calls, "order") == "setup and order"
-    server = calls.pid
-    assert call(calls, "another") == "setup and another"
-    assert calls.pid == server
+def test_calls_answer_and_know_the_setup(fresh: IsolatedCalls) -> None:
+    assert fresh.pid == 0
+    assert call(fresh, "order") == "setup and order"
+    server = fresh.pid
+    assert call(fresh, "another") == "setup and another"
+    assert fresh.pid == server
 
 
-@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGABRT, signal.SIGKILL])
-def test_calls_report_the_signal_that_killed_a_process(calls: IsolatedCalls, number: int) -> None:
-    with pytest.raises(CallFailedError, match=signal.Signals(number).name) as failure:
-        call(calls, f"die {number:d}")
-    assert (failure.value.signal, failure.value.expired) == (number, False)
+@pytest.mark.parametrize(
+    ("order", "words", "killed", "expired"),
+    [
+        ("die 11", "SIGSEGV", signal.SIGSEGV, False),
+        ("die 6", "SIGABRT", signal.SIGABRT, False),
+        ("die 9", "SIGKILL", signal.SIGKILL, False),
+        ("raise", "died", None, False),
+        ("hang", "not done within 0.1 s", None, True),
+        ("loop", "SIGPROF", signal.SIGPROF, False),
+    ],
+)
+def test_calls_report_why_a_process_ended(
+    calls: IsolatedCalls, order: str, words: str, killed: int | None, expired: bool
+) -> None:
+    """A signal, an error, the deadline, or the limit of CPU time; the next call has a new process."""
+    deadline_s = 0.1 if expired else PATIENCE_S
+    with pytest.raises(CallFailedError, match=words) as failure:
+        call(calls, order, deadline_s)
+    assert failure.value.expired is expired
+    assert expired or failure.value.signal == killed
     assert call(calls, "next") == "setup and next"
 
 
-def test_calls_end_with_an_error_when_the_process_raises(calls: IsolatedCalls) -> None:
-    with pytest.raises(CallFailedError, match="died") as failure:
-        call(calls, "raise")
-    assert failure.value.signal is None
+def test_calls_are_limited_in_memory(calls: IsolatedCalls) -> None:
+    assert call(calls, "take 8") == str(8 << 20)
+    with pytest.raises(CallFailedError):
+        call(calls, "take 64")
 
 
 def test_calls_end_a_process_whose_answer_is_garbled(calls: IsolatedCalls) -> None:
@@ -71,21 +93,6 @@ def test_calls_end_a_process_whose_answer_is_garbled(calls: IsolatedCalls) -> No
     with pytest.raises(CallFailedError, match="died"):
         call(calls, "garble", keep=True)
     assert call(calls, "pid", keep=True) != first
-
-
-def test_calls_are_killed_at_the_deadline(calls: IsolatedCalls) -> None:
-    with pytest.raises(CallFailedError, match="not done within 0.1 s") as failure:
-        call(calls, "hang", deadline_s=0.1)
-    assert failure.value.expired
-
-
-def test_calls_are_limited_in_time_and_memory(calls: IsolatedCalls) -> None:
-    with pytest.raises(CallFailedError) as failure:
-        call(calls, "loop")
-    assert failure.value.signal is signal.SIGPROF
-    assert call(calls, "take 8") == str(8 << 20)
-    with pytest.raises(CallFailedError):
-        call(calls, "take 64")
 
 
 def test_calls_that_fail_do_not_disturb_others(calls: IsolatedCalls) -> None:
@@ -139,15 +146,15 @@ def test_calls_are_repeated_after_a_kill_from_outside(
 
 
 def test_kept_processes_are_replaced_after_many_calls(
-    calls: IsolatedCalls, monkeypatch: pytest.MonkeyPatch
+    fresh: IsolatedCalls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vsched.isolated.calls.KEPT_CALLS_MAX", 3)
-    found = [call(calls, "pid", keep=True) for _ in range(6)]
+    found = [call(fresh, "pid", keep=True) for _ in range(6)]
     assert [found.count(each) for each in dict.fromkeys(found)] == [3, 3]
 
 
 def test_calls_fail_when_there_is_no_file_descriptor(
-    calls: IsolatedCalls, monkeypatch: pytest.MonkeyPatch
+    fresh: IsolatedCalls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def socketpair(*_args: object) -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
@@ -155,8 +162,8 @@ def test_calls_fail_when_there_is_no_file_descriptor(
     with monkeypatch.context() as patched:
         patched.setattr("vsched.isolated.calls.socket.socketpair", socketpair)
         with pytest.raises(ServerLostError, match="shaky server can be started: Too many open"):
-            call(calls, "order")
-    assert call(calls, "order") == "setup and order"
+            call(fresh, "order")
+    assert call(fresh, "order") == "setup and order"
 
 
 def test_calls_fail_when_no_server_starts() -> None:
@@ -168,9 +175,9 @@ def test_calls_fail_when_no_server_starts() -> None:
     calls.close()
 
 
-def test_calls_end_with_close(calls: IsolatedCalls) -> None:
-    calls.start()
-    calls.close()
-    assert calls.pid == 0
+def test_calls_end_with_close(fresh: IsolatedCalls) -> None:
+    fresh.start()
+    fresh.close()
+    assert fresh.pid == 0
     with pytest.raises(ServerClosedError):
-        call(calls, "order")
+        call(fresh, "order")

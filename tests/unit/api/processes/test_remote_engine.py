@@ -1,23 +1,140 @@
-"""Requests of an API process reach the kernel like any others, and have one end on both sides."""
+"""Requests of an API process reach the kernel like any others, and have one end on both sides.
+
+The process's engine and the engine's session are joined without sockets, over a real shell and simulated ranks.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import dataclasses
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import msgspec
 import pytest
 
 from tests.patience import patience
 from tests.unit.aio.ranks import SEPARATE, ShellHarness
-from tests.unit.api.processes.harness import PREPARING_MAX, Joined
-from vsched.aio.streams import StopScope
+from tests.unit.media.fakes import FakePreprocessor, model_info
+from vsched.aio.streams import OutputDelta, TokenStream
+from vsched.api.app import create_operations
+from vsched.api.contract import ApiSettings
+from vsched.api.metrics import ApiMetrics
+from vsched.api.processes import process_main as remote_engine_module
+from vsched.api.processes.link import Link
+from vsched.api.processes.process_main import RemoteEngine
+from vsched.api.processes.supervisor import ProcessSession
+from vsched.config import Config, MediaConfig
+from vsched.engine import Engine
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.kernel.events import Aborted, Arrived, Cleared, Event, Submitted, Withdrawn
+from vsched.media import MediaPipeline, PixelStore
 from vsched.policy import Admit, ArrivalDecision, ArrivalView, RequestPolicy, Shed
 from vsched.record.journal import PartialOutput, prompt_digest
 from vsched.types import FinishReason, Request, SamplingParams
+
+PREPARING_MAX = 2
+
+
+class Wire(Link):
+    """Stands for both ends of a link in one direction: frames are delivered, unless the wire is held or cut."""
+
+    def __init__(self) -> None:
+        super().__init__(on_lost=lambda _: None)
+        self.sent: list[Any] = []
+        self.held = False
+        self.cut = False
+        self._waiting: list[bytes] = []
+
+    def _send(self, frame: bytes) -> None:
+        if self.cut:
+            return
+        self.sent += msgspec.msgpack.decode(frame)
+        if self.held:
+            self._waiting.append(frame)
+        else:
+            self.receive(frame)
+
+    def let_go(self) -> None:
+        self.held = False
+        waiting, self._waiting = self._waiting, []
+        for frame in waiting:
+            self.receive(frame)
+
+
+class Joined:
+    """One API process and its engine.
+
+    Attributes:
+        up: From the process to the engine.
+        down: From the engine to the process.
+    """
+
+    session: ProcessSession
+    remote: RemoteEngine
+
+    def __init__(self, played: ShellHarness) -> None:
+        self.played = played
+        self.engine: Engine = played.engine()
+        self.engine.info = model_info(context_tokens=64)
+        self.engine.preprocessor = FakePreprocessor(self.engine.info)
+        store = PixelStore(memoryview(bytearray()))
+        settings = MediaConfig(preparing_max=PREPARING_MAX)
+        assert self.engine._running is not None
+        self.media = MediaPipeline(self.engine.preprocessor, store, settings)
+        adapters = SimpleNamespace(rows=list)
+        self.engine._running = dataclasses.replace(
+            self.engine._running, media=self.media, adapters=cast("Any", adapters)
+        )
+        self.up, self.down = Wire(), Wire()
+        operations = create_operations(self.engine, ApiSettings(), ApiMetrics(self.engine))
+        self.session = ProcessSession(self.engine, self.down, operations=operations)
+        self.remote = RemoteEngine("demo", self.up)
+        self.up.receivers, self.down.receivers = (self.session,), (self.remote,)
+
+    async def load(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Let the process load with the engine's facts."""
+
+        def load(*_: object, **__: object) -> tuple[FakePreprocessor, bool]:
+            return FakePreprocessor(self.engine.info), False
+
+        monkeypatch.setattr(remote_engine_module, "load_worker", lambda *_, **__: None)
+        monkeypatch.setattr(remote_engine_module, "load_front_end", load)
+        monkeypatch.setattr(remote_engine_module, "grammar_processes", lambda *_: None)
+        self.down.call("served", Config(), self.engine.info)
+        self.session.send_status()
+        await self.remote.load()
+
+    @property
+    def numbers(self) -> tuple[int, int, int]:
+        """Number of live requests in the kernel, in the session, and in the process: all 0 in the end."""
+        reported = self.played.shell.statistics()
+        session = len(self.session._arriving) + len(self.session._live)
+        remote = self.remote
+        known = len(remote._pending) + len(remote._choices) + len(remote._streams._by_number)
+        return reported["running"] + reported["waiting"], session, known
+
+    async def turns(self, count: int = 12) -> None:
+        """Let the loop turn a few times: long enough for any message, since all parts share this process."""
+        for _ in range(count):
+            await asyncio.sleep(0)
+
+    async def read(self, stream: TokenStream) -> list[OutputDelta]:
+        """Let the ranks compute, and return the deltas of one choice."""
+        reading = asyncio.ensure_future(_deltas(stream))
+        for _ in range(1000):
+            if reading.done():
+                break
+            self.played.ranks.run(1)
+            await self.turns(3)
+        assert reading.done(), "it has no end"
+        return await reading
+
+
+async def _deltas(stream: TokenStream) -> list[OutputDelta]:
+    return [delta async for delta in stream]
 
 
 @pytest.fixture
@@ -30,9 +147,12 @@ async def played(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AsyncIterat
 
 @pytest.fixture
 async def joined(played: ShellHarness, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Joined]:
+    """Whatever happens, no request is left in the kernel, in the session, or in the process."""
     made = Joined(played)
     await made.load(monkeypatch)
     yield made
+    await made.turns()
+    assert made.numbers == (0, 0, 0) or made.up.cut
     made.media.close()
 
 
@@ -52,29 +172,26 @@ def events(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> list[Event]:
     return received
 
 
+METRICS = {"method": "GET", "path": "/metrics", "query_string": b"", "headers": []}
+
+
 def ask(
-    engine: Any,
-    prompt: Any = "hello",
-    *,
-    names: tuple[str, ...] = ("r",),
-    started: PartialOutput | None = None,
-    make_stop_scope: Callable[[], StopScope] | None = None,
-    **sampling: Any,
+    engine: Any, prompt: Any = "hello", *, names: tuple[str, ...] = ("r",), **options: Any
 ) -> Any:
-    wanted = SamplingParams(**{"temperature": 0.0, "max_tokens": 3, **sampling})
+    """Ask for choices of a prompt; `options` are of the sampling, or `started` and `make_stop_scope`."""
+    others = {name: options.pop(name, None) for name in ("started", "make_stop_scope")}
+    sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 3, **options})
     return engine.generate_choices(
-        prompt=prompt,
-        images=(),
-        sampling=wanted,
-        request_ids=names,
-        tenant="t",
-        started=started,
-        make_stop_scope=make_stop_scope,
+        prompt=prompt, images=(), sampling=sampling, request_ids=names, tenant="t", **others
     )
 
 
-def forwarded(path: str) -> dict[str, Any]:
-    return {"method": "GET", "path": path, "query_string": b"", "headers": []}
+def tokens_of(deltas: list[OutputDelta]) -> list[int]:
+    return [token for delta in deltas for token in delta.token_ids]
+
+
+def text_of(deltas: list[OutputDelta]) -> str:
+    return "".join(delta.text for delta in deltas)
 
 
 async def test_subscriber_gets_the_end_and_times_of_an_aborted_answer(joined: Joined) -> None:
@@ -92,25 +209,23 @@ async def test_subscriber_gets_the_end_and_times_of_an_aborted_answer(joined: Jo
 async def test_remote_answer_goes_on_where_a_dead_engine_left_it(joined: Joined) -> None:
     """The process gets the tokens of the record before newly computed ones."""
     (whole,) = await ask(joined.engine, max_tokens=5)
-    wanted = [token for delta in await joined.read(whole) for token in delta.token_ids]
+    wanted = tokens_of(await joined.read(whole))
     prompt = [ord(one) for one in "hello"]
     requested = Request(request_id="r", prompt_token_ids=prompt, sampling=SamplingParams())
     started = PartialOutput(prompt_digest(requested), tuple(wanted[:3]))
     (rest,) = await ask(joined.remote, max_tokens=5, started=started)
-    found = [token for delta in await joined.read(rest) for token in delta.token_ids]
+    found = tokens_of(await joined.read(rest))
     assert found == wanted
     with pytest.raises(RequestRefused) as refused:
         await ask(joined.remote, "another", started=started)
     assert refused.value.code == "prompt_changed"
-    assert joined.numbers == (0, 0, 0)
 
 
 async def test_remote_answers_to_one_request_are_distinguished(joined: Joined) -> None:
     streams = await ask(joined.remote, names=("a", "b", "c"))
     for stream in streams:
-        assert sum(len(delta.token_ids) for delta in await joined.read(stream)) == 3
+        assert len(tokens_of(await joined.read(stream))) == 3
     assert [stream.request_id for stream in streams] == ["a", "b", "c"]
-    assert joined.numbers == (0, 0, 0)
 
 
 async def test_remote_prompt_is_prepared_only_once_it_may_come_in(
@@ -134,7 +249,6 @@ async def test_remote_prompt_is_prepared_only_once_it_may_come_in(
     assert (refused.value.code, refused.value.retry_after_s) == ("shed", 7)
     assert rendered == []
     assert [name for name, _ in joined.up.sent] == ["admit"]
-    assert joined.numbers == (0, 0, 0)
 
 
 async def test_remote_refusals_of_both_sides_reach_the_client(joined: Joined) -> None:
@@ -145,8 +259,6 @@ async def test_remote_refusals_of_both_sides_reach_the_client(joined: Joined) ->
     with pytest.raises(RequestRefused) as early:
         await ask(joined.remote, prompt_logprobs=1)
     assert "prompt" in early.value.message
-    await joined.turns()
-    assert joined.numbers == (0, 0, 0)
 
 
 async def test_remote_preparations_of_all_processes_have_one_limit(joined: Joined) -> None:
@@ -167,7 +279,6 @@ async def test_remote_preparations_of_all_processes_have_one_limit(joined: Joine
         if not isinstance(streams, BaseException):
             await joined.read(streams[0])
     assert joined.media.statistics().preparing == 0
-    assert joined.numbers == (0, 0, 0)
 
 
 @pytest.mark.parametrize("turns", [0, 1, 2, 3, 5, 8, 11])
@@ -183,8 +294,6 @@ async def test_remote_client_that_leaves_early_leaves_nothing(
         task.result()[0].abort()
     await joined.turns()
     joined.played.ranks.run(2)
-    await joined.turns()
-    assert joined.numbers == (0, 0, 0)
     ends = [one for one in events if isinstance(one, Aborted | Withdrawn)]
     assert len(ends) == sum(isinstance(one, Arrived) for one in events)
 
@@ -200,7 +309,6 @@ async def test_remote_client_may_leave_before_its_request_has_come_in(joined: Jo
     joined.up.let_go()
     await joined.turns()
     assert [name for name, _ in joined.up.sent] == ["admit", "cancel"]
-    assert joined.numbers == (0, 0, 0)
 
 
 @pytest.mark.parametrize("turns", [0, 12])
@@ -220,8 +328,7 @@ async def test_remote_client_that_leaves_before_its_acceptance_is_heard_of_harms
     joined.down.let_go()
     await joined.turns()
     assert task.cancelled()
-    assert sum(len(delta.token_ids) for delta in await joined.read(other)) == 5
-    assert joined.numbers == (0, 0, 0)
+    assert len(tokens_of(await joined.read(other))) == 5
 
 
 async def test_remote_stop_string_ends_an_answer_where_it_is_found(
@@ -229,17 +336,16 @@ async def test_remote_stop_string_ends_an_answer_where_it_is_found(
 ) -> None:
     """The same text as in the engine's process, although the rank may be a token ahead by then."""
     (free,) = await ask(joined.engine, max_tokens=9)
-    text = "".join(delta.text for delta in await joined.read(free))
+    text = text_of(await joined.read(free))
     (near,) = await ask(joined.engine, max_tokens=9, stop=(text[4],))
     wanted = await joined.read(near)
     events.clear()
     (far,) = await ask(joined.remote, max_tokens=9, stop=(text[4],))
     found = await joined.read(far)
-    assert "".join(one.text for one in found) == "".join(one.text for one in wanted) == text[:4]
+    assert text_of(found) == text_of(wanted) == text[:4]
     assert found[-1].finish_reason == wanted[-1].finish_reason == "stop"
     assert far.output_tokens == near.output_tokens
     assert [one.reason for one in events if isinstance(one, Aborted)] == [FinishReason.STOP]
-    assert joined.numbers == (0, 0, 0)
 
 
 class NowhereStops:
@@ -256,10 +362,10 @@ async def test_remote_and_engine_keep_stop_strings_to_their_scope(joined: Joined
     """For example, for the tool calls of a choice."""
     for engine in (joined.engine, joined.remote):
         (free,) = await ask(engine, max_tokens=9)
-        text = "".join(delta.text for delta in await joined.read(free))
+        text = text_of(await joined.read(free))
         (held,) = await ask(engine, max_tokens=9, stop=(text[4],), make_stop_scope=NowhereStops)
         found = await joined.read(held)
-        assert "".join(delta.text for delta in found) == text
+        assert text_of(found) == text
         assert found[-1].finish_reason == "length"
 
 
@@ -281,14 +387,13 @@ async def test_remote_clear_ends_what_is_being_prepared_in_the_process(joined: J
             await task
     assert (failed.value.code, failed.value.status) == ("cleared", 503)
     go_on.set()
-    assert joined.numbers == (0, 0, 0)
 
 
 async def test_remote_engine_that_is_gone_ends_every_request_once(joined: Joined) -> None:
     (streaming,) = await ask(joined.remote, names=("streaming",), max_tokens=50)
     joined.up.held = True
     waiting = asyncio.ensure_future(ask(joined.remote, names=("waiting",)))
-    asking = asyncio.ensure_future(joined.remote.ask("forward", forwarded("/metrics"), b""))
+    asking = asyncio.ensure_future(joined.remote.ask("forward", METRICS, b""))
     await joined.turns()
     joined.remote.lose("the engine has closed its link")
     for failing in (waiting, asking, joined.read(streaming), ask(joined.remote)):
@@ -317,7 +422,7 @@ async def test_remote_process_that_is_gone_frees_all_that_it_held(
     await joined.turns()
     assert joined.media.statistics().preparing == 0
     assert [one.request_id for one in events if isinstance(one, Aborted)] == ["running"]
-    assert sum(len(delta.token_ids) for delta in await joined.read(other)) == 5
+    assert len(tokens_of(await joined.read(other))) == 5
     assert joined.numbers[:2] == (0, 0)
     on_its_way.cancel()
     await asyncio.gather(on_its_way, return_exceptions=True)

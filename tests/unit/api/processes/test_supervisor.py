@@ -8,11 +8,10 @@ import io
 import os
 import socket
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, cast
 
 import pytest
-import pytest_asyncio
 
 from tests.patience import until
 from tests.unit.api.fakes import FakeEngine
@@ -48,8 +47,7 @@ class PlayedProcess:
     def on_stop(self) -> None:
         self.link.close()
 
-    def kill(self) -> None:
-        self.link.close()
+    kill = on_stop
 
     def wait(self) -> int:
         return -9
@@ -70,25 +68,31 @@ class Played:
         return self.started[-1]
 
 
-@pytest_asyncio.fixture
+@contextlib.contextmanager
+def listening(**deadlines: float) -> Iterator[ApiProcesses]:
+    """Two processes of an engine."""
+    server = ServerConfig(port=0, processes=2)
+    config = Config(server=server, deadlines=DeadlinesConfig(**deadlines))
+    engine = cast("Any", FakeEngine())
+    engine.config = config
+    with contextlib.closing(listen(config)) as kept:
+        yield ApiProcesses(engine, ApiSettings(), kept)
+
+
+@pytest.fixture
 async def played(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Played]:
     """Two served processes, whose state is sent as often as the event loop allows."""
     made = Played()
     monkeypatch.setattr(subprocess, "Popen", made.start)
     monkeypatch.setattr(supervisor, "FACTS_S", 0)
     monkeypatch.setattr(supervisor, "PAUSE_S", 0.001)
-    config = Config(server=ServerConfig(port=0, processes=2))
-    engine = cast("Any", FakeEngine())
-    engine.config = config
-    with contextlib.closing(listen(config)) as kept:
-        processes = ApiProcesses(engine, ApiSettings(), kept)
+    with listening() as processes:
         await processes.begin()
         await processes.ready()
         yield made
         await processes.stop()
 
 
-@pytest.mark.asyncio
 async def test_restarted_process_gets_the_state_of_the_engine(played: Played) -> None:
     """Also if it was sent before the link was open: without it, the process would refuse every request."""
     played.started[1].kill()
@@ -96,7 +100,6 @@ async def test_restarted_process_gets_the_state_of_the_engine(played: Played) ->
     assert [one.states for one in played.started] == [["ready"]] * 3
 
 
-@pytest.mark.asyncio
 async def test_process_that_cannot_be_started_is_tried_again(played: Played) -> None:
     played.failures = 2
     played.started[0].kill()
@@ -105,29 +108,21 @@ async def test_process_that_cannot_be_started_is_tried_again(played: Played) -> 
     await until(lambda: len(played.started) == 4 and bool(played.started[3].states))
 
 
-@pytest.mark.asyncio
 async def test_process_that_does_not_load_ends_the_start_with_a_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def load_for_ever(_: PlayedProcess, config: Any, info: Any) -> None:
-        del config, info
+    def load_for_ever(*_: object) -> None:
+        pass
 
     monkeypatch.setattr(PlayedProcess, "on_served", load_for_ever)
     monkeypatch.setattr(subprocess, "Popen", Played().start)
-    config = Config(
-        server=ServerConfig(port=0, processes=2), deadlines=DeadlinesConfig(ready_s=0.01)
-    )
-    engine = cast("Any", FakeEngine())
-    engine.config = config
-    with contextlib.closing(listen(config)) as kept:
-        processes = ApiProcesses(engine, ApiSettings(), kept)
+    with listening(ready_s=0.01) as processes:
         await processes.begin()
         with pytest.raises(ConfigError, match=r"within 0\.01 s \(deadlines\.ready_s\)\. Remedy: "):
             await processes.ready()
         await processes.stop()
 
 
-@pytest.mark.asyncio
 async def test_restarted_process_that_cannot_load_is_reported_with_the_reason(
     played: Played, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

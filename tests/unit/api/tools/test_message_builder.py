@@ -2,36 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 import pytest
 
 from tests.each_case import each_case
-from tests.unit.api.compat.scripts import CALLS, saying
+from tests.unit.api.compat.scripts import CALLS, Answer, chat_answer, saying
 from tests.unit.api.fakes import CHAT, FakeEngine, chat, post
-from vsched.api.contract import ApiSettings
+from tests.unit.media.fakes import FakePreprocessor
+from vsched.aio.streams import OutputDelta
+from vsched.worker.contract import AnswerPart
 
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
-
-
-def merged(events: list[Any]) -> dict[str, Any]:
-    """Return the message that a client assembles from a stream."""
-    message: dict[str, Any] = {"content": "", "tool_calls": []}
-    for event in events:
-        delta = event["choices"][0]["delta"]
-        message["content"] += delta.get("content", "")
-        for call in delta.get("tool_calls", []):
-            calls = message["tool_calls"]
-            if call["index"] == len(calls):
-                assert call["type"] == "function"
-                calls.append({"id": call["id"], "function": {"arguments": "", **call["function"]}})
-            else:
-                assert set(call) == {"index", "function"}
-                assert set(call["function"]) == {"arguments"}
-                assert call["index"] == len(calls) - 1
-                calls[-1]["function"]["arguments"] += call["function"]["arguments"]
-    return message
 
 
 async def test_a_whole_answer_with_calls() -> None:
@@ -61,30 +45,13 @@ async def test_a_whole_answer_with_calls() -> None:
     )
 
 
-@each_case("size", [1, 3, 1000])
-async def test_stream_equals_the_non_streaming_response(size: int) -> None:
-    reply = await post(saying(CALLS, size=size), CHAT, chat(tools=TOOLS, stream=True))
-    first, last = reply.events[0]["choices"][0], reply.events[-1]["choices"][0]
-    assert first["delta"]["role"] == "assistant"
-    assert last["finish_reason"] == "tool_calls"
-    found = merged(reply.events)
-    assert found["content"] == "Look."
-    assert [call["function"] for call in found["tool_calls"]] == [
-        {"name": "f", "arguments": '{"a": 1}'},
-        {"name": "f", "arguments": '{"b": "ü"}'},
-    ]
-
-
 @each_case("stream", [False, True])
 async def test_a_single_call_is_the_first(stream: bool) -> None:
     """Further ones are dropped, even one that is incomplete, but not the text."""
     fields = {"tools": TOOLS, "parallel_tool_calls": False, "stream": stream}
     reply = await post(saying(CALLS[:-16]), CHAT, chat(**fields))
-    message = merged(reply.events) if stream else reply.json["choices"][0]["message"]
-    assert [call["function"]["name"] for call in message["tool_calls"]] == ["f"]
-    assert message["content"] == "Look."
-    choices = (reply.events[-1] if stream else reply.json)["choices"]
-    assert choices[0]["finish_reason"] == "tool_calls"
+    found = chat_answer(reply, stream=stream)
+    assert found == Answer([("text", "Look."), ("call", "f", '{"a": 1}')], "tool_calls")
 
 
 async def test_answers_with_calls_alone_and_without_calls() -> None:
@@ -107,7 +74,7 @@ async def test_a_model_whose_form_is_unknown_takes_no_tools() -> None:
     reply = await post(requested, CHAT, chat(tools=TOOLS))
     assert (reply.status, reply.error["code"]) == (400, "tools_not_supported")
     assert "model.tool_format" in reply.error["message"]
-    reply = await post(requested, CHAT, chat(tools=TOOLS), ApiSettings(tool_format="hermes"))
+    reply = await post(requested, CHAT, chat(tools=TOOLS), tool_format="hermes")
     assert reply.status == 200
 
 
@@ -125,10 +92,10 @@ async def test_reasoning_is_returned_next_to_the_content() -> None:
     message = (await post(thinking(), CHAT, chat())).json["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("Let me see.", "Yes.")
     assert message["reasoning"] == message["reasoning_content"]
-    events = (await post(thinking(), CHAT, chat(stream=True))).events
-    deltas = [event["choices"][0]["delta"] for event in events]
-    assert "".join(each.get("reasoning_content", "") for each in deltas) == "Let me see."
-    assert "".join(each.get("content", "") for each in deltas) == "Yes."
+    reply = await post(thinking(), CHAT, chat(stream=True))
+    parts = chat_answer(reply, stream=True).parts
+    assert parts == [("reasoning", "Let me see."), ("text", "Yes.")]
+    deltas = [event["choices"][0]["delta"] for event in reply.events]
     assert len([each for each in deltas if each.get("reasoning_content")]) > 1
     assert all(each.get("reasoning_content") == each.get("reasoning") for each in deltas)
 
@@ -145,7 +112,7 @@ async def test_reasoning_is_left_out_unless_wanted() -> None:
 
 
 async def test_reasoning_is_content_if_the_settings_say_so() -> None:
-    reply = await post(thinking(), CHAT, chat(), ApiSettings(reasoning_format="none"))
+    reply = await post(thinking(), CHAT, chat(), reasoning_format="none")
     assert reply.json["choices"][0]["message"]["content"] == THOUGHT
 
 
@@ -166,3 +133,60 @@ async def test_reasoning_that_the_prompt_began_goes_on(
     assert (message["reasoning_content"], message["content"]) == ("Let me see.", "Yes.")
     grammar = msgspec.json.decode(requested.sampling.grammar)
     assert grammar == {"thought": {"end": "</think>", "answer": {"regex": "Yes"}}}
+
+
+class Reads(FakePreprocessor):
+    """A checkpoint that parses its own responses: they are reasoning and calls, a word each."""
+
+    parses_answers = True
+    chat_template = "{{ tools }}"
+    prompt = ""
+    tools: Sequence[Mapping[str, Any]] = ()
+
+    def answer_parser(self, prompt: str, tools: Sequence[Mapping[str, Any]]) -> WordParser:
+        self.prompt, self.tools = prompt, tools
+        return WordParser()
+
+
+class WordParser:
+    def push(self, text: str) -> list[AnswerPart]:
+        found = []
+        for word in text.split():
+            if word[0] == "f":
+                found.append(AnswerPart("call", "{}", "f"))
+            else:
+                found.append(AnswerPart("reasoning" if word[0] == "t" else "content", word))
+        return found
+
+    def finish(self) -> list[AnswerPart]:
+        return [AnswerPart("content", "!")]
+
+
+def reading(*texts: str) -> FakeEngine:
+    engine = saying("")
+    engine.script = [*(OutputDelta(text, [1]) for text in texts), *engine.script]
+    engine.preprocessor = Reads()
+    return engine
+
+
+@each_case("single", [False, True])
+async def test_a_chat_has_what_the_checkpoint_reads(single: bool) -> None:
+    engine = reading("t1 t2 ", "f f")
+    reply = await post(engine, CHAT, chat(tools=TOOLS, parallel_tool_calls=not single))
+    calls = [("call", "f", "{}")] * (1 if single else 2)
+    parts = [("reasoning", "t1t2"), ("text", "!"), *calls]
+    assert chat_answer(reply, stream=False) == Answer(parts, "tool_calls")
+    front = engine.preprocessor
+    assert isinstance(front, Reads)
+    assert front.prompt
+    assert front.tools[0]["function"]["name"] == "f"
+
+
+async def test_without_tools_reasoning_is_read_as_well() -> None:
+    reply = await post(reading("t1 ", "c"), CHAT, chat())
+    assert chat_answer(reply, stream=False).parts == [("reasoning", "t1"), ("text", "c!")]
+
+
+async def test_no_call_can_be_forced_in_a_form_that_is_not_known() -> None:
+    reply = await post(reading("c"), CHAT, chat(tools=TOOLS, tool_choice="required"))
+    assert (reply.status, reply.error["code"]) == (400, "tools_not_supported")

@@ -1,4 +1,4 @@
-"""The live page and its state: content, cost and access."""
+"""The live page and its state, and the document of the API: they are complete, and need no other host."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ import pytest
 
 import vsched.api
 from tests.each_case import each_case
-from tests.unit.api.fakes import Client, FakeEngine
+from tests.unit.api.fakes import Client, FakeEngine, ask
 from vsched.aio.live import LiveState
 from vsched.api import ApiSettings, create_app
+from vsched.api.openapi import ApiRoute
 from vsched.api.page import PAGE_PATHS
+from vsched.api.request_schema import ChatRequest
 from vsched.policy import Admission, AdmissionView, RequestPolicy, StepShares, StepView
 from vsched.sim.cluster import SimEngine
 from vsched.sim.loop import VirtualLoop
@@ -134,9 +136,7 @@ class CountingEngine(FakeEngine):
 
 async def test_stream_sends_states_until_the_engine_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vsched.api.operations.LIVE_EVERY_S", 0.001)
-    reply = await Client(create_app(CountingEngine(), ApiSettings())).send(
-        "GET", "/admin/live", headers=STREAM
-    )
+    reply = await ask("GET", "/admin/live", engine=CountingEngine(), headers=STREAM)
     assert [event["state"] for event in reply.events] == ["ready", "ready", "stopped"]
     assert reply.headers["content-type"].startswith("text/event-stream")
 
@@ -144,8 +144,7 @@ async def test_stream_sends_states_until_the_engine_stops(monkeypatch: pytest.Mo
 async def test_stream_ends_with_its_client(monkeypatch: pytest.MonkeyPatch) -> None:
     """A closed page costs nothing."""
     monkeypatch.setattr("vsched.api.operations.LIVE_EVERY_S", 0.001)
-    engine = FakeEngine()
-    client = Client(create_app(engine, ApiSettings()))
+    client = Client(create_app(FakeEngine(), ApiSettings()))
     sending = asyncio.create_task(client.send("GET", "/admin/live", headers=STREAM))
     await asyncio.sleep(0)
     client.leave()
@@ -158,14 +157,6 @@ async def test_pages_share_a_state() -> None:
     replies = [await Client(app).send("GET", "/admin/live") for _ in range(5)]
     assert engine.states == 1
     assert len({reply.body for reply in replies}) == 1
-
-
-async def test_state_needs_the_key_of_operators() -> None:
-    app = create_app(FakeEngine(), ApiSettings(admin_key="secret"))
-    reply = await Client(app).send("GET", "/admin/live", headers=STREAM)
-    assert reply.status == 401
-    sent = {"authorization": "Bearer secret"}
-    assert (await Client(app).send("GET", "/admin/live", headers=sent)).status == 200
 
 
 async def test_page_is_complete_and_needs_no_other_host() -> None:
@@ -192,3 +183,47 @@ async def test_page_is_complete_and_needs_no_other_host() -> None:
 def test_page_keeps_the_licences_of_its_libraries(library: str) -> None:
     text = (STATIC / "vendor" / f"{library}.LICENSE").read_text()
     assert "Apache License" in text or "MIT License" in text
+
+
+def served() -> set[tuple[str, str]]:
+    routes = create_app(FakeEngine(), ApiSettings()).routes
+    documented = [r for r in routes if isinstance(r, ApiRoute) and r.path not in PAGE_PATHS]
+    return {(r.method, r.path_format) for r in documented}
+
+
+async def test_openapi_document_is_complete_and_resolves() -> None:
+    reply = await ask("GET", "/openapi.json")
+    found = reply.json
+    assert found["openapi"].startswith("3.")
+    operations = [
+        (method.upper(), path, operation)
+        for path, each in found["paths"].items()
+        for method, operation in each.items()
+    ]
+    assert {(method, path) for method, path, _ in operations} == served()
+    assert all(operation["summary"] for *_, operation in operations)
+    schemas = found["components"]["schemas"]
+    assert set(schemas["ChatRequest"]["properties"]) == set(ChatRequest.__struct_fields__)
+    assert schemas["ChatRequest"]["required"] == ["messages"]
+    names = set(re.findall(r'"#/components/schemas/(\w+)"', reply.body.decode()))
+    assert "ChatChunk" in names
+    assert names <= set(schemas)
+
+
+async def test_page_shows_the_document_and_needs_no_other_host() -> None:
+    reply = await ask("GET", "/docs")
+    assert (reply.status, reply.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    text = reply.body.decode()
+    assert all(f"{method} {path}</code>" in text for method, path in served())
+    assert "repetition_penalty" in text
+    ids = {f"#{name}" for name in re.findall(r'\bid="?([^"> ]+)', text)}
+    assert {*re.findall(r'\b(?:href|src)="?([^"> ]+)', text)} <= ids | {"openapi.json"}
+    assert not re.search(r"<(script|link|img|iframe)\b", text)
+    assert "default-src 'none'" in reply.headers["content-security-policy"]
+
+
+async def test_document_and_page_need_no_key_and_reveal_nothing() -> None:
+    for path in ("/openapi.json", "/docs"):
+        reply = await ask("GET", path, api_key="secret")
+        assert reply.status == 200
+        assert b"demo" not in reply.body
