@@ -236,7 +236,7 @@ class Misses(RequestPolicy, frozen=True, kw_only=True):
         Shortest(most=1),
         Misses(need=2),
         Learns,
-        Tallied,
+        pytest.param(Tallied, marks=pytest.mark.thorough),
         RoundRobin,
         Pinned(tokens=64),
         AutoProfile,

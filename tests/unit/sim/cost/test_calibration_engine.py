@@ -96,7 +96,7 @@ def requests(count: int) -> Workload:
     return workload_of("mixed", arrivals)
 
 
-async def calibrated(seconds: float = 20.0) -> tuple[CostModel, list[int]]:
+async def calibrated(seconds: float = 8.0) -> tuple[CostModel, list[int]]:
     advances = []
     async with watched_engine() as (engine, texts):
         model = await measure(engine, texts, seconds, lambda done, _: advances.append(done))
