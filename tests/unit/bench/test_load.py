@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.each_case import each_case
 from vsched.bench.load.client import BenchClient, BenchError, Sample, chat_body
 from vsched.bench.load.generator import (
     NOT_ASKED,
@@ -95,24 +96,26 @@ def chunked(body: bytes, size: int) -> bytes:
     return HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + coded + b"0\r\n\r\n"
 
 
-@pytest.mark.parametrize("answer", [whole(ANSWER), chunked(ANSWER, 7), chunked(ANSWER, 1000)])
-async def test_client_reads_a_stream_however_it_is_cut(answer: bytes) -> None:
+SILENT = event({"choices": [{"delta": {"content": ""}, "token_ids": [7]}]})
+
+
+@each_case(
+    ("answer", "stamps"),
+    [
+        (whole(ANSWER), 2),
+        (chunked(ANSWER, 7), 2),
+        (chunked(ANSWER, 1000), 2),
+        # With `return_token_ids`: some tokens have no text, or a part of a character.
+        (whole(piece("a") + SILENT + SILENT + piece("bc") + USAGE + b"data: [DONE]\n\n"), 4),
+    ],
+)
+async def test_client_reads_a_stream_however_it_is_cut(answer: bytes, stamps: int) -> None:
     async with serving(answer) as server:
         sample = await BenchClient(server.url).chat(b"{}")
     assert sample.error is None
     assert sample.text == "abc"
-    assert (len(sample.stamps), sample.prompt_tokens, sample.output_tokens) == (2, 5, 3)
-    assert sample.started < sample.stamps[0] <= sample.stamps[1] <= sample.ended
-
-
-async def test_client_times_tokens_without_text() -> None:
-    """A request with `return_token_ids`: some tokens have no text, or a part of a character."""
-    silent = event({"choices": [{"delta": {"content": ""}, "token_ids": [7]}]})
-    answer = whole(piece("a") + silent + silent + piece("b") + b"data: [DONE]\n\n")
-    async with serving(answer) as server:
-        sample = await BenchClient(server.url).chat(b"{}")
-    assert sample.text == "ab"
-    assert len(sample.stamps) == 4
+    assert (len(sample.stamps), sample.prompt_tokens, sample.output_tokens) == (stamps, 5, 3)
+    assert sample.started < sample.stamps[0] <= sample.stamps[-1] <= sample.ended
 
 
 @pytest.mark.parametrize(
@@ -141,24 +144,22 @@ async def test_client_waits_for_a_server_that_is_loading(monkeypatch: pytest.Mon
 
 
 async def test_client_requests_the_model() -> None:
+    """An error names the option, if nobody listens or the server speaks no HTTP."""
     async with serving(b"") as server:
         assert await BenchClient(server.url + "/v1").model() == "demo"
-    with pytest.raises(BenchError, match="check --url"):
-        await BenchClient(server.url).model()
 
-
-async def test_client_names_the_option_when_a_server_speaks_no_http() -> None:
-    async def handle(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"SSH-2.0-OpenSSH_9.6\r\n")
         writer.close()
 
-    async with await asyncio.start_server(handle, "127.0.0.1", 0) as listener:
-        port = listener.sockets[0].getsockname()[1]
-        with pytest.raises(BenchError, match="check --url"):
-            await BenchClient(f"http://127.0.0.1:{port}").model()
+    async with await asyncio.start_server(greet, "127.0.0.1", 0) as listener:
+        other = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+        for url in (server.url, other):
+            with pytest.raises(BenchError, match="check --url"):
+                await BenchClient(url).model()
 
 
-@pytest.mark.parametrize("url", ["", "localhost:8000", "ftp://x", "http://", "http://x:99999"])
+@each_case("url", ["", "localhost:8000", "ftp://x", "http://", "http://x:99999"])
 def test_client_refuses_other_urls(url: str) -> None:
     with pytest.raises(ConfigError, match="http://host:port"):
         BenchClient(url)
@@ -181,23 +182,19 @@ async def run_on(server: Server, plan: LoadPlan) -> tuple[Figures, int]:
     return await done, len(finished)
 
 
-async def test_run_keeps_the_concurrency_and_sends_every_session() -> None:
+@each_case(("case", "is_sampled"), [(Case.TEXT, False), (Case.SAMPLED, True)])
+async def test_run_keeps_the_concurrency_and_sends_every_session(
+    case: Case, *, is_sampled: bool
+) -> None:
+    """Requests of a sampled load set only a length, like those of clients that set no parameters."""
     async with serving(whole(ANSWER)) as server:
-        figures, finished = await run_on(server, plan_of(Case.TEXT, warmup=1))
+        figures, finished = await run_on(server, plan_of(case, warmup=1))
     assert (figures.requests, figures.failed, finished) == (5, 0, 5)
     assert server.in_flight_max == 2
-    assert len(server.bodies) == 6
-    assert len({str(body["messages"]) for body in server.bodies}) == 6
+    assert len({str(body["messages"]) for body in server.bodies}) == len(server.bodies) == 6
+    assert {"temperature" in body for body in server.bodies} == {not is_sampled}
     assert server.bodies[0]["min_tokens"] == 3
     assert server.bodies[0]["stream_options"] == {"include_usage": True}
-
-
-async def test_sampled_load_leaves_sampling_to_the_server() -> None:
-    """Requests set only a length, like those of clients that set no parameters."""
-    async with serving(whole(ANSWER)) as server:
-        await run_on(server, plan_of(Case.SAMPLED, warmup=1))
-    assert not [body for body in server.bodies if "temperature" in body]
-    assert server.bodies[0]["min_tokens"] == 3
 
 
 async def test_conversation_grows_by_an_image_a_turn() -> None:
@@ -231,14 +228,11 @@ def test_summary_computes_each_figure() -> None:
     assert (figures.requests, figures.failed, figures.errors) == (3, 1, ["1 x status 500"])
     assert (figures.requests_s, figures.output_tokens_s, figures.prompt_tokens_s) == (1.0, 2.5, 8.0)
     assert figures.client_cpu == 0.25
-    assert figures.ttft_ms is not None
-    assert figures.ttft_ms.p50 == pytest.approx(200)
     assert figures.itl_ms is not None
     assert figures.itl_ms.mean == pytest.approx(150)
-    assert figures.tpot_ms is not None
-    assert figures.tpot_ms.p50 == pytest.approx(100)
-    assert figures.request_ms is not None
-    assert figures.request_ms.p50 == pytest.approx(750)
+    for spread, p50 in ((figures.ttft_ms, 200), (figures.tpot_ms, 100), (figures.request_ms, 750)):
+        assert spread is not None
+        assert spread.p50 == pytest.approx(p50)
     assert figures.turns == []
     assert table([figures], "x").row_count == 1
     assert times([]) is None
@@ -258,13 +252,10 @@ def test_cases_are_drawn_from_the_seed() -> None:
 
 
 def test_sessions_follow_the_concurrency() -> None:
+    """Rates of 256 clients of which only six have work are refused."""
     assert [sessions_for(Case.TEXT, level, None) for level in (1, 8, 32)] == [8, 16, 64]
     assert sessions_for(Case.CONVERSATION, 3, None) == 3
     assert sessions_for(Case.TEXT, 8, 8) == 8
-
-
-def test_sessions_keep_all_clients_at_work() -> None:
-    """Rates of 256 clients of which only six have work are refused."""
     with pytest.raises(ConfigError, match="value 6 sessions, limit at least 256. Remedy: ask"):
         sessions_for(Case.TEXT, 256, 6)
 

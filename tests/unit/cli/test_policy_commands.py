@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
 from collections.abc import Iterator
@@ -11,8 +12,9 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
+from tests.each_case import each_case
 from vsched.cli import app, main
-from vsched.sim.gallery import CASES
+from vsched.sim.gallery import CASES, GalleryCase
 from vsched.terminal import options
 from vsched.testing import policy_trial
 from vsched.testing.policy_trial import Effort
@@ -57,6 +59,10 @@ class Slow(RequestPolicy, frozen=True, kw_only=True):
 '''
 
 
+def shortened(case: GalleryCase) -> GalleryCase:
+    return dataclasses.replace(case, workload=lambda: case.workload().first(120))
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Folder of a user with policies, in which a trial is short."""
@@ -65,7 +71,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.syspath_prepend(str(tmp_path))
     short = Effort(schedules=2, scenarios=1, all_cases=False, seconds=60.0)
     monkeypatch.setattr(policy_trial, "QUICK", short)
-    few = {name: CASES[name] for name in ("long-answers", "long-context")}
+    few = {name: shortened(CASES[name]) for name in ("long-answers", "long-context")}
     monkeypatch.setattr(policy_trial, "CASES", few)
     monkeypatch.setattr(options, "PIPE_COLUMNS", 300)
     main.import_commands(["policies"])
@@ -100,9 +106,9 @@ def test_try_compares_a_policy_with_one_state_by_tenant(folder: Path) -> None:
 @pytest.mark.usefixtures("folder")
 def test_try_shows_the_traceback_of_a_failure_once() -> None:
     said = tried("tried_policies:Broken", status=1)
-    assert (
-        said.count("in admit") == 3
-    )  # in the message, and in the tracebacks of contract and swarm
+    assert said.count("in admit") == 3, (
+        "in the message, and in the tracebacks of contract and swarm"
+    )
     assert "vsched.testing.check_policy(Broken, seeds=[0])" in said
     assert "--swarm 1 --seed 0 '--set=policy.use=\"tried_policies:Broken\"'" in said
     assert "FAILED: mend the problems" in said
@@ -131,6 +137,8 @@ def test_try_does_not_count_waiting_for_a_core(monkeypatch: pytest.MonkeyPatch) 
     assert watch.seats["generate.step"].total_ns == 1_000_000
 
 
+@pytest.mark.thorough
+@pytest.mark.usefixtures("folder")
 def test_try_has_a_draft_model_for_a_policy_that_asks_for_it() -> None:
     said = tried("draft-model")
     assert "Swarm: passed" in said
@@ -138,7 +146,7 @@ def test_try_has_a_draft_model_for_a_policy_that_asks_for_it() -> None:
 
 
 @pytest.mark.usefixtures("folder")
-@pytest.mark.parametrize(
+@each_case(
     ("words", "message"),
     [
         (["tried_policies:Two", "--seat", "routing"], "no table for which Two has a method"),

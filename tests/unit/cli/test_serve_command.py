@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -15,6 +12,8 @@ from typing import Any, cast
 import pytest
 from typer.testing import CliRunner
 
+from tests.each_case import each_case
+from tests.programs import printed_by
 from vsched import fork_server
 from vsched.aio import launcher
 from vsched.api import http_server as http_server_module
@@ -70,23 +69,18 @@ def serve(*arguments: str) -> Any:
     return CliRunner().invoke(app, ["serve", *arguments], catch_exceptions=False)
 
 
-def test_serve_takes_host_and_port_as_everywhere(served: Served) -> None:
-    """They override the file, the environment and --set."""
-    done = serve("checkpoint", "--set", "server.port=1", "--host", "127.0.0.2", "--port", "0")
-    assert done.exit_code == 0
-    assert (served.config.server.host, served.config.server.port) == ("127.0.0.2", 0)
-    assert served.config.model.path == "checkpoint"
-
-
 def test_serve_without_a_terminal_reports_its_life_in_log_lines(
     served: Served, caplog: pytest.LogCaptureFixture
 ) -> None:
-    done = serve("checkpoint", "--port", "0")
-    assert done.output == ""
+    """Host and port override the file, the environment and --set, as everywhere."""
+    done = serve("checkpoint", "--set", "server.port=1", "--host", "127.0.0.2", "--port", "0")
+    assert (done.exit_code, done.output) == (0, "")
+    assert (served.config.server.host, served.config.server.port) == ("127.0.0.2", 0)
+    assert served.config.model.path == "checkpoint"
     starting, placed, ready, draining, stopped = caplog.messages
     assert starting == "generate: starting"
     assert placed.startswith("placement = separate, because weights of 0 MiB are light")
-    assert ready.startswith("demo is served at http://127.0.0.1:")
+    assert ready.startswith("demo is served at http://127.0.0.2:")
     assert "/v1 (ready after " in ready
     assert draining == "Draining: running requests finish, new ones are refused."
     assert stopped == "Stopped."
@@ -105,33 +99,30 @@ def test_serve_on_all_addresses_says_where_to_reach_it(
 def test_serve_that_fails_without_a_terminal_reports_why_in_a_log_line(
     served: Served, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Every typo in its own line."""
     served.error = GroupLostError("generate: rank 0 exited with code 9")
     done = serve("checkpoint")
-    assert done.exit_code == 2
-    assert done.output == ""
+    assert (done.exit_code, done.output) == (2, "")
     assert [(one.levelname, one.getMessage()) for one in caplog.records[1:]] == [
         ("ERROR", "generate: rank 0 exited with code 9")
     ]
-
-
-def test_serve_without_a_terminal_logs_every_typo(
-    served: Served, caplog: pytest.LogCaptureFixture
-) -> None:
+    caplog.clear()
     done = serve("checkpoint", "--port", "70000", "--set", "generate.slotz=1")
-    assert done.exit_code == 2
-    assert done.output == ""
-    assert [one.getMessage().partition(" ")[0] for one in caplog.records] == [
-        "generate.slotz",
-        "server.port",
-    ]
+    assert (done.exit_code, done.output) == (2, "")
+    assert [text.partition(" ")[0] for text in caplog.messages] == ["generate.slotz", "server.port"]
+
+
+PROGRAM = "import sys; sys.argv[0] = 'vsched'; from vsched.cli.main import main; main()"
 
 
 def test_vsched_prints_its_version() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "vsched", "--version"], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.startswith("vsched 0.")
-    assert done.stderr == ""
+    assert printed_by(PROGRAM, "--version").startswith("vsched 0.")
+
+
+@each_case(("line", "word"), [("vsched sim", "simulate"), ("vsched serve --log", "--log-level")])
+def test_vsched_completes_commands_and_options(line: str, word: str) -> None:
+    said = printed_by(PROGRAM, _VSCHED_COMPLETE="complete_zsh", _TYPER_COMPLETE_ARGS=line)
+    assert word in said
 
 
 def test_serve_sets_level_and_format_of_the_log(
@@ -144,17 +135,3 @@ def test_serve_sets_level_and_format_of_the_log(
     )
     assert found == [{"level": "debug", "form": "json"}]
     assert caplog.messages[0].startswith("--seed of vLLM has no effect")
-
-
-def test_vsched_completes_commands_and_options() -> None:
-    def complete(line: str) -> str:
-        environment = {"_VSCHED_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": line}
-        program = "import sys; sys.argv = ['vsched']; from vsched.cli.main import main; main()"
-        command = [sys.executable, "-c", program]
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=True, env={**os.environ, **environment}
-        )
-        return done.stdout
-
-    assert "simulate" in complete("vsched sim")
-    assert "--log-level" in complete("vsched serve --log")

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
+from tests.each_case import each_case
 from tests.trace_format import check_trace_events
 from tests.unit.sim.fast.test_recorded import load, record
 from tests.unit.sim.shapes import COST, read_json
@@ -72,20 +73,17 @@ def test_simulate_compares_a_record_with_another_policy(folder: Path) -> None:
 
 
 def test_simulate_writes_what_is_requested(folder: Path) -> None:
+    """A timeline for each configuration."""
+    words = ["-c", "a.toml", "-c", "a.toml", "--requests", "5", "--oracles"]
     files = ["--html", "o.html", "--json", "o.json", "--timeline", "t.json"]
-    said = run("--trace", "trace.csv", "--requests", "5", "--oracles", *files)
+    said = run("--trace", "trace.csv", *words, *files)
     assert "wrote o.html" in said
     assert (folder / "o.html").read_text().startswith("<!doctype html>")
-    timeline = msgspec.json.decode((folder / "t.json").read_bytes())
+    assert (folder / "t-a-2.json").exists()
+    timeline = msgspec.json.decode((folder / "t-a.json").read_bytes())
     check_trace_events(timeline["traceEvents"])
     names = {event.get("name") for event in timeline["traceEvents"]}
     assert {"r1", "encode 1", "decode"} <= names
-
-
-def test_simulate_draws_a_timeline_for_each_configuration(folder: Path) -> None:
-    run("-c", "a.toml", "-c", "a.toml", "--trace", "trace.csv", "--timeline", "t.json")
-    assert (folder / "t-a.json").exists()
-    assert (folder / "t-a-2.json").exists()
 
 
 def test_simulate_generates_a_workload(folder: Path) -> None:
@@ -162,7 +160,7 @@ def test_simulate_runs_a_swarm_with_the_policies_of_a_configuration(
     assert "1 scenarios in" in swarm("-c", "b.toml")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("words", "message"),
     [
         (["--trace", "trace.csv", "--workload", "poisson"], "give one of them"),
@@ -193,3 +191,28 @@ def test_simulate_runs_a_swarm_with_the_policies_of_a_configuration(
 def test_simulate_says_what_is_wrong(folder: Path, words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         run(*words)
+
+
+# --- options of all commands that name a file to write ---
+
+
+@each_case(
+    "words",
+    [
+        ["bench", "fidelity", "nowhere", "--json"],
+        ["bench", "serve", "--json"],
+        ["calibrate-vllm", "nowhere", "--output"],
+        ["check", "nowhere", "--json"],
+        ["policies", "try", "token-budget", "--html"],
+        ["profile", "nowhere", "--json"],
+        ["replay", "nowhere", "--json"],
+        ["tune", "nowhere", "--json"],
+        ["tune", "nowhere", "--write"],
+    ],
+)
+def test_output_that_cannot_be_written_is_refused_before_the_work(
+    words: list[str], tmp_path: Path
+) -> None:
+    import_commands()
+    result = CliRunner().invoke(app, [*words, str(tmp_path / "none" / "out")])
+    assert str(result.exception).startswith(f"{words[-1]} {tmp_path}/none/out: cannot be written")

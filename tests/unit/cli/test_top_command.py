@@ -14,10 +14,10 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from tests.each_case import each_case
 from vsched.aio.live import LivePolicy, LiveState
 from vsched.cli import app, main
 from vsched.cli.top_command import frame, read_states
-from vsched.errors import ConfigError, VschedError
 from vsched.kernel.live import MemoryMap, RequestRow
 
 SECOND = 1_000_000_000
@@ -101,48 +101,50 @@ def test_states_are_read_from_the_stream_or_one_by_one() -> None:
         assert list(read_states(url, "secret")) == sent[:1]
 
 
-def test_refusals_and_wrong_urls_are_errors() -> None:
-    body = b'{"error": {"message": "the admin key is missing"}}'
-    with (
-        answering(body, "application/json", 401) as url,
-        pytest.raises(VschedError, match="status 401: the admin key is missing"),
-    ):
-        list(read_states(url, "secret"))
-    with pytest.raises(ConfigError, match="value 'localhost'"):
-        list(read_states("localhost", ""))
-    for url in ("http://localhost:99999", "http://[::1"):
-        with pytest.raises(ConfigError, match="not a URL"):
-            list(read_states(url, ""))
-    with (
-        answering(b"<html>", "text/html") as url,
-        pytest.raises(VschedError, match="is no server of this version of vsched"),
-    ):
-        list(read_states(url, "secret"))
-    with pytest.raises(ConnectionError, match="no connection to http://127.0.0.1:1"):
-        list(read_states("http://127.0.0.1:1", ""))
+def run(*words: str) -> Any:
     main.import_commands(["top"])
-    done = CliRunner().invoke(app, ["top", "http://127.0.0.1:1", "--once"])
-    assert "Remedy: start the server" in str(done.exception)
+    return CliRunner().invoke(app, ["top", *words])
 
 
 def test_command_prints_one_state(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VSCHED_ADMIN_KEY", "secret")
-    main.import_commands(["top"])
     with answering(msgspec.json.encode(state()), "application/json") as url:
-        done = CliRunner().invoke(app, ["top", url, "--once"])
+        done = run(url, "--once")
     assert done.exit_code == 0
     assert "demo: ready" in done.output
 
 
-def test_command_explains_a_stream_without_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
+@each_case(
+    ("body", "content_type", "status", "words"),
+    [
+        (
+            b'{"error": {"message": "the admin key is missing"}}',
+            "application/json",
+            401,
+            "status 401: the admin key is missing",
+        ),
+        (b"<html>", "text/html", 200, "is no server of this version of vsched"),
+        (b"", "text/event-stream", 200, "sent no state"),
+    ],
+)
+def test_other_answers_are_errors(
+    body: bytes, content_type: str, status: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("VSCHED_ADMIN_KEY", "secret")
-    main.import_commands(["top"])
-    with answering(b"", "text/event-stream") as url:
-        done = CliRunner().invoke(app, ["top", url, "--once"])
-    assert "sent no state" in str(done.exception)
+    with answering(body, content_type, status) as url:
+        assert words in str(run(url, "--once").exception)
 
 
-def test_command_without_a_terminal_names_the_option_for_one_state() -> None:
-    main.import_commands(["top"])
-    done = CliRunner().invoke(app, ["top", "http://127.0.0.1:1"])
-    assert str(done.exception).endswith("is no terminal. Remedy: --once prints one state")
+@each_case(
+    ("options", "words"),
+    [
+        (["localhost", "--once"], "value 'localhost'"),
+        (["http://localhost:99999", "--once"], "not a URL"),
+        (["http://[::1", "--once"], "not a URL"),
+        (["http://127.0.0.1:1", "--once"], "no connection to http://127.0.0.1:1"),
+        (["http://127.0.0.1:1", "--once"], "Remedy: start the server"),
+        (["http://127.0.0.1:1"], "is no terminal. Remedy: --once prints one state"),
+    ],
+)
+def test_wrong_options_are_errors(options: list[str], words: str) -> None:
+    assert words in str(run(*options).exception)

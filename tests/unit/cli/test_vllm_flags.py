@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.each_case import each_case
 from vsched.cli.vllm_flags import (
     BY_NAME,
     DTYPES,
@@ -14,7 +15,6 @@ from vsched.cli.vllm_flags import (
     REASONING_FORMATS,
     TOOL_FORMATS,
     Flag,
-    ServeCommand,
     flags_table,
     translate,
 )
@@ -45,10 +45,6 @@ SAMPLES = {
     "--max-num-batched-tokens": "2k",
     "--h11-max-incomplete-event-size": "4096",
 }
-
-
-def first(flag: Flag) -> str:
-    return flag.names[0]
 
 
 def sets(*words: str) -> list[str]:
@@ -82,7 +78,7 @@ def test_vllm_line_of_a_deployment_configures_vsched() -> None:
     assert generate.memory == {"use": "auto-profile", "mem_fraction": 0.9}
 
 
-@pytest.mark.parametrize("flag", [one for one in FLAGS if one.outcome == "sets"], ids=first)
+@each_case("flag", [one for one in FLAGS if one.outcome == "sets"])
 def test_vllm_flag_sets_the_keys_that_the_table_names(flag: Flag) -> None:
     name = flag.names[0]
     words = [name, SAMPLES.get(name, "2")] if flag.values else [name]
@@ -94,8 +90,11 @@ def test_vllm_flag_sets_the_keys_that_the_table_names(flag: Flag) -> None:
 
 
 def test_vllm_flags_are_named_once() -> None:
+    """On the page as well."""
     assert len(BY_NAME) == sum(len(flag.names) for flag in FLAGS)
     assert all(flag.note for flag in FLAGS if flag.outcome != "sets")
+    text = (ROOT / "docs/reference/vllm-flags.md").read_text()
+    assert flags_table() in text, "put the table of `vsched config vllm-flags` into the page"
 
 
 def test_vllm_names_of_formats_are_values_of_their_keys() -> None:
@@ -128,7 +127,7 @@ def test_vllm_flags_that_are_refused_are_all_named() -> None:
     ]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("words", "message"),
     [
         (["--max-model-len", "long"], "needs a number such as 8192, 32k or 32K, not 'long'"),
@@ -155,25 +154,34 @@ def test_vllm_adapters_are_counted_over_all_flags() -> None:
     assert (config.adapters.count_max, config.adapters.rank_max) == (2, 32)
 
 
-def test_vllm_image_limit_is_read_in_all_its_forms() -> None:
-    for words in (
-        ["--limit-mm-per-prompt", "image=3,video=0"],
-        ["--limit-mm-per-prompt", '{"image": {"count": 3, "width": 9}}'],
-        ["--limit-mm-per-prompt.image", "3"],
-        ["--limit-mm-per-prompt.image=3"],
-    ):
-        assert configured(*words).media.images_max == 3
+@each_case(
+    ("words", "images", "videos"),
+    [
+        (["--limit-mm-per-prompt", "image=3,video=0"], 3, 0),
+        (["--limit-mm-per-prompt", '{"image": {"count": 3, "width": 9}}'], 3, None),
+        (["--limit-mm-per-prompt.image", "3"], 3, None),
+        (["--limit-mm-per-prompt.image=3"], 3, None),
+        (["--limit-mm-per-prompt.video", "2"], None, 2),
+    ],
+)
+def test_vllm_image_limit_is_read_in_all_its_forms(
+    words: list[str], images: int | None, videos: int | None
+) -> None:
+    default, media = Config().media, configured(*words).media
+    assert media.images_max == (default.images_max if images is None else images)
+    assert media.videos_max == (default.videos_max if videos is None else videos)
 
 
-def test_vllm_limit_of_videos_sets_theirs() -> None:
-    media = configured("--limit-mm-per-prompt", '{"image": 4, "video": 0}').media
-    assert (media.images_max, media.videos_max) == (4, 0)
-    assert configured("--limit-mm-per-prompt.video", "2").media.videos_max == 2
-
-
-def test_vllm_optimization_level_may_be_attached() -> None:
-    assert translate(["-O3", "folder"]).words == ["folder"]
-    assert translate(["-O.mode=3", "folder"]).words == ["folder"]
+def test_vllm_flags_leave_options_of_vsched_alone() -> None:
+    """An explicit key takes precedence: it comes later. A level may be attached to its flag."""
+    words = ["folder", "--set", "generate.slots=2", "--max-num-seqs", "3", "--host", "::"]
+    done = translate(words)
+    assert done.words == ["--set", "generate.slots=3", *words[:3], *words[5:]]
+    assert translate(["--", "--max-num-seqs"]).words == ["--", "--max-num-seqs"]
+    own = {"--config", "-c", "--set", "--host", "--port", "--record", "--resume", "--ray"}
+    assert not own & BY_NAME.keys()
+    for level in ("-O3", "-O.mode=3"):
+        assert translate([level, "folder"]).words == ["folder"]
 
 
 def test_vllm_api_key_goes_into_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,29 +191,3 @@ def test_vllm_api_key_goes_into_the_environment(monkeypatch: pytest.MonkeyPatch)
     assert done.environment == {"VSCHED_API_KEY": "secret"}
     assert "secret" not in "".join(done.notes)
     assert os.environ["VSCHED_API_KEY"] == ""
-
-
-def test_vllm_flags_leave_options_of_vsched_alone() -> None:
-    """An explicit key takes precedence: it comes later."""
-    words = ["folder", "--set", "generate.slots=2", "--max-num-seqs", "3", "--host", "::"]
-    done = translate(words)
-    assert done.words == ["--set", "generate.slots=3", *words[:3], *words[5:]]
-    assert translate(["--", "--max-num-seqs"]).words == ["--", "--max-num-seqs"]
-    own = {"--config", "-c", "--set", "--host", "--port", "--record", "--resume", "--ray"}
-    assert not own & BY_NAME.keys()
-
-
-def test_vllm_documentation_is_current() -> None:
-    text = (ROOT / "docs/reference/vllm-flags.md").read_text()
-    assert flags_table() in text, "put the table of `vsched config vllm-flags` into the page"
-
-
-def test_vllm_flags_are_understood_by_the_command() -> None:
-    from typer.main import get_command
-
-    from vsched.cli import app
-    from vsched.cli.main import import_commands
-
-    import_commands(["serve"])
-    command = get_command(app)
-    assert isinstance(command.commands["serve"], ServeCommand)  # type: ignore[attr-defined]

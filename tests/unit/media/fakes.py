@@ -186,9 +186,10 @@ class FaultyPreprocessor(FakePreprocessor):
     """Can be sent to picture processes, where some values of an image's first pixel are faults."""
 
     DIES, HANGS, RAISES = 201, 202, 203
+    recipe = b"faulty"
 
     def image_recipe(self) -> ImageRecipe:
-        return ImageRecipe(f"{__name__}:faulty", b"")
+        return ImageRecipe(f"{__name__}:made_by_recipe", self.recipe)
 
     def process_image(self, image: Image.Image) -> Arrays:
         value = int(np.asarray(image)[0, 0, 0])
@@ -201,32 +202,27 @@ class FaultyPreprocessor(FakePreprocessor):
         return super().process_image(image)
 
 
-def faulty(_: bytes) -> FaultyPreprocessor:
-    return FaultyPreprocessor()
+def made_by_recipe(name: bytes) -> FaultyPreprocessor:
+    if name == b"hanging":
+        vars(sys.modules["__main__"])["inspect_video"] = lambda *_: signal.pause()
+    return BoundedPreprocessor() if name == b"bounded" else FaultyPreprocessor()
 
 
 class HangingPreprocessor(FaultyPreprocessor):
     """Picture processes hang when they inspect a video."""
 
-    def image_recipe(self) -> ImageRecipe:
-        return ImageRecipe(f"{__name__}:hanging", b"")
-
-
-def hanging(_: bytes) -> FaultyPreprocessor:
-    vars(sys.modules["__main__"])["inspect_video"] = lambda *_: signal.pause()
-    return FaultyPreprocessor()
+    recipe = b"hanging"
 
 
 class BoundedPreprocessor(FaultyPreprocessor):
     """Limits the tokens of an image by its pixel bounds, in one row."""
 
+    recipe = b"bounded"
+
     def __init__(self, tokens_max: int = 64) -> None:
         super().__init__()
         self.tokens_max = tokens_max
         self.settings_digest = str(tokens_max).encode()
-
-    def image_recipe(self) -> ImageRecipe:
-        return ImageRecipe(f"{__name__}:with_bounds", b"")
 
     def bounded(self, bounds: PixelBounds, *, pixels_max: int) -> BoundedPreprocessor:
         if (bounds.max_pixels or 0) > pixels_max:
@@ -235,10 +231,6 @@ class BoundedPreprocessor(FaultyPreprocessor):
 
     def plan_image(self, width: int, height: int) -> ImagePlan:
         return plan_of((1, 2, 2 * min(super().plan_image(width, height).tokens, self.tokens_max)))
-
-
-def with_bounds(_: bytes) -> BoundedPreprocessor:
-    return BoundedPreprocessor()
 
 
 def image_bytes(
@@ -283,34 +275,24 @@ def rows_of(tokens: int, width: int = 8, *, seed: int = 0) -> npt.NDArray[np.flo
 
 
 def embedding_file(
-    rows: npt.NDArray[Any] | None = None, grid: Sequence[int] = (1, 2, 4), **dtypes: str
+    rows: npt.NDArray[Any] | None = None,
+    grid: Sequence[int] = (1, 2, 4),
+    seconds: Sequence[float] = (),
+    *,
+    embeds: str = "",
 ) -> bytes:
-    """Write rows (by default the two of the grid) and their grid; `embeds` names another dtype."""
-    rows = rows_of(2) if rows is None else rows
-    return tensors_file(
-        {
-            "embeds": tensor_of(rows, dtypes.get("embeds", "")),
-            "grid_thw": tensor_of(np.array(grid, np.int64)),
-        }
-    )
+    """Write rows (by default the two of the grid) and their grid; `embeds` names another dtype.
+
+    Embeddings of a video have the time of each frame group.
+    """
+    tensors = {
+        "embeds": tensor_of(rows_of(2) if rows is None else rows, embeds),
+        "grid_thw": tensor_of(np.array(grid, np.int64)),
+    }
+    if seconds:
+        tensors["timestamps"] = tensor_of(np.array(seconds))
+    return tensors_file(tensors)
 
 
-def video_embedding_file(
-    rows: npt.NDArray[Any], grid: Sequence[int], seconds: Sequence[float]
-) -> bytes:
-    """Write the rows of frame groups, their grid, and the time of each group."""
-    return tensors_file(
-        {
-            "embeds": tensor_of(rows),
-            "grid_thw": tensor_of(np.array(grid, np.int64)),
-            "timestamps": tensor_of(np.array(seconds)),
-        }
-    )
-
-
-def embedded(file: bytes) -> MediaReference:
-    return MediaReference(base64.b64encode(file).decode(), is_embedded=True)
-
-
-def embedded_video(file: bytes) -> MediaReference:
-    return MediaReference(base64.b64encode(file).decode(), is_video=True, is_embedded=True)
+def embedded(file: bytes, *, is_video: bool = False) -> MediaReference:
+    return MediaReference(base64.b64encode(file).decode(), is_video=is_video, is_embedded=True)

@@ -2,14 +2,15 @@ from __future__ import annotations
 
 import io
 import struct
-import subprocess
-import sys
 import zlib
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from tests.each_case import each_case
+from tests.programs import printed_by
 from tests.unit.media.fakes import image_bytes
 from vsched.errors import RequestRefused
 from vsched.media.decode import decode, inspect
@@ -21,6 +22,12 @@ LIMITS = 1_000_000
 def size_of(encoded: bytes) -> tuple[int, int]:
     header = inspect(encoded, LIMITS)
     return header.width, header.height
+
+
+def saved(image: Image.Image, kind: str, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
 
 
 def chunk(kind: bytes, data: bytes) -> bytes:
@@ -36,7 +43,7 @@ def png_with_size(width: int, height: int) -> bytes:
     )
 
 
-@pytest.mark.parametrize("kind", FORMATS.values())
+@each_case("kind", FORMATS.values())
 def test_decode_reads_the_formats(kind: str) -> None:
     encoded = image_bytes(24, 16, value=200, kind=kind)
     assert size_of(encoded) == (24, 16)
@@ -45,51 +52,34 @@ def test_decode_reads_the_formats(kind: str) -> None:
     assert abs(int(np.asarray(image)[0, 0, 0]) - 200) < 4
 
 
-@pytest.mark.parametrize("kind", ["TIFF", "ICO", "PPM", "DIB"])
-def test_decode_refuses_other_formats(kind: str) -> None:
-    """Their memory needs were not measured."""
-    with pytest.raises(RequestRefused, match="not a PNG, JPEG, WEBP, GIF or BMP"):
-        inspect(image_bytes(16, 16, kind=kind), LIMITS)
-
-
-@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "I;16"])
+@each_case("mode", ["1", "L", "LA", "P", "RGBA", "I;16"])
 def test_decode_turns_odd_modes_into_rgb(mode: str) -> None:
-    buffer = io.BytesIO()
-    Image.new(mode, (9, 5)).save(buffer, "PNG")
-    image = decode(buffer.getvalue(), LIMITS)
+    image = decode(saved(Image.new(mode, (9, 5)), "PNG"), LIMITS)
     assert (image.mode, image.size) == ("RGB", (9, 5))
 
 
 def test_decode_composites_transparency_on_white() -> None:
-    buffer = io.BytesIO()
+    """Of an alpha channel, and of a colour of a palette."""
     picture = Image.new("RGBA", (2, 1), (0, 0, 0, 0))
-    picture.putpixel((1, 0), (10, 20, 30, 255))
-    picture.save(buffer, "PNG")
-    pixels = np.asarray(decode(buffer.getvalue(), LIMITS))
-    assert pixels.tolist() == [[[255, 255, 255], [10, 20, 30]]]
+    picture.putpixel((1, 0), (9, 9, 9, 255))
+    palette = Image.new("P", (2, 1))
+    palette.putpalette([0, 0, 0, 9, 9, 9])
+    palette.putpixel((1, 0), 1)
+    files = [saved(palette, kind, transparency=0) for kind in ("PNG", "GIF")]
+    for encoded in (saved(picture, "PNG"), *files):
+        pixels = np.asarray(decode(encoded, LIMITS))
+        assert pixels.tolist() == [[[255, 255, 255], [9, 9, 9]]]
 
 
-@pytest.mark.parametrize("kind", ["PNG", "GIF"])
-def test_decode_composites_palette_transparency_on_white(kind: str) -> None:
-    buffer = io.BytesIO()
-    picture = Image.new("P", (2, 1))
-    picture.putpalette([0, 0, 0, 9, 9, 9])
-    picture.putpixel((1, 0), 1)
-    picture.save(buffer, kind, transparency=0)
-    pixels = np.asarray(decode(buffer.getvalue(), LIMITS))
-    assert pixels.tolist() == [[[255, 255, 255], [9, 9, 9]]]
-
-
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+@each_case("kind", ["JPEG", "PNG", "WEBP"])
 def test_decode_turns_the_image_upright(kind: str) -> None:
     picture = Image.new("RGB", (32, 16), (0, 0, 0))
     picture.paste((255, 255, 255), (0, 0, 16, 16))
     exif = Image.Exif()
     exif[0x0112] = 6
-    buffer = io.BytesIO()
-    picture.save(buffer, kind, exif=exif)
-    assert size_of(buffer.getvalue()) == (16, 32)
-    image = np.asarray(decode(buffer.getvalue(), LIMITS))
+    encoded = saved(picture, kind, exif=exif)
+    assert size_of(encoded) == (16, 32)
+    image = np.asarray(decode(encoded, LIMITS))
     assert image.shape == (32, 16, 3)
     assert image[:12].mean() > 240
     assert image[20:].mean() < 15
@@ -97,71 +87,88 @@ def test_decode_turns_the_image_upright(kind: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF")
 def test_decode_ignores_damaged_metadata() -> None:
-    buffer = io.BytesIO()
-    Image.new("RGB", (8, 8)).save(buffer, "JPEG", exif=b"Exif\0\0MM\0*garbage")
-    assert decode(buffer.getvalue(), LIMITS).size == (8, 8)
+    encoded = saved(Image.new("RGB", (8, 8)), "JPEG", exif=b"Exif\0\0MM\0*garbage")
+    assert decode(encoded, LIMITS).size == (8, 8)
 
 
-@pytest.mark.parametrize("kind", FORMATS.values())
+@each_case("kind", FORMATS.values())
 def test_decode_refuses_truncated_images(kind: str) -> None:
     """A 400 without paths, addresses or reprs."""
     noise = np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)
-    buffer = io.BytesIO()
-    Image.fromarray(noise).save(buffer, kind)
-    encoded = buffer.getvalue()
+    encoded = saved(Image.fromarray(noise), kind)
     with pytest.raises(RequestRefused) as caught:
         decode(encoded[: len(encoded) // 2], LIMITS)
     assert caught.value.status == 400
     assert "0x" not in caught.value.message
 
 
-@pytest.mark.parametrize(
-    "encoded", [b"", b"x", b"\x89PNG\r\n\x1a\n", b"RIFF0000WEBPVP8 ", bytes(999)]
+def gif_with_frame(width: int, height: int) -> bytes:
+    """A GIF of 8 x 6 pixels whose frame claims another size."""
+    encoded = bytearray(image_bytes(8, 6, kind="GIF"))
+    at = encoded.index(b"\x2c\x00\x00\x00\x00") + 5
+    encoded[at : at + 4] = struct.pack("<HH", width, height)
+    return bytes(encoded)
+
+
+def bmp_with(at: int, content: bytes, *, mode: str = "RGB") -> bytes:
+    encoded = bytearray(image_bytes(8, 8, kind="BMP", mode=mode))
+    encoded[at : at + len(content)] = content
+    return bytes(encoded)
+
+
+NO_IMAGES = [
+    *(b"", b"x", b"\x89PNG\r\n\x1a\n", b"RIFF0000WEBPVP8 ", bytes(999)),
+    *(png_with_size(*size) for size in ((0, 5), (5, 0), (0, 0))),
+    # Pillow decodes runs in Python, row by row, for as long as the header says.
+    bmp_with(30, struct.pack("<I", 1), mode="L"),
+    # The image that was checked must be the one that libjpeg decodes: here it has no scan.
+    image_bytes(16, 8, kind="JPEG").partition(b"\xff\xda")[0],
+]
+BOMBS = [
+    *(png_with_size(*size) for size in ((1000, 1001), (20_000, 10_000), (60_000, 60_000))),
+    *(bmp_with(18, struct.pack("<ii", 20_000, y)) for y in (20_000, -20_000, 2**31 - 1)),
+    gif_with_frame(60_000, 60_000),
+]
+
+
+@each_case(
+    ("encoded", "status", "text"),
+    [
+        *((encoded, 400, "cannot be decoded") for encoded in NO_IMAGES),
+        # The memory that other formats need was not measured.
+        *(
+            (image_bytes(16, 16, kind=kind), 400, "not a PNG, JPEG, WEBP, GIF or BMP")
+            for kind in ("TIFF", "ICO", "PPM", "DIB")
+        ),
+        *((encoded, 413, r"limit 1000000 pixels.*image_pixels_max") for encoded in BOMBS),
+    ],
 )
-def test_inspect_refuses_input_other_than_images(encoded: bytes) -> None:
-    with pytest.raises(RequestRefused, match="cannot be decoded") as caught:
+def test_inspect_refuses_what_is_no_image_and_bombs_by_their_header(
+    encoded: bytes, status: int, text: str
+) -> None:
+    """The size is checked before any pixel is decoded; exactly the limit is accepted."""
+    with pytest.raises(RequestRefused, match=text) as caught:
         inspect(encoded, LIMITS)
-    assert caught.value.status == 400
+    assert caught.value.status == status
+    assert size_of(png_with_size(1000, 1000)) == (1000, 1000)
 
 
-@pytest.mark.parametrize(("width", "height"), [(0, 5), (5, 0), (0, 0)])
-def test_inspect_refuses_empty_images(width: int, height: int) -> None:
-    """0xN is a 400."""
-    with pytest.raises(RequestRefused) as caught:
-        inspect(png_with_size(width, height), LIMITS)
-    assert caught.value.status == 400
-
-
-@pytest.mark.parametrize("kind", ["PNG", "WEBP", "GIF"])
-@pytest.mark.parametrize("mode", ["RGB", "RGBA", "P", "L"])
+@each_case(
+    ("kind", "mode"),
+    [("PNG", "RGB"), ("PNG", "P"), ("WEBP", "RGBA"), ("GIF", "L"), ("GIF", "RGBA")],
+)
 def test_the_first_frame_of_an_animation_is_the_image(kind: str, mode: str) -> None:
+    """Even if later ones are damaged."""
     frames = [Image.new("RGB", (8, 6), (value,) * 3).convert(mode) for value in (204, 102, 0)]
-    buffer = io.BytesIO()
     options = {"lossless": True} if kind == "WEBP" else {}
-    frames[0].save(buffer, kind, save_all=True, append_images=frames[1:], **options)
-    with Image.open(io.BytesIO(buffer.getvalue())) as opened:
+    encoded = saved(frames[0], kind, save_all=True, append_images=frames[1:], **options)
+    with Image.open(io.BytesIO(encoded)) as opened:
         assert getattr(opened, "n_frames", 1) == 3
-    assert inspect(buffer.getvalue(), LIMITS).width == 8
-    pixels = np.asarray(decode(buffer.getvalue(), LIMITS))
-    assert pixels.shape == (6, 8, 3)
-    assert set(pixels.ravel()) == {204}
-
-
-@pytest.mark.parametrize("kind", ["PNG", "GIF"])
-def test_an_animation_whose_later_frames_are_damaged_is_read(kind: str) -> None:
-    frames = [Image.new("RGB", (8, 6), (value,) * 3) for value in (200, 90)]
-    buffer = io.BytesIO()
-    frames[0].save(buffer, kind, save_all=True, append_images=frames[1:])
-    pixels = np.asarray(decode(buffer.getvalue()[:-20], LIMITS))
-    assert set(pixels.ravel()) == {200}
-
-
-@pytest.mark.parametrize(("width", "height"), [(1000, 1001), (20_000, 10_000), (60_000, 60_000)])
-def test_inspect_refuses_bombs_by_their_header(width: int, height: int) -> None:
-    """The size is checked before any pixel is decoded; the decoder's own warning is an error too."""
-    with pytest.raises(RequestRefused, match=r"limit 1000000 pixels.*image_pixels_max") as caught:
-        inspect(png_with_size(width, height), LIMITS)
-    assert caught.value.status == 413
+    assert inspect(encoded, LIMITS).width == 8
+    for file in (encoded, encoded[:-20] if kind != "WEBP" else encoded):
+        pixels = np.asarray(decode(file, LIMITS))
+        assert pixels.shape == (6, 8, 3)
+        assert set(pixels.ravel()) == {204}
 
 
 WARNED_OF = """
@@ -181,17 +188,8 @@ except RequestRefused as error:
 
 def test_the_decoders_own_warning_is_a_refusal() -> None:
     """In a process of its own: in this one, pytest makes errors of all warnings."""
-    run = subprocess.run(
-        [sys.executable, "-c", WARNED_OF], capture_output=True, text=True, check=True
-    )
-    assert run.stdout.startswith(
-        "413 the image has too many pixels: value over the decoder's own bound"
-    )
-
-
-def test_inspect_accepts_exactly_the_limit() -> None:
-    assert size_of(png_with_size(1000, 1000)) == (1000, 1000)
-    assert decode(image_bytes(1, 1), LIMITS).size == (1, 1)
+    expected = "413 the image has too many pixels: value over the decoder's own bound"
+    assert printed_by(WARNED_OF).startswith(expected)
 
 
 def test_inspect_holds_webp_to_its_own_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,11 +201,10 @@ def test_inspect_holds_webp_to_its_own_limit(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_decode_in_strips_equals_decode_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     noise = np.random.default_rng(0).integers(0, 255, (37, 13, 4), dtype=np.uint8)
-    buffer = io.BytesIO()
-    Image.fromarray(noise).save(buffer, "PNG")
-    whole = np.asarray(decode(buffer.getvalue(), LIMITS))
+    encoded = saved(Image.fromarray(noise), "PNG")
+    whole = np.asarray(decode(encoded, LIMITS))
     monkeypatch.setattr("vsched.media.decode.STRIP_PIXELS", 40)
-    assert np.array_equal(np.asarray(decode(buffer.getvalue(), LIMITS)), whole)
+    assert np.array_equal(np.asarray(decode(encoded, LIMITS)), whole)
     background = Image.new("RGBA", (13, 37), (255, 255, 255, 255))
     expected = Image.alpha_composite(background, Image.fromarray(noise)).convert("RGB")
     assert np.array_equal(whole, np.asarray(expected))
@@ -220,48 +217,3 @@ def test_decode_does_what_the_header_said() -> None:
     assert late != plain
     assert not inspect(late, LIMITS).storage.transparent
     assert not np.asarray(decode(late, LIMITS)).any()
-
-
-def test_inspect_refuses_a_jpeg_without_a_scan() -> None:
-    """The image that was checked must be the one that libjpeg decodes."""
-    encoded = image_bytes(16, 8, kind="JPEG")
-    assert inspect(encoded, LIMITS).storage.kind == "JPEG"
-    with pytest.raises(RequestRefused, match="cannot be decoded"):
-        inspect(encoded[: encoded.index(b"\xff\xda")], LIMITS)
-
-
-def gif_of(*colours: int, size: tuple[int, int] = (8, 6)) -> bytes:
-    frames = [Image.new("RGB", size, (value, 0, 0)) for value in colours]
-    buffer = io.BytesIO()
-    frames[0].save(buffer, "GIF", save_all=True, append_images=frames[1:])
-    return buffer.getvalue()
-
-
-def test_a_gif_whose_frame_is_larger_than_its_screen_is_judged_by_the_frame() -> None:
-    """The header claims 8 x 6 pixels, the frame 60,000 x 60,000."""
-    encoded = bytearray(gif_of(200))
-    at = encoded.index(b"\x2c\x00\x00\x00\x00") + 5
-    encoded[at : at + 4] = struct.pack("<HH", 60_000, 60_000)
-    with pytest.raises(RequestRefused) as caught:
-        inspect(bytes(encoded), LIMITS)
-    assert caught.value.status == 413
-
-
-@pytest.mark.parametrize("side", [20_000, -20_000, 2**31 - 1])
-def test_a_bmp_is_judged_by_its_header(side: int) -> None:
-    encoded = bytearray(image_bytes(8, 8, kind="BMP"))
-    encoded[18:26] = struct.pack("<ii", 20_000, side)
-    with pytest.raises(RequestRefused) as caught:
-        inspect(bytes(encoded), LIMITS)
-    assert caught.value.status == 413
-
-
-def test_a_bmp_of_runs_is_refused() -> None:
-    """Pillow decodes those in Python, row by row, for as long as the header says."""
-    palette = io.BytesIO()
-    Image.new("L", (8, 8)).save(palette, "BMP")
-    encoded = bytearray(palette.getvalue())
-    encoded[30:34] = struct.pack("<I", 1)
-    with pytest.raises(RequestRefused, match="cannot be decoded") as caught:
-        inspect(bytes(encoded), LIMITS)
-    assert caught.value.status == 400

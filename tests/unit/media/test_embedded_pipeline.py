@@ -6,9 +6,8 @@ import asyncio
 import base64
 import re
 import struct
-import threading
 import tracemalloc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,69 +15,40 @@ import numpy as np
 import pytest
 
 from tests.each_case import each_case
-from tests.patience import PATIENCE_S, patience, until
+from tests.patience import patience
 from tests.unit.media.fakes import (
     VIDEO_PLACEHOLDER,
     FakePreprocessor,
     data_url,
     embedded,
-    embedded_video,
     embedding_file,
     image_bytes,
     model_info,
     rows_of,
     tensor_of,
     tensors_file,
-    video_embedding_file,
 )
+from tests.unit.media.pipelines import Bench
 from vsched import Config, Engine
 from vsched.config import MediaConfig
 from vsched.engine import RunningParts
 from vsched.errors import RequestRefused
-from vsched.media import ImageReference, MediaPipeline, MediaReference, PixelStore
-from vsched.media.fetch import Reserve
-from vsched.media.formats import IMAGE_EMBEDDING, VIDEO_EMBEDDING, MediaKind
+from vsched.media import MediaReference
 from vsched.media.keys import embedding_key, item_key
-from vsched.types import MediaItem
 
-ALLOWED = MediaConfig(allow_embeddings=True)
+IMAGE = data_url(image_bytes())
 
 
-class Bench:
-    """A pipeline and its parts."""
-
-    def __init__(
-        self, settings: MediaConfig = ALLOWED, *, remote: Mapping[str, bytes] = {}, **info: object
-    ) -> None:
-        self.preprocessor = FakePreprocessor(model_info(**info))  # type: ignore[arg-type]
-        self.store = PixelStore(memoryview(bytearray(1 << 16)))
-
-        async def read(url: str, _: MediaConfig, reserve: Reserve, kind: MediaKind) -> bytes:
-            assert kind in (IMAGE_EMBEDDING, VIDEO_EMBEDDING)
-            reserve(len(remote[url]))
-            return remote[url]
-
-        self.pipeline = MediaPipeline(self.preprocessor, self.store, settings, read_remote=read)
-
-    def rows(self, item: MediaItem) -> bytes:
-        assert item.extent is not None
-        return self.store.view(item.extent).tobytes()
+def bench_with(info: dict[str, Any] | None = None, **settings: Any) -> Bench:
+    """Return a bench with embeddings allowed, of a model that takes videos."""
+    made = model_info(**{"video_token_id": VIDEO_PLACEHOLDER, **(info or {})})
+    return Bench(MediaConfig(**{"allow_embeddings": True, **settings}), FakePreprocessor(made))
 
 
 @pytest.fixture
 def bench() -> Iterator[Bench]:
-    bench = Bench()
-    yield bench
-    bench.pipeline.close()
-
-
-async def refusal(bench: Bench, prompt: str, *images: ImageReference) -> RequestRefused:
-    """Return the error of a refused request, which must leave nothing behind."""
-    with pytest.raises(RequestRefused) as caught:
-        await bench.pipeline.prepare(prompt, images)
-    await until(lambda: not bench.store.statistics().bytes_held)
-    assert bench.pipeline.statistics().preparing_bytes == 0
-    return caught.value
+    with bench_with() as bench:
+        yield bench
 
 
 async def test_embeddings_mix_with_images_in_order(bench: Bench) -> None:
@@ -86,30 +56,28 @@ async def test_embeddings_mix_with_images_in_order(bench: Bench) -> None:
     rows = rows_of(6)
     brought = embedded(embedding_file(rows, (1, 4, 6)))
     first, last = data_url(image_bytes(value=9)), data_url(image_bytes(8, 24, value=4))
-    images: list[ImageReference] = [first, brought, last]
-    prepared = await bench.pipeline.prepare("a\x01b\x01c\x01", images)
+    prepared = await bench.prepare("a\x01b\x01c\x01", [first, brought, last])
     assert prepared.token_ids == [97, 1, 1, 98, *[1] * 6, 99, 1, 1, 1]
     assert [(one.offset, one.tokens, one.metadata, one.encoded) for one in prepared.items] == [
         (1, 2, b"(1, 2, 4)", False),
         (4, 6, b"(1, 4, 6)", True),
         (11, 3, b"(1, 6, 2)", False),
     ]
-    assert bench.rows(prepared.items[1]) == rows.tobytes()
-    assert set(np.frombuffer(bench.rows(prepared.items[2]), np.float32)) == {4.0}
+    one, embeddings, other = map(bench.pixels, prepared.items)
+    assert embeddings.tobytes() == rows.tobytes()
+    assert one.view(np.float32).tolist() == [9.0] * 2 * 4 * 48
+    assert other.view(np.float32).tolist() == [4.0] * 3 * 4 * 48
     statistics = bench.pipeline.statistics()
     assert (statistics.processed, statistics.embedded) == (2, 1)
-    prepared.lease.release()
-    assert bench.store.statistics().bytes_held == 0
+    await bench.all_back()
 
 
-async def test_embeddings_of_a_video_are_items_of_frame_groups() -> None:
+async def test_embeddings_of_a_video_are_items_of_frame_groups(bench: Bench) -> None:
     """Rows, metadata and placeholders of each group; equal groups have one key and extent, in any request."""
-    bench = Bench(video_token_id=VIDEO_PLACEHOLDER)
     rows = rows_of(8)
     rows[4:6] = rows[0:2]
-    file = video_embedding_file(rows, (4, 2, 4), (0.5, 1.5, 2.5, 3.5))
-    image = data_url(image_bytes())
-    prepared = await bench.pipeline.prepare("\x01a\x02b", [image, embedded_video(file)])
+    file = embedding_file(rows, (4, 2, 4), (0.5, 1.5, 2.5, 3.5))
+    prepared = await bench.prepare("\x01a\x02b", [IMAGE, embedded(file, is_video=True)])
     assert prepared.token_ids == [1, 1, 97, *[50, 2, 2] * 4, 98]
     groups = prepared.items[1:]
     assert [(one.offset, one.tokens, one.metadata, one.encoded) for one in groups] == [
@@ -118,20 +86,17 @@ async def test_embeddings_of_a_video_are_items_of_frame_groups() -> None:
         (10, 2, b"2.5", True),
         (13, 2, b"3.5", True),
     ]
-    assert b"".join(map(bench.rows, groups)) == rows.tobytes()
+    assert b"".join(bench.pixels(group).tobytes() for group in groups) == rows.tobytes()
     assert groups[0].key == groups[2].key
     assert len({item.key for item in prepared.items}) == len(prepared.lease.extents) == 4
     longer = np.concatenate([rows, rows_of(2, seed=1)])
-    file = video_embedding_file(longer, (5, 2, 4), [0.0, 1.0, 2.0, 3.0, 4.0])
-    extended = await bench.pipeline.prepare("\x02", [embedded_video(file)])
+    file = embedding_file(longer, (5, 2, 4), [0.0, 1.0, 2.0, 3.0, 4.0])
+    extended = await bench.prepare("\x02", [embedded(file, is_video=True)])
     assert [one.key for one in extended.items[:4]] == [one.key for one in groups]
     assert extended.items[0].extent == groups[0].extent
-    other = await bench.pipeline.prepare("\x02", [embedded_video(file)], "tenant")
+    other = await bench.prepare("\x02", [embedded(file, is_video=True)], "tenant")
     assert not {one.key for one in other.items} & {one.key for one in extended.items}
-    for each in (prepared, extended, other):
-        each.lease.release()
-    assert bench.store.statistics().bytes_held == 0
-    bench.pipeline.close()
+    await bench.all_back()
 
 
 VIDEO = {
@@ -141,141 +106,37 @@ VIDEO = {
 }
 
 
-@each_case(
-    ("changed", "code", "text"),
-    [
-        ({"timestamps": None}, "timestamps_missing", "come without timestamps. Remedy: add"),
-        ({"timestamps": tensor_of(np.array([1, 2]))}, "timestamps_dtype", "value I64, limit F64"),
-        ({"timestamps": tensor_of(np.array([0, 1e9]))}, "timestamps_invalid", "0 to 3600 seconds"),
-        ({"timestamps": tensor_of(np.array([0, -1.0]))}, "timestamps_invalid", "value -1.0"),
-        ({"timestamps": tensor_of(np.array([0, np.nan]))}, "timestamps_invalid", "value nan"),
-        ({"embeds": tensor_of(rows_of(5))}, "embeds_tokens", r"expected shape \[4, 8\]"),
-        ({"embeds": tensor_of(rows_of(4) * np.float32("nan"))}, "embeds_not_finite", "NaN"),
-        ({"more": tensor_of(rows_of(1))}, "embeddings_invalid", "another tensor"),
-    ],
-)
-async def test_bad_embedding_of_a_video_is_refused(
-    changed: dict[str, Any], code: str, text: str
-) -> None:
-    """Each is the client's error, with a remedy; nothing is kept."""
-    bench = Bench(video_token_id=VIDEO_PLACEHOLDER)
+def video_with(**changed: Any) -> MediaReference:
     tensors = {name: each for name, each in (VIDEO | changed).items() if each is not None}
-    error = await refusal(bench, "\x02", embedded_video(tensors_file(tensors)))
-    assert (error.code, error.status) == (code, 400)
-    assert error.message.startswith("video 0: ")
-    assert "Remedy: " in error.message
-    assert re.search(text, error.message)
-    whole = tensors_file(VIDEO)
-    for file in (whole[:-1], whole[:50], b"\xff" * 64):
-        error = await refusal(bench, "\x02", embedded_video(file))
-        assert (error.code, error.status) == ("embeddings_invalid", 400)
-    bench.pipeline.close()
+    return embedded(tensors_file(tensors), is_video=True)
 
 
-async def test_embeddings_of_videos_need_a_model_that_takes_them() -> None:
-    video = embedded_video(tensors_file(VIDEO))
-    bench = Bench()
-    assert (await refusal(bench, "\x02", video)).code == "videos_not_taken"
-    bench.pipeline.close()
-    bench = Bench(video_token_id=VIDEO_PLACEHOLDER)
-    bench.preprocessor.video_times = ""
-    assert (await refusal(bench, "\x02", video)).code == "embeddings_not_taken"
-    bench.pipeline.close()
-    bench = Bench(MediaConfig(allow_embeddings=True, videos_max=1), video_token_id=2)
-    assert (await refusal(bench, "\x02\x02", video, video)).code == "too_many_videos"
-    bench.pipeline.close()
+def times(*seconds: float) -> MediaReference:
+    return video_with(timestamps=tensor_of(np.array(seconds)))
 
 
-async def test_embeddings_by_reference(tmp_path: Path) -> None:
-    """A file of the allowed folder, of an allowed host, or a data: URL has the key of its base64."""
-    (folder := tmp_path / "allowed").mkdir()
-    image, video = embedding_file(), tensors_file(VIDEO)
-    files = {"image": image, "video": video}
-    for name, file in files.items():
-        (folder / name).write_bytes(file)
-    (tmp_path / "outside").write_bytes(image)
-    (folder / "link").symlink_to(tmp_path / "outside")
-    settings = MediaConfig(allow_embeddings=True, directory=str(folder))
-    remote = {f"https://host/{name}": file for name, file in files.items()}
-    bench = Bench(settings, remote=remote, video_token_id=VIDEO_PLACEHOLDER)
-    keys = set()
-    for source_of in (
-        lambda file, _: base64.b64encode(file).decode(),
-        lambda _, name: f"file://{folder}/{name}",
-        lambda _, name: f"https://host/{name}",
-        lambda file, _: data_url(file, "application/octet-stream"),
-    ):
-        sources = [source_of(file, name) for name, file in files.items()]
-        references: list[ImageReference]
-        references = [
-            MediaReference(sources[0], is_embedded=True),
-            MediaReference(sources[1], is_video=True, is_embedded=True),
-        ]
-        prepared = await bench.pipeline.prepare("\x01\x02", references)
-        keys.add(tuple(item.key for item in prepared.items))
-        prepared.lease.release()
-    assert len(keys) == 1
-    for url in (f"file://{folder}/link", f"file://{folder}/none", f"file://{folder}/../outside"):
-        for reference in (
-            MediaReference(url, is_embedded=True),
-            MediaReference(url, is_video=True, is_embedded=True),
-        ):
-            error = await refusal(bench, "\x01", reference)
-            assert (error.code, error.status) == ("embedding_file_refused", 400)
-    wrong = MediaReference(data_url(image, "image/png"), is_embedded=True)
-    assert (await refusal(bench, "\x01", wrong)).code == "embedding_type_unsupported"
-    (folder / "image").write_bytes(image.ljust(settings.image_bytes_max + 1))
-    error = await refusal(bench, "\x01", MediaReference(f"file://{folder}/image", is_embedded=True))
-    assert (error.code, error.status) == ("embedding_too_large", 413)
-    assert "media.image_bytes_max" in error.message
-    bench.pipeline.close()
+def base64_image(text: str) -> MediaReference:
+    return MediaReference(text, is_embedded=True)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-async def test_extent_has_the_bytes_of_the_served_rows(dtype: str) -> None:
-    bench = Bench(dtype=dtype, embedding_levels=3)
-    prepared = await bench.pipeline.prepare("\x01", [embedded(embedding_file(rows_of(2, 24)))])
-    assert prepared.items[0].extent is not None
-    assert prepared.items[0].extent.size == 2 * 24 * 2
-    bench.pipeline.close()
-
-
-async def test_repeated_embedding_is_written_once(bench: Bench) -> None:
-    brought = embedded(embedding_file())
-    first = await bench.pipeline.prepare("\x01\x01", [brought, brought])
-    again = await bench.pipeline.prepare("\x01", [embedded(embedding_file())])
-    assert first.items[0].extent == first.items[1].extent == again.items[0].extent
-    statistics = bench.pipeline.statistics()
-    assert (statistics.embedded, statistics.repeated) == (1, 1)
-    assert not bench.pipeline._plans
-
-
-async def test_switch_refuses_with_its_name() -> None:
-    """Off by default: refused before anything is decoded or fetched."""
-    assert not MediaConfig().allow_embeddings
-    bench = Bench(MediaConfig(hosts=("host.invalid",)))
-    error = await refusal(
-        bench, "\x01\x01", "http://host.invalid/x", MediaReference("?", is_embedded=True)
-    )
-    assert error.code == "embeddings_disabled"
-    assert error.message.startswith("image 1: embeddings in requests are switched off")
-    assert "Remedy: send the image itself or set media.allow_embeddings = true" in error.message
-    bench.pipeline.close()
-
-
-@pytest.mark.parametrize(
+@each_case(
     ("brought", "code", "text"),
     [
-        (MediaReference("???", is_embedded=True), "embeddings_invalid", "its base64 is not valid"),
-        (MediaReference("AAA==", is_embedded=True), "embeddings_invalid", "its base64"),
-        (MediaReference("AA===", is_embedded=True), "embeddings_invalid", "its base64"),
-        (MediaReference("AA\nA", is_embedded=True), "embeddings_invalid", "ends within its header"),
-        (
-            MediaReference("\ud800", is_embedded=True),
-            "embeddings_invalid",
-            "its base64 is not valid",
-        ),
-        (MediaReference("", is_embedded=True), "embeddings_invalid", "its base64 is not valid"),
+        (video_with(timestamps=None), "timestamps_missing", "come without timestamps. Remedy: add"),
+        (times(1, 2), "timestamps_dtype", "value I64, limit F64"),
+        (times(0, 1e9), "timestamps_invalid", "0 to 3600 seconds"),
+        (times(0, -1.0), "timestamps_invalid", "value -1.0"),
+        (times(0, np.nan), "timestamps_invalid", "value nan"),
+        (video_with(embeds=tensor_of(rows_of(5))), "embeds_tokens", r"expected shape \[4, 8\]"),
+        (video_with(embeds=tensor_of(rows_of(4) * np.float32("nan"))), "embeds_not_finite", "NaN"),
+        (video_with(more=tensor_of(rows_of(1))), "embeddings_invalid", "another tensor"),
+        (embedded(tensors_file(VIDEO)[:-1], is_video=True), "embeddings_invalid", "malformed"),
+        (base64_image("???"), "embeddings_invalid", "its base64 is not valid"),
+        (base64_image("AAA=="), "embeddings_invalid", "its base64"),
+        (base64_image("AA==="), "embeddings_invalid", "its base64"),
+        (base64_image("AA\nA"), "embeddings_invalid", "ends within its header"),
+        (base64_image("\ud800"), "embeddings_invalid", "its base64 is not valid"),
+        (base64_image(""), "embeddings_invalid", "its base64 is not valid"),
         (
             embedded(embedding_file(rows_of(2) * np.float32("inf"))),
             "embeds_not_finite",
@@ -284,55 +145,124 @@ async def test_switch_refuses_with_its_name() -> None:
     ],
 )
 async def test_bad_embedding_fails_its_request_alone(
-    bench: Bench, brought: MediaReference, code: str, text: str
+    brought: MediaReference, code: str, text: str
 ) -> None:
-    """The error has index and code; the other request is not affected."""
-    beside = asyncio.ensure_future(bench.pipeline.prepare("\x01", [data_url(image_bytes())]))
-    await asyncio.sleep(0)
-    with pytest.raises(RequestRefused, match=text) as caught:
-        await bench.pipeline.prepare("\x01\x01", [data_url(image_bytes()), brought])
-    assert (caught.value.code, caught.value.status) == (code, 400)
-    assert caught.value.message.startswith("image 1: ")
-    (await beside).lease.release()
-    assert (await refusal(bench, "\x01", brought)).code == code
+    """The client's error, with index, code and remedy; another request is not affected, nothing is kept."""
+    with bench_with() as bench:
+        beside = bench.start("\x01", [data_url(image_bytes(value=5))])
+        await asyncio.sleep(0)
+        prompt = "\x01\x02" if brought.is_video else "\x01\x01"
+        with pytest.raises(RequestRefused, match=text) as caught:
+            await bench.prepare(prompt, [IMAGE, brought])
+        assert (caught.value.code, caught.value.status) == (code, 400)
+        assert caught.value.message.startswith(f"{brought.noun} 1: ")
+        assert "Remedy: " in caught.value.message
+        (await beside).lease.release()
+        await bench.all_back()
 
 
-async def test_embeddings_count_towards_every_bound() -> None:
-    """Images per request, bytes per request, bytes in preparation."""
-    file = embedding_file()
-    bench = Bench(MediaConfig(allow_embeddings=True, images_max=1))
-    assert (await refusal(bench, "\x01", *[embedded(file)] * 2)).code == "too_many_images"
-    bench.pipeline.close()
-    bench = Bench(MediaConfig(allow_embeddings=True, request_bytes_max=2 * len(file) - 1))
-    files = [embedding_file(rows_of(2, seed=seed)) for seed in range(2)]
-    error = await refusal(bench, "\x01\x01", *map(embedded, files))
-    assert (error.code, error.status) == ("images_too_large", 413)
-    bench.pipeline.close()
+FILE = embedding_file()
+TWO = [embedded(FILE), embedded(embedding_file(rows_of(2, seed=1)))]
+OFF = ["http://host.invalid/x", base64_image("?")]
 
 
-@pytest.mark.parametrize(("surplus", "accepted"), [(0, True), (1, False), (3, False)])
-async def test_file_size_is_bounded_exactly(surplus: int, accepted: bool) -> None:
-    file = embedding_file()
-    bench = Bench(MediaConfig(allow_embeddings=True, image_bytes_max=len(file) - surplus))
-    if accepted:
-        (await bench.pipeline.prepare("\x01", [embedded(file)])).lease.release()
-    else:
-        error = await refusal(bench, "\x01", embedded(file))
+@each_case(
+    ("settings", "brought", "status", "code", "text"),
+    [
+        (
+            {"allow_embeddings": False, "hosts": ("host.invalid",)},
+            OFF,
+            400,
+            "embeddings_disabled",
+            "image 1: .*Remedy: send the image itself or set media.allow_embeddings = true",
+        ),
+        ({"images_max": 1}, TWO, 400, "too_many_images", "limit 1 images"),
+        ({"videos_max": 1}, [video_with()] * 2, 400, "too_many_videos", "limit 1 videos"),
+        ({"request_bytes_max": 2 * len(FILE) - 1}, TWO, 413, "images_too_large", "image 1: "),
+        (
+            {"image_bytes_max": len(FILE) - 1},
+            TWO,
+            413,
+            "embedding_too_large",
+            f"the encoded embedding is too large: .*limit {len(FILE) - 1} bytes. Remedy: ",
+        ),
+        ({"image_bytes_max": len(FILE) - 3}, TWO, 413, "embedding_too_large", "Remedy: "),
+    ],
+)
+async def test_embeddings_count_towards_every_bound(
+    settings: dict[str, Any], brought: list[Any], status: int, code: str, text: str
+) -> None:
+    """Switched off by default; then they are refused before anything is fetched."""
+    assert not MediaConfig().allow_embeddings
+    with bench_with(**settings) as bench:
+        error = await bench.refusal("\x01\x01", brought)
+    assert (error.code, error.status) == (code, status)
+    assert re.search(text, error.message)
+
+
+async def test_embeddings_of_videos_need_a_model_that_takes_them(bench: Bench) -> None:
+    bench.preprocessor.video_times = ""
+    assert (await bench.refusal("\x02", [video_with()])).code == "embeddings_not_taken"
+    with bench_with({"video_token_id": None}) as other:
+        assert (await other.refusal("\x02", [video_with()])).code == "videos_not_taken"
+
+
+async def test_embeddings_by_reference(tmp_path: Path) -> None:
+    """A file of the allowed folder, of an allowed host, or a data: URL has the key of its base64."""
+    (folder := tmp_path / "allowed").mkdir()
+    files = {"image": embedding_file(), "video": tensors_file(VIDEO)}
+    for name, file in files.items():
+        (folder / name).write_bytes(file)
+    (tmp_path / "outside").write_bytes(files["image"])
+    (folder / "link").symlink_to(tmp_path / "outside")
+    settings = MediaConfig(allow_embeddings=True, directory=str(folder))
+    preprocessor = FakePreprocessor(model_info(video_token_id=VIDEO_PLACEHOLDER))
+    remote = {f"https://host/{name}": file for name, file in files.items()}
+
+    def references(image: str, video: str) -> list[MediaReference]:
+        return [base64_image(image), MediaReference(video, is_video=True, is_embedded=True)]
+
+    with Bench(settings, preprocessor, remote=remote) as bench:
+        keys = set()
+        for sources in (
+            [base64.b64encode(file).decode() for file in files.values()],
+            [f"file://{folder}/{name}" for name in files],
+            list(remote),
+            [data_url(file, "application/octet-stream") for file in files.values()],
+        ):
+            prepared = await bench.prepare("\x01\x02", references(*sources))
+            keys.add(tuple(item.key for item in prepared.items))
+        assert len(keys) == 1
+        for path in ("link", "none", "../outside"):
+            for reference in references(*[f"file://{folder}/{path}"] * 2):
+                error = await bench.refusal("\x01", [reference])
+                assert (error.code, error.status) == ("embedding_file_refused", 400)
+        wrong = base64_image(data_url(files["image"], "image/png"))
+        assert (await bench.refusal("\x01", [wrong])).code == "embedding_type_unsupported"
+        (folder / "image").write_bytes(files["image"].ljust(settings.image_bytes_max + 1))
+        error = await bench.refusal("\x01", [base64_image(f"file://{folder}/image")])
         assert (error.code, error.status) == ("embedding_too_large", 413)
-        assert f"limit {len(file) - surplus} bytes. Remedy: " in error.message
-        assert "the encoded embedding is too large" in error.message
-    bench.pipeline.close()
+        assert "media.image_bytes_max" in error.message
 
 
-async def test_length_is_checked_before_base64(bench: Bench) -> None:
-    """50 MB cost the memory of a few pieces."""
-    brought = MediaReference("A" * 50_000_000, is_embedded=True)
-    tracemalloc.start()
-    try:
-        assert (await refusal(bench, "\x01", brought)).status == 413
-        assert tracemalloc.get_traced_memory()[1] < 4_000_000
-    finally:
-        tracemalloc.stop()
+@each_case("dtype", ["bfloat16", "float16"])
+async def test_extent_has_the_bytes_of_the_served_rows(dtype: str) -> None:
+    with bench_with({"dtype": dtype, "embedding_levels": 3}) as bench:
+        prepared = await bench.prepare("\x01", [embedded(embedding_file(rows_of(2, 24)))])
+        assert bench.pixels(prepared.items[0]).nbytes == 2 * 24 * 2
+
+
+async def test_length_is_checked_before_base64() -> None:
+    """50 MB cost the memory of a few pieces; a file of exactly the limit is accepted."""
+    with bench_with(image_bytes_max=len(FILE)) as bench:
+        await bench.prepare("\x01", [embedded(FILE)])
+        brought = base64_image("A" * 50_000_000)
+        tracemalloc.start()
+        try:
+            assert (await bench.refusal("\x01", [brought])).status == 413
+            assert tracemalloc.get_traced_memory()[1] < 4_000_000
+        finally:
+            tracemalloc.stop()
 
 
 def test_embedding_key_separates_every_part() -> None:
@@ -369,9 +299,8 @@ def test_embedding_key_separates_every_part() -> None:
 
 async def test_embedding_never_has_the_key_of_an_image(bench: Bench) -> None:
     """Not even one whose bytes are those of the file."""
-    file = embedding_file()
-    prepared = await bench.pipeline.prepare("\x01", [embedded(file)])
-    for encoded in (file, rows_of(2).tobytes()):
+    prepared = await bench.prepare("\x01", [embedded(FILE)])
+    for encoded in (FILE, rows_of(2).tobytes()):
         key = item_key(settings_digest=b"fake settings", cache_salt="", encoded=encoded)
         assert prepared.items[0].key != key
 
@@ -386,10 +315,9 @@ class Stopping:
         pass
 
 
-async def test_engine_stops_without_holding_the_loop_up() -> None:
+async def test_engine_stops_without_holding_the_loop_up(bench: Bench) -> None:
     """Only `stop` waits for an image that is still being decoded."""
     engine = Engine(Config())
-    bench = Bench()
     rest = cast("Any", Stopping())
     engine._running = RunningParts(
         arena=rest,
@@ -400,20 +328,16 @@ async def test_engine_stops_without_holding_the_loop_up() -> None:
         tells_prompts=False,
         adapters=rest,
     )
-    gate, entered = threading.Event(), threading.Event()
-
-    def work() -> None:
-        entered.set()
-        assert gate.wait(PATIENCE_S)
-
-    bench.pipeline._executor.submit(work)
-    assert await asyncio.to_thread(entered.wait, PATIENCE_S)
+    bench.preprocessor.gate.clear()
+    decoding = bench.start("\x01", [IMAGE])
+    await bench.entered()
     stopping = asyncio.ensure_future(engine.stop())
     for _ in range(20):
         await asyncio.sleep(0)
     assert not stopping.done()
-    gate.set()
+    bench.preprocessor.gate.set()
     async with patience():
         await stopping
+    await decoding
     assert engine.statistics()["media"] == {}
     await engine.stop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,8 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.each_case import each_case
 from tests.unit.media.fakes import (
     FakePreprocessor,
+    TensorParts,
     embedding_file,
     framed,
     model_info,
@@ -113,7 +116,7 @@ MALFORMED: dict[str, bytes] = {
 }
 
 
-@pytest.mark.parametrize("name", MALFORMED)
+@each_case("name", MALFORMED)
 def test_read_tensors_refuses_input_that_is_malformed(name: str) -> None:
     """A strict reader; the error quotes nothing of the file."""
     with pytest.raises(RequestRefused, match="the embeddings are malformed: .*Remedy: ") as caught:
@@ -145,84 +148,68 @@ def test_read_tensors_survives_any_bytes(noise: bytes, place: int) -> None:
 
 
 def test_read_embedding_takes_either_shape_of_grid_and_integer() -> None:
-    for grid in (np.array([1, 2, 4]), np.array([[1, 2, 4]]), np.array([1, 2, 4], np.int32)):
-        embedding = read(tensors_file({"grid_thw": tensor_of(grid), "embeds": EMBEDS}))
+    for found in (GRID, grid([1, 2, 4]), grid(1, 2, 4, dtype="int32")):
+        embedding = read(tensors_file({"grid_thw": found, "embeds": EMBEDS}))
         assert (embedding.plan.metadata, embedding.plan.tokens) == (b"(1, 2, 4)", 2)
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
-    "no grid": ({"embeds": EMBEDS}, "grid_thw_missing", "come without grid_thw. Remedy: add"),
-    "no rows": ({"grid_thw": GRID}, "embeds_missing", "come without embeds. Remedy: add"),
-    "nothing": ({}, "embeds_missing", "come without embeds"),
-    "grid of floats": (
-        {"embeds": EMBEDS, "grid_thw": tensor_of(np.array([1, 2, 4], np.float32))},
-        "grid_thw_dtype",
-        "value F32, limit I64 or I32. Remedy: ",
-    ),
-    "two grids": (
-        {"embeds": EMBEDS, "grid_thw": tensor_of(np.array([[1, 2, 4]] * 2))},
+def grid(*sizes: int | Sequence[int], dtype: str = "int64") -> TensorParts:
+    return tensor_of(np.array(sizes, dtype))
+
+
+NO_GRID = r"no image has such a grid"
+REFUSED: list[tuple[TensorParts | None, TensorParts | None, str, str]] = [
+    (EMBEDS, None, "grid_thw_missing", "come without grid_thw. Remedy: add"),
+    (None, GRID, "embeds_missing", "come without embeds. Remedy: add"),
+    (None, None, "embeds_missing", "come without embeds"),
+    (EMBEDS, grid(1, 2, 4, dtype="float32"), "grid_thw_dtype", "F32, limit I64 or I32. Remedy: "),
+    (
+        EMBEDS,
+        grid([1, 2, 4], [1, 2, 4]),
         "grid_thw_shape",
         r"value \[2, 3\], limit \[3\] or \[1, 3\]: time, height, width",
     ),
-    "odd grid": (
-        {"embeds": EMBEDS, "grid_thw": tensor_of(np.array([1, 3, 4]))},
-        "grid_thw_invalid",
-        "no image has such a grid",
-    ),
-    "negative grid": (
-        {"embeds": EMBEDS, "grid_thw": tensor_of(np.array([1, -2, -4]))},
-        "grid_thw_invalid",
-        "no image has such a grid",
-    ),
-    "narrow rows": (
-        {"embeds": tensor_of(rows_of(2, 7)), "grid_thw": GRID},
+    (EMBEDS, grid(1, 3, 4), "grid_thw_invalid", NO_GRID),
+    (EMBEDS, grid(1, -2, -4), "grid_thw_invalid", NO_GRID),
+    (
+        tensor_of(rows_of(2, 7)),
+        GRID,
         "embeds_hidden_size",
         r"value shape \[2, 7\], limit expected shape \[2, 8\]: .* hidden size 8. Remedy: ",
     ),
-    "flat rows": (
-        {"embeds": tensor_of(rows_of(2).reshape(16)), "grid_thw": GRID},
+    (
+        tensor_of(rows_of(2).reshape(16)),
+        GRID,
         "embeds_hidden_size",
         r"value shape \[16\], limit expected shape \[2, 8\]",
     ),
-    "a row too many": (
-        {"embeds": tensor_of(rows_of(3)), "grid_thw": GRID},
-        "embeds_tokens",
-        r"value shape \[3, 8\], limit expected shape \[2, 8\]",
-    ),
-    "a row too few": (
-        {"embeds": tensor_of(rows_of(1)), "grid_thw": GRID},
-        "embeds_tokens",
-        r"value shape \[1, 8\], limit expected shape \[2, 8\]",
-    ),
-    "another float": (
-        {"embeds": tensor_of(rows_of(2).astype(np.float16)), "grid_thw": GRID},
-        "embeds_dtype",
-        "value F16, limit F32. Remedy: ",
-    ),
-    "an unknown type": (
-        {"embeds": ("I16", (2, 8), bytes(32)), "grid_thw": GRID},
+    (tensor_of(rows_of(3)), GRID, "embeds_tokens", r"\[3, 8\], limit expected shape \[2, 8\]"),
+    (tensor_of(rows_of(1)), GRID, "embeds_tokens", r"\[1, 8\], limit expected shape \[2, 8\]"),
+    (tensor_of(rows_of(2).astype(np.float16)), GRID, "embeds_dtype", "value F16, limit F32. Rem"),
+    (
+        ("I16", (2, 8), bytes(32)),
+        GRID,
         "embeds_dtype",
         "value another type, limit F64, F32, F16, BF16, I64, I32",
     ),
-    "too many tokens": (
-        {"embeds": tensor_of(rows_of(65)), "grid_thw": tensor_of(np.array([1, 26, 10]))},
+    (
+        tensor_of(rows_of(65)),
+        grid(1, 26, 10),
         "image_tokens_exceeded",
         "value 65 tokens, limit 64 tokens. Remedy: ",
     ),
-    "tokens beyond 64 bits": (
-        {"embeds": EMBEDS, "grid_thw": tensor_of(np.array([2**62, 2**62, 2**62]))},
-        "image_tokens_exceeded",
-        "limit 64 tokens",
-    ),
-}
+    (EMBEDS, grid(2**62, 2**62, 2**62), "image_tokens_exceeded", "limit 64 tokens"),
+]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_read_embedding_refuses(name: str) -> None:
+@each_case(("embeds", "grid_thw", "code", "text"), REFUSED)
+def test_read_embedding_refuses(
+    embeds: TensorParts | None, grid_thw: TensorParts | None, code: str, text: str
+) -> None:
     """A code that names the companion, expected and actual shape, limit and remedy."""
-    tensors, code, text = REFUSED[name]
+    tensors = {"embeds": embeds, "grid_thw": grid_thw}
     with pytest.raises(RequestRefused, match=text) as caught:
-        read(tensors_file(tensors))
+        read(tensors_file({name: each for name, each in tensors.items() if each is not None}))
     assert (caught.value.code, caught.value.status) == (code, 400)
 
 
@@ -235,12 +222,16 @@ def test_read_embedding_wants_every_level_in_a_row() -> None:
         read(embedding_file(rows_of(2, 8)), info)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def served(rows: npt.NDArray[np.float32], dtype: str) -> tuple[npt.NDArray[Any], str]:
+    """Convert rows to a served dtype; return them with its name in files."""
+    if dtype == "float16":
+        return rows.astype(np.float16), "F16"
+    return (as_bfloat16(rows), "BF16") if dtype == "bfloat16" else (rows, "F32")
+
+
+@each_case("dtype", ["float32", "float16", "bfloat16"])
 def test_write_rows_copies_the_served_dtype(dtype: str) -> None:
-    rows: npt.NDArray[Any] = rows_of(2)
-    kind = {"float16": "F16", "bfloat16": "BF16"}.get(dtype, "F32")
-    if kind != "F32":
-        rows = rows.astype(np.float16) if kind == "F16" else as_bfloat16(rows)
+    rows, kind = served(rows_of(2), dtype)
     info = model_info(dtype=dtype)
     embedding = read(embedding_file(rows, embeds=kind), info)
     assert written(embedding, info).tobytes() == rows.tobytes()
@@ -274,31 +265,29 @@ def _widened(bits: int) -> float:
     return float(np.array([bits << 16], np.uint32).view(np.float32)[0])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("given_as_served", [True, False])
-def test_write_rows_refuses_input_that_is_not_finite(
-    dtype: str, value: float, given_as_served: bool
-) -> None:
-    rows: npt.NDArray[Any] = rows_of(2)
-    rows[1, 7] = value
-    kind = "F32"
-    if given_as_served and dtype != "float32":
-        kind = {"float16": "F16", "bfloat16": "BF16"}[dtype]
-        rows = rows.astype(np.float16) if kind == "F16" else as_bfloat16(rows)
+@each_case(
+    ("dtype", "given_as"),
+    [
+        ("float32", "float32"),
+        *((dtype, given) for dtype in ("float16", "bfloat16") for given in ("float32", dtype)),
+    ],
+)
+def test_write_rows_refuses_input_that_is_not_finite(dtype: str, given_as: str) -> None:
+    """NaN and infinity in either dtype, and values beyond the served one."""
     info = model_info(dtype=dtype)
-    with pytest.raises(RequestRefused, match="Remedy: ") as caught:
-        written(read(embedding_file(rows, embeds=kind), info), info)
-    assert caught.value.code == "embeds_not_finite"
-
-
-@pytest.mark.parametrize(("dtype", "value"), [("float16", 65520.0), ("bfloat16", 3.4e38)])
-def test_write_rows_refuses_values_that_overflow(dtype: str, value: float) -> None:
-    info = model_info(dtype=dtype)
-    rows = rows_of(2)
-    rows[0, 0] = -value
-    with pytest.raises(RequestRefused, match=f"beyond {dtype}, limit finite numbers of {dtype}"):
-        written(read(embedding_file(rows), info), info)
+    for value in (math.nan, -math.nan, math.inf, -math.inf):
+        rows = rows_of(2)
+        rows[1, 7] = value
+        converted, kind = served(rows, given_as)
+        with pytest.raises(RequestRefused, match="Remedy: ") as caught:
+            written(read(embedding_file(converted, embeds=kind), info), info)
+        assert caught.value.code == "embeds_not_finite"
+    if given_as != dtype:
+        rows = rows_of(2)
+        rows[0, 0] = {"float16": -65520.0, "bfloat16": -3.4e38}[dtype]
+        beyond = f"beyond {dtype}, limit finite numbers of {dtype}"
+        with pytest.raises(RequestRefused, match=beyond):
+            written(read(embedding_file(rows), info), info)
 
 
 def test_write_rows_looks_at_every_strip(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,5 +303,5 @@ def test_write_rows_looks_at_every_strip(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_embedded_image_is_never_shown() -> None:
     """Neither a log nor an error holds the client's data."""
-    assert "AAAA" not in repr(MediaReference("AAAA", is_embedded=True))
-    assert "AAAA" not in str([MediaReference("AAAA", is_embedded=True)])
+    reference = MediaReference("AAAA", is_embedded=True)
+    assert "AAAA" not in repr(reference) + str([reference])

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from tests.each_case import each_case
 from vsched.config import Config
 from vsched.config.checks import decode_bytes_needed
 from vsched.config.loading import load_config
@@ -31,14 +33,20 @@ MEBIBYTE = 1 << 20
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "size", [("1100", "800"), pytest.param(("300", "2000"), marks=pytest.mark.thorough)]
+    ("width", "height", "every"),
+    [
+        (1100, 800, 5),
+        pytest.param(1100, 800, 1, marks=pytest.mark.thorough),
+        pytest.param(300, 2000, 1, marks=pytest.mark.thorough),
+    ],
 )
-def test_estimate_bounds_what_is_measured(size: tuple[str, str]) -> None:
-    """Every format and mode, decoded alone and processed; memory is measured in a process of its own."""
+def test_estimate_bounds_what_is_measured(width: int, height: int, every: int) -> None:
+    """Formats and modes, decoded alone and processed; memory is measured in a process of its own."""
     # Freed memory returns to the system at once, or the next case would grow into it unseen.
     returned = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
+    sizes = map(str, (width, height, every))
     run = subprocess.run(
-        [sys.executable, "-m", "tests.unit.media.memory_probe", *size, "0", "1024"],
+        [sys.executable, "-m", "tests.unit.media.memory_probe", *sizes],
         cwd=ROOT,
         env={**os.environ, **returned},
         capture_output=True,
@@ -47,26 +55,22 @@ def test_estimate_bounds_what_is_measured(size: tuple[str, str]) -> None:
     )
     assert run.returncode == 0, run.stderr
     cases = [json.loads(line) for line in run.stdout.splitlines()]
-    assert len(cases) == 53
+    assert len(cases) == {1: 53, 5: 13}[every]
     for case in cases:
         assert case["measured"] <= case["estimate"] + MEBIBYTE, case
         assert case["estimate"] <= 2 * case["measured"] + 4 * MEBIBYTE, case
 
 
-def jpeg(*, progressive: bool = False, subsampling: int = 2) -> bytes:
+@each_case(
+    ("progressive", "subsampling", "found"),
+    [(False, 2, 0), (True, 0, 104 * 64 * 3 * 2), (True, 2, 112 * 64 * 2 * 3 // 2)],
+)
+def test_inspect_reports_coefficients(progressive: bool, subsampling: int, found: int) -> None:
+    """A progressive JPEG is decoded from 2 bytes a sample of the whole image."""
     buffer = io.BytesIO()
     image = Image.new("RGB", (100, 60))
     image.save(buffer, "JPEG", progressive=progressive, subsampling=subsampling)
-    return buffer.getvalue()
-
-
-def test_inspect_reports_coefficients() -> None:
-    """A progressive JPEG is decoded from 2 bytes a sample of the whole image."""
-    assert inspect(jpeg(), LIMITS).storage.coefficient_bytes == 0
-    found = inspect(jpeg(progressive=True, subsampling=0), LIMITS).storage.coefficient_bytes
-    assert found == 104 * 64 * 3 * 2
-    found = inspect(jpeg(progressive=True), LIMITS).storage.coefficient_bytes
-    assert found == 112 * 64 * 2 * 3 // 2
+    assert inspect(buffer.getvalue(), LIMITS).storage.coefficient_bytes == found
 
 
 def frame_and_scan(
@@ -90,7 +94,7 @@ COMMENT = b"\xff\xfe\x00\x10\xff\xda\x00\x0c\x03aaaaaaaaa"
 """A comment that looks like a scan of all components."""
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("rest", "coefficients"),
     [
         (frame_and_scan(), 0),
@@ -106,7 +110,7 @@ def test_coefficients_follow_the_markers(rest: bytes, coefficients: int) -> None
     assert coefficient_bytes(b"\xff\xd8" + rest, 16, 8) == coefficients
 
 
-@pytest.mark.parametrize(
+@each_case(
     "rest",
     [
         b"",
@@ -138,50 +142,36 @@ LEGAL = Config().media
 
 
 @given(
-    width=st.integers(1, 65535),
-    height=st.integers(1, 65535),
-    kind=st.sampled_from(["PNG", "JPEG", "WEBP", "GIF", "BMP"]),
-    mode=st.sampled_from(["1", "L", "P", "LA", "I;16", "RGB", "RGBA", "CMYK"]),
-    transparent=st.booleans(),
-    turned=st.booleans(),
-    pixels_max=st.sampled_from([100, 10**6, LEGAL.image_pixels_max]),
+    st.integers(1, 65535),
+    st.integers(1, 65535),
+    st.builds(
+        Storage,
+        kind=st.sampled_from(["PNG", "JPEG", "WEBP", "GIF", "BMP"]),
+        mode=st.sampled_from(["1", "L", "P", "LA", "I;16", "RGB", "RGBA", "CMYK"]),
+        transparent=st.booleans(),
+        turned=st.booleans(),
+        encoded_bytes=st.just(LEGAL.image_bytes_max),
+    ),
+    st.sampled_from([100, 10**6, LEGAL.image_pixels_max]),
 )
 @settings(derandomize=True, database=None, deadline=None, max_examples=300)
 def test_needed_budget_admits_every_legal_image(
-    *,
-    width: int,
-    height: int,
-    kind: str,
-    mode: str,
-    transparent: bool,
-    turned: bool,
-    pixels_max: int,
+    width: int, height: int, storage: Storage, pixels_max: int
 ) -> None:
     """The smallest budget that the configuration accepts can decode any image within the limits."""
     media = msgspec.structs.replace(LEGAL, image_pixels_max=pixels_max)
-    limit = min(WEBP_PIXELS_MAX, pixels_max) if kind == "WEBP" else pixels_max
+    limit = min(WEBP_PIXELS_MAX, pixels_max) if storage.kind == "WEBP" else pixels_max
     width = min(width, limit)
     height = min(height, limit // width)
-    coefficients = 0
-    if kind == "JPEG":
+    if storage.kind == "JPEG":
         padded = -(-width // 32) * 32 * -(-height // 32) * 32
-        coefficients = padded * 2 * {"L": 1, "CMYK": 4}.get(mode, 3)
-    kept = Storage(
-        kind=kind,
-        mode=mode,
-        transparent=transparent,
-        turned=turned,
-        encoded_bytes=media.image_bytes_max,
-        coefficient_bytes=coefficients,
-    )
-    assert decode_bytes(width, height, kept) <= decode_bytes_needed(media)
-
-
-def test_default_configuration_admits_every_legal_image() -> None:
-    assert decode_bytes_needed(LEGAL) <= LEGAL.decode_bytes
+        coefficients = padded * 2 * {"L": 1, "CMYK": 4}.get(storage.mode, 3)
+        storage = replace(storage, coefficient_bytes=coefficients)
+    assert decode_bytes(width, height, storage) <= decode_bytes_needed(media)
 
 
 def test_configuration_refuses_a_budget_for_smaller_images_only() -> None:
+    assert decode_bytes_needed(LEGAL) <= LEGAL.decode_bytes, "the default admits all"
     with pytest.raises(ConfigError) as caught:
         load_config(None, sets=["media.decode_bytes=536870912"], environ={})
     assert str(caught.value).startswith("media.decode_bytes: too small")

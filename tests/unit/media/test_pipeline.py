@@ -2,116 +2,79 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
+from tests.each_case import each_case
 from tests.patience import PATIENCE_S, patience, until
 from tests.unit.media.fakes import FakePreprocessor, data_url, image_bytes, model_info
+from tests.unit.media.pipelines import ITEM_BYTES, Bench
+from tests.unit.media.test_fetch import private, server
 from vsched.config import MediaConfig
-from vsched.errors import RequestFailed, RequestRefused
-from vsched.media import MediaPipeline, MediaReference, PixelStore
+from vsched.errors import RequestFailed, RequestRefused, VschedError
+from vsched.media import MediaReference
+from vsched.media.held import HeldBytes
 from vsched.media.keys import item_key
 
-ITEM_BYTES = 8 * 48 * 4  # a 16x8 image: 2 tokens, 8 patches
-
-
-class Bench:
-    """A pipeline and its parts."""
-
-    def __init__(self, preprocessor: FakePreprocessor, settings: MediaConfig, items: int) -> None:
-        self.preprocessor = preprocessor
-        self.store = PixelStore(memoryview(bytearray(items * ITEM_BYTES)))
-        self.pipeline = MediaPipeline(preprocessor, self.store, settings)
+IMAGE = data_url(image_bytes())
 
 
 @pytest.fixture
 def bench() -> Iterator[Bench]:
-    bench = Bench(FakePreprocessor(), MediaConfig(), items=8)
-    yield bench
-    bench.preprocessor.gate.set()
-    bench.pipeline.close()
-
-
-async def entered(bench: Bench) -> None:
-    """Wait until a thread is inside the image processor."""
-    assert await asyncio.to_thread(bench.preprocessor.entered.wait, PATIENCE_S)
-
-
-async def settled(bench: Bench) -> None:
-    """Wait until the thread's own holds are back."""
-    await until(lambda: bench.store.statistics().bytes_held == 0)
+    with Bench(items=8) as bench:
+        yield bench
 
 
 async def test_prepare_text_only_has_no_items(bench: Bench) -> None:
     """No multimodal inputs at all."""
-    prepared = await bench.pipeline.prepare("hi", [])
-    assert prepared.token_ids == [104, 105]
-    assert prepared.items == ()
-    prepared.lease.release()
-    assert (await bench.pipeline.prepare([5, 6], [])).token_ids == [5, 6]
-    assert len((await bench.pipeline.prepare("x" * 900, [])).token_ids) == 900
-
-
-async def test_prepare_refuses_images_if_the_model_takes_none(bench: Bench) -> None:
-    """Before anything is fetched or counted."""
+    prepared = await bench.prepare("hi")
+    assert (prepared.token_ids, prepared.items) == ([104, 105], ())
+    assert (await bench.prepare([5, 6])).token_ids == [5, 6]
+    assert len((await bench.prepare("x" * 900)).token_ids) == 900
     bench.preprocessor.info = model_info().text_alone
-    with pytest.raises(RequestRefused, match="takes no images. Remedy: ") as caught:
-        await bench.pipeline.prepare("a\x01", ["no url at all"])
-    assert (caught.value.code, caught.value.status) == ("images_not_taken", 400)
-    prepared = await bench.pipeline.prepare("hi", [])
-    prepared.lease.release()
-
-
-async def test_prepare_yields_items_and_pixels(bench: Bench) -> None:
-    images = [data_url(image_bytes(value=9)), data_url(image_bytes(8, 24, value=4))]
-    prepared = await bench.pipeline.prepare("a\x01b\x01", images)
-    assert prepared.token_ids == [97, 1, 1, 98, 1, 1, 1]
-    assert [(item.offset, item.tokens, item.metadata) for item in prepared.items] == [
-        (1, 2, b"(1, 2, 4)"),
-        (4, 3, b"(1, 6, 2)"),
-    ]
-    for item, value in zip(prepared.items, (9.0, 4.0), strict=True):
-        assert item.extent is not None
-        assert item.extent.size == item.tokens * 4 * 48 * 4
-        assert set(bench.store.view(item.extent).view(np.float32).tolist()) == {value}
-        assert len(item.key) == 32
-    prepared.lease.release()
-    assert bench.store.statistics().bytes_held == 0
+    error = await bench.refusal("a\x01", ["no url at all"])
+    assert (error.code, error.status) == ("images_not_taken", 400)
+    assert "takes no images. Remedy: " in error.message
 
 
 async def test_repeated_image_costs_no_processing_until_it_is_evicted(bench: Bench) -> None:
-    """One item's content is the key, within a request and across requests."""
-    image = data_url(image_bytes())
-    first = await bench.pipeline.prepare("\x01\x01", [image, image])
+    """One item's content is the key, within a request and across requests of a tenant."""
+    first = await bench.prepare("\x01\x01", [IMAGE, IMAGE])
     assert bench.preprocessor.processed == 1
     assert first.items[0].extent == first.items[1].extent
-    first.lease.release()
-    second = await bench.pipeline.prepare("\x01", [image])
+    second = await bench.prepare("\x01", [IMAGE])
     assert bench.preprocessor.processed == 1
     assert second.items[0].key == first.items[0].key
     assert bench.pipeline.statistics().repeated == 1
-    second.lease.release()
-    assert bench.pipeline.clear() == ITEM_BYTES
-    (await bench.pipeline.prepare("\x01", [image])).lease.release()
+    other = await bench.prepare("\x01", [IMAGE], "another tenant")
+    assert other.items[0].key != first.items[0].key
     assert bench.preprocessor.processed == 2
+    assert bench.pipeline.clear() == 2 * ITEM_BYTES
+    await bench.prepare("\x01", [IMAGE])
+    assert bench.preprocessor.processed == 3
 
 
-async def test_concurrent_requests_share_the_processing(bench: Bench) -> None:
+async def test_concurrent_requests_share_a_processing_that_outlives_the_first(bench: Bench) -> None:
+    """By content and by name; the request that began it may be cancelled."""
     bench.preprocessor.gate.clear()
-    image = data_url(image_bytes())
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(bench.pipeline.prepare("\x01", [image])) for _ in range(5)]
-        await entered(bench)
-        bench.preprocessor.gate.set()
+    first = bench.start("\x01", [MediaReference(IMAGE, uuid="cat")])
+    await bench.entered()
+    others = [bench.start("\x01", [each]) for each in (IMAGE, MediaReference(uuid="cat"), IMAGE)]
+    await until(lambda: bench.pipeline.statistics().repeated == 3)
+    first.cancel()
+    await asyncio.sleep(0)
+    bench.preprocessor.gate.set()
+    for prepared in await asyncio.gather(*others):
+        prepared.lease.release()
+    assert first.cancelled()
     assert bench.preprocessor.processed == 1
-    for task in tasks:
-        task.result().lease.release()
-    assert bench.store.statistics().bytes_held == 0
+    await bench.all_back()
 
 
 def test_item_key_separates_every_part() -> None:
@@ -132,139 +95,113 @@ def test_item_key_separates_every_part() -> None:
     )
 
 
-async def test_salt_separates_tenants(bench: Bench) -> None:
-    image = data_url(image_bytes())
-    first = await bench.pipeline.prepare("\x01", [image], "tenant a")
-    second = await bench.pipeline.prepare("\x01", [image], "tenant b")
-    assert first.items[0].key != second.items[0].key
-    assert bench.preprocessor.processed == 2
-
-
-async def test_image_over_the_token_budget_is_refused() -> None:
-    """Index, tokens, limit and remedy, before any pixel is decoded."""
-    bench = Bench(FakePreprocessor(model_info(item_tokens_max=2)), MediaConfig(), items=8)
-    images = [data_url(image_bytes()), data_url(image_bytes(24, 8))]
-    with pytest.raises(RequestRefused, match=r"image 1: .*value 3 tokens, limit 2 tokens. Remedy"):
-        await bench.pipeline.prepare("\x01\x01", images)
-    assert bench.preprocessor.processed == 0
-    bench.pipeline.close()
-
-
-@pytest.mark.parametrize(
+@each_case(
     ("prompt", "images", "text"),
     [
         ("\x01", ["data:image/png;base64,AAAA"], "image 0: the image cannot be decoded"),
         ("\x01", [data_url(image_bytes(2010, 10))], "image 0: the aspect ratio"),
-        ("x", [data_url(image_bytes())], "placeholders"),
+        ("x", [IMAGE], "placeholders"),
         ("\x01", [], "placeholders"),
         ("\x01", ["http://127.0.0.1/x"], "image 0: remote images are switched off"),
         ("x" * 1000, [], "no room for an answer: value 1000 prompt tokens, limit 1000"),
         ("x" * 9000, [], "no room for an answer"),
         ("\x01" * 65, ["x"] * 65, "value 65 images, limit 64 images"),
+        (
+            "\x01\x01",
+            [IMAGE, data_url(image_bytes(24, 8))],
+            "image 1: .*value 3 tokens, limit 2 tokens. Remedy",
+        ),
     ],
 )
-async def test_prepare_refuses_and_keeps_nothing(
-    bench: Bench, prompt: str, images: list[str], text: str
+async def test_prepare_refuses_and_keeps_nothing(prompt: str, images: list[str], text: str) -> None:
+    """Index, value, limit and remedy, before any pixel is decoded."""
+    with Bench(preprocessor=FakePreprocessor(model_info(item_tokens_max=2))) as bench:
+        error = await bench.refusal(prompt, images)
+        assert re.search(text, error.message)
+        assert bench.pipeline.statistics().refused == 1
+        assert bench.preprocessor.processed == 0
+
+
+async def test_bytes_of_one_request_are_bounded() -> None:
+    first, second = image_bytes(value=1), image_bytes(value=2)
+    with Bench(MediaConfig(request_bytes_max=len(first) + len(second) - 1)) as bench:
+        error = await bench.refusal("\x01\x01", [data_url(first), data_url(second)])
+    assert error.message.startswith("image 1: the images of this request")
+    assert error.status == 413
+
+
+@each_case(
+    ("image", "faults", "error", "text"),
+    [
+        (IMAGE, {"error": OSError("/secret/path")}, RequestFailed, "could not be processed"),
+        (IMAGE, {"rows_missing": 1}, RequestFailed, r"float32 \[7, 48\], but planned .* \[8, 48\]"),
+        (data_url(image_bytes(64, 64)[:-30]), {}, RequestRefused, "cannot be decoded"),
+    ],
+)
+async def test_failing_image_fails_its_request_and_returns_its_memory(
+    image: str,
+    faults: dict[str, Any],
+    error: type[VschedError],
+    text: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with pytest.raises(RequestRefused, match=text):
-        await bench.pipeline.prepare(prompt, images)
-    statistics = bench.pipeline.statistics()
-    assert (statistics.preparing, statistics.preparing_bytes, statistics.refused) == (0, 0, 1)
-    assert statistics.pixels.bytes_held == 0
-
-
-async def test_processor_failure_fails_the_request(
-    bench: Bench, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The client gets no details; the pool goes on."""
-    bench.preprocessor.error = OSError("/secret/path")
-    with pytest.raises(RequestFailed) as caught:
-        await bench.pipeline.prepare("\x01", [data_url(image_bytes())])
-    assert "secret" not in caught.value.message
-    assert "/secret/path" in caplog.text
-    await settled(bench)
-    bench.preprocessor.error = None
-    (await bench.pipeline.prepare("\x01", [data_url(image_bytes())])).lease.release()
-
-
-async def test_wrong_shape_fails_and_is_never_trimmed(bench: Bench) -> None:
-    """Expected and actual shape in the error."""
-    bench.preprocessor.rows_missing = 1
-    with pytest.raises(RequestFailed, match=r"pixels float32 \[7, 48\], but planned .* \[8, 48\]"):
-        await bench.pipeline.prepare("\x01", [data_url(image_bytes())])
-    await settled(bench)
-    assert bench.store.statistics().entries == 0
-
-
-async def test_one_of_two_sharers_cancelled_leaves_the_other(bench: Bench) -> None:
-    bench.preprocessor.gate.clear()
-    image = data_url(image_bytes())
-    first = asyncio.ensure_future(bench.pipeline.prepare("\x01", [image]))
-    await entered(bench)
-    second = asyncio.ensure_future(bench.pipeline.prepare("\x01", [image]))
-    await until(lambda: bench.pipeline.statistics().repeated == 1)
-    first.cancel()
-    await asyncio.sleep(0)
-    bench.preprocessor.gate.set()
-    (await second).lease.release()
-    assert first.cancelled()
-    assert bench.preprocessor.processed == 1
+    """The client gets no details, a wrong shape is never trimmed, and the pool goes on."""
+    with Bench() as bench:
+        vars(bench.preprocessor).update(faults)
+        for _ in range(3):
+            with pytest.raises(error, match=text) as caught:
+                await bench.prepare("\x01", [image])
+            assert "secret" not in str(caught.value)
+            await bench.all_back()
+        assert str(faults.get("error", "")) in caplog.text
+        assert bench.store.statistics().entries == 0
+        vars(bench.preprocessor).update(error=None, rows_missing=0)
+        await bench.prepare("\x01", [IMAGE])
 
 
 async def test_waits_for_space_and_goes_on() -> None:
-    bench = Bench(FakePreprocessor(), MediaConfig(), items=1)
-    first = await bench.pipeline.prepare("\x01", [data_url(image_bytes(value=1))])
-    second = asyncio.ensure_future(bench.pipeline.prepare("\x01", [data_url(image_bytes(value=2))]))
-    await until(lambda: bench.store.statistics().waiting == 1)
-    first.lease.release()
-    (await second).lease.release()
-    with pytest.raises(RequestRefused, match="pixel space"):
-        await bench.pipeline.prepare(
-            "\x01\x01", [data_url(image_bytes(value=1)), data_url(image_bytes(value=2))]
-        )
-    bench.pipeline.close()
+    one, other = (data_url(image_bytes(value=value)) for value in (1, 2))
+    with Bench(items=1) as bench:
+        first = await bench.pipeline.prepare("\x01", [one])
+        second = bench.start("\x01", [other])
+        await until(lambda: bench.store.statistics().waiting == 1)
+        first.lease.release()
+        (await second).lease.release()
+        assert "pixel space" in (await bench.refusal("\x01\x01", [one, other])).message
 
 
 async def test_deadline_is_a_503_that_keeps_nothing() -> None:
     """Every wait has a deadline."""
-    bench = Bench(FakePreprocessor(), MediaConfig(), items=1)
-    held = await bench.pipeline.prepare("\x01", [data_url(image_bytes(value=1))])
-    bench.pipeline._settings = MediaConfig(prepare_s=0.02)
-    with pytest.raises(RequestRefused, match=r"limit 0\.02 s.*media\.prepare_s") as caught:
-        await bench.pipeline.prepare("\x01", [data_url(image_bytes(value=2))])
-    assert (caught.value.status, caught.value.retry_after_s) == (503, 5)
-    held.lease.release()
-    assert bench.store.statistics().bytes_held == 0
-    assert bench.store.statistics().waiting == 0
-    bench.pipeline.close()
+    with Bench(items=1) as bench:
+        held = await bench.pipeline.prepare("\x01", [IMAGE])
+        bench.pipeline._settings = MediaConfig(prepare_s=0.02)
+        with pytest.raises(RequestRefused, match=r"limit 0\.02 s.*media\.prepare_s") as caught:
+            await bench.prepare("\x01", [data_url(image_bytes(value=2))])
+        assert (caught.value.status, caught.value.retry_after_s) == (503, 5)
+        held.lease.release()
+        await bench.all_back()
 
 
-@pytest.mark.parametrize("slow", ["render", "tokenize"])
-@pytest.mark.parametrize("images", [0, 1])
+@pytest.mark.parametrize(("slow", "images"), [("render", []), ("tokenize", [IMAGE])])
 async def test_deadline_holds_for_the_text_as_well(
-    slow: str, images: int, monkeypatch: pytest.MonkeyPatch
+    slow: str, images: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A template or a tokenizer that takes long is a 503, and its thread keeps nothing when it is done."""
-    gate, done = threading.Event(), threading.Event()
+    gate = threading.Event()
 
     def wait(text: str = "x" * 5000, **_: bool) -> Any:
         assert gate.wait(PATIENCE_S)
-        done.set()
         return text if slow == "render" else [1, 2]
 
-    bench = Bench(FakePreprocessor(), MediaConfig(prepare_s=0.02), items=1)
-    urls = [data_url(image_bytes())] * images
-    if slow == "tokenize":
-        monkeypatch.setattr(bench.preprocessor, "tokenize", wait)
-    with pytest.raises(RequestRefused, match=r"limit 0\.02 s.*media\.prepare_s") as caught:
-        await bench.pipeline.prepare(wait if slow == "render" else "x" * 5000, urls)
-    assert caught.value.status == 503
-    assert bench.pipeline.statistics().preparing == 0
-    gate.set()
-    await until(done.is_set)
-    await until(lambda: bench.pipeline.statistics().preparing_bytes == 0)
-    assert bench.store.statistics().bytes_held == 0
-    bench.pipeline.close()
+    with Bench(MediaConfig(prepare_s=0.02)) as bench:
+        if slow == "tokenize":
+            monkeypatch.setattr(bench.preprocessor, "tokenize", wait)
+        with pytest.raises(RequestRefused, match=r"limit 0\.02 s.*media\.prepare_s") as caught:
+            await bench.pipeline.prepare(wait if slow == "render" else "x" * 5000, images)
+        assert caught.value.status == 503
+        assert bench.pipeline.statistics().preparing == 0
+        gate.set()
+        await bench.all_back()
 
 
 async def test_long_texts_take_one_core_and_nothing_waits_for_them(
@@ -284,21 +221,19 @@ async def test_long_texts_take_one_core_and_nothing_waits_for_them(
         inside[0] -= 1
         return [7, 8]
 
-    bench = Bench(FakePreprocessor(), MediaConfig(), items=1)
-    monkeypatch.setattr(bench.preprocessor, "tokenize", tokenize)
-    long = [asyncio.create_task(bench.pipeline.prepare("x" * 5000, [])) for _ in range(4)]
-    await until(lambda: inside[0] == 1)
-    async with patience():
-        assert (await bench.pipeline.prepare("y", [])).token_ids == [121]
-        with_image = await bench.pipeline.prepare(chr(1), [data_url(image_bytes())])
-    with_image.lease.release()
-    gate.set()
-    assert [(await task).token_ids for task in long] == [[7, 8]] * 4
+    with Bench() as bench:
+        monkeypatch.setattr(bench.preprocessor, "tokenize", tokenize)
+        long = [bench.start("x" * 5000, []) for _ in range(4)]
+        await until(lambda: inside[0] == 1)
+        async with patience():
+            assert (await bench.prepare("y")).token_ids == [121]
+            await bench.prepare("\x01", [IMAGE])
+        gate.set()
+        assert [(await task).token_ids for task in long] == [[7, 8]] * 4
     assert most == [1]
     if sys.platform == "linux":
         own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
         assert min(nice) > min(own, 18)
-    bench.pipeline.close()
 
 
 @pytest.mark.parametrize(
@@ -306,100 +241,141 @@ async def test_long_texts_take_one_core_and_nothing_waits_for_them(
 )
 async def test_too_many_in_preparation_is_a_429(settings: MediaConfig) -> None:
     """Bounded in count and in bytes, with Retry-After."""
-    bench = Bench(FakePreprocessor(), settings, items=8)
-    bench.preprocessor.gate.clear()
-    image = data_url(image_bytes())
-    first = asyncio.ensure_future(bench.pipeline.prepare("\x01", [image]))
-    await entered(bench)
-    with pytest.raises(RequestRefused) as caught:
-        await bench.pipeline.prepare("\x01", [image])
-    assert (caught.value.status, caught.value.retry_after_s) == (429, 1)
-    bench.preprocessor.gate.set()
-    (await first).lease.release()
-    (await bench.pipeline.prepare("\x01", [image])).lease.release()
-    bench.pipeline.close()
+    with Bench(settings) as bench:
+        bench.preprocessor.gate.clear()
+        first = bench.start("\x01", [IMAGE])
+        await bench.entered()
+        with pytest.raises(RequestRefused) as caught:
+            await bench.prepare("\x01", [IMAGE])
+        assert (caught.value.status, caught.value.retry_after_s) == (429, 1)
+        bench.preprocessor.gate.set()
+        (await first).lease.release()
+        await bench.prepare("\x01", [IMAGE])
 
 
-async def test_bytes_of_one_request_are_bounded() -> None:
-    """Images and bytes per request."""
-    size = len(image_bytes(value=1)) + len(image_bytes(value=2)) - 1
-    bench = Bench(FakePreprocessor(), MediaConfig(request_bytes_max=size), items=8)
-    images = [data_url(image_bytes(value=1)), data_url(image_bytes(value=2))]
-    with pytest.raises(RequestRefused, match="image 1: the images of this request") as caught:
-        await bench.pipeline.prepare("\x01\x01", images)
-    assert caught.value.status == 413
-    bench.pipeline.close()
-
-
-async def test_memo_of_plans_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_memo_of_plans_is_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vsched.media.pipeline.PLANS_MAX", 2)
-    bench = Bench(FakePreprocessor(), MediaConfig(), items=8)
     for value in range(4):
-        image = data_url(image_bytes(value=value))
-        (await bench.pipeline.prepare("\x01", [image])).lease.release()
+        await bench.prepare("\x01", [data_url(image_bytes(value=value))])
     assert len(bench.pipeline._plans) == 2
-    bench.pipeline.close()
 
 
 async def test_image_is_found_by_its_name_once_it_was_sent(bench: Bench) -> None:
     """Nothing is decoded again, and it is the same item."""
-    image = data_url(image_bytes())
-    first = await bench.pipeline.prepare("\x01", [MediaReference(image, uuid="cat")])
-    first.lease.release()
-    again = await bench.pipeline.prepare("a\x01", [MediaReference(uuid="cat")])
+    first = await bench.prepare("\x01", [MediaReference(IMAGE, uuid="cat")])
+    again = await bench.prepare("a\x01", [MediaReference(uuid="cat")])
     assert bench.preprocessor.processed == 1
     assert (again.items[0].key, again.items[0].tokens) == (first.items[0].key, 2)
     assert again.items[0].extent == first.items[0].extent
-    again.lease.release()
-    other = await bench.pipeline.prepare(
-        "\x01", [MediaReference(data_url(image_bytes(value=3)), uuid="cat")]
-    )
+    sent = MediaReference(data_url(image_bytes(value=3)), uuid="cat")
+    other = await bench.prepare("\x01", [sent])
     assert other.items[0].key != first.items[0].key, "sent bytes count"
-    other.lease.release()
-    latest = await bench.pipeline.prepare("\x01", [MediaReference(uuid="cat")])
+    latest = await bench.prepare("\x01", [MediaReference(uuid="cat")])
     assert latest.items[0].key == other.items[0].key
-    latest.lease.release()
 
 
 async def test_image_by_a_name_that_stands_for_none_is_refused(bench: Bench) -> None:
     """Never sent, sent by another tenant, or dropped; the message names the image and the remedy."""
-    url = data_url(image_bytes())
-    (await bench.pipeline.prepare("\x01", [MediaReference(url, uuid="cat")], "one")).lease.release()
+    sent, named = MediaReference(IMAGE, uuid="cat"), MediaReference(uuid="cat")
+    await bench.prepare("\x01", [sent], "one")
 
     async def refused(name: str, salt: str) -> None:
-        with pytest.raises(
-            RequestRefused, match="image 1: .*Remedy: send the image again"
-        ) as caught:
-            await bench.pipeline.prepare("\x01a\x01", [url, MediaReference(uuid=name)], salt)
-        assert (caught.value.code, caught.value.status) == ("image_unknown", 400)
+        error = await bench.refusal("\x01a\x01", [IMAGE, MediaReference(uuid=name)], salt)
+        assert (error.code, error.status) == ("image_unknown", 400)
+        assert re.match("image 1: .*Remedy: send the image again", error.message)
 
     await refused("dog", "one")
     await refused("cat", "other")
     await refused("cat", "")
-    (await bench.pipeline.prepare("\x01", [MediaReference(uuid="cat")], "one")).lease.release()
+    await bench.prepare("\x01", [named], "one")
     bench.pipeline.clear()
     await refused("cat", "one")
     # The name and the plan are remembered longer than the pixels, for which others need the space.
-    (await bench.pipeline.prepare("\x01", [MediaReference(url, uuid="cat")], "one")).lease.release()
+    await bench.prepare("\x01", [sent], "one")
     for value in range(20, 28):
-        other = data_url(image_bytes(value=value))
-        (await bench.pipeline.prepare("\x01", [other])).lease.release()
-    with pytest.raises(RequestRefused, match="image 0: no image is kept under this uuid"):
-        await bench.pipeline.prepare("\x01", [MediaReference(uuid="cat")], "one")
-    await settled(bench)
+        await bench.prepare("\x01", [data_url(image_bytes(value=value))])
+    error = await bench.refusal("\x01", [named], "one")
+    assert error.message.startswith("image 0: no image is kept under this uuid")
 
 
-async def test_image_by_its_name_joins_the_processing_of_the_one_that_was_sent(
-    bench: Bench,
-) -> None:
-    bench.preprocessor.gate.clear()
-    named = MediaReference(data_url(image_bytes()), uuid="cat")
-    async with asyncio.TaskGroup() as group:
-        first = group.create_task(bench.pipeline.prepare("\x01", [named]))
-        await entered(bench)
-        second = group.create_task(bench.pipeline.prepare("\x01", [MediaReference(uuid="cat")]))
-        await asyncio.to_thread(lambda: None)
+# --- encoded bytes that requests in preparation hold ---
+
+
+def test_held_bytes_of_several_requests_are_limited() -> None:
+    held = HeldBytes(100)
+    first, second = held.open(), held.open()
+    first.add(60)
+    with pytest.raises(RequestRefused, match="value 101 bytes, limit 100 bytes") as caught:
+        second.add(41)
+    assert (caught.value.status, caught.value.retry_after_s) == (429, 1)
+    second.add(40)
+    assert held.total == 100
+    second.drop()
+    assert held.total == 60
+    first.add(80)
+    assert held.total == 140, "a lone request has its own limits"
+
+
+async def held_while_processing(settings: MediaConfig, image: str) -> int:
+    with Bench(settings) as bench:
+        bench.preprocessor.gate.clear()
+        task = bench.start("\x01", [image])
+        await bench.entered()
+        held = bench.pipeline.statistics().preparing_bytes
         bench.preprocessor.gate.set()
-    assert bench.preprocessor.processed == 1
-    for task in (first, second):
-        task.result().lease.release()
+        (await task).lease.release()
+        await bench.all_back()
+    return held
+
+
+async def test_an_image_counts_as_sent_and_as_read(tmp_path: Path) -> None:
+    """Files and fetched images, too."""
+    content = image_bytes()
+    (tmp_path / "a.png").write_bytes(content)
+    head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(content)}\r\n\r\n".encode()
+    async with server(head, content[:20], content[20:]) as (host, _):
+        settings = private(host, directory=str(tmp_path))
+        for url in (f"file://{tmp_path}/a.png", f"http://{host}/a.png"):
+            assert await held_while_processing(settings, url) == len(url) + len(content)
+    url = data_url(content)
+    held = await held_while_processing(MediaConfig(), url)
+    assert len(url) + len(content) <= held <= 1.75 * len(url)
+
+
+async def test_fetch_stops_where_the_bytes_end() -> None:
+    """Streamed bytes are counted as they arrive: the body here never ends by itself."""
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n"
+    async with server(head, bytes(5000), pause=True) as (host, _):
+        with Bench(private(host, preparing_bytes_max=4000)) as bench:
+            bench.preprocessor.gate.clear()
+            other = bench.start("\x01", [data_url(image_bytes())])
+            await bench.entered()
+            before = bench.pipeline.statistics().preparing_bytes
+            with pytest.raises(RequestRefused, match="hold too many bytes.*limit 4000 bytes"):
+                await bench.prepare("\x01", [f"http://{host}/a.png"])
+            assert bench.pipeline.statistics().preparing_bytes == before
+            bench.preprocessor.gate.set()
+            (await other).lease.release()
+
+
+async def test_cancelled_read_holds_its_bytes_until_the_thread_is_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    entered, gate = threading.Event(), threading.Event()
+
+    def read(*_: object) -> bytes:
+        entered.set()
+        assert gate.wait(PATIENCE_S)
+        return image_bytes()
+
+    monkeypatch.setattr("vsched.media.measure.read_local", read)
+    with Bench() as bench:
+        task = bench.start("\x01", [data_url(image_bytes())])
+        assert await asyncio.to_thread(entered.wait, PATIENCE_S)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert bench.pipeline.statistics().preparing == 0
+        assert bench.pipeline.statistics().preparing_bytes > 0
+        gate.set()
+        await bench.all_back()

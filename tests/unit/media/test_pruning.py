@@ -8,14 +8,15 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.each_case import each_case
 from tests.unit.media.fakes import FakePreprocessor
 from vsched.config import LoadedConfig, load_config
 from vsched.config.policies import check_replacement
 from vsched.config.sections import PoliciesConfig
-from vsched.errors import ConfigError, PolicyError
+from vsched.errors import ConfigError
 from vsched.media.pruning import Pruning, make_pruning
 from vsched.policy import PruningPolicy, PruningView
-from vsched.testing import check_policy
+from vsched.types import Spans
 from vsched.worker.contract import FrameSize, ImagePlan, VideoPlan
 from vsched.worker.expansion import expand_images
 from vsched_policies.pruning import MostChanged
@@ -67,23 +68,22 @@ async def test_plans_keep_the_most_changed_tokens(timestamps: bool) -> None:
     pruning.close()
 
 
-async def test_threshold_prunes_more_and_ties_keep_earlier_tokens() -> None:
+@each_case(
+    ("policy", "kept"),
+    [
+        (MostChanged(rate=0.5), [None, ((0, 2),), ()]),
+        (MostChanged(rate=0.0), [None, None, None]),
+        (MostChanged(rate=0.0, threshold=0.03), [None, ((0, 3),), ((0, 1), (2, 4))]),
+    ],
+)
+async def test_threshold_prunes_more_and_ties_keep_earlier_tokens(
+    policy: MostChanged, kept: list[Spans | None]
+) -> None:
     changes = changes_of((0.5, 0.5, 0.5, 0.0), (0.5, 0.02, 0.5, 0.5))
-    found = []
-    for policy in (
-        MostChanged(rate=0.5),
-        MostChanged(rate=0.0),
-        MostChanged(rate=0.0, threshold=0.03),
-    ):
-        pruning = made(policy)
-        plan = await pruning.prune(plan_of(3), changes, VIDEO)
-        found.append([group.kept for group in plan.groups])
-        pruning.close()
-    assert found == [
-        [None, ((0, 2),), ()],
-        [None, None, None],
-        [None, ((0, 3),), ((0, 1), (2, 4))],
-    ]
+    pruning = made(policy)
+    plan = await pruning.prune(plan_of(3), changes, VIDEO)
+    assert [group.kept for group in plan.groups] == kept
+    pruning.close()
 
 
 def all_but(*pruned: int) -> bytes:
@@ -138,15 +138,10 @@ async def test_a_slow_policy_is_replaced() -> None:
             time.sleep(0.02)
             return all_but(*range(8, 16))
 
-    pruning = made(Slow(rate=0.5))
-    found = [
-        (await pruning.prune(plan_of(4), changes_of(MOVED, MOVED, MOVED), VIDEO)).groups
-        for _ in range(2)
-    ]
-    assert [[group.placeholders for group in each] for each in found] == [
-        [4, 4, 0, 0],
-        [4, 0, 4, 0],
-    ]
+    pruning, changes = made(Slow(rate=0.5)), changes_of(MOVED, MOVED, MOVED)
+    for placeholders in ([4, 4, 0, 0], [4, 0, 4, 0]):
+        found = await pruning.prune(plan_of(4), changes, VIDEO)
+        assert [group.placeholders for group in found.groups] == placeholders
     assert "media.pruning" in pruning.figures()["policy_replaced"]
     pruning.close()
 
@@ -162,22 +157,7 @@ def test_rate_is_configured_and_no_video_is_pruned_without_it() -> None:
         load("media.pruning.rate=1")
     with pytest.raises(ConfigError, match="restart"):
         check_replacement(plain.config, plain.policies, {"media.pruning": {"use": "most-changed"}})
-
-
-def test_models_without_videos_refuse_to_prune() -> None:
     pruning = made(MostChanged(rate=0.5))
     with pytest.raises(ConfigError, match=r"media\.pruning\.rate: the videos of this model"):
         pruning.check(FakePreprocessor())
     pruning.close()
-
-
-def test_check_policy_calls_pruning_policies() -> None:
-    class Nothing(PruningPolicy, frozen=True, kw_only=True):
-        """Keeps no token, not even of the first group."""
-
-        def prune(self, view: PruningView) -> bytes:
-            return bytes(view.changes.nbytes // 4)
-
-    check_policy(MostChanged(rate=0.5, threshold=0.2), seeds=range(10))
-    with pytest.raises(PolicyError, match="a token of the first group is pruned"):
-        check_policy(Nothing(rate=0.5), seeds=[0])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -10,6 +12,7 @@ pytest.importorskip("av")
 from tests.each_case import each_case
 from tests.unit.media.video_files import expected_frames, video
 from vsched.errors import RequestRefused
+from vsched.media import video as video_module
 from vsched.media.video import VideoLimits, inspect_video, read_frames
 from vsched.worker.contract import VideoFacts
 
@@ -36,43 +39,39 @@ def test_sampled_frames_equal_those_of_decoding_everything(name: str) -> None:
             assert np.array_equal(np.asarray(image), expected[number]), (numbers, number)
 
 
+class Wrapped:
+    """An object of PyAV with other attributes."""
+
+    def __init__(self, inner: Any, **own: object) -> None:
+        self._inner = inner
+        vars(self).update(own)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
 def test_groups_of_pictures_without_a_sampled_frame_are_not_decoded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of 10 groups of 8 frames, the decoder gets the packets of two."""
-    from vsched.media import video as module
-
     file = video(80, g="8", bf="0", sc_threshold="0")
-    sent: list[int] = []
-    opened = module._open
+    sent: list[object] = []
+    opened = video_module._open
 
-    class Counted:
-        def __init__(self, context: object) -> None:
-            self._context = context
+    def open_counted(encoded: bytes, limits: VideoLimits) -> Any:
+        found: Any = opened(encoded, limits)
+        context = found.stream.codec_context
 
-        def __getattr__(self, name: str) -> object:
-            return getattr(self._context, name)
+        def decode(packet: Any) -> Any:
+            sent.append(packet)
+            return context.decode(packet)
 
-        def decode(self, packet: object) -> object:
-            sent.append(packet is not None)
-            return self._context.decode(packet)  # type: ignore[attr-defined]
-
-    class Stream:
-        def __init__(self, stream: object) -> None:
-            self._stream = stream
-            self.codec_context = Counted(stream.codec_context)  # type: ignore[attr-defined]
-
-        def __getattr__(self, name: str) -> object:
-            return getattr(self._stream, name)
-
-    def open_counted(encoded: bytes, limits: VideoLimits) -> object:
-        found = opened(encoded, limits)
-        found.stream = Stream(found.stream)
+        found.stream = Wrapped(found.stream, codec_context=Wrapped(context, decode=decode))
         return found
 
-    monkeypatch.setattr(module, "_open", open_counted)
+    monkeypatch.setattr(video_module, "_open", open_counted)
     assert len(list(read_frames(file, [1, 78], LIMITS))) == 2
-    assert sum(sent) <= 2 * 8 + 4
+    assert sum(packet is not None for packet in sent) <= 2 * 8 + 4
 
 
 def test_facts_of_a_video() -> None:
@@ -97,12 +96,13 @@ def test_a_frame_is_turned_upright() -> None:
 
 
 @each_case(
-    "limits",
-    [(64 * 48 - 1, 60.0, "pixels"), (1 << 20, 1.0, "seconds")],
+    ("limits", "key"),
+    [
+        (VideoLimits(64 * 48 - 1, 60.0, 10.0), "media.image_pixels_max"),
+        (VideoLimits(1 << 20, 1.0, 10.0), "media.video_seconds_max"),
+    ],
 )
-def test_limits_are_named(limits: tuple[int, float, str]) -> None:
+def test_limits_are_named(limits: VideoLimits, key: str) -> None:
     """The refusal has the value, the limit and the setting."""
-    pixels, seconds, what = limits
-    key = {"pixels": "media.image_pixels_max", "seconds": "media.video_seconds_max"}[what]
     with pytest.raises(RequestRefused, match=key):
-        inspect_video(video(), VideoLimits(pixels, seconds, 10.0))
+        inspect_video(video(), limits)

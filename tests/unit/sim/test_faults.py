@@ -1,18 +1,14 @@
 from __future__ import annotations
 
 import random
-import sys
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import hypothesis
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
-from vsched import probes
+from tests.each_case import each_case
 from vsched.errors import ConfigError
-from vsched.probes import armed, fault_point
 from vsched.sim.faults import (
     FAULTS_MAX,
     HOST_KINDS,
@@ -39,14 +35,11 @@ def plans(count: int) -> list[FaultPlan]:
 
 
 def test_plan_reads_back_from_json_as_it_was() -> None:
+    """A fault a line."""
     drawn = plans(300)
     assert {type(fault) for plan in drawn for fault in plan.faults} == set(KINDS)
-    for plan in drawn:
+    for plan in (*drawn, FaultPlan()):
         assert FaultPlan.from_json(plan.to_json()) == plan
-    assert FaultPlan.from_json(FaultPlan().to_json()) == FaultPlan()
-
-
-def test_plan_in_json_is_a_fault_a_line() -> None:
     plan = FaultPlan(
         seed=7, faults=(WorkerCrash(at_ns=5, group="generate-0"), Disconnect(phase="wait"))
     )
@@ -58,33 +51,34 @@ def test_plan_in_json_is_a_fault_a_line() -> None:
     ]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "complaint"),
     [
+        (None, "No such file"),
+        ("[]", "this is no fault plan"),
         ("{", "truncated"),
         ('{"faults": [{"kind": "earthquake"}]}', "earthquake"),
-        ('{"faults": [{"kind": "hang", "group": "g", "duration_ns": -1}]}', r"\$.faults\[0\].duration_ns"),
+        (
+            '{"faults": [{"kind": "hang", "group": "g", "duration_ns": -1}]}',
+            r"\$.faults\[0\].duration_ns",
+        ),
         ('{"faults": [{"kind": "decode_error", "grup": "g"}]}', "grup"),
         ('{"faults": [{"kind": "disconnect"}]}', "phase"),
         ('{"faults": [{"kind": "disconnect", "phase": "asleep"}]}', "asleep"),
         ('{"sed": 1}', "sed"),
     ],
-)  # fmt: skip
-def test_plan_that_is_wrong_is_refused_with_the_place(text: str, complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint):
-        FaultPlan.from_json(text)
-
-
-def test_plan_is_loaded_from_a_file_whose_name_an_error_gives(tmp_path: Path) -> None:
+)
+def test_plan_that_is_wrong_is_refused_with_the_file_and_the_place(
+    text: str | None, complaint: str, tmp_path: Path
+) -> None:
     path = tmp_path / "plan.json"
-    with pytest.raises(ConfigError, match=r"plan\.json: No such file"):
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=rf"plan\.json: .*{complaint}"):
         FaultPlan.load(path)
-    path.write_text("[]")
-    with pytest.raises(ConfigError, match=r"plan\.json: this is no fault plan"):
-        FaultPlan.load(path)
-    plan = plans(1)[0]
-    path.write_text(plan.to_json())
-    assert FaultPlan.load(path) == plan
+    path.write_text(plans(1)[0].to_json())
+    assert FaultPlan.load(path) == plans(1)[0]
+    path.unlink()
 
 
 def test_random_plan_is_its_seed_and_keeps_to_the_stage() -> None:
@@ -115,6 +109,7 @@ SHRINKING = settings(
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_strategy_draws_faults_of_hosts_if_there_are_some() -> None:
     seen: set[type[AnyFault]] = set()
 
@@ -156,37 +151,3 @@ def test_strategy_shrinks_to_the_two_faults_that_matter() -> None:
         Partition(at_ns=0, duration_ns=1001 * MS, group="generate-0"),
         WorkerCrash(at_ns=MS, group="generate-0"),
     ]
-
-
-def test_fault_point_does_next_to_nothing_while_nothing_is_armed() -> None:
-    """Counted, not timed: a lookup of one name, a comparison, a return; and no call."""
-    steps: list[str] = []
-
-    def trace(frame: FrameType, event: str, _argument: Any) -> Any:
-        frame.f_trace_opcodes = True
-        steps.append(event)
-        return trace
-
-    sys.settrace(trace)
-    try:
-        fault_point("media.decode")
-    finally:
-        sys.settrace(None)
-    assert steps.count("call") == 1
-    assert steps.count("opcode") <= 7
-
-
-def test_fault_point_calls_whoever_is_armed_and_raises_what_it_raises() -> None:
-    visits: list[tuple[str, str]] = []
-
-    def refuse(name: str, subject: str) -> None:
-        raise ValueError(f"{name} {subject}")
-
-    with armed(lambda *session: visits.append(session)):
-        fault_point("media.decode")
-        with armed(refuse), pytest.raises(ValueError, match="rank.step generate-0"):
-            fault_point("rank.step", "generate-0")
-        fault_point("rank.step", "generate-1")
-    fault_point("media.decode")
-    assert visits == [("media.decode", ""), ("rank.step", "generate-1")]
-    assert probes._on_point is None

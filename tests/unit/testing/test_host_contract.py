@@ -64,14 +64,19 @@ def test_kernel_meets_the_contract_of_hosts() -> None:
     assert figures["faults"] > 20
 
 
+OTHERS: list[tuple[dict[str, Any], str]] = [
+    ({"requests_left": 1}, "no request is left"),
+    ({"outputs": {}}, "r0 gets .* tokens, not 0"),
+    ({"calls": {}}, "are called"),
+]
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
         ({"blocks_held": 3}, "without policies, all blocks come back, but 3 are held"),
-        ({"requests_left": 1}, "no request is left"),
-        ({"outputs": {}}, "r0 gets .* tokens, not 0"),
         ({"policy_faults": 0}, "failures of policies are counted"),
-        ({"calls": {}}, "are called"),
+        *(pytest.param(*row, marks=pytest.mark.thorough) for row in OTHERS),
     ],
 )
 def test_host_that_breaks_the_contract_is_found(changes: dict[str, Any], sentence: str) -> None:

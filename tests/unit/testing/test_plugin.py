@@ -36,13 +36,10 @@ def run(project: pytest.Pytester, source: str, *words: str) -> pytest.RunResult:
     return project.runpytest_inprocess(*words)
 
 
-def test_plugin_is_registered_by_its_entry_point() -> None:
+def test_plugin_imports_neither_the_engine_nor_what_takes_time() -> None:
+    """It is loaded by its entry point into every run of pytest, before coverage is measured."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["entry-points"]["pytest11"] == {"vsched": "vsched.testing.plugin"}
-
-
-def test_plugin_imports_neither_the_engine_nor_what_takes_time() -> None:
-    """It is loaded into every run of pytest, before coverage is measured."""
     code = (
         "import sys, pytest; before = set(sys.modules); import vsched.testing.plugin; "
         "print(*sorted(set(sys.modules) - before))"
@@ -108,7 +105,7 @@ async def test_plan(sim):
 
 
 def test_plugin_prints_what_repeats_a_failure(project: pytest.Pytester) -> None:
-    """The printed command does."""
+    """The printed command does; other seeds and another plan can be given."""
     result = run(project, FAILING)
     result.assert_outcomes(passed=9, failed=1)
     result.stdout.fnmatch_lines(
@@ -124,19 +121,9 @@ def test_plugin_prints_what_repeats_a_failure(project: pytest.Pytester) -> None:
     )
     result = project.runpytest_inprocess("test_it.py::test_plan[seed7]")
     result.assert_outcomes(failed=1)
-
-
-def test_plugin_takes_other_seeds_and_another_plan(project: pytest.Pytester) -> None:
     (project.path / "plan.json").write_text('{"seed": 9, "faults": [{"kind": "decode_error"}]}')
-    source = """
-@pytest.mark.sim(seeds=range(10))
-async def test_plan(sim):
-    plan = sim.draw_faults(["generate-0"], 10**9)
-    assert plan.seed == 9 and len(plan.faults) == 1
-    assert sim.seed != 77
-"""
     words = ["--sim-seed=76", "--sim-seed=77", "--sim-plan=plan.json"]
-    result = run(project, source, *words)
+    result = run(project, FAILING.replace("!= 7", "!= 77"), *words)
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(
         [
@@ -188,9 +175,7 @@ def test_plugin_refuses_markers_that_are_wrong(project: pytest.Pytester) -> None
     result.stdout.fnmatch_lines([*lines, "*test_it: sim needs an async function*", fixture])
 
 
-def test_plugin_names_the_version_of_pytest_asyncio_that_it_needs(
-    project: pytest.Pytester,
-) -> None:
+def test_plugin_names_the_version_of_pytest_asyncio_that_it_needs(project: pytest.Pytester) -> None:
     project.makeini("[pytest]")  # the setting of pytest-asyncio is unknown without it
     project.makeconftest(
         'def pytest_configure(config): config.pluginmanager.register(object(), "asyncio")'
@@ -201,9 +186,7 @@ def test_plugin_names_the_version_of_pytest_asyncio_that_it_needs(
     result.stdout.fnmatch_lines(["*test_it: sim needs pytest-asyncio 1.5 or newer*"])
 
 
-def test_plugin_draws_faults_of_the_hosts_that_a_file_configures(
-    project: pytest.Pytester,
-) -> None:
+def test_plugin_draws_faults_of_the_hosts_that_a_file_configures(project: pytest.Pytester) -> None:
     source = """
 from vsched.config.sections import ClusterConfig
 from vsched.sim import HostCrash, HostCut, HostStall, SlowHostLink, WorkerCrash, small_config

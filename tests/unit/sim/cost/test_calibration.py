@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from pathlib import Path
 from random import Random
 
 import msgspec
 import pytest
 
+from tests.each_case import each_case
 from vsched.errors import ConfigError
 from vsched.sim.cost.calibration import (
     Observation,
@@ -21,12 +22,16 @@ from vsched.sim.cost.calibration import (
     slowness,
 )
 from vsched.sim.cost.model import (
+    COST_MODELS,
     CostModel,
     EncodeCost,
     EncodeSample,
     GenerateCost,
     GenerateSample,
     HostCost,
+    fit,
+    load_cost_model,
+    save_cost_model,
 )
 
 MS = 1_000_000
@@ -39,7 +44,6 @@ TRUE = CostModel(
         decision_ns=8e5, gap_ns=1e5, request_ns=2e5, token_ns=50, image_ns=1e6, pixel_ns=20
     ),
 )
-Factor = Callable[[], float]
 
 
 class Scene:
@@ -175,17 +179,11 @@ def test_calibrate_leaves_out_rounds_that_were_disturbed() -> None:
 
 
 def test_calibrate_finds_what_company_costs() -> None:
-    model = found(rounds(1.0, 1.0, noise=0.02, company=1.5))
-    assert_close(model, rel=0.05)
-    assert model.host.contention == pytest.approx((1.0, 1.5), rel=0.05)
-
-
-def test_calibrate_takes_more_processes_than_cores_to_take_turns() -> None:
     """Shared time on one core is not fitted: known contention distributes it."""
     scene = rounds(1.0, 1.0, noise=0.02, company=2.2)
-    assert found(scene, cores=1).host.contention == (1.0,)
-    assert found(scene, cores=2).host.contention == pytest.approx((1.0, 2.2), rel=0.05)
-    assert found(scene, cores=8).host.contention == pytest.approx((1.0, 2.2), rel=0.05)
+    assert_close(found(scene), rel=0.05)
+    for cores, contention in ((1, (1.0,)), (0, (1.0, 2.2)), (2, (1.0, 2.2)), (8, (1.0, 2.2))):
+        assert found(scene, cores=cores).host.contention == pytest.approx(contention, rel=0.05)
 
 
 def test_calibrate_reports_how_much_slower_a_machine_has_become() -> None:
@@ -214,7 +212,7 @@ def test_rehearsal_distinguishes_steps_on_cold_ranks() -> None:
     assert slowness(model, scene.observation()) == pytest.approx({"encode": 1.0, "generate": 1.0})
 
 
-@pytest.mark.parametrize("took_ns", [0.0, -5.0, float("nan"), float("inf"), 1e12])
+@each_case("took_ns", [0.0, -5.0, float("nan"), float("inf"), 1e12])
 def test_calibrate_refuses_unmeasured_steps(took_ns: float) -> None:
     scene = rounds(1.0)
     sample = msgspec.structs.replace(scene.steps[5].sample, ns=took_ns)
@@ -223,19 +221,63 @@ def test_calibrate_refuses_unmeasured_steps(took_ns: float) -> None:
         found(scene)
 
 
-@pytest.mark.parametrize(
-    ("part", "message"),
-    [
+def test_calibrate_needs_to_see_everything() -> None:
+    scene = rounds(1.0)
+    for part, message in (
         ("encode", "no measured encoder steps"),
         ("generate", "no measured generator steps"),
-        ("requests", "no request was seen"),
-    ],
-)
-def test_calibrate_needs_to_see_everything(part: str, message: str) -> None:
-    scene = rounds(1.0)
-    if part == "requests":
-        scene.requests.clear()
-    else:
-        scene.steps = [step for step in scene.steps if step.group != part]
-    with pytest.raises(ConfigError, match=message):
+    ):
+        steps = [step for step in scene.steps if step.group != part]
+        seen = msgspec.structs.replace(scene.observation(), steps=steps)
+        with pytest.raises(ConfigError, match=message):
+            calibrate(seen, name="found", source="a scene")
+    scene.requests.clear()
+    with pytest.raises(ConfigError, match="no request was seen"):
         found(scene)
+
+
+# --- cost models ---
+
+
+def test_cost_of_steps_is_the_sum_of_parts() -> None:
+    assert TRUE.encode_ns([10, 20]) == 3e6 + 2 * 2e5 + 30 * 2e4 + 8 * (10**2 + 20**2)
+    step_ns = TRUE.generate_ns(decodes=3, context=100, prefill=7, pairs=11)
+    assert step_ns == 3e6 + 3 * 8e4 + 100 * 300 + 7 * 6e4 + 11 * 35
+    host = HostCost(image_ns=5, pixel_ns=2)
+    model = msgspec.structs.replace(TRUE, host=host, pixels_per_token=400)
+    assert model.image_ns(3) == 5 + 2 * 3 * 400
+
+
+def test_fit_has_no_negative_costs() -> None:
+    """If longer contexts seem to make steps shorter, their cost is 0."""
+    odd = [
+        GenerateSample(decodes=count, context=100 * count, ns=5e6 + 1e4 * count - 20 * 100 * count)
+        for count in range(1, 40)
+    ]
+    odd += [GenerateSample(decodes=count, context=count, ns=5e6 + 1e4 * count) for count in (1, 40)]
+    encode = [EncodeSample(items=1, tokens=40, pairs=1600, ns=1e6)]
+    found = fit([*odd, *encode], name="odd", source="samples")
+    costs = [getattr(found.generate, field) for field in GenerateCost.__struct_fields__]
+    assert min(costs) >= 0
+    assert found.generate.context_ns == 0
+
+
+def test_cost_model_by_name_or_from_a_file_or_a_clear_error(tmp_path: Path) -> None:
+    assert load_cost_model("h100-7b") is COST_MODELS["h100-7b"]
+    path = tmp_path / "cost.json"
+    save_cost_model(COST_MODELS["tiny25"], path)
+    assert load_cost_model(path) == COST_MODELS["tiny25"]
+    with pytest.raises(ConfigError, match="h100-7b, tiny25"):
+        load_cost_model("h200-7b")
+    path.write_text('{"name": "x", "source": "", "encode": {"step_ns": -1}, "generate": {}}')
+    with pytest.raises(ConfigError, match="step_ns"):
+        load_cost_model(path)
+
+
+def test_built_in_cost_models_say_all_that_a_simulation_needs() -> None:
+    for model in COST_MODELS.values():
+        assert model.shape is not None
+        assert model.kv_tokens > 0
+        assert "rough" in model.source
+        many = model.generate_ns(decodes=64, context=64000)
+        assert model.generate_ns(decodes=1, context=1000) < many

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from random import Random
 
 import pytest
 
-from tests.unit.sim.virtual import current, play
+from tests.unit.sim.virtual import play
 from vsched.bench.fidelity.calibration import measure
 from vsched.bench.fidelity.measure import (
     FLOOD,
@@ -19,19 +19,12 @@ from vsched.bench.fidelity.measure import (
     at_rate,
 )
 from vsched.config import Config
-from vsched.config.sections import ArenaConfig, EncodeConfig, GenerateConfig, ModelConfig
-from vsched.engine import Environment
-from vsched.kernel.commands import Accept, Command
-from vsched.kernel.events import Event, Submitted
-from vsched.sim.cluster.media import media_of
+from vsched.sim.cluster import SimEngine, small_config
 from vsched.sim.cost.calibration import predict
 from vsched.sim.cost.model import CostModel, EncodeCost, EncodeSample, GenerateCost, GenerateSample
-from vsched.sim.faults import FaultPlan
-from vsched.sim.ranks.plugin import NAME
-from vsched.sim.ranks.rank_process import SimulatedLauncher
 from vsched.sim.workload.images import appearance_of, data_url, key_of
-from vsched.sim.workload.requests import Arrival, Image, Text, Workload, workload_of
-from vsched.sim.world import ORIGIN_NS, Delays, World
+from vsched.sim.workload.requests import Arrival, Image, PromptPart, Text, Workload, workload_of
+from vsched.sim.world import Delays, World
 from vsched.worker.contract import Preprocessor
 
 pytestmark = pytest.mark.slow
@@ -47,20 +40,15 @@ WORDS = " ".join(map(str, range(100, 200)))
 
 
 def settings() -> Config:
-    return Config(
-        model=ModelConfig(path="simulated", name="simulated"),
-        arena=ArenaConfig(pixel_bytes=1 << 20, embedding_bytes=1 << 20),
-        encode=EncodeConfig(plugin=NAME, device="simulated"),
-        generate=GenerateConfig(
-            plugin=NAME,
-            device="simulated",
-            max_batch_tokens=512,
-            chunk_tokens=256,
-            slots=8,
-            context_tokens=1024,
-            memory={"use": "pinned", "tokens": 2048},
-        ),
-    )
+    generate = {
+        "max_batch_tokens": 512,
+        "chunk_tokens": 256,
+        "slots": 8,
+        "context_tokens": 1024,
+        "memory": {"use": "pinned", "tokens": 2048},
+    }
+    arena = {"pixel_bytes": 1 << 20, "embedding_bytes": 1 << 20}
+    return small_config(generate=generate, arena=arena)
 
 
 class SimulatedDresser(RequestTexts):
@@ -79,62 +67,36 @@ class SimulatedDresser(RequestTexts):
         return found
 
 
-class Accepted:
-    """Announces the contents of requests to simulated ranks."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-
-    def note(self, event: Event, now_ns: int, commands: Sequence[Command]) -> None:
-        for command in commands:
-            if isinstance(command, Accept):
-                assert isinstance(event, Submitted)
-                self._world.items[command.number] = event.request.items
-
-    def close(self) -> None:
-        """No-op."""
-
-
 @contextlib.asynccontextmanager
 async def watched_engine() -> AsyncIterator[tuple[ObservedEngine, SimulatedDresser]]:
     """Start an engine whose ranks take the times of a cost model."""
-    loop, calm, nothing = current(), Delays(noise=0.0), FaultPlan(seed=0)
-    world = World(loop, 0, nothing, costs=COSTS, delays=calm, links=None, origin_ns=ORIGIN_NS)
-    launcher = SimulatedLauncher(world)
-    around = Environment(
-        make_launcher=lambda _: launcher,
-        make_media=media_of(world),
-        open_record=lambda _config, _kernel: Accepted(world),
-        now_ns=loop.now_ns,
-    )
-    async with ObservedEngine(settings(), environment=around) as engine:
-        yield engine, SimulatedDresser(engine.preprocessor, world)
+    sim = SimEngine(settings(), costs=COSTS, delays=Delays(noise=0.0))
+    engine = ObservedEngine(sim.config, environment=sim.engine._environment)
+    sim.engine = engine
+    async with engine:
+        yield engine, SimulatedDresser(engine.preprocessor, sim.world)
 
 
 def requests(count: int) -> Workload:
-    """Return requests of all kinds: with images and without, and turns of conversations."""
+    """Return requests with images and without."""
     rng = Random(7)
-    return workload_of(
-        "mixed",
-        [
+    arrivals = []
+    for number in range(count):
+        at_ns = int(number * 1e8 * rng.uniform(0.5, 1.5))
+        images = [Image(f"{number}/{each}", rng.randint(8, 90)) for each in range(number % 3)]
+        prompt: list[PromptPart] = [*images, Text(number, rng.randint(10, 200))]
+        arrivals.append(
             Arrival(
-                at_ns=int(number * 1e8 * rng.uniform(0.5, 1.5)),
+                at_ns=at_ns,
                 request_id=f"r{number}",
-                prompt=(
-                    *(
-                        Image(f"{number}/{index}", rng.randint(8, 90))
-                        for index in range(number % 3)
-                    ),
-                    Text(number, rng.randint(10, 200)),
-                ),
+                prompt=tuple(prompt),
                 output_tokens=rng.randint(2, 40),
             )
-            for number in range(count)
-        ],
-    )
+        )
+    return workload_of("mixed", arrivals)
 
 
-async def calibrated(seconds: float = 20.0) -> tuple[CostModel, list[int]]:
+async def calibrated(seconds: float = 8.0) -> tuple[CostModel, list[int]]:
     advances = []
     async with watched_engine() as (engine, texts):
         model = await measure(engine, texts, seconds, lambda done, _: advances.append(done))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -27,7 +28,7 @@ from vsched.sim.cost.host_runs import (
     run_file,
 )
 from vsched.sim.cost.model import COST_MODELS, CostModel, load_cost_model
-from vsched.sim.workload.requests import Arrival, Image, text_tokens
+from vsched.sim.workload.requests import Text, text_tokens
 from vsched.sim.workload.traces import load_trace
 
 HEADER = RunHeader(host="vLLM 1", slots=4, batch_tokens=256, block_size=16, kv_tokens=4096, depth=2)
@@ -136,11 +137,14 @@ def test_command_writes_a_cost_model_and_reports_what_comes_next(tmp_path: Path)
 
 
 def test_file_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    """Or that cannot be written."""
     with pytest.raises(ConfigError, match="10 steps, too few for a fit"):
         read_run(write_run(tmp_path / "short", steps=10))
     (tmp_path / "other").write_text("{}")
     with pytest.raises(ConfigError, match="not a run"):
         read_run(tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"trace: .* cannot be written .*Remedy: name a file"):
+        HostRecorder(str(tmp_path / "no" / "run.jsonl"), TRACE_HEADER)
 
 
 TRACE_HEADER = RunHeader(host="test", slots=4, batch_tokens=64, block_size=4, kv_tokens=100)
@@ -159,6 +163,20 @@ class Plain(HostedRequest):
         self.prompt_tokens = tokens
 
 
+@contextmanager
+def recording(trace: Path) -> Iterator[HostRecorder]:
+    recorder = HostRecorder(str(trace), TRACE_HEADER)
+    yield recorder
+    recorder.close()
+
+
+def begin(recorder: HostRecorder, number: int, at_ns: int, tokens: int) -> Plain:
+    """Note the arrival of a request."""
+    request = Plain(number, at_ns, tokens)
+    recorder.note_arrival(request, at_ns + 30)
+    return request
+
+
 def end(
     recorder: HostRecorder,
     one: Plain,
@@ -170,40 +188,26 @@ def end(
     recorder.note_end(one, f"r{one.order[0]}", 900, hashes, images, kept=kept)
 
 
-def prompt_ids(arrival: Arrival) -> list[object]:
-    """Return the tokens of a prompt as the simulation compares them."""
-    found: list[object] = []
-    for part in arrival.prompt:
-        if isinstance(part, Image):
-            found += [part.key] * part.tokens
-        else:
-            found += text_tokens(part) if hasattr(part, "content") else []  # type: ignore[arg-type]
-    return found
-
-
 def test_arrivals_come_in_order_with_their_tenants(tmp_path: Path) -> None:
     trace = tmp_path / "run.jsonl"
-    recorder = HostRecorder(str(trace), TRACE_HEADER)
-    requests = [Plain(number, 100 + 10 * number, 9) for number in range(3)]
-    for request in requests:
-        recorder.note_arrival(request, request.arrived_ns + 30)
-    end(recorder, requests[2])
-    end(recorder, requests[0], kept=False)  # its client left
-    end(recorder, requests[1])
-    recorder.note_step(StepTime(5, 4, 3, 2, 1, 0.5), 70, [3, 4])
-    recorder.close()
+    with recording(trace) as recorder:
+        requests = [begin(recorder, number, 100 + 10 * number, 9) for number in range(3)]
+        end(recorder, requests[2])
+        end(recorder, requests[0], kept=False)  # its client left
+        end(recorder, requests[1])
+        recorder.note_step(StepTime(5, 4, 3, 2, 1, 0.5), 70, [3, 4])
     first, second = load_trace(trace)
     assert (first.request_id, second.request_id) == ("r1", "r2")
     assert (first.at_ns, second.at_ns) == (0, 10)
     assert (first.tenant, first.conversation, first.priority) == ("a", "s", 2)
     assert (first.prompt_tokens, first.output_tokens) == (9, 5)
-    lines = [
+    header, *noted, step = (
         msgspec.json.decode(line, type=RunLine)
         for line in run_file(trace).read_bytes().splitlines()
-    ]
-    assert lines[0] == TRACE_HEADER
-    assert {one.prepared_ns for one in lines if isinstance(one, HostRequest)} == {30}
-    assert lines[-1] == HostStep(
+    )
+    assert header == TRACE_HEADER
+    assert {one.prepared_ns for one in noted if isinstance(one, HostRequest)} == {30}
+    assert step == HostStep(
         ended_ns=5,
         busy_ns=4,
         decodes=2,
@@ -218,14 +222,14 @@ def test_arrivals_come_in_order_with_their_tenants(tmp_path: Path) -> None:
 
 def test_prompts_share_as_many_first_tokens_as_blocks(tmp_path: Path) -> None:
     trace = tmp_path / "run.jsonl"
-    recorder = HostRecorder(str(trace), TRACE_HEADER)
     blocks = ["A", "AB", "ABC"], ["A", "AB", "ABX"], ["A", "AB", "ABX", "ABXY"], ["Q"]
-    for number, hashes in enumerate(blocks):
-        request = Plain(number, number, 4 * len(hashes) + 2)
-        recorder.note_arrival(request, request.arrived_ns + 30)
-        end(recorder, request, hashes)
-    recorder.close()
-    prompts = [prompt_ids(arrival) for arrival in load_trace(trace)]
+    with recording(trace) as recorder:
+        for number, hashes in enumerate(blocks):
+            end(recorder, begin(recorder, number, number, 4 * len(hashes) + 2), hashes)
+    prompts = [
+        [token for part in one.prompt if isinstance(part, Text) for token in text_tokens(part)]
+        for one in load_trace(trace)
+    ]
 
     def shared(one: int, other: int) -> int:
         pairs = zip(prompts[one], prompts[other], strict=False)
@@ -240,16 +244,8 @@ def test_prompts_share_as_many_first_tokens_as_blocks(tmp_path: Path) -> None:
 
 def test_images_keep_their_keys_and_places(tmp_path: Path) -> None:
     trace = tmp_path / "run.jsonl"
-    recorder = HostRecorder(str(trace), TRACE_HEADER)
-    request = Plain(0, 0, 20)
-    recorder.note_arrival(request, request.arrived_ns + 30)
-    end(recorder, request, ["A"], [("k1", 5, 3), ("k2", 10, 6)])
-    recorder.close()
+    with recording(trace) as recorder:
+        end(recorder, begin(recorder, 0, 0, 20), ["A"], [("k1", 5, 3), ("k2", 10, 6)])
     (arrival,) = load_trace(trace)
     assert [part.tokens for part in arrival.prompt] == [5, 3, 2, 6, 4]
     assert [image.key for image in arrival.images] == ["k1", "k2"]
-
-
-def test_a_trace_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"trace: .* cannot be written .*Remedy: name a file"):
-        HostRecorder(str(tmp_path / "no" / "run.jsonl"), TRACE_HEADER)

@@ -126,16 +126,6 @@ def test_recorded_steps_have_about_their_costs(
             )
 
 
-def test_another_policy_has_another_verdict(
-    recorded: tuple[SimulationOutcome, RecordedRun],
-) -> None:
-    _, run = recorded
-    own, other = again(run), again(run, "generate.admission.use=shortest-first")
-    assert own.figures.queue_ms.p50 > 0, "nothing waits, so that no policy matters"
-    assert other.figures.ttft_ms.p50 < 0.5 * own.figures.ttft_ms.p50
-    assert other.figures.ttft_ms.p99 > own.figures.ttft_ms.p99
-
-
 def test_clients_that_left_leave_again(tmp_path: Path) -> None:
     outcome, run, _ = record(tmp_path, load(leaving=True))
     left = outcome.figures.failed["abort"]

@@ -5,34 +5,35 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from itertools import pairwise
+from random import Random
 
 import msgspec
+import numpy as np
 import pytest
 
+from tests.each_case import each_case
 from tests.unit.sim.shapes import COST, SCARCE, TINY, arrival, config, scarce
 from vsched.errors import ConfigError, PolicyError
 from vsched.kernel import Scheduler
 from vsched.kernel.commands import Command, Finish
 from vsched.kernel.events import Event, PolicyReplaced, Stepped
-from vsched.policy import (
-    Admission,
-    AdmissionView,
-    Admit,
-    ArrivalDecision,
-    ArrivalView,
-    Policy,
-    PreemptionView,
-    RequestPolicy,
-    StepShares,
-    StepView,
-)
+from vsched.policy import Admission, AdmissionView, Policy, RequestPolicy
 from vsched.sim.cost.model import CostModel, EncodeCost, GenerateCost, HostCost
-from vsched.sim.fast.metrics import SimulationOutcome, Targets
+from vsched.sim.fast.metrics import (
+    SAMPLE_NS,
+    SAMPLES_MAX,
+    SUMS,
+    Sampler,
+    SimulationOutcome,
+    Sketch,
+    Targets,
+)
 from vsched.sim.fast.simulation import START_NS, simulate
 from vsched.sim.invariants import Oracles
 from vsched.sim.setup import prepare
-from vsched.sim.workload.requests import Image, Text, Video, Workload, workload_of
+from vsched.sim.workload.requests import Arrival, Image, Text, Video, Workload, workload_of
 from vsched_policies.admission import Fifo, TokenBudget
+from vsched_policies.requests import TenantFair
 
 PLAIN = CostModel(
     name="plain",
@@ -69,6 +70,9 @@ class Seen:
 
     def ttft_ns(self, name: str) -> int:
         return self.finishes[name][0].times.first_token_ns - START_NS
+
+    def submitted_ns(self, name: str) -> int:
+        return self.finishes[name][0].times.submitted_ns - START_NS
 
     def end_ns(self, name: str) -> int:
         return self.finishes[name][1]
@@ -152,60 +156,66 @@ def test_run_encoding_pauses_for_the_steps_of_its_process() -> None:
 
 
 def test_run_sends_a_turn_after_the_answer_to_the_one_before() -> None:
+    """The client thinks after an answer, and sends the next turn no earlier than planned."""
     said = Text(1, 30)
-    arrivals = [
-        arrival(1, 0, said, outputs=20, conversation="c"),
-        arrival(2, 1, said, Text(2, 5), outputs=2, conversation="c", think_ns=7_000_000),
-        arrival(3, 2, said, Text(3, 5), outputs=2, conversation="c"),
-    ]
-    outcome, seen = run(workload_of("talk", arrivals))
-    first_step_ns = seen.finishes["r2"][0].times.submitted_ns - START_NS
-    assert first_step_ns == seen.end_ns("r1") + 7_000_000
-    assert seen.finishes["r3"][0].times.submitted_ns - START_NS == seen.end_ns("r2")
+    first = arrival(1, 0, said, outputs=20, conversation="c")
+    second = arrival(2, 1, said, Text(2, 5), outputs=2, conversation="c", think_ns=7_000_000)
+    third = arrival(3, 2, said, Text(3, 5), outputs=2, conversation="c")
+    outcome, seen = run(workload_of("talk", [first, second, third]))
+    ended_ns = seen.end_ns("r1")
+    assert seen.submitted_ns("r2") == ended_ns + 7_000_000
+    assert seen.submitted_ns("r3") == seen.end_ns("r2")
     assert outcome.figures.finished == 3
     assert outcome.figures.prefix_hits > 0
+    for planned_ns, sent_ns in ((1_000_000, 7_000_000), (9_000_000, 9_000_000)):
+        later = msgspec.structs.replace(second, at_ns=ended_ns + planned_ns)
+        _, seen = run(workload_of("two", [first, later]))
+        assert seen.submitted_ns("r2") == ended_ns + sent_ns
 
 
-@pytest.mark.parametrize(("planned_ms", "sent_ms"), [(1, 7), (9, 9)])
-def test_run_lets_a_client_think_after_an_answer_that_came_in_time(
-    planned_ms: int, sent_ms: int
-) -> None:
-    first = arrival(1, 0, outputs=20, conversation="c")
-    ended_ns = run(workload_of("one", [first]))[1].end_ns("r1")
-    planned_ns = ended_ns + planned_ms * 1_000_000
-    second = msgspec.structs.replace(
-        arrival(2, 0, outputs=2, conversation="c", think_ns=7_000_000), at_ns=planned_ns
-    )
-    _, seen = run(workload_of("two", [first, second]))
-    submitted_ns = seen.finishes["r2"][0].times.submitted_ns - START_NS
-    assert submitted_ns == ended_ns + sent_ms * 1_000_000
+LARGE_AND_SMALL = [
+    arrival(1, 0, Image("a", 500), Text(1, 5), conversation="c"),
+    arrival(2, 1, Text(2, 5), conversation="c"),
+]
+SIX = [arrival(n, 0, Image(f"{n}", 500), Text(n, 5), outputs=9) for n in range(6)]
+NARROW = "arena.pixel_bytes=100000"
+"""Room for the pixels of one of the six images, of 500 x 4 x 12 x 4 bytes."""
 
 
-@pytest.mark.parametrize(
-    ("sets", "code"),
+def with_videos(count: int) -> list[Arrival]:
+    return [arrival(1, 0, *(Video(f"{number}", 3, 4) for number in range(count)), Text(1, 5))]
+
+
+@each_case(
+    ("arrivals", "sets", "failed"),
     [
-        (("generate.context_tokens=64",), "context_exceeded"),
-        (('generate.memory={use="pinned", tokens=64}',), "kv_exceeded"),
-        (("arena.embedding_bytes=4096",), "image_exceeds_cache"),
-        (("arena.pixel_bytes=4096",), "pixels_exceeded"),
-        (("media.images_max=0",), "too_many_images"),
-        (("encode.replicas=0",), "images_not_taken"),
+        (LARGE_AND_SMALL, ["generate.context_tokens=64"], {"context_exceeded": 1}),
+        (LARGE_AND_SMALL, ['generate.memory={use="pinned", tokens=64}'], {"kv_exceeded": 1}),
+        (LARGE_AND_SMALL, ["arena.embedding_bytes=4096"], {"image_exceeds_cache": 1}),
+        (LARGE_AND_SMALL, ["arena.pixel_bytes=4096"], {"pixels_exceeded": 1}),
+        (LARGE_AND_SMALL, ["media.images_max=0"], {"too_many_images": 1}),
+        (LARGE_AND_SMALL, ["encode.replicas=0"], {"images_not_taken": 1}),
+        (SIX, [NARROW, "media.prepare_s=0.05"], {"prepare_timeout": 4}),
+        (SIX, [NARROW, "media.preparing_max=3"], {"queue_full": 2}),
+        # Limits of images and of videos count videos, not frames.
+        (with_videos(3), ["media.images_max=3"], {}),
+        (with_videos(4), ["media.images_max=3"], {"too_many_images": 1}),
+        (with_videos(5), ["media.images_max=3"], {"too_many_videos": 1}),
     ],
 )
-def test_run_refuses_what_a_server_would(sets: tuple[str, ...], code: str) -> None:
-    big = arrival(1, 0, Image("a", 500), Text(1, 5), conversation="c")
-    small = arrival(2, 1, Text(2, 5), conversation="c")
-    outcome, _ = run(workload_of("two", [big, small]), *sets)
-    assert outcome.figures.failed == {code: 1}
-    assert outcome.figures.finished == 1
-    assert outcome.figures.good_share == 0.5
+def test_run_refuses_what_a_server_would(
+    arrivals: list[Arrival], sets: list[str], failed: dict[str, int]
+) -> None:
+    figures = run(workload_of("some", arrivals), *sets)[0].figures
+    assert figures.failed == failed
+    assert figures.finished == len(arrivals) - sum(failed.values())
+    assert figures.good_share == figures.finished / len(arrivals)
 
 
 def test_run_waits_for_room_for_pixels() -> None:
-    """Each image takes 500 x 4 x 12 x 4 = 96,000 bytes until its request has ended."""
-    arrivals = [arrival(n, 0, Image(f"{n}", 500), Text(n, 5), outputs=5) for n in range(6)]
-    _, roomy = run(workload_of("six", arrivals))
-    outcome, tight = run(workload_of("six", arrivals), "arena.pixel_bytes=100000")
+    """Each image has its room until its request has ended."""
+    _, roomy = run(workload_of("six", SIX))
+    outcome, tight = run(workload_of("six", SIX), NARROW)
     assert outcome.figures.finished == 6
     starts = sorted(one.times.submitted_ns for one, _ in tight.finishes.values())
     ends = sorted(end_ns + START_NS for _, end_ns in tight.finishes.values())
@@ -213,18 +223,8 @@ def test_run_waits_for_room_for_pixels() -> None:
     assert max(map(roomy.end_ns, roomy.finishes)) < max(map(tight.end_ns, tight.finishes))
 
 
-@pytest.mark.parametrize(
-    ("limit", "code", "refused"),
-    [("media.prepare_s=0.05", "prepare_timeout", 4), ("media.preparing_max=3", "queue_full", 2)],
-)
-def test_run_bounds_preparation(limit: str, code: str, refused: int) -> None:
-    arrivals = [arrival(n, 0, Image(f"{n}", 500), Text(n, 5), outputs=9) for n in range(6)]
-    outcome, _ = run(workload_of("six", arrivals), "arena.pixel_bytes=100000", limit)
-    assert outcome.figures.failed == {code: refused}
-    assert outcome.figures.finished == 6 - refused
-
-
-def test_run_an_image_that_is_there_needs_no_preparation() -> None:
+def test_run_images_and_frame_groups_that_are_there_need_no_preparation() -> None:
+    """A video again, and extended by two groups, in the next turns of a conversation."""
     cost = with_host(HostCost(image_ns=5_000_000))
     arrivals = [arrival(n, 50 * n, Image("same", 50), Text(n, 5)) for n in range(3)]
     outcome, seen = run(workload_of("same", arrivals), cost=cost)
@@ -234,28 +234,29 @@ def test_run_an_image_that_is_there_needs_no_preparation() -> None:
     ]
     assert waits == [5_000_000, 0, 0]
     assert outcome.figures.images_encoded == 1
+    videos = (Video("a", 5, 20), Video("a", 5, 20), Video("a", 7, 20), Video("b", 2, 20))
+    turns = [
+        arrival(number, 0, video, Text(number, 9), conversation="c", outputs=2)
+        for number, video in enumerate(videos)
+    ]
+    figures = run(workload_of("turns", turns))[0].figures
+    assert (figures.images, figures.images_encoded) == (19, 9)
 
 
-@pytest.mark.parametrize("encoder", [False, True])
+@each_case(("encoder", "encoded"), [("false", 1), ("true", 3)])
 def test_run_adapters_share_no_blocks_and_images_where_they_do_not_change_them(
-    encoder: bool,
+    encoder: str, encoded: int
 ) -> None:
     """Two requests with each of two adapters and with none, one after the other."""
     arrivals = [
-        arrival(
-            number,
-            500 * number,
-            Image("a", 40),
-            Text(1, 40),
-            adapter=("", "one", "two")[number % 3],
-        )
-        for number in range(6)
+        arrival(number, 500 * number, Image("a", 40), Text(1, 40), adapter=adapter)
+        for number, adapter in enumerate(["", "one", "two"] * 2)
     ]
-    sets = [f"adapters.encoder={str(encoder).lower()}", "adapters.count_max=2"]
+    sets = [f"adapters.encoder={encoder}", "adapters.count_max=2"]
     figures = run(workload_of("adapters", arrivals), *sets)[0].figures
     assert figures.finished == 6
     assert figures.prefix_hits == pytest.approx(3 * 64 / (6 * 80)), "four blocks of each second one"
-    assert figures.images_encoded == (3 if encoder else 1)
+    assert figures.images_encoded == encoded
 
 
 # --- inputs ---
@@ -266,13 +267,6 @@ class Backwards(RequestPolicy, frozen=True, kw_only=True):
 
     def admit(self, view: AdmissionView) -> Admission:
         return Admission(range(len(view.waiting) - 1, -1, -1)[: view.entries_free])
-
-
-def test_run_policies_must_fit_their_tables() -> None:
-    with pytest.raises(ConfigError, match="not a policy table"):
-        prepare(config(), COST, policies={"encode": Backwards()})
-    with pytest.raises(PolicyError, match="not a subclass of vsched.policy.RoutingPolicy"):
-        prepare(config(), COST, policies={"routing": Backwards()})
 
 
 def test_run_size_of_the_kv_cache() -> None:
@@ -289,26 +283,32 @@ def test_run_size_of_the_kv_cache() -> None:
         prepare(config(), msgspec.structs.replace(COST, kv_tokens=0))
 
 
-def test_run_needs_a_shape() -> None:
+def test_run_needs_a_shape_and_policies_that_fit_their_tables() -> None:
     shapeless = msgspec.structs.replace(COST, shape=None)
     with pytest.raises(ConfigError, match="neither a checkpoint nor the cost model"):
         prepare(config(), shapeless)
     assert prepare(config(), shapeless, info=TINY, kv_tokens=160).info is TINY
+    two: dict[str, Policy] = dict.fromkeys(["arrival", "generate.admission"], TenantFair())
+    two |= dict.fromkeys(["encode.admission", "generate.step"], TenantFair())
+    with pytest.raises(PolicyError, match="an object of its own for each table"):
+        simulate(config(), workload_of("none", []), cost=COST, policies=two)
+    with pytest.raises(ConfigError, match="not a policy table"):
+        prepare(config(), COST, policies={"encode": Backwards()})
+    with pytest.raises(PolicyError, match="not a subclass of vsched.policy.RoutingPolicy"):
+        prepare(config(), COST, policies={"routing": Backwards()})
 
 
 def test_run_goodput_counts_requests_within_both_targets() -> None:
+    """The own target of a request comes first."""
+
     def share(targets: Targets) -> float:
         outcome = simulate(config(*SCARCE), scarce(1), cost=COST, targets=targets)
         return outcome.figures.good_share
 
-    assert share(Targets()) == 1.0
     assert share(Targets(ttft_ms=float("inf"), tpot_ms=float("inf"))) == 1.0
     assert share(Targets(ttft_ms=0)) == 0.0
     assert share(Targets(tpot_ms=0)) < 0.2, "requests of one token have no time a token"
     assert 0 < share(Targets(ttft_ms=150)) < 1
-
-
-def test_run_own_target_of_a_request_comes_first() -> None:
     arrivals = [arrival(n, 0, Text(n, 50), ttft_target_ms=n * 100_000) for n in range(2)]
     assert run(workload_of("two", arrivals))[0].figures.good_share == 0.5
 
@@ -352,45 +352,6 @@ def test_run_counts_refusals_by_tenant_and_reason() -> None:
     assert figures.tenants["b"].finished == 1
 
 
-class Calls(msgspec.Struct):
-    calls: int = 0
-
-
-class Counting(RequestPolicy, frozen=True, kw_only=True):
-    """Fails if its decisions do not share one state."""
-
-    state_type = Calls
-
-    def arrive(self, view: ArrivalView) -> ArrivalDecision:
-        view.state.calls += 1
-        return Admit()
-
-    def admit(self, view: AdmissionView) -> Admission:
-        assert view.state.calls, "another state"
-        return Admission(range(min(len(view.waiting), view.entries_free)))
-
-
-class Both(RequestPolicy, frozen=True, kw_only=True):
-    state_type = Calls
-
-    def share(self, view: StepView) -> StepShares:
-        return StepShares(range(len(view.prefilling)))
-
-    def victim(self, view: PreemptionView) -> int:
-        return len(view.running) - 1
-
-
-@pytest.mark.parametrize("tables", [["policy"], ["arrival", "generate.admission"]])
-def test_run_gives_one_object_one_state(tables: list[str]) -> None:
-    placed: dict[str, Policy] = dict.fromkeys(tables, Counting())
-    few = workload_of("few", [arrival(1, 0, Text(1, 100)), arrival(2, 0, Text(2, 100))])
-    outcome = simulate(config(), few, cost=COST, policies=placed)
-    assert not outcome.figures.policy_faults
-    two = placed | dict.fromkeys(["generate.step", "generate.preemption"], Both())
-    with pytest.raises(PolicyError, match="an object of its own for each table"):
-        simulate(config(), workload_of("none", []), cost=COST, policies=two)
-
-
 def test_run_twice_is_the_same() -> None:
     one, same, other = (simulate(config(*SCARCE), scarce(seed), cost=COST) for seed in (5, 5, 6))
     assert one.digest == same.digest != other.digest
@@ -425,28 +386,7 @@ def test_a_video_is_prepared_by_one_thread_and_encoded_group_by_group() -> None:
     assert outcome.figures.images_encoded == 5
 
 
-def test_each_frame_group_is_encoded_once() -> None:
-    """A video again, and extended by two groups, in the next turns of a conversation."""
-    videos = (Video("a", 5, 20), Video("a", 5, 20), Video("a", 7, 20), Video("b", 2, 20))
-    turns = [
-        arrival(number, 0, video, Text(number, 9), conversation="c", outputs=2)
-        for number, video in enumerate(videos)
-    ]
-    outcome, _ = run(workload_of("turns", turns))
-    assert outcome.figures.images == 19
-    assert outcome.figures.images_encoded == 9
-
-
-@pytest.mark.parametrize(
-    ("videos", "code"), [(3, None), (4, "too_many_images"), (5, "too_many_videos")]
-)
-def test_limits_of_images_and_videos_count_videos(videos: int, code: str | None) -> None:
-    prompt = [Video(f"{number}", 3, 4) for number in range(videos)]
-    workload = workload_of("one", [arrival(1, 0, *prompt, Text(1, 5))])
-    outcome, _ = run(workload, "media.images_max=3")
-    assert outcome.figures.failed == ({code: 1} if code else {})
-
-
+@pytest.mark.thorough
 def test_decoding_goes_on_next_to_long_videos() -> None:
     """31 requests decode in the processes that encode and prefill a video of 256 frames every four minutes."""
     texts = [
@@ -475,3 +415,34 @@ def test_decoding_goes_on_next_to_long_videos() -> None:
     gaps = seen.gaps_ns()
     assert sum(gaps) > 600e9
     assert max(gaps) <= 3 * statistics.median(gaps)
+
+
+# --- figures ---
+
+
+@each_case("seed", range(4))
+def test_sketch_quantiles_are_close(seed: int) -> None:
+    rng, sketch = Random(seed), Sketch()
+    values = [int(rng.lognormvariate(rng.uniform(2, 22), 2)) for _ in range(5000)]
+    for value in values:
+        sketch.add(value)
+    for share in (0.5, 0.95, 0.99):
+        exact = float(np.percentile(values, share * 100, method="inverted_cdf"))
+        assert sketch.quantile(share) == pytest.approx(exact, rel=0.008, abs=1)
+    assert sketch.mean == pytest.approx(np.mean(values), rel=0.005, abs=1)
+    assert sketch.count == 5000
+
+
+def test_sampler_keeps_a_bounded_number_of_samples_and_every_sum() -> None:
+    sampler = Sampler(0)
+    steps = 5 * SAMPLES_MAX + 7
+    for step in range(1, steps + 1):
+        totals = [step * (column + 1) for column in range(len(SUMS))]
+        sampler.take(step * SAMPLE_NS, (1.0, step, 0.0, 0.5, 0.0), totals)
+    series = sampler.series()
+    assert SAMPLES_MAX / 2 <= len(series.gauges["waiting"]) < SAMPLES_MAX
+    taken = len(series.gauges["waiting"]) * series.interval_s * 1e9 / SAMPLE_NS
+    assert sum(series.sums["steps"]) == taken
+    assert sum(series.sums["decode_tokens"]) == 2 * taken
+    assert set(series.gauges["waiting"]) == {1.0}
+    assert series.gauges["running"] == sorted(series.gauges["running"])

@@ -110,36 +110,36 @@ def plain(commands: Sequence[Command]) -> list[Command]:
     return found
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize(
-    "sets",
-    [
-        (),
-        ("generate.replicas=2", "encode.replicas=2"),
-        ("generate.step_target_ms=3",),
-        SWAPPED,
-    ],
-    ids=["one", "two replicas", "paced", "swapped"],
+TWO, PACED = ("generate.replicas=2", "encode.replicas=2"), ("generate.step_target_ms=3",)
+OUTAGES = (
+    GroupOutage(group="generate", at_ns=50 * MS, duration_ns=30 * MS),
+    GroupOutage(group="encode", at_ns=100 * MS, duration_ns=10 * MS),
 )
-def test_run_agrees_with_model_cluster(seed: int, sets: tuple[str, ...]) -> None:
+MORE = (
+    *((1, (), ()), (0, SWAPPED, ()), (1, (), OUTAGES)),
+    *((seed, sets, ()) for seed in (0, 1) for sets in (TWO, PACED)),
+)
+
+
+@pytest.mark.parametrize(
+    ("seed", "sets", "outages"),
+    [
+        *((0, (), ()), (1, SWAPPED, ()), (0, (), OUTAGES)),
+        *(pytest.param(*row, marks=pytest.mark.thorough) for row in MORE),
+    ],
+)
+def test_run_agrees_with_model_cluster(
+    seed: int, sets: tuple[str, ...], outages: Sequence[GroupOutage]
+) -> None:
     settings = config(*SCARCE, *sets)
     shadow = Shadow(prepare(settings, COST))
-    outcome = simulate(settings, scarce(seed), cost=COST, observers=[shadow], oracles=True)
-    assert outcome.figures.finished == outcome.figures.requests == 40
-    assert shadow.steps == outcome.figures.generate_steps > 100
-    assert (shadow.swapped > 0) == (sets == SWAPPED)
-    assert outcome.figures.preemptions, "nothing is scarce"
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_run_agrees_with_model_cluster_in_outages(seed: int) -> None:
-    settings = config(*SCARCE)
-    shadow = Shadow(prepare(settings, COST))
-    outages = [
-        GroupOutage(group="generate", at_ns=50 * MS, duration_ns=30 * MS),
-        GroupOutage(group="encode", at_ns=100 * MS, duration_ns=10 * MS),
-    ]
     outcome = simulate(
         settings, scarce(seed), cost=COST, observers=[shadow], oracles=True, outages=outages
     )
-    assert outcome.figures.finished + sum(outcome.figures.failed.values()) == 40
+    figures = outcome.figures
+    assert figures.finished + sum(figures.failed.values()) == figures.requests == 40
+    if not outages:
+        assert not figures.failed
+        assert shadow.steps == figures.generate_steps > 100
+        assert figures.preemptions, "nothing is scarce"
+    assert (shadow.swapped > 0) == (sets == SWAPPED)

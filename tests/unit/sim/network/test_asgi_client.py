@@ -20,12 +20,7 @@ class Service:
     def __init__(self) -> None:
         self.left: list[tuple[str, float]] = []
         self.sent = 0
-        routes = [
-            Route("/count", self.count),
-            Route("/echo", self.echo, methods=["POST"]),
-            Route("/broken", self.broken),
-            Route("/slow", self.slow),
-        ]
+        routes = [Route("/count", self.count), Route("/echo", self.echo, methods=["POST"])]
         self.client = AsgiClient(Starlette(routes=routes))
 
     async def count(self, _request: Request) -> Response:
@@ -44,27 +39,7 @@ class Service:
         return StreamingResponse(numbers(), media_type="text/event-stream")
 
     async def echo(self, request: Request) -> Response:
-        body = await request.body()
-        key = request.headers.get("x-key")
-        said = {"body": body.decode(), "key": key, "query": request.url.query}
-        return JSONResponse(said, 201, {"x-own": "yes"})
-
-    async def broken(self, _request: Request) -> Response:
-        raise ValueError("a mistake")
-
-    async def slow(self, _request: Request) -> Response:
-        await asyncio.sleep(60)
-        return Response(b"at last")
-
-
-@pytest.mark.sim
-async def test_client_sends_a_request_and_reads_the_response() -> None:
-    response = await Service().client.request(
-        "POST", "/echo?a=1", json={"b": 2}, headers=[("X-Key", "sesame")]
-    )
-    assert (response.status, response.headers["x-own"]) == (201, "yes")
-    assert response.json() == {"body": '{"b":2}', "key": "sesame", "query": "a=1"}
-    assert (await Service().client.request("GET", "/nowhere")).status == 404
+        return JSONResponse({"body": (await request.body()).decode()})
 
 
 @pytest.mark.sim
@@ -78,7 +53,7 @@ async def test_client_reads_events_when_they_come() -> None:
 
 
 @pytest.mark.sim
-@pytest.mark.parametrize("at_s", [0, 0.1, 4.5, 7.7])
+@pytest.mark.parametrize("at_s", [0, 4.5, 7.7])
 async def test_client_leaves_at_any_moment(at_s: float) -> None:
     service = Service()
     async with service.client.open("GET", "/count") as call:
@@ -120,8 +95,11 @@ async def test_client_hears_of_an_application_that_raises_or_ends_without_a_word
     async def app(_scope: Any, _receive: Any, _send: Any) -> None:
         await asyncio.sleep(1)
 
+    async def mistaken(_scope: Any, _receive: Any, _send: Any) -> None:
+        raise ValueError("a mistake")
+
     with pytest.raises(ValueError, match="a mistake"):
-        await Service().client.request("GET", "/broken")
+        await AsgiClient(mistaken).request("GET", "/")
     with pytest.raises(Disconnected, match="the application ended"):
         await AsgiClient(app).request("GET", "/")
 

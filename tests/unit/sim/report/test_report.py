@@ -7,24 +7,18 @@ import re
 import sys
 from html.parser import HTMLParser
 from io import StringIO
-from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 
 import msgspec
 import pytest
 from rich.console import Console
 
-from tests.unit.sim.shapes import COST, SCARCE, arrival, config, read_json, scarce
+from tests.unit.sim.shapes import COST, SCARCE, arrival, config, scarce
 from vsched.errors import ConfigError
 from vsched.sim.fast.metrics import GAUGES, SUMS, Series, SimulationOutcome, TenantFigures
 from vsched.sim.fast.simulation import simulate
-from vsched.sim.report.comparison import (
-    MEASURES,
-    best,
-    comparison,
-    differences,
-    write_json,
-)
+from vsched.sim.report.comparison import MEASURES, best, comparison
 from vsched.sim.report.rendering import chart_data, load_warning, render_html
 from vsched.sim.workload.requests import workload_of
 
@@ -68,23 +62,24 @@ def test_table_has_a_column_for_each_outcome(outcomes: list[SimulationOutcome]) 
     assert re.search(rf"context_exceeded +│ +{first.failed['context_exceeded']} │", text)
 
 
-def with_tenants(outcome: SimulationOutcome) -> SimulationOutcome:
+def with_tenants(outcome: SimulationOutcome, **more: Any) -> SimulationOutcome:
     figures = outcome.figures
-    tenant = TenantFigures(
-        requests=9,
-        finished=7,
-        output_tokens=70,
-        ttft_ms=figures.ttft_ms,
-        tpot_ms=figures.tpot_ms,
-        good_share=0.5,
-        failed={"shed": 2},
-    )
+    tenant = {
+        "requests": 9,
+        "finished": 7,
+        "output_tokens": 70,
+        "ttft_ms": figures.ttft_ms,
+        "tpot_ms": figures.tpot_ms,
+        "good_share": 0.5,
+        "failed": {"shed": 2},
+        **more,
+    }
     changed = msgspec.structs.replace(
         figures,
         failed={"shed": 2},
         reasons={"tenant [a] sends too fast": 2},
         policy_faults={"Mine": 3},
-        tenants={"[a]": tenant},
+        tenants={"[a]": TenantFigures(**tenant)},
     )
     return msgspec.structs.replace(
         outcome, figures=changed, policy_failures={"Mine": "Traceback of <Mine>"}
@@ -119,34 +114,23 @@ def test_best_trial_must_be_measurably_better(outcomes: list[SimulationOutcome])
         )
 
     measure = next(one for one in MEASURES if one.name == "TTFT p50, ms")
-    assert best(measure, [with_ttft(10), with_ttft(12), with_ttft(10.01)]) == {0, 2}
-    assert best(measure, [with_ttft(10), with_ttft(10)]) == set()
-    assert best(measure, [with_ttft(10)]) == set()
+    for values, found in (([10, 12, 10.01], {0, 2}), ([10, 10], set()), ([10], set())):
+        assert best(measure, [with_ttft(value) for value in values]) == found
     neither = next(one for one in MEASURES if not one.better)
     assert best(neither, outcomes) == set()
-
-
-def test_differences_are_the_policies_that_differ(outcomes: list[SimulationOutcome]) -> None:
-    assert differences(outcomes) == {
-        "encode.encoding": ["ChunkAware(look_ahead_chunks=0)", "ChunkAware(look_ahead_chunks=9)"]
-    }
-
-
-def test_json_reads_as_it_was_written(outcomes: list[SimulationOutcome], tmp_path: Path) -> None:
-    path = tmp_path / "out.json"
-    write_json(outcomes, str(path))
-    assert read_json(path) == outcomes
 
 
 class Elements(HTMLParser):
     """Checks that every element is closed, and collects addresses, ids, and the texts of some elements."""
 
-    def __init__(self) -> None:
+    def __init__(self, html: str) -> None:
         super().__init__()
         self.open: list[str] = []
         self.addresses: list[str] = []
         self.ids: list[str] = []
-        self.texts: dict[str, list[str]] = {"figcaption": [], "script": [], "output": []}
+        self.texts: dict[str, list[str]] = {"figcaption": [], "script": []}
+        self.feed(html)
+        assert not self.open
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         found = dict(attrs)
@@ -163,15 +147,10 @@ class Elements(HTMLParser):
             self.texts[self.open[-1]].append(text)
 
 
-def elements_of(html: str) -> Elements:
-    elements = Elements()
-    elements.feed(html)
-    assert elements.open == []
-    return elements
-
-
-def test_html_is_whole_and_needs_nothing(report: str) -> None:
-    elements = elements_of(report)
+def test_html_is_whole_and_needs_nothing(
+    report: str, outcomes: list[SimulationOutcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elements = Elements(report)
     assert {address for address in elements.addresses if not address.startswith("#")} == {"data:,"}
     assert "default-src 'none'" in report
     assert set(re.findall(r"https?://[^\s\"')]+", report)) == {"https://github.com/leeoniya/uPlot"}
@@ -179,12 +158,15 @@ def test_html_is_whole_and_needs_nothing(report: str) -> None:
     assert "chunk &lt;aware&gt;" in report
     assert "chunk <aware>" not in report
     assert len(report) < 400_000
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(ConfigError, match=r"--html: jinja2 .* pip install 'vsched\[report\]'"):
+        render_html(outcomes)
 
 
 def test_html_charts_have_titles_units_and_values(
     report: str, outcomes: list[SimulationOutcome]
 ) -> None:
-    elements = elements_of(report)
+    elements = Elements(report)
     data = json.loads(elements.texts["script"][0])
     assert data["labels"] == ["chunk <aware>", "ahead"]
     charts = {chart["key"]: chart for chart in data["charts"]}
@@ -203,21 +185,18 @@ def test_html_charts_have_titles_units_and_values(
 
 
 def test_html_compares_tenants_by_percentile(outcomes: list[SimulationOutcome]) -> None:
-    first, second = with_tenants(outcomes[0]), with_tenants(outcomes[1])
-    figures = second.figures.tenants["[a]"]
-    slow = msgspec.structs.replace(figures.ttft_ms, p99=2 * first.figures.ttft_ms.p99)
-    cdf: dict[str, list[tuple[float, float]]] = {"ttft": [(10.0, 0.5), (20.0, 1.0)]}
-    tenants = {"[a]": msgspec.structs.replace(figures, ttft_ms=slow, cdf=cdf)}
-    second = msgspec.structs.replace(
-        second, figures=msgspec.structs.replace(second.figures, tenants=tenants)
+    first = with_tenants(outcomes[0])
+    slow_ms = msgspec.structs.replace(
+        outcomes[1].figures.ttft_ms, p99=2 * first.figures.ttft_ms.p99
     )
-    html = render_html([first, second])
+    cdf: dict[str, list[tuple[float, float]]] = {"ttft": [(10.0, 0.5), (20.0, 1.0)]}
+    html = render_html([first, with_tenants(outcomes[1], ttft_ms=slow_ms, cdf=cdf)])
     row = re.search(r"TTFT p99, ms</th>(.*)</tr>", html[html.index('aria-label="By tenant"') :])
     assert row is not None
     assert f"{first.figures.ttft_ms.p99:,.1f}" in row[1]
     assert "<small>+100%</small>" in row[1]
     assert "<option>[a]</option>" in html
-    data = json.loads(elements_of(html).texts["script"][0])
+    data = json.loads(Elements(html).texts["script"][0])
     values = data["tenants"]["[a]"]["ttft"][1]
     percentiles = data["percentiles"]
     assert [values[percentiles.index(percent)] for percent in (50, 51)] == [10.0, 20.0]
@@ -226,7 +205,7 @@ def test_html_compares_tenants_by_percentile(outcomes: list[SimulationOutcome]) 
 def test_every_slow_request_links_to_its_timeline(
     report: str, outcomes: list[SimulationOutcome]
 ) -> None:
-    elements = elements_of(report)
+    elements = Elements(report)
     links = [address[1:] for address in elements.addresses if address.startswith("#")]
     assert len(links) == sum(len(rows) for one in outcomes for rows in one.slowest.values()) == 40
     assert {unquote(link) for link in links} == {one for one in elements.ids if "request-" in one}
@@ -248,14 +227,6 @@ def test_slow_requests_are_the_slowest(outcomes: list[SimulationOutcome]) -> Non
         for one in outcome.slowest["ttft"]:
             before_decode = sum(one.phases_ms.values()) - one.phases_ms["decode"]
             assert before_decode == pytest.approx(one.ttft_ms)
-
-
-def test_report_without_its_extra_names_it(
-    outcomes: list[SimulationOutcome], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(ConfigError, match=r"--html: jinja2 .* pip install 'vsched\[report\]'"):
-        render_html(outcomes)
 
 
 def outcome_at(every_ms: float, *sets: str, requests: int = 300) -> SimulationOutcome:

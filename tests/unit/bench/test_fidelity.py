@@ -1,4 +1,4 @@
-"""Simulated requests become real ones of the same sizes, with the same shared parts."""
+"""Requests of comparisons are those of the simulation, with the same shared parts; calibrations keep to limits."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import io
 import pytest
 from PIL import Image as PillowImage
 
+from tests.each_case import each_case
 from tests.unit.media.fakes import PLACEHOLDER, FakePreprocessor, model_info
+from vsched.bench.fidelity.calibration import ROUND_COST_MIN, CalibrationLimits, plan_round
 from vsched.bench.fidelity.measure import RequestTexts
-from vsched.bench.load.generator import draw_picture
 from vsched.sim.workload.requests import Arrival, Image, PromptPart, Reply, Text, workload_of
 
 LIMIT = 64
@@ -31,12 +32,7 @@ def size_of(url: str) -> tuple[int, int]:
     return PillowImage.open(io.BytesIO(base64.b64decode(data))).size
 
 
-def test_dresser_measures_the_image_processor(texts: RequestTexts) -> None:
-    assert texts.pixels_per_token == 64
-    assert texts.bytes_per_token == 4 * 48 * 4
-
-
-@pytest.mark.parametrize("tokens", [1, 4, 7, 12, 63, 64])
+@each_case("tokens", [1, 4, 7, 12, 63, 64])
 def test_dresser_draws_pictures_of_the_size_that_it_tells(texts: RequestTexts, tokens: int) -> None:
     fitted = texts.fit_arrival(arrival(Image("a", tokens)))
     (image,) = fitted.images
@@ -44,11 +40,7 @@ def test_dresser_draws_pictures_of_the_size_that_it_tells(texts: RequestTexts, t
     width, height = size_of(texts.pictures(fitted)[0])
     assert width * height == texts.pixels_of(tokens) == 64 * image.tokens
     assert texts.tokens_of(image.tokens) == image.tokens, "once fitted, it stays as it is"
-
-
-def test_dresser_scales_large_images_down(texts: RequestTexts) -> None:
-    fitted = texts.fit_arrival(arrival(Image("a", 5000)))
-    assert fitted.images[0].tokens == LIMIT
+    assert (texts.pixels_per_token, texts.bytes_per_token) == (64, 4 * 48 * 4)
 
 
 def test_dresser_draws_equal_pictures_for_equal_keys_of_one_tenant(texts: RequestTexts) -> None:
@@ -116,6 +108,63 @@ def test_dresser_fits_a_workload_once(texts: RequestTexts) -> None:
     assert (fitted.name, fitted.requests) == ("w", 1)
 
 
-def test_pictures_are_the_same_in_every_process() -> None:
-    assert draw_picture(3, 16, 8) == draw_picture(3, 16, 8)
-    assert size_of(draw_picture(3, 16, 8)) == (16, 8)
+# --- requests of a calibration stay within the engine's limits and the budget ---
+
+
+def limits(**changes: int) -> CalibrationLimits:
+    large = {
+        "slots": 64,
+        "kv_tokens": 65536,
+        "context_tokens": 32768,
+        "item_tokens": 1280,
+        "images": 64,
+        "pixel_tokens": 14000,
+    }
+    return CalibrationLimits(**{**large, **changes})
+
+
+LARGE = limits()
+PLENTY = 1e9
+
+
+def test_round_has_everything_that_has_a_price() -> None:
+    trials = plan_round(LARGE, PLENTY)
+    asks = [ask for trial in trials for ask in trial.asks]
+    assert {len(ask.images) for ask in asks} >= {0, 1, 2, 4, 8}
+    assert max(len(trial.asks) for trial in trials) == 64
+    assert max(ask.text for ask in asks) == 8192
+    assert [len(trial.beside) for trial in trials if trial.beside] == [1, 1, 8, 8]
+    assert any(ask.outputs > 1 for ask in asks)
+
+
+@each_case(
+    "tight",
+    [
+        limits(slots=4),
+        limits(kv_tokens=2048),
+        limits(context_tokens=600),
+        limits(item_tokens=100),
+        limits(images=1),
+        limits(pixel_tokens=300),
+        limits(images=0, item_tokens=0),
+    ],
+)
+def test_round_stays_within_limits(tight: CalibrationLimits) -> None:
+    trials = plan_round(tight, PLENTY)
+    assert 3 < len(trials) < len(plan_round(LARGE, PLENTY))
+    for trial in trials:
+        assert tight.fit([*trial.asks, *trial.beside])
+        assert len(trial.asks) + len(trial.beside) <= tight.slots
+        for ask in (*trial.asks, *trial.beside):
+            assert ask.prompt + ask.outputs < tight.context_tokens
+            assert all(tokens <= tight.item_tokens for tokens in ask.images)
+
+
+def test_round_costs_what_it_may_and_the_cheapest_come_first() -> None:
+    trials = [one for one in plan_round(LARGE, 20_000) if not one.beside]
+    costs = [trial.cost for trial in trials]
+    assert costs == sorted(costs)
+    assert ROUND_COST_MIN < sum(costs) <= 20_000
+    few = [one for one in plan_round(LARGE, 1) if not one.beside]
+    assert 0 < sum(one.cost for one in few) <= ROUND_COST_MIN
+    assert any(ask.images for trial in few for ask in trial.asks)

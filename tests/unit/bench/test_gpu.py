@@ -1,0 +1,184 @@
+"""The command for ten minutes with a GPU: its steps, the package for a machine without a network, lower bounds."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.bench.gpu import __main__ as command
+from tests.bench.gpu import pack
+from tests.bench.gpu.costs import SHAPES
+from tests.bench.gpu.page import page
+from tests.bench.gpu.revision import UNKNOWN, revision_of, write_revision
+from tests.bench.gpu.steps import Step, StepResult, run_steps
+from tests.patience import NEVER_S, wait_until
+from tests.traces import is_alive
+
+
+def python(name: str, code: str, limit_s: float = NEVER_S) -> Step:
+    return Step(name, [sys.executable, "-c", IMPORTS + code], limit_s)
+
+
+def written(folder: Path) -> list[StepResult]:
+    return msgspec.json.decode((folder / "steps.json").read_bytes(), type=list[StepResult])
+
+
+IMPORTS = "import pathlib, signal, subprocess, time; "
+SLEEPER = "print(subprocess.Popen(['sleep', '9999']{}).pid, flush=True)"
+
+
+@pytest.mark.slow
+def test_a_step_that_fails_or_hangs_does_not_end_the_rest(tmp_path: Path) -> None:
+    """Nor does one that ignores its timeout, or cannot be started; no process of a step outlives it."""
+    deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    in_session = SLEEPER.format(", start_new_session=True")
+    steps = [
+        python("fails", "print('a reason'); raise SystemExit(3)"),
+        python("hangs", "time.sleep(1e4)", 0.1),
+        python("deaf", f"{deaf}{in_session}; time.sleep(1e4)", 3.0),
+        Step("missing", ["/nowhere/at/all"], NEVER_S),
+        python("leaves", SLEEPER.format("")),
+        python("reads", f"print(pathlib.Path({str(tmp_path / 'steps.json')!r}).read_text())"),
+    ]
+    results = run_steps(steps, tmp_path, seconds=NEVER_S, environment=os.environ)
+    endings = ["failed", "out of time", "out of time", "failed", "done", "done"]
+    assert [each.ending for each in results] == endings
+    assert results[0].status == 3
+    assert written(tmp_path) == results
+    assert (tmp_path / "fails.log").read_text() == "a reason\n"
+    assert "/nowhere/at/all" in (tmp_path / "missing.log").read_text()
+    assert '"leaves"' in (tmp_path / "reads.log").read_text(), "results are on disk at once"
+    pids = [int((tmp_path / f"{name}.log").read_text()) for name in ("deaf", "leaves")]
+    wait_until(lambda: not any(map(is_alive, pids)))
+
+
+def test_no_step_begins_when_the_time_is_up(tmp_path: Path) -> None:
+    results = run_steps([python("late", "pass")], tmp_path, seconds=0, environment={})
+    assert [each.ending for each in results] == ["not begun"]
+    assert written(tmp_path) == results
+
+
+# --- the package and its commit ---
+
+
+PYTHON = "3.12"
+
+
+def test_dependencies_of_dependencies_are_carried() -> None:
+    """Of each extra, for that system and Python, and not those of packages that are there."""
+    known = {
+        "app": ["server[fast]>=1", "torch>=2", "old; python_version < '3.12'"],
+        "server": ["loop", "quick; extra == 'fast'", "rare; extra == 'other'", "winapi; sys_platform == 'win32'"],
+        "quick": ["App"],
+    }  # fmt: skip
+    found = pack.needed(["app"], lambda name: known.get(name, []), python=PYTHON)
+    assert found == ["app", "loop", "quick", "server"]
+
+
+def test_every_carried_package_has_a_version_in_the_constraints() -> None:
+    """The command line, the server, the models, the grammars and the tests have theirs."""
+    found = pack.needed(pack.roots(), pack.installed, python=PYTHON)
+    assert set(found) <= pack.pins().keys()
+    carried = "typer pydantic-core uvicorn transformers llguidance pytest-asyncio"
+    assert set(carried.split()) <= set(found)
+    assert not {"torch", "mpmath", "llvmlite"} & set(found)
+
+
+# --- the commit in the results of a measurement ---
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A repository with one commit."""
+    root = tmp_path / "tree"
+    (root / "vsched").mkdir(parents=True)
+    (root / "vsched/one.py").write_text("one = 1\n")
+    identity = ["-c", "user.name=n", "-c", "user.email=e@example.com", "-c", "commit.gpgsign=false"]
+    for words in (["init", "-q"], ["add", "."], [*identity, "commit", "-q", "-m", "first"]):
+        subprocess.run(["git", "-C", str(root), *words], check=True)
+    return root
+
+
+def test_packed_commit_is_used_without_a_repository(tree: Path, tmp_path: Path) -> None:
+    """Changes since the commit are reported."""
+    commit, packed = revision_of(tree, None), tmp_path / "wheels"
+    assert len(commit) == 8
+    packed.mkdir()
+    assert revision_of(tmp_path, packed) == UNKNOWN
+    write_revision(tree, packed)
+    (tree / "vsched/one.py").write_text("one = 2\n")
+    assert revision_of(tree, None) == f"{commit}-dirty"
+    (tree / "vsched/one.py").write_text("one = 1\n")
+    (tree / ".git").rename(tmp_path / "elsewhere")
+    assert revision_of(tree, None) == UNKNOWN
+    assert revision_of(tree, packed) == commit
+    (tree / "vsched/two.py").write_text("")
+    assert revision_of(tree, packed) == f"{commit} with later changes"
+
+
+# --- lower bounds of step times ---
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", SHAPES)
+def test_counts_are_those_of_the_model(name: str, tmp_path: Path) -> None:
+    """Transformers builds it, without weights."""
+    torch = pytest.importorskip("torch")
+    from torch import nn
+
+    from vsched_workers.batching import paged_attention
+    from vsched_workers.families import FAMILIES
+
+    def linears(module: Any) -> int:
+        return sum(each.weight.numel() for each in module.modules() if isinstance(each, nn.Linear))
+
+    shape = SHAPES[name]
+    (tmp_path / "config.json").write_text(json.dumps(shape.config()))
+    paged_attention.register()
+    family = FAMILIES["qwen2_5_vl"]
+    with torch.device("meta"):
+        model = family.build_language(str(tmp_path), paged_attention.NAME)
+        tower = family.build_vision(str(tmp_path), "sdpa")
+    assert linears(model) == shape.language_linears
+    assert linears(tower.merger) == shape.merger_linears
+    assert linears(tower) == shape.vision_linears + shape.merger_linears
+
+
+def test_decode_of_the_3b_shape_is_as_written_out() -> None:
+    """3.09 G weights of two bytes and 36,864 bytes a token; two operations a weight, four a value of a key."""
+    cost = SHAPES["3b"].decode(8, 1024)
+    weights = 36 * (2 * 2048**2 + 2 * 2048 * 256 + 3 * 2048 * 11008) + 2048 * 151936
+    assert cost.moved == 2 * weights + 8 * 1024 * 36_864
+    assert cost.operations == 8 * (2 * weights + 4 * 36 * 2048 * 1024)
+
+
+# --- the whole command ---
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_dry_run_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only steps without another test: servers under load and killed ranks are tested elsewhere."""
+    pytest.importorskip("torch")
+    cpu = ["--device=cpu", "--models=nano", "--served=nano25", "--seconds=280"]
+    only = "--only=models-nano,checkpoint,conversations,weights"
+    monkeypatch.setattr(sys, "argv", ["gpu", f"--out={tmp_path}", *cpu, only])
+    assert command.main() == 0, "\n".join(
+        f"{log.name}:\n{log.read_text()[-2000:]}" for log in sorted(tmp_path.glob("*.log"))
+    )
+    made = page(tmp_path)
+    for expected in (
+        "| decode 3 x 32 |",
+        "| decode 1 x 32 int4 |",
+        "| tiny turn 8 |",
+        "| checkpoint | done |",
+    ):
+        assert expected in made
