@@ -16,7 +16,7 @@ from PIL import Image
 from transformers import AutoImageProcessor
 
 from tests.each_case import each_case
-from tests.workers.driver import Checkpoints, drawn_image, values_of
+from tests.workers.driver import Checkpoints, drawn_image, inspect, values_of
 from vsched.errors import RequestRefused
 from vsched.worker.contract import Arrays, FrameSize, VideoFacts, VideoSampling
 from vsched_workers.checkpoint.preprocess.video_rules import (
@@ -31,7 +31,6 @@ from vsched_workers.families.video_processors import DEFAULTS, VIDEO_PROCESSORS
 from vsched_workers.plugin import plugin
 
 SETTINGS = {
-    "as it is": {},
     "half of ImageNet": {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]},
     "odd numbers": {"image_mean": [0.1, 0.7, 0.3], "image_std": [0.3, 0.11, 0.7]},
     "another scale": {"rescale_factor": 1 / 127.5},
@@ -43,10 +42,10 @@ SETTINGS = {
 
 @pytest.mark.parametrize("changed", SETTINGS.values(), ids=SETTINGS)
 def test_pixel_levels_are_those_of_the_processor(
-    checkpoints: Checkpoints, size: str, tmp_path: Path, changed: dict[str, Any]
+    checkpoints: Checkpoints, tmp_path: Path, changed: dict[str, Any]
 ) -> None:
     """All 256 values in each channel, in patches of a picture; the processor handles the picture itself."""
-    shutil.copytree(checkpoints(size), tmp_path / "changed")
+    shutil.copytree(checkpoints("nano25"), tmp_path / "changed")
     file = tmp_path / "changed" / "processor_config.json"
     settings = json.loads(file.read_text())
     settings["image_processor"] |= changed
@@ -54,8 +53,7 @@ def test_pixel_levels_are_those_of_the_processor(
     image = drawn_image(1, 640, 480)
     processor: Any = AutoImageProcessor.from_pretrained(file.parent, backend="pil")
     wanted = processor(image, return_tensors="np")["pixel_values"]
-    info = plugin.inspect(str(file.parent), dtype="float32", item_tokens_max=0)
-    made = plugin.load_preprocessor(info).process_image(image)
+    made = plugin.load_preprocessor(inspect(file.parent)).process_image(image)
     assert len(np.unique(made[PIXELS])) > 200
     assert len(wanted) > PIECE_PATCHES["cpu"]
     found = values_of([made]).numpy()
@@ -143,15 +141,13 @@ def test_a_long_video_loses_its_first_and_last_second() -> None:
 
 
 def test_fixed_sizes_of_frames() -> None:
-    """SmolVLM resizes twice, LLaVA-NeXT-Video crops the middle; pixel bounds are refused."""
+    """SmolVLM resizes twice, LLaVA-NeXT-Video crops the middle."""
     rules = rules_of("SmolVLM")
     assert rules.steps(640, 360) == (FrameSize(1456, 820), FrameSize(364, 364))
     assert layout(rules).size == FrameSize(364, 364)
     wide = Image.new("RGB", (448, 224))
     wide.paste((255, 255, 255), (112, 0, 336, 224))
     assert (rules_of("LlavaNextVideo").resize_frame(wide) == 255).all()
-    with pytest.raises(RequestRefused, match="not resized between"):
-        layout(rules, bounds={"max_pixels": 900})
 
 
 @each_case("rules", [QWEN25, QWEN3])
@@ -194,23 +190,22 @@ def test_sizes_of_frames() -> None:
 
 
 @each_case(
-    "options",
+    ("rules", "facts", "options", "message"),
     [
-        {"fps": 2, "num_frames": 4},
-        {"num_frames": 800},
-        {"max_frames": 800},
-        {"bounds": {"min_pixels": 10**7}},
-        {"bounds": {"max_pixels": 2**40}},
+        (QWEN25, FACTS, {"fps": 2, "num_frames": 4}, "Remedy: "),
+        (QWEN25, FACTS, {"num_frames": 800}, "Remedy: "),
+        (QWEN25, FACTS, {"max_frames": 800}, "Remedy: "),
+        (QWEN25, FACTS, {"bounds": {"min_pixels": 10**7}}, "Remedy: "),
+        (QWEN25, FACTS, {"bounds": {"max_pixels": 2**40}}, "Remedy: "),
+        (rules_of("SmolVLM"), FACTS, {"bounds": {"max_pixels": 900}}, "not resized between"),
+        (QWEN3, VideoFacts(2048, 2, 4, 1.0), {}, "limit 200"),
     ],
 )
-def test_options_out_of_bounds_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(RequestRefused, match="Remedy: "):
-        layout(QWEN25, **options)
-
-
-def test_a_thin_video_is_refused() -> None:
-    with pytest.raises(RequestRefused, match="limit 200"):
-        layout(QWEN3, VideoFacts(2048, 2, 4, 1.0))
+def test_options_out_of_bounds_and_thin_videos_are_refused(
+    rules: VideoRules, facts: VideoFacts, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RequestRefused, match=message):
+        layout(rules, facts, **options)
 
 
 def test_levels_are_fused_as_in_the_video_processor() -> None:

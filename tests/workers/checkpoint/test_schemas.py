@@ -296,9 +296,10 @@ def test_rewriting_keeps_the_order_of_keys_and_the_sent_schema() -> None:
     assert json.dumps(made) == wanted
 
 
-def _seen(grammars: TokenGrammars, seeds: range) -> dict[str, int]:
+@pytest.mark.slow
+def test_outputs_match_many_random_schemas(grammars: TokenGrammars) -> None:
     counts = {"refused": 0, "endless": 0, "fits": 0}
-    for seed in seeds:
+    for seed in range(100):
         rng = random.Random(seed)
         schema = random_schema(rng, 3, edges=True)
         schema = {**schema, "$defs": {"shared": random_schema(rng, 0, edges=True)}}
@@ -312,14 +313,7 @@ def _seen(grammars: TokenGrammars, seeds: range) -> dict[str, int]:
             if text is None or re.search(r"\d[eE][+-]?\d", text):
                 counts["endless"] += 1
                 continue
-            value = json.loads(text, parse_float=Decimal)
-            assert fits(value, schema), (seed, schema, text)
+            assert fits(json.loads(text, parse_float=Decimal), schema), (seed, schema, text)
             counts["fits"] += 1
-    return counts
-
-
-@pytest.mark.slow
-def test_outputs_match_many_random_schemas(grammars: TokenGrammars) -> None:
-    counts = _seen(grammars, range(200))
-    assert counts["fits"] > 190, counts
-    assert counts["refused"] < 150, counts
+    assert counts["fits"] > 95, counts
+    assert counts["refused"] < 75, counts
