@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from tests.parity.vision_architectures import VISION_ARCHITECTURES, images_of, save_model
 from tests.workers.adapters.peft_adapters import make_whole_adapter
-from tests.workers.driver import Checkpoints, Stage, values_of
+from tests.workers.driver import Stage
 from tests.workers.test_vision import jobs_of, load_tower
 from vsched.errors import CheckpointError
 from vsched_workers.adapters.files import (
@@ -27,7 +27,6 @@ from vsched_workers.adapters.layers import AdaptedModule
 from vsched_workers.adapters.places import module_places
 from vsched_workers.backends.reference.any_tower import AnyTower
 from vsched_workers.families import FAMILIES
-from vsched_workers.families.qwen_image import grid_of
 from vsched_workers.plugin import TransformersPlugin
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
@@ -48,31 +47,6 @@ def tower_of(stage: Stage, **options: Any) -> tuple[Any, AdaptedModule]:
         **options,
     )
     return worker._tower, module
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("settings", [{}, {"r": 2, "use_rslora": True}])
-def test_images_have_the_rows_of_pefts_tower(
-    stages: Stages, checkpoints: Checkpoints, tmp_path: Path, size: str, settings: dict[str, Any]
-) -> None:
-    """The language part of the file is skipped; the next image is encoded by the base model."""
-    stage = stages(size)
-    whole = make_whole_adapter(checkpoints(size), tmp_path, 1, **settings)
-    tower, module = tower_of(stage)
-    (job, *_) = jobs_of(stage)
-    plain = tower.encode([job])
-    module.add("one", read_adapter(tmp_path, rank_max=4))
-    with module.all_rows("one"):
-        found = tower.encode([job])
-    out = whole.base_model.model.get_image_features(
-        values_of([job.arrays]), torch.tensor([grid_of(job.metadata)]), return_dict=True
-    )
-    levels = [out.pooler_output[0], *(each[0] for each in getattr(out, "deepstack_features", ()))]
-    torch.testing.assert_close(found, torch.cat(levels, -1), rtol=1e-4, atol=1e-4)
-    assert not torch.allclose(found, plain, atol=0.01)
-    assert torch.equal(tower.encode([job]), plain)
-    module.remove("one")
-    assert torch.equal(tower.encode([job]), plain)
 
 
 def random_tower_adapter(places: Any, prefix: str, seed: int) -> Adapter:

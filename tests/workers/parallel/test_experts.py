@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from tests.each_case import each_case
 from tests.parity.architectures import ARCHITECTURES, COMMON, make_checkpoint
 from tests.parity.compare import OUTPUTS, generated, prompts
 from tests.workers.driver import (
@@ -30,8 +31,7 @@ from tests.workers.driver import (
 from tests.workers.parallel import ranks as on_rank
 from tests.workers.parallel.ranks import Ranks
 from tests.workers.properties import thorough
-from tests.workers.reference import Reference
-from tests.workers.test_language import expected, mixed_questions, outputs
+from tests.workers.test_language import outputs
 from vsched.errors import CheckpointError
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.families.sharing import parallel_plan, shares_heads
@@ -42,20 +42,15 @@ from vsched_workers.parallel.experts import (
     SharedExperts,
     max_rows,
     next_placement,
-    place_experts,
 )
 from vsched_workers.parallel.slicing import PlannedRanks, share_by_plan
 from vsched_workers.plugin import plugin
 
 SIZE = "nano3moe"
+FURTHER = ("olmo2", "phi3", "qwen3_moe", "starcoder2", "llama", "mistral")
 
 
-def test_place_experts_gives_the_heaviest_first_to_the_least_loaded() -> None:
-    assert place_experts([9, 1, 8, 2, 7, 3], 2) == [[0, 5, 3], [2, 4, 1]]
-    assert place_experts([5, 0, 0, 0], 2) == [[0, 3], [1, 2]]
-
-
-@pytest.mark.parametrize("seed", range(20))
+@each_case("seed", range(20))
 def test_next_placement_is_one_of_all_experts_and_never_worse(seed: int) -> None:
     """Every rank keeps its number of experts, each expert has one rank, experts that stay keep their place."""
     draw = random.Random(seed)
@@ -80,16 +75,6 @@ def test_next_placement_moves_nothing_without_gain() -> None:
     # Each rank keeps the group with the larger overlap: two experts move, not four.
     found = next_placement([9, 8, 7, 1, 1, 1], [[1, 4, 5], [0, 2, 3]])
     assert found == [[1, 2, 5], [0, 4, 3]]
-
-
-@pytest.mark.slow
-def test_step_equals_generate(
-    stages: Callable[..., Stage], references: Callable[[str], Reference]
-) -> None:
-    """Chunks, images and decode in one step, with dense layers in between: the tokens of transformers' `generate`."""
-    stage = stages(SIZE)
-    found = Driver(stage, chunk=40).run(mixed_questions(), arrivals=2, preempts=7)
-    assert outputs(found) == expected(stage, references(SIZE), mixed_questions())
 
 
 @pytest.mark.slow
@@ -176,28 +161,20 @@ def test_experts_move_and_the_tokens_stay(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name",
+    ("name", "size"),
     [
-        *("cohere", "deepseek_v3", "mixtral", "gemma2", "qwen3"),
-        *thorough("olmo2", "phi3", "qwen3_moe", "starcoder2", "llama", "mistral"),
+        *((name, 2) for name in ("cohere", "deepseek_v3", "mixtral", "gemma2", "qwen3")),
+        ("deepseek_v3", 4),
+        *thorough(*((name, 2) for name in FURTHER), ("mixtral", 4)),
     ],
 )
-def test_two_ranks_answer_as_generate(ranks: Ranks, tmp_path: Path, name: str) -> None:
+def test_ranks_answer_as_generate(ranks: Ranks, tmp_path: Path, name: str, size: int) -> None:
     """Split heads, experts, inputs, gathered results, biases; some have a decoder description, with its own table."""
-    make_checkpoint(name, tmp_path)
-    plugin.check_parallel(inspect(tmp_path), stage="generate", ranks=2)
+    make_checkpoint(name, tmp_path, **({"num_key_value_heads": 4} if size == 4 else {}))
+    plugin.check_parallel(inspect(tmp_path), stage="generate", ranks=size)
     questions = [Question(prompt, count=OUTPUTS) for prompt in prompts()]
-    found = ranks.run(on_rank.answer_text, str(tmp_path), questions)
-    assert found[0] == found[1] == generated(tmp_path, prompts())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["deepseek_v3", *thorough("mixtral")])
-def test_four_ranks_answer_as_generate(ranks: Ranks, tmp_path: Path, name: str) -> None:
-    make_checkpoint(name, tmp_path, num_key_value_heads=4)
-    questions = [Question(prompt, count=OUTPUTS) for prompt in prompts()]
-    found = ranks.run(on_rank.answer_text, str(tmp_path), questions, size=4)
-    assert found == [generated(tmp_path, prompts())] * 4
+    found = ranks.run(on_rank.answer_text, str(tmp_path), questions, size=size)
+    assert found == [generated(tmp_path, prompts())] * size
 
 
 @pytest.mark.slow
