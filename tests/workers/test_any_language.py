@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from tests.parity.architectures import make_checkpoint
 from tests.parity.compare import generated, prompts
 from tests.workers.driver import Driver, Question, Stage, inspect, load_generator
+from tests.workers.properties import thorough
 from vsched.errors import CheckpointError, ConfigError, RequestRefused
 from vsched.worker.contract import ImagePlan, WorkerSettings
 from vsched_workers.backends.reference.backend import Backend
@@ -78,8 +79,10 @@ def test_unknown_model_type_stands_for_its_class(edited: Callable[..., Path]) ->
     assert inspect(edited(model_type="nonsense")).family == "llama"
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("name", ["llama", "stablelm"])
+@pytest.mark.parametrize(
+    ("name", "tied"),
+    [("llama", True), ("stablelm", False), *thorough(("llama", False), ("stablelm", True))],
+)
 def test_weights_in_many_files_and_heads_of_both_kinds(
     tmp_path: Path, name: str, tied: bool
 ) -> None:

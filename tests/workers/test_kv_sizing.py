@@ -10,6 +10,7 @@ import pytest
 
 from tests.programs import printed_by
 from tests.workers.driver import Checkpoints, load_generator
+from tests.workers.properties import thorough
 from vsched.types import ModelInfo
 from vsched.wire import SizeKv
 from vsched.worker.contract import WorkerSettings
@@ -63,28 +64,6 @@ def test_carry_out_finds_a_view_that_keeps_the_cache(checkpoints: Checkpoints) -
     del view
 
 
-def test_carry_out_holds_the_canary_over_real_steps(
-    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Resident while the steps run."""
-    worker, info = load_language(checkpoints("nano25"))
-    sizing = KvBuilder(worker, info, LOAD)
-    sizing.carry_out(SizeKv(1024, profile=True, headroom_bytes=0))
-    seen = []
-    step = worker.step
-
-    def watched(batch: object) -> object:
-        seen.append(worker.device_memory().reserved())
-        return step(batch)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(worker, "step", watched)
-    memory = worker.device_memory()
-    before = memory.allocated()
-    sizing.carry_out(SizeKv(1024, profile=True, headroom_bytes=64 * MIB))
-    assert min(seen) - before > 56 * MIB
-    assert memory.allocated() - before < 16 * MIB
-
-
 FRUGAL_AND_WHOLE = """
 import sys
 from vsched.worker.memory import limit_process_memory
@@ -110,8 +89,7 @@ for frugal in (True, True, False):
 
 
 @pytest.mark.parametrize(
-    ("size", "dtype"),
-    [("nano25", "float32"), pytest.param("nano3", "bfloat16", marks=pytest.mark.thorough)],
+    ("size", "dtype"), [("nano25", "float32"), *thorough(("nano3", "bfloat16"))]
 )
 def test_profiling_run_is_frugal_without_missing_the_peak(
     checkpoints: Checkpoints, size: str, dtype: str
@@ -177,7 +155,7 @@ def test_kv_cache_is_touched_if_no_thread_can_start(
 @pytest.mark.parametrize(
     ("dtype", "rooms"),
     # oneDNN, which multiplies bfloat16, may crash if memory runs out within its products.
-    [("float32", (42, 10, 1)), ("bfloat16", (33, 1))],
+    [("float32", (42, 10, 1)), *thorough(("bfloat16", (33, 1)))],
 )
 def test_carry_out_survives_real_out_of_memory(
     checkpoints: Checkpoints, dtype: str, rooms: Sequence[int]

@@ -99,13 +99,14 @@ def test_step_equals_generate(
     assert outputs(found) == wanted
 
 
+PLAIN = SamplingParams(seed=7)
+NUCLEUS = SamplingParams(seed=8, temperature=0.7, top_p=0.9, frequency_penalty=0.5)
+TOP_K = SamplingParams(seed=9, top_k=20, min_p=0.01, repetition_penalty=1.2, presence_penalty=0.3)
+
+
 @pytest.mark.parametrize(
-    "sampling",
-    [
-        SamplingParams(seed=7),
-        SamplingParams(seed=8, temperature=0.7, top_p=0.9, frequency_penalty=0.5),
-        SamplingParams(seed=9, top_k=20, min_p=0.01, repetition_penalty=1.2, presence_penalty=0.3),
-    ],
+    ("size", "sampling"),
+    [("nano25", PLAIN), ("nano25", NUCLEUS), ("nano3", TOP_K)],
     ids=["plain", "nucleus", "top-k"],
 )
 def test_step_samples_the_same_alone_and_in_a_crowd(
@@ -231,14 +232,10 @@ def blocks_of(slot: int) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "attention"), [("nano25", "exact"), ("nano3", "auto"), *DECODERS])
 def test_drafts_give_what_single_rows_give(
-    checkpoints: Checkpoints,
-    tmp_path: Path,
-    name: str,
-    attention: str,
-    monkeypatch: pytest.MonkeyPatch,
+    stages: Stages, tmp_path: Path, name: str, attention: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if name.startswith("nano"):
-        stage = Stage.load(checkpoints(name), attention=attention)
+        stage = stages(name, attention)
     else:
         make_checkpoint(name, tmp_path)
         stage = Stage.load(tmp_path, attention=attention)

@@ -13,6 +13,7 @@ import pytest
 
 from tests.programs import printed_by
 from tests.workers.driver import Checkpoints, drawn_image, inspect, load_encoder, load_generator
+from tests.workers.properties import thorough
 from vsched_workers.backends.reference.backend import Backend
 from vsched_workers.lean_torch import DEFERRED
 from vsched_workers.plugin import plugin
@@ -105,31 +106,39 @@ def test_weights_are_loaded_without_leaving_holes(
     assert seen[:3] == ["begin", "weights", "end"]
 
 
-USES = (
-    "torch.distributions.Normal(0.0, 1.0)",
-    "torch.export.export",
-    "import torch.utils.data.dataset",
-    "from torch.nn.quantized import Linear",
-    "torch.compile(lambda x: x + 1, backend='eager')(torch.ones(2))",
+IMPORT = [
+    "import sys",
+    "import vsched_workers.lean_torch, torch",
+    "assert torch.nn.functional.softmax(torch.zeros(2), 0).sum() == 1",
+    f"for name in {sorted(DEFERRED)}:",
+    "    assert '_deferred' in vars(sys.modules[name]), name",
+    "assert torch._meta_registrations.aten",
+    "torch.empty(2, 3, 4, device='meta').logcumsumexp(1)",
+]
+
+
+@pytest.mark.parametrize(
+    "uses",
+    [
+        ["import torch.utils.data.dataset", "from torch.nn.quantized import Linear"],
+        *thorough(
+            [
+                "torch.distributions.Normal(0.0, 1.0)",
+                "torch.export.export",
+                "torch.compile(lambda x: x + 1, backend='eager')(torch.ones(2))",
+            ]
+        ),
+    ],
 )
-"""An attribute, a submodule, a name of a package, and the compiler, which expects registrations."""
+def test_parts_of_torch_are_loaded_when_they_are_used(uses: list[str]) -> None:
+    """Not by its import, and not by computing; registrations are for operators without data.
+
+    They are an attribute, a submodule, a name of a package, and the compiler, which expects registrations.
+    """
+    printed_by("\n".join([*IMPORT, *uses]))
 
 
-def test_parts_of_torch_are_loaded_when_they_are_used() -> None:
-    """Not by its import, and not by computing; registrations are for operators without data."""
-    lines = [
-        "import sys",
-        "import vsched_workers.lean_torch, torch",
-        "assert torch.nn.functional.softmax(torch.zeros(2), 0).sum() == 1",
-        f"for name in {sorted(DEFERRED)}:",
-        "    assert '_deferred' in vars(sys.modules[name]), name",
-        "assert torch._meta_registrations.aten",
-        "torch.empty(2, 3, 4, device='meta').logcumsumexp(1)",
-        *USES,
-    ]
-    printed_by("\n".join(lines))
-
-
+@pytest.mark.thorough
 def test_torch_that_is_loaded_stays_as_it_is() -> None:
     printed_by(
         "import torch, vsched_workers.lean_torch\n"

@@ -18,6 +18,7 @@ from tests.workers import driver
 from tests.workers.adapters.random_adapters import add_adapters, random_adapter
 from tests.workers.backends.cpu.twins import Twins
 from tests.workers.driver import Driver, Question, Stage, reported
+from tests.workers.properties import thorough
 from vsched.types import SamplingParams
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.adapters.places import CallRows, Part, TorchSums, own_memory
@@ -50,7 +51,7 @@ def questions(requested: Sequence[Sequence[int]]) -> list[Question]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "chunk"), [("llama", 11), ("phi3", 1000), ("qwen3", 11), ("gemma2", 1000)]
+    ("name", "chunk"), [("llama", 11), ("phi3", 1000), *thorough(("qwen3", 11), ("gemma2", 1000))]
 )
 def test_fused_layers_with_adapters_equal_the_modules(
     name: str, chunk: int, tmp_path: Path

@@ -12,6 +12,7 @@ from tests.parity.architectures import make_checkpoint
 from tests.parity.compare import OUTPUTS, prompts, tokens_of
 from tests.workers.adapters.peft_adapters import expected_tokens, make_adapter
 from tests.workers.driver import Driver, Question, Stage, inspect, load_generator
+from tests.workers.properties import usually
 from vsched.errors import CheckpointError
 from vsched.wire import SizeKv
 from vsched.worker.contract import WorkerSettings
@@ -48,7 +49,7 @@ def make_all(name: str, folder: Path) -> None:
         make_adapter(folder / "base", folder / str(number), number, **settings)
 
 
-@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize("name", usually("llama", of=ADAPTERS))
 def test_chunks_decodes_and_preemptions_keep_to_the_adapters_of_their_requests(
     name: str, tmp_path: Path
 ) -> None:

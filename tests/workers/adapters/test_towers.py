@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from tests.parity.vision_architectures import VISION_ARCHITECTURES, images_of, save_model
 from tests.workers.adapters.peft_adapters import make_whole_adapter
 from tests.workers.driver import Stage
+from tests.workers.properties import usually
 from tests.workers.test_vision import jobs_of, load_tower
 from vsched.errors import CheckpointError
 from vsched_workers.adapters.files import (
@@ -79,7 +80,7 @@ def test_fused_blocks_with_adapters_equal_the_modules(stages: Stages, size: str)
     assert apart < 0.05 * wanted.abs().max() < (wanted - plain).abs().max()
 
 
-@pytest.mark.parametrize("name", ["llava", "idefics3", "internvl"])
+@pytest.mark.parametrize("name", usually("llava", of=["idefics3", "internvl"]))
 @torch.inference_mode()
 def test_a_tower_of_any_architecture_has_the_rows_of_pefts(tmp_path: Path, name: str) -> None:
     """Crops and concatenated rows have the adapter of their image; names of the language model are skipped."""

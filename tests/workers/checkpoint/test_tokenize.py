@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
 from transformers import AutoTokenizer
@@ -80,7 +80,7 @@ def text_tokenizer(backend: Any, spy: Any = None, context: int = CONTEXT) -> Tex
 
 
 @given(parts=st.lists(st.sampled_from(PIECES), max_size=60), size=st.integers(1, 9))
-@REPEATABLE
+@settings(REPEATABLE, max_examples=40)
 def test_pieces_give_the_tokens_of_the_whole(
     backend: Tokenizer, parts: list[str], size: int
 ) -> None:

@@ -182,6 +182,7 @@ def test_training_writes_what_a_server_loads_and_what_it_saw(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_training_learns_one_batch_by_heart(tmp_path: Path) -> None:
     """Repeated training on three samples: no right answers before, all of them after."""
     plan = replace(PLAN, steps=400, batch=3, peak=5e-3, matrix_peak=5e-3, memory=0.9, looking=0)
@@ -211,6 +212,7 @@ def _bytes(part: Any) -> list[bytes]:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_training_batch_drawn_ahead_is_the_one_drawn_in_place(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path, PLAN)
     ahead = BuiltInFont(PLAN, tmp_path).ahead(range(2))

@@ -348,7 +348,9 @@ def four_heads(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     return functools.cache(lambda size: make_four_heads(root / size, size))
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize(
+    ("size", "count"), [("nano25", 2), ("nano3", 4), *thorough(("nano3", 2), ("nano25", 4))]
+)
 def test_ranks_equal_one(
     ranks: Ranks, checkpoints: Checkpoints, four_heads: Checkpoints, size: str, count: int
 ) -> None:
