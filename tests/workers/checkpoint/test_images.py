@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import io
 import json
@@ -25,7 +26,8 @@ from tests.parity.vision_checkpoints import (
     make_vision_checkpoint,
 )
 from tests.unit.media.fakes import data_url
-from tests.workers.driver import drawn_image
+from tests.workers.driver import drawn_image, inspect
+from tests.workers.properties import usually
 from vsched.config import MediaConfig
 from vsched.errors import CheckpointError, ConfigError, RequestRefused
 from vsched.media import MediaPipeline, PixelStore
@@ -34,27 +36,24 @@ from vsched.transport.arena import Arena
 from vsched.types import ArenaLayout
 from vsched.worker.contract import PixelBounds, view_arrays
 from vsched_workers.checkpoint import images as image_processor
-from vsched_workers.checkpoint.facts import inspect_checkpoint
 from vsched_workers.checkpoint.preprocess import AnyPreprocessor, load_preprocessor
 from vsched_workers.checkpoint.preprocess.generic import GenericImages, image_processing
 from vsched_workers.families.generic import unpack_metadata
 
+NAMES = [name for name in sorted(PROCESSING) if not name.endswith("_moe")]
+"""Those with experts process images as those without."""
 SIZES = ((30, 90), (200, 210), (640, 70))
 
 
 def load(path: Path, *, item_tokens_max: int = 0) -> AnyPreprocessor:
-    info = inspect_checkpoint(str(path), dtype="auto", item_tokens_max=item_tokens_max)
-    made = load_preprocessor(info)
+    made = load_preprocessor(inspect(path, item_tokens_max=item_tokens_max))
     assert isinstance(made, AnyPreprocessor)
     return made
 
 
-without_torchvision = pytest.mark.skipif(
-    not image_processor.has_torchvision(), reason="torchvision is not installed"
-)
-
-
-Front = Callable[[str], AnyPreprocessor]
+Front = Callable[..., AnyPreprocessor]
+FEW = ("gemma3", "idefics3", "llava", "qwen2_vl")
+"""Fixed sizes, crops, one row per patch, an area."""
 
 
 @pytest.fixture(scope="module")
@@ -72,25 +71,21 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="module")
 def front(made: Callable[[str], Path]) -> Front:
-    """Return the preprocessor of an architecture."""
-    return functools.cache(lambda name: load(made(name)))
+    """Return the preprocessor of an architecture, which limits the tokens of an image if given."""
+    return functools.cache(lambda name, limit=0: load(made(name), item_tokens_max=limit))
 
 
 @pytest.fixture
-def copy(made: Callable[[str], Path], tmp_path: Path) -> Callable[[str], Path]:
+def copied(made: Callable[[str], Path], tmp_path: Path) -> Callable[[str], Path]:
     """Return a copy of a checkpoint for a test to modify."""
     return lambda name: Path(shutil.copytree(made(name), tmp_path / name))
 
 
-@pytest.fixture(
-    params=[
-        pytest.param(name, marks=[without_torchvision] if PROCESSING[name].torchvision else [])
-        for name in sorted(PROCESSING)
-        if not name.endswith("_moe")  # processed as without experts
-    ]
-)
+@pytest.fixture(params=usually(*FEW, of=NAMES))
 def loaded(request: pytest.FixtureRequest, front: Front) -> Any:
     """Return the name of an architecture and its preprocessor."""
+    if PROCESSING[request.param].torchvision and not image_processor.has_torchvision():
+        pytest.skip("torchvision is not installed")
     return request.param, front(request.param)
 
 
@@ -236,7 +231,7 @@ def test_edges_of_an_expansion_are_tokenized_with_the_text_next_to_it(front: Fro
 def test_an_image_of_too_many_tokens_is_made_smaller(
     front: Front, made: Callable[[str], Path]
 ) -> None:
-    free, bound = front("mistral3"), load(made("mistral3"), item_tokens_max=6)
+    free, bound = front("mistral3"), front("mistral3", 6)
     assert (free.info.item_tokens_max, bound.info.item_tokens_max) == (16, 6)
     assert free.plan_image(200, 200).tokens == 16
     plan = bound.plan_image(200, 200)
@@ -265,9 +260,9 @@ def test_images_side_by_side_are_refused_if_positions_follow_from_them(front: Fr
 
 
 def test_a_template_that_knows_no_parts_gets_the_marker_in_a_text(
-    copy: Callable[[str], Path],
+    copied: Callable[[str], Path],
 ) -> None:
-    path = copy("llava")
+    path = copied("llava")
     (path / "chat_template.jinja").write_text(TEXT_TEMPLATE)
     preprocessor = load(path)
     text = requested(preprocessor, 2)
@@ -292,10 +287,10 @@ def test_a_marker_in_the_text_of_a_client_is_text(front: Front) -> None:
     ],
 )
 def test_settings_of_older_and_newer_layouts_are_read(
-    front: Front, copy: Callable[[str], Path], name: str, changes: dict[str, Any] | str
+    front: Front, copied: Callable[[str], Path], name: str, changes: dict[str, Any] | str
 ) -> None:
     """Sizes as one number, former names of classes, classes of other libraries; the processor in one file."""
-    path = copy(name)
+    path = copied(name)
     own, whole = path / "preprocessor_config.json", path / "processor_config.json"
     settings, both = json.loads(own.read_text()), json.loads(whole.read_text())
     if isinstance(changes, dict):
@@ -315,10 +310,10 @@ def test_settings_of_older_and_newer_layouts_are_read(
 
 @pytest.mark.parametrize("named", ["Kimi_K25ImageProcessor", "Lfm2VlImageProcessor"])
 def test_an_image_processor_that_needs_torchvision_is_refused_without_it(
-    copy: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, named: str
+    copied: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, named: str
 ) -> None:
     monkeypatch.setattr(image_processor, "has_torchvision", lambda: False)
-    path = copy("llava")
+    path = copied("llava")
     settings = {"image_processor_type": named}
     (path / "preprocessor_config.json").write_text(json.dumps(settings))
     with pytest.raises(
@@ -351,8 +346,8 @@ def test_torch_is_hidden_unless_torchvision_processes_images(
     assert threads == ([] if is_hidden else [1])
 
 
-def test_a_marker_that_is_no_token_is_refused(copy: Callable[[str], Path]) -> None:
-    path = copy("llava")
+def test_a_marker_that_is_no_token_is_refused(copied: Callable[[str], Path]) -> None:
+    path = copied("llava")
     tokens = path / "tokenizer.json"
     tokens.write_text(tokens.read_text().replace('"<image>"', '"<picture>"'))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
@@ -361,27 +356,20 @@ def test_a_marker_that_is_no_token_is_refused(copy: Callable[[str], Path]) -> No
         load(path)
 
 
-@pytest.fixture(params=[name for name in ON_PILLOW if not name.endswith("_moe")])
-def loaded_generic(request: pytest.FixtureRequest, front: Front) -> AnyPreprocessor:
-    """Return the preprocessor of each architecture whose image processor needs no torchvision."""
-    return front(request.param)
-
-
-LARGE = (6000, 4000)
-
-
-def test_planning_takes_no_memory_for_the_pixels(loaded_generic: AnyPreprocessor) -> None:
+def test_planning_takes_no_memory_for_the_pixels(loaded: Any) -> None:
     """An image of 24 megapixels, whose arrays are small here."""
-    loaded_generic.plan_image(60, 40)
-    peak = peak_bytes(lambda: loaded_generic.plan_image(*LARGE))
-    plan = loaded_generic.plan_image(*LARGE)
-    assert peak < 5 * sum(spec.nbytes for spec in plan.arrays) + 300_000
+    name, preprocessor = loaded
+    preprocessor.plan_image(60, 40)
+    peak = peak_bytes(lambda: preprocessor.plan_image(6000, 4000))
+    if name in ON_PILLOW:
+        plan = preprocessor.plan_image(6000, 4000)
+        assert peak < 5 * sum(spec.nbytes for spec in plan.arrays) + 300_000
 
 
-def test_processor_that_needs_pixels_gets_no_more_than_allowed(made: Callable[[str], Path]) -> None:
+def test_processor_that_needs_pixels_gets_no_more_than_allowed(front: Front) -> None:
     """A larger image is shrunk, consistently in the plan and in processing."""
-    preprocessor = load(made("mistral3"))
-    processor = preprocessor.processor
+    preprocessor = front("mistral3")
+    processor = copy.copy(preprocessor.processor)
     assert processor.pixels_max is None
     processor._hollow, processor.pixels_max = None, 3000
     images = GenericImages(processor, preprocessor.info)
@@ -395,10 +383,10 @@ def test_processor_that_needs_pixels_gets_no_more_than_allowed(made: Callable[[s
 
 
 async def test_large_image_is_processed_elsewhere_without_torch(
-    made: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    front: Front, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also with a token budget, for which the image is shrunk: the other process computes the size again."""
-    preprocessor = load(made("mistral3"), item_tokens_max=6)
+    preprocessor = front("mistral3", 6)
     monkeypatch.setattr(processes, "LARGE_BYTES", 0)
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")
     monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
