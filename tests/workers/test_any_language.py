@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from tests.parity.architectures import make_checkpoint
 from tests.parity.compare import generated, prompts
 from tests.workers.driver import Driver, Question, Stage, inspect, load_generator
+from tests.workers.edited import copy_of
 from tests.workers.properties import thorough
 from vsched.errors import CheckpointError, ConfigError, RequestRefused
 from vsched.worker.contract import ImagePlan, WorkerSettings
@@ -47,15 +46,7 @@ def generic(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def edited(llama: Path, tmp_path: Path) -> Callable[..., Path]:
     """Return a copy with other entries in its config.json."""
-    return functools.partial(edit, llama, tmp_path)
-
-
-def edit(made: Path, to: Path, **changes: Any) -> Path:
-    shutil.copytree(made, to, dirs_exist_ok=True)
-    config = json.loads((made / "config.json").read_text()) | changes
-    stated = {name: value for name, value in config.items() if value is not None}
-    (to / "config.json").write_text(json.dumps(stated))
-    return to
+    return functools.partial(copy_of, llama, tmp_path)
 
 
 def load(path: Path, **settings: Any) -> Any:
@@ -185,7 +176,8 @@ def test_remedy_of_ranks_that_share_a_decoder_by_plan_is_one_rank(tmp_path: Path
 def test_load_reports_tensors_that_transformers_would_fill_with_random_values(
     generic: Path, tmp_path: Path, changes: dict[str, Any] | None, message: str
 ) -> None:
-    file = edit(generic, tmp_path) / "model.safetensors"
+    path = copy_of(generic, tmp_path)
+    file = path / "model.safetensors"
     if changes is None:
         file.write_bytes(b"no tensors at all")
     else:
@@ -193,7 +185,7 @@ def test_load_reports_tensors_that_transformers_would_fill_with_random_values(
         stated = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         save_file(stated, file, metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=message):
-        load(tmp_path)
+        load(path)
 
 
 @pytest.mark.parametrize(

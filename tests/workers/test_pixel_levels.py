@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +16,7 @@ from transformers import AutoImageProcessor
 
 from tests.each_case import each_case
 from tests.workers.driver import Checkpoints, drawn_image, inspect, values_of
+from tests.workers.edited import copy_of, write
 from vsched.errors import RequestRefused
 from vsched.worker.contract import Arrays, FrameSize, VideoFacts, VideoSampling
 from vsched_workers.checkpoint.preprocess.video_rules import (
@@ -46,15 +45,12 @@ def test_pixel_levels_are_those_of_the_processor(
     checkpoints: Checkpoints, tmp_path: Path, changed: dict[str, Any]
 ) -> None:
     """All 256 values in each channel, in patches of a picture; the processor handles the picture itself."""
-    shutil.copytree(checkpoints("nano25"), tmp_path / "changed")
-    file = tmp_path / "changed" / "processor_config.json"
-    settings = json.loads(file.read_text())
-    settings["image_processor"] |= changed
-    file.write_text(json.dumps(settings))
+    path = copy_of(checkpoints("nano25"), tmp_path)
+    write(path / "processor_config.json", {"image_processor": changed})
     image = drawn_image(1, 640, 480)
-    processor: Any = AutoImageProcessor.from_pretrained(file.parent, backend="pil")
+    processor: Any = AutoImageProcessor.from_pretrained(path, backend="pil")
     wanted = processor(image, return_tensors="np")["pixel_values"]
-    made = plugin.load_preprocessor(inspect(file.parent)).process_image(image)
+    made = plugin.load_preprocessor(inspect(path)).process_image(image)
     assert len(np.unique(made[PIXELS])) > 200
     assert len(wanted) > PIECE_PATCHES["cpu"]
     found = values_of([made]).numpy()

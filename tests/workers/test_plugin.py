@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 
 from tests.programs import printed_by
 from tests.workers.driver import Checkpoints, drawn_image, inspect, load_encoder, load_generator
+from tests.workers.edited import copy_of, write
 from tests.workers.properties import thorough
 from vsched_workers.backends.reference.backend import Backend
 from vsched_workers.lean_torch import DEFERRED
@@ -67,8 +67,8 @@ def test_plugin_that_forgoes_models_has_the_same_preprocessor(
     checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
     """Also if transformers loads the tokenizer, as for one with names of older files; with any hash seed."""
-    folder = shutil.copytree(checkpoints("nano25"), tmp_path / "nano25")
-    (folder / "special_tokens_map.json").write_text("{}")
+    folder = copy_of(checkpoints("nano25"), tmp_path)
+    write(folder / "special_tokens_map.json", {})
     front: Any = plugin.load_preprocessor(inspect(folder))
     chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "hi"}]}]
     wanted = [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import resource
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from tests.workers.driver import (
     load_encoder,
     load_generator,
 )
+from tests.workers.edited import Content, copy_of, merged, write
 from vsched.errors import CheckpointError, ConfigError, RequestRefused
 from vsched.types import ModelInfo, SamplingDefaults
 from vsched.worker.contract import Preprocessor, WorkerSettings
@@ -47,35 +47,7 @@ WRONG_TYPE = "settings hold a value of the wrong type"
 @pytest.fixture
 def copy(checkpoints: Checkpoints, tmp_path: Path) -> Callable[..., Path]:
     """Return a copy of a checkpoint for a test to modify."""
-
-    def copy_one(size: str = "nano25") -> Path:
-        return Path(shutil.copytree(checkpoints(size), tmp_path / "private" / "copy"))
-
-    return copy_one
-
-
-Content = bytes | dict[str, Any] | None
-
-
-def merged(content: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Return JSON with other values, in nested objects as well; None removes an entry."""
-    found = dict(content)
-    for key, value in changes.items():
-        nested = isinstance(value, dict) and isinstance(found.get(key), dict)
-        found[key] = merged(found[key], value) if nested else value
-    return {key: value for key, value in found.items() if key not in changes or value is not None}
-
-
-def write(file: Path, content: Content) -> Path:
-    """Write a file, change entries of its JSON, or delete it; return its folder."""
-    if content is None:
-        file.unlink()
-    elif isinstance(content, bytes):
-        file.write_bytes(content)
-    else:
-        known = json.loads(file.read_text()) if file.is_file() else {}
-        file.write_text(json.dumps(merged(known, content)))
-    return file.parent
+    return lambda size="nano25": copy_of(checkpoints(size), tmp_path / "private")
 
 
 def tensors(path: Path) -> dict[str, torch.Tensor]:

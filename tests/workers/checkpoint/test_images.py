@@ -8,7 +8,6 @@ import functools
 import io
 import json
 import os
-import shutil
 import sys
 import tracemalloc
 from collections.abc import Callable, Mapping
@@ -22,11 +21,11 @@ from PIL import Image
 from tests.parity.vision_checkpoints import (
     ON_PILLOW,
     PROCESSING,
-    TEXT_TEMPLATE,
     make_vision_checkpoint,
 )
 from tests.unit.media.fakes import data_url
 from tests.workers.driver import drawn_image, inspect
+from tests.workers.edited import copy_of, write
 from tests.workers.properties import usually
 from vsched.config import MediaConfig
 from vsched.errors import CheckpointError, ConfigError, RequestRefused
@@ -52,8 +51,8 @@ def load(path: Path, *, item_tokens_max: int = 0) -> AnyPreprocessor:
 
 
 Front = Callable[..., AnyPreprocessor]
-FEW = ("gemma3", "idefics3", "llava", "qwen2_vl")
-"""Fixed sizes, crops, one row per patch, an area."""
+FEW = ("gemma3", "idefics3", "llava", "paligemma", "qwen2_vl")
+"""Fixed sizes, crops, one row per patch, a template that knows no images, an area."""
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +77,7 @@ def front(made: Callable[[str], Path]) -> Front:
 @pytest.fixture
 def copied(made: Callable[[str], Path], tmp_path: Path) -> Callable[[str], Path]:
     """Return a copy of a checkpoint for a test to modify."""
-    return lambda name: Path(shutil.copytree(made(name), tmp_path / name))
+    return lambda name: copy_of(made(name), tmp_path)
 
 
 @pytest.fixture(params=usually(*FEW, of=NAMES))
@@ -217,17 +216,6 @@ def test_processing_takes_no_more_than_its_plan_says(loaded: Any, size: tuple[in
     assert peak <= plan.work_bytes - 4 * size[0] * size[1] + small_bytes
 
 
-def test_edges_of_an_expansion_are_tokenized_with_the_text_next_to_it(front: Front) -> None:
-    """Gemma 3 has two line breaks before and after an image; with a third one next to them, they are one token."""
-    preprocessor = front("gemma3")
-    plan = preprocessor.plan_image(60, 40)
-    ids, _ = preprocessor.expand(preprocessor.tokenize(requested(preprocessor, 1)), [plan])
-    three = preprocessor._tokenizer.convert_tokens_to_ids("ĊĊĊ")
-    assert ids.count(three) == 1, "the template has a line break after each image"
-    two = preprocessor.tokenize("a<start_of_image>b")
-    assert two.count(preprocessor._tokenizer.convert_tokens_to_ids("ĊĊ")) == 2
-
-
 def test_an_image_of_too_many_tokens_is_made_smaller(
     front: Front, made: Callable[[str], Path]
 ) -> None:
@@ -259,17 +247,6 @@ def test_images_side_by_side_are_refused_if_positions_follow_from_them(front: Fr
     assert spans == [((0, 16),), ((16, 32),)]
 
 
-def test_a_template_that_knows_no_parts_gets_the_marker_in_a_text(
-    copied: Callable[[str], Path],
-) -> None:
-    path = copied("llava")
-    (path / "chat_template.jinja").write_text(TEXT_TEMPLATE)
-    preprocessor = load(path)
-    text = requested(preprocessor, 2)
-    assert text == "user: <image>\n<image>\nwhat is it?\nassistant: "
-    assert preprocessor.tokenize(text).count(preprocessor.info.placeholder) == 2
-
-
 def test_a_marker_in_the_text_of_a_client_is_text(front: Front) -> None:
     preprocessor = front("llava")
     text = preprocessor.render([{"role": "user", "content": "an <image> of what?"}])
@@ -292,16 +269,14 @@ def test_settings_of_older_and_newer_layouts_are_read(
     """Sizes as one number, former names of classes, classes of other libraries; the processor in one file."""
     path = copied(name)
     own, whole = path / "preprocessor_config.json", path / "processor_config.json"
-    settings, both = json.loads(own.read_text()), json.loads(whole.read_text())
     if isinstance(changes, dict):
-        settings = {key: one for key, one in (settings | changes).items() if one is not None}
-        own.write_text(json.dumps(settings))
+        write(own, changes)
     elif changes == whole.name:
+        write(whole, {"image_processor": json.loads(own.read_text())})
         own.unlink()
-        whole.write_text(json.dumps(both | {"image_processor": settings}))
     else:
+        write(own, json.loads(whole.read_text()))
         whole.unlink()
-        own.write_text(json.dumps(settings | both))
     after, image = load(path), drawn_image(1, 50, 40)
     assert after.plan_image(50, 40) == front(name).plan_image(50, 40)
     found, wanted = (each.process_image(image)["pixel_values"] for each in (after, front(name)))
@@ -314,8 +289,7 @@ def test_an_image_processor_that_needs_torchvision_is_refused_without_it(
 ) -> None:
     monkeypatch.setattr(image_processor, "has_torchvision", lambda: False)
     path = copied("llava")
-    settings = {"image_processor_type": named}
-    (path / "preprocessor_config.json").write_text(json.dumps(settings))
+    write(path / "preprocessor_config.json", {"image_processor_type": named})
     with pytest.raises(
         CheckpointError, match=r"torchvision alone.* pip install 'vsched\[torchvision\]'"
     ):
@@ -350,8 +324,7 @@ def test_a_marker_that_is_no_token_is_refused(copied: Callable[[str], Path]) -> 
     path = copied("llava")
     tokens = path / "tokenizer.json"
     tokens.write_text(tokens.read_text().replace('"<image>"', '"<picture>"'))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    write(path / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
     with pytest.raises(CheckpointError, match="a prompt has '<image>', which is no token"):
         load(path)
 

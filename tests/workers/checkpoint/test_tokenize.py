@@ -13,9 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
-from transformers import AutoTokenizer
 
-from tests.workers.driver import Checkpoints, inspect
+from tests.workers.driver import Checkpoints
 from tests.workers.properties import REPEATABLE
 from vsched.errors import RequestRefused
 from vsched.worker.contract import ImagePlan, Preprocessor
@@ -27,7 +26,6 @@ from vsched_workers.checkpoint.tokenize import (
     TextTokenizer,
     TokenTable,
 )
-from vsched_workers.plugin import plugin
 
 CONTEXT = 2000
 PIECES = (
@@ -189,16 +187,6 @@ IMAGE = {"type": "image"}
 SPLIT_TEXTS = st.sampled_from(
     ["<|image_pad|>", "<|vision_start|>", "<|im_", "end|>", "<", "|", "im_end|>", "a", " ", "\ufdd0", "ö"]
 )  # fmt: skip
-
-
-@pytest.fixture(scope="session")
-def front(checkpoints: Checkpoints) -> Preprocessor:
-    return plugin.load_preprocessor(inspect(checkpoints("nano25")))
-
-
-@pytest.fixture(scope="session")
-def tokenizer(checkpoints: Checkpoints) -> Any:
-    return AutoTokenizer.from_pretrained(checkpoints("nano25"))
 
 
 @functools.cache

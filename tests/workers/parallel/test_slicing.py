@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tests.workers.driver import Checkpoints, inspect, load_encoder, load_generator
+from tests.workers.edited import copy_of
 from vsched.errors import CheckpointError
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.checkpoint.random_init import SIZES
@@ -96,7 +96,7 @@ def test_ranks_read_and_hold_their_share_only(
 def test_load_names_the_whole_shape_of_a_tensor_to_cut(
     checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
-    path = Path(shutil.copytree(checkpoints("nano25"), tmp_path / "copy"))
+    path = copy_of(checkpoints("nano25"), tmp_path)
     file = path / "model.safetensors"
     save_file(load_file(file) | {"model.layers.0.mlp.up_proj.weight": torch.zeros(6, 64)}, file)
     settings = WorkerSettings(ranks=2, rank=0, rendezvous="/nowhere/else")
