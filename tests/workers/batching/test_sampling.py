@@ -19,6 +19,7 @@ from vsched.worker.contract import Sampled, WorkerSettings
 from vsched_workers.backends.choice import choose_backend
 from vsched_workers.backends.cpu.kernels import sampling as kernels
 from vsched_workers.batching.sampling import (
+    TEMPERATURE_MIN,
     UNDRAWN,
     SpecialRow,
     StagedDraw,
@@ -131,7 +132,9 @@ def test_filters_equal_the_full_sort(
         seed=seed, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p
     )
     token = int(sample(logits, [special(0, params)]).tokens[0])
-    weights = np.exp((logits[0].double().numpy() - float(logits.max())) / temperature)
+    weights = np.exp(
+        (logits[0].double().numpy() - float(logits.max())) / max(temperature, TEMPERATURE_MIN)
+    )
     order = np.argsort(-weights, kind="stable")[: top_k or size]
     cumulative = np.cumsum(weights[order])
     kept = np.sort(order[: int(np.searchsorted(cumulative, top_p * cumulative[-1])) + 1])

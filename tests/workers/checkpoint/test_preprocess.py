@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -131,56 +131,49 @@ def test_plan_image_refuses(load: Load, width: int, height: int, code: str) -> N
 
 
 @pytest.mark.parametrize("mode", ["L", "RGBA", "P", "1", "CMYK", "I;16"])
-def test_process_image_takes_other_modes(load: Load, mode: str) -> None:
+def test_process_image_takes_other_modes(front: Preprocessor, mode: str) -> None:
     """Unusual modes are converted."""
     image = Image.new(mode, (60, 60), 1)
-    found, wanted = (
-        load("nano25").process_image(one)[PIXELS] for one in (image, image.convert("RGB"))
-    )
+    found, wanted = (front.process_image(one)[PIXELS] for one in (image, image.convert("RGB")))
     assert np.array_equal(found, wanted)
 
 
-def test_process_image_is_the_same_from_many_threads(load: Load) -> None:
-    preprocessor = load("nano25")
+def test_process_image_is_the_same_from_many_threads(front: Preprocessor) -> None:
     images = [drawn_image(seed, 60 + seed, 90) for seed in range(8)]
-    alone = [preprocessor.process_image(image)[PIXELS] for image in images]
+    alone = [front.process_image(image)[PIXELS] for image in images]
     with ThreadPoolExecutor(4) as pool:
-        made = pool.map(preprocessor.process_image, images)
+        made = pool.map(front.process_image, images)
         together = [arrays[PIXELS] for arrays in made]
     assert all(np.array_equal(a, b) for a, b in zip(alone, together, strict=True))
 
 
-def test_expand_replaces_placeholders(load: Load) -> None:
-    preprocessor = load("nano25")
-    mark = preprocessor.info.placeholder
+def test_expand_replaces_placeholders(front: Preprocessor) -> None:
+    mark = front.info.placeholder
     plans = [ImagePlan((), 2), ImagePlan((), 3)]
-    assert preprocessor.expand([9, mark, 8, mark, 7], plans) == (
+    assert front.expand([9, mark, 8, mark, 7], plans) == (
         [9, mark, mark, 8, mark, mark, mark, 7],
         [((1, 3),), ((4, 7),)],
     )
-    assert preprocessor.expand([9, 8], []) == ([9, 8], [])
+    assert front.expand([9, 8], []) == ([9, 8], [])
 
 
 @pytest.mark.parametrize("images", [0, 1, 3])
-def test_expand_refuses_other_numbers(load: Load, images: int) -> None:
+def test_expand_refuses_other_numbers(front: Preprocessor, images: int) -> None:
     """Exactly as many placeholders as images."""
-    preprocessor = load("nano25")
-    mark = preprocessor.info.placeholder
+    mark = front.info.placeholder
     with pytest.raises(RequestRefused, match=f"value 2, limit {images}") as refusal:
-        preprocessor.expand([mark, 8, mark], [ImagePlan((), 2)] * images)
+        front.expand([mark, 8, mark], [ImagePlan((), 2)] * images)
     assert refusal.value.code == "image_count_mismatch"
     # A model could not determine the boundary between two adjacent images.
     with pytest.raises(RequestRefused) as refusal:
-        preprocessor.expand([mark, mark], [ImagePlan((), 2)] * 2)
+        front.expand([mark, mark], [ImagePlan((), 2)] * 2)
     assert refusal.value.code == "image_placeholders_touch"
 
 
-def test_render_replaces_image_data_by_a_placeholder(load: Load) -> None:
+def test_render_replaces_image_data_by_a_placeholder(front: Preprocessor) -> None:
     """The bytes of an image are not passed to the template."""
     part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-    text = load("nano25").render(
-        [{"role": "user", "content": [part, {"type": "text", "text": "What?"}]}]
-    )
+    text = front.render([{"role": "user", "content": [part, {"type": "text", "text": "What?"}]}])
     assert text == (
         "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>What?<|im_end|>\n"
         "<|im_start|>assistant\n"
@@ -190,10 +183,12 @@ def test_render_replaces_image_data_by_a_placeholder(load: Load) -> None:
 @pytest.mark.parametrize(
     "content", [[{"type": "audio", "audio": "x"}], [{"text": "no type"}], ["x"], 7]
 )
-def test_render_refuses_requests_that_the_template_rejects(load: Load, content: Any) -> None:
+def test_render_refuses_requests_that_the_template_rejects(
+    front: Preprocessor, content: Any
+) -> None:
     """A refusal with a code, without paths or reprs."""
     with pytest.raises(RequestRefused) as refusal:
-        load("nano25").render([{"role": "user", "content": content}])
+        front.render([{"role": "user", "content": content}])
     assert refusal.value.code == "invalid_messages"
     assert "/" not in refusal.value.message.replace("user/", "")
     assert "0x" not in refusal.value.message
@@ -201,40 +196,38 @@ def test_render_refuses_requests_that_the_template_rejects(load: Load, content: 
 
 @pytest.mark.parametrize("parts", [1, 40])
 def test_render_refuses_text_that_cannot_fit_before_the_template_runs(
-    load: Load, parts: int, monkeypatch: pytest.MonkeyPatch
+    front: Any, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rendering copies it several times under the GIL; all messages together count."""
-    preprocessor = cast("Any", load("nano25"))
-    most = preprocessor.info.context_tokens * preprocessor._special._whole.bytes_per_token_max
+    most = front.info.context_tokens * front._special._whole.bytes_per_token_max
     fits = [{"role": "user", "content": "a" * (most // parts)}] * parts
-    assert "aaa" in preprocessor.render(fits)
-    monkeypatch.setattr(preprocessor, "_rendered", None)
+    assert "aaa" in front.render(fits)
+    monkeypatch.setattr(front, "_rendered", None)
     text = [{"type": "text", "text": "a" * (parts + 1)}]
     with pytest.raises(RequestRefused, match="longer than the context"):
-        preprocessor.render([*fits, {"role": "user", "content": text}])
+        front.render([*fits, {"role": "user", "content": text}])
 
 
 @pytest.mark.parametrize("text", ["It is", "It is <|im_end|> and", "two\nlines"])
-def test_render_goes_on_with_the_last_message(load: Load, text: str) -> None:
+def test_render_goes_on_with_the_last_message(front: Preprocessor, text: str) -> None:
     """It stays open, even if it contains text like a special token."""
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": text}]
     arguments = {"continue_final_message": True, "add_generation_prompt": False}
-    rendered = load("nano25").render(messages, **arguments)
+    rendered = front.render(messages, **arguments)
     assert rendered.endswith(f"<|im_start|>assistant\n{text}")
 
 
 @given(text=st.text("aZ 0\n.é€😀<|>_", max_size=40))
 @REPEATABLE
-def test_detokenizer_gives_the_text_back_piece_by_piece(load: Load, text: str) -> None:
+def test_detokenizer_gives_the_text_back_piece_by_piece(front: Preprocessor, text: str) -> None:
     """For any text and any split: the pieces add up to the text, and no piece has an incomplete character."""
-    preprocessor = load("nano25")
-    ids = preprocessor.tokenize(text)
-    detokenizer = preprocessor.detokenizer()
+    ids = front.tokenize(text)
+    detokenizer = front.detokenizer()
     pieces = [detokenizer.push([token]) for token in ids]
     assert "".join(pieces) + detokenizer.flush() == text
-    assert preprocessor.detokenize(ids) == text
+    assert front.detokenize(ids) == text
     assert "\ufffd" not in "".join(pieces) or "\ufffd" in text
-    assert b"".join(preprocessor.token_bytes(token) for token in ids).decode() == text
+    assert b"".join(front.token_bytes(token) for token in ids).decode() == text
 
 
 @given(ids=st.lists(st.integers(0, 383), max_size=30), size=st.integers(1, 3))
@@ -253,11 +246,10 @@ def test_detokenize_equals_transformers(
         assert special or front.detokenize(ids) == wanted
 
 
-def test_token_bytes_of_special_and_unknown_tokens(load: Load) -> None:
-    preprocessor = load("nano25")
-    assert preprocessor.token_bytes(preprocessor.info.placeholder) == b"<|image_pad|>"
-    assert preprocessor.token_bytes(10**6) == b""
-    assert preprocessor.detokenize([10**6]) == ""
+def test_token_bytes_of_special_and_unknown_tokens(front: Preprocessor) -> None:
+    assert front.token_bytes(front.info.placeholder) == b"<|image_pad|>"
+    assert front.token_bytes(10**6) == b""
+    assert front.detokenize([10**6]) == ""
 
 
 def test_settings_digest_tells_settings_apart(load: Load) -> None:
