@@ -67,14 +67,18 @@ def rows_of(
     return rows.view(np.float32).reshape(job.tokens, levels, stage.info.hidden_size)
 
 
+@pytest.mark.parametrize(
+    ("size", "tokens_max"), [("nano25", 0), ("nano25", 16), ("nano3", 0), ("nano3", 1)]
+)
 def test_encode_equals_the_whole_model(
-    stages: Stages, references: Callable[[str], Reference], size: str
+    stages: Stages, references: Callable[[str], Reference], size: str, tokens_max: int
 ) -> None:
-    """Rows and every deepstack level, several images in one call; nothing else is written."""
+    """Rows and every deepstack level, several images in one call, or split by a token limit; nothing else is written."""
     stage = stages(size)
     jobs = jobs_of(stage)
     embeddings = empty_pages(stage.info)
-    stage.encoder.encode(jobs, embeddings)
+    settings = WorkerSettings(attention="exact", encode_tokens_max=tokens_max)
+    load_encoder(stage.info, settings).encode(jobs, embeddings)
     model = references(size).model.model
     with torch.inference_mode():
         out = model.get_image_features(
@@ -95,25 +99,6 @@ def test_encode_equals_the_whole_model(
             assert (embeddings[job.pages[-1], rest:] == 0xA5).all(), "the page is partly filled"
     written = [page for job in jobs for page in job.pages]
     assert (np.delete(embeddings, written, axis=0) == 0xA5).all()
-
-
-@pytest.mark.parametrize("tokens_max", [0, 1, 16])
-def test_encode_gives_the_same_in_parts(
-    stages: Stages, checkpoints: Checkpoints, tokens_max: int
-) -> None:
-    """A token limit splits a batch; an image's rows do not depend on the other images."""
-    stage = stages("nano3")
-    settings = WorkerSettings(encode_tokens_max=tokens_max)
-    worker = load_encoder(stage.info, settings)
-    jobs = jobs_of(stage)
-    found, alone = empty_pages(stage.info), empty_pages(stage.info)
-    worker.encode(jobs, found)
-    for job in jobs:
-        worker.encode([job], alone)
-    for job in jobs:
-        np.testing.assert_allclose(
-            rows_of(stage, job, found), rows_of(stage, job, alone), rtol=1e-4, atol=1e-5
-        )
 
 
 @pytest.mark.parametrize(
