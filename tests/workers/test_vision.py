@@ -73,7 +73,7 @@ def rows_of(
 def test_encode_equals_the_whole_model(
     stages: Stages, references: Callable[[str], Reference], size: str, tokens_max: int
 ) -> None:
-    """Rows and every deepstack level, several images in one call, or split by a token limit; nothing else is written."""
+    """Rows and all deepstack levels, several images in a call, or split by a token limit; nothing else is written."""
     stage = stages(size)
     jobs = jobs_of(stage)
     embeddings = empty_pages(stage.info)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import safetensors
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -28,20 +30,67 @@ def build(checkpoints: Checkpoints, size: str, stage: str) -> tuple[nn.Module, S
         return family.build_language(path, "sdpa"), family.language_sharing
 
 
+class Counted:
+    """A file or tensor of safetensors, which counts the bytes that are read of each tensor."""
+
+    def __init__(self, source: Any, read: dict[str, int], name: str = "") -> None:
+        self._source, self._read, self._name = source, read, name
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(self._source, attribute)
+
+    def __enter__(self) -> Any:
+        return Counted(self._source.__enter__(), self._read)
+
+    def __exit__(self, *arguments: object) -> None:
+        self._source.__exit__(*arguments)
+
+    def get_slice(self, name: str) -> Any:
+        return Counted(self._source.get_slice(name), self._read, name)
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        return self.get_slice(name)[:]  # type: ignore[no-any-return]
+
+    def __getitem__(self, key: Any) -> torch.Tensor:
+        tensor: torch.Tensor = self._source[key]
+        self._read[self._name] = self._read.get(self._name, 0) + tensor.nbytes
+        return tensor
+
+
+def count_reads(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    opened: Any = safetensors.safe_open
+    read: dict[str, int] = {}
+    monkeypatch.setattr(
+        safetensors, "safe_open", lambda *given, **options: Counted(opened(*given, **options), read)
+    )
+    return read
+
+
 @pytest.mark.parametrize("stage", ["encode", "generate"])
-def test_ranks_hold_their_share_only(checkpoints: Checkpoints, size: str, stage: str) -> None:
-    """A rank holds exactly half of the tensors in the table and all others."""
+def test_ranks_read_and_hold_their_share_only(
+    checkpoints: Checkpoints, size: str, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank reads and holds exactly half of the tensors in the table and all others."""
     module, sharing = build(checkpoints, size, stage)
     cuts = slice_module(module, sharing, ranks=2, rank=0)
     whole, _ = build(checkpoints, size, stage)
     total = {name: each.numel() * 4 for name, each in whole.state_dict().items()}
+    shared = sum(total[name] for name in cuts)
+    wanted = sum(total.values()) - shared // 2
     in_full = ("norm", "ln_q", "embed", "proj.bias", "fc2.bias", "mlp.2.bias")
     assert all(any(word in name for word in in_full) for name in total if name not in cuts)
+    info = inspect(checkpoints(size))
     load = load_encoder if stage == "encode" else load_generator
+    read: list[dict[str, int]] = []
     for rank in range(2):
+        counts = count_reads(monkeypatch)
         settings = WorkerSettings(ranks=2, rank=rank, rendezvous="/nowhere/else")
-        held = load(inspect(checkpoints(size)), settings).weights_bytes
-        assert held == sum(total.values()) - sum(total[name] for name in cuts) // 2
+        worker = load(info, settings)
+        monkeypatch.undo()
+        assert worker.weights_bytes == wanted
+        assert sum(counts.values()) == wanted
+        read.append(counts)
+    assert read[0] == read[1]
 
 
 def test_load_names_the_whole_shape_of_a_tensor_to_cut(
