@@ -64,18 +64,22 @@ def test_carry_out_finds_a_view_that_keeps_the_cache(checkpoints: Checkpoints) -
     del view
 
 
-FRUGAL_AND_WHOLE = """
-import sys
-from vsched.worker.memory import limit_process_memory
+LOADED = """
+import resource, sys
+from vsched.worker.memory import limit_process_memory, status_bytes
 limit_process_memory(4 << 30, keys="encode.memory_limit")
 from vsched_workers.language import LanguageWorker
 from vsched_workers.families.qwen_image import image_plan
 from vsched_workers.plugin import plugin
+from vsched.wire import SizeKv
 from vsched.worker.contract import WorkerSettings
-from vsched.worker.sizing import run_profile
+from vsched.worker.sizing import KvBuilder, run_profile
 from vsched.worker.spec import StepLimits
 info = plugin.inspect(sys.argv[1], dtype=sys.argv[2], item_tokens_max=64)
 worker = plugin.load_generator(info, WorkerSettings(threads=1), lambda _label, _fraction: None)
+image = image_plan((1, 8, 8), merge=2, patch=1, channels=1)
+"""
+FRUGAL_AND_WHOLE = f"""{LOADED}
 load = StepLimits(slots=4, batch_tokens=1028, chunk_tokens=512, context_tokens=4096, block_size=16)
 worker.build_kv(blocks=64, block_size=16)
 memory = worker.device_memory()
@@ -83,7 +87,7 @@ for frugal in (True, True, False):
     LanguageWorker.frugal = property(lambda _: frugal)
     before = memory.reserved()
     memory.reset_peak()
-    run_profile(worker, info, load, blocks=64, image=image_plan((1, 8, 8), merge=2, patch=1, channels=1))
+    run_profile(worker, info, load, blocks=64, image=image)
     print(memory.peak() - before)
 """
 
@@ -106,21 +110,10 @@ def test_profiling_run_is_frugal_without_missing_the_peak(
     assert max(again, whole) < 48 * MIB
 
 
-UNDER_A_LIMIT = """
-import resource, sys
-from vsched.worker.memory import limit_process_memory, process_limit, status_bytes
-limit_process_memory(4 << 30, keys="encode.memory_limit")
-from vsched_workers.plugin import plugin
-from vsched.wire import SizeKv
-from vsched.worker.contract import WorkerSettings
-from vsched.worker.sizing import KvBuilder
-from vsched.worker.spec import StepLimits
-from vsched_workers.families.qwen_image import image_plan
+UNDER_A_LIMIT = f"""{LOADED}
 MIB = 1 << 20
-info = plugin.inspect(sys.argv[1], dtype=sys.argv[2], item_tokens_max=64)
-worker = plugin.load_generator(info, WorkerSettings(threads=1), lambda _label, _fraction: None)
 load = StepLimits(slots=8, batch_tokens=512, chunk_tokens=64, context_tokens=2048, block_size=16)
-sizing = KvBuilder(worker, info, load, image=image_plan((1, 8, 8), merge=2, patch=1, channels=1))
+sizing = KvBuilder(worker, info, load, image=image)
 tokens = 32 * MIB // info.kv_bytes_per_token // 16 * 16
 # A first, small run: what compiles itself when it is first called does not survive a lack of memory.
 small = StepLimits(slots=8, batch_tokens=64, chunk_tokens=16, context_tokens=64, block_size=16)

@@ -13,6 +13,7 @@ from tests.parity.compare import OUTPUTS, prompts, tokens_of
 from tests.workers.adapters.peft_adapters import expected_tokens, make_adapter
 from tests.workers.driver import Driver, Question, Stage, inspect, load_generator
 from tests.workers.properties import usually
+from tests.workers.quantized.test_published import published_llama
 from vsched.errors import CheckpointError
 from vsched.wire import SizeKv
 from vsched.worker.contract import WorkerSettings
@@ -39,28 +40,39 @@ ADAPTERS: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "qwen3_moe": [ATTENTION, ATTENTION],  # experts are not linear layers
 }
 """Settings of two adapters by architecture."""
+QUANTIZED = ("gptq", "awq", "compressed int8", "fp8")
 
 
-def make_all(name: str, folder: Path) -> None:
-    """Write a checkpoint, `base`, and adapters for it by number."""
-    (folder / "base").mkdir()
-    make_checkpoint(name, folder / "base")
-    for number, settings in enumerate(ADAPTERS[name], start=1):
-        make_adapter(folder / "base", folder / str(number), number, **settings)
+def make_all(name: str, folder: Path) -> tuple[Path, Path]:
+    """Write adapters by number, and a checkpoint; return its path, and that of one for PEFT, without quantization."""
+    base = twin = folder / "base"
+    if name in ADAPTERS:
+        base.mkdir()
+        make_checkpoint(name, base)
+    else:
+        pytest.importorskip("numba")
+        base, twin = published_llama(folder, name)
+    for number, settings in enumerate(ADAPTERS.get(name, ({}, {})), start=1):
+        make_adapter(twin, folder / str(number), number, **settings)
+    return base, twin
 
 
-@pytest.mark.parametrize("name", usually("llama", of=ADAPTERS))
+@pytest.mark.parametrize(
+    "name", usually("llama", "gptq in order of activations", of=(*ADAPTERS, *QUANTIZED))
+)
 def test_chunks_decodes_and_preemptions_keep_to_the_adapters_of_their_requests(
     name: str, tmp_path: Path
 ) -> None:
-    make_all(name, tmp_path)
+    """Also on quantized layers, compared with PEFT on the dequantized weights."""
+    base, twin = make_all(name, tmp_path)
     prompt = prompts()[1]
     found = {
-        each: expected_tokens(tmp_path / "base", tmp_path / str(each) if each else None, prompt)
+        each: expected_tokens(twin, tmp_path / str(each) if each else None, prompt)
         for each in ASKED
     }
     assert len({tuple(tokens) for tokens in found.values()}) == 3, "each changes the answer"
-    stage = Stage.load(tmp_path / "base", settings=SETTINGS)
+    attention = "exact" if name in ADAPTERS else "auto"
+    stage = Stage.load(base, attention=attention, settings=SETTINGS)
     worker = stage.generator
     for number in (1, 2):
         worker.add_adapter(number, str(tmp_path / str(number)))
