@@ -213,17 +213,6 @@ def test_states_are_declared_by_their_type(tmp_path: Path) -> None:
     assert half.state_bytes == info.state_bytes // 2
 
 
-def test_states_of_all_slots_stand_with_the_cache_and_go_with_it(tmp_path: Path) -> None:
-    make_checkpoint("qwen3_next", tmp_path)
-    worker = load(tmp_path, attention="exact", slots=5)
-    states = worker._language.states
-    worker.build_kv(blocks=4, block_size=4)
-    held = sum(tensor.nbytes for tensor in states._slots.values())
-    assert held == 5 * inspect(tmp_path).state_bytes > 0
-    worker.drop_kv()
-    assert not states._slots
-
-
 def test_load_reports_windows_unknown_to_attention(edited: Callable[..., Path]) -> None:
     """They may be expressed by a mask alone, which is not built: a Llama would attend to all tokens."""
     path = edited(layer_types=["full_attention", "sliding_attention"] * 2)

@@ -86,57 +86,6 @@ def test_group_adds_up_and_lays_side_by_side(ranks: Ranks, size: int) -> None:
     assert all(each == found[0] for each in found)
 
 
-def attempts(settings: WorkerSettings, failing: int) -> list[str]:
-    """Fail three times, on the failing rank, and succeed after each; return the outcomes."""
-    group = RankGroup(settings, "generate", GlooCollectives(), timeout_s=NEVER_S)
-    here = settings.rank == failing
-    error = DeviceOutOfMemory("own")
-    seen = []
-
-    def attempt(*, before: bool = False, between: bool = False, after: bool = False) -> None:
-        with group.together():
-            if before and here:
-                raise error
-            total = group.all_reduce(torch.ones(300))
-            if between and here:
-                raise error
-            assert float(group.all_reduce(total)[0]) == group.size**2
-            if after and here:
-                raise error
-
-    for fault in ("before", "between", "after"):
-        seen.append(outcome(lambda fault=fault: attempt(**{fault: True})))  # type: ignore[misc]
-        seen.append(outcome(attempt))
-    for alone in (lambda: prepare(group, error), lambda: abort_twice(group)):
-        # The failing rank fails alone; the others notice in their next attempt, which it does not join.
-        seen.append(outcome(alone if here else attempt))
-        seen.append(outcome(attempt))
-    return seen
-
-
-def abort_twice(group: RankGroup) -> None:
-    group.abort()
-    group.abort()
-
-
-def prepare(group: RankGroup, error: Exception) -> None:
-    with group.watched():
-        raise error
-
-
-@pytest.mark.parametrize(("size", "failing"), [(2, 0), (2, 1), (4, 2)])
-def test_group_fails_as_one_and_meets_again(ranks: Ranks, size: int, failing: int) -> None:
-    """No rank continues or retries alone, wherever another one failed; the next attempt works on all."""
-    found = ranks.run(attempts, failing, size=size)
-    other = f"DeviceOutOfMemory: another rank of the group, {failing}, ran out of memory."
-    own = "DeviceOutOfMemory: own"
-    for rank, seen in enumerate(found):
-        if rank == failing:
-            assert seen == [own, ""] * 4 + ["", ""]
-        else:
-            assert seen == [other, ""] * 5
-
-
 class LateGroup:
     """A group as on GPUs, without peers: collectives are asynchronous, and an aborted one leaves arbitrary data."""
 
