@@ -24,6 +24,7 @@ from tests.workers.driver import (
     Question,
     Running,
     Stage,
+    Stages,
     drawn_image,
     inspect,
     load_generator,
@@ -38,7 +39,6 @@ from vsched.worker.drafts import SlotDraft
 from vsched.worker.generate_rank import GenerateRank
 from vsched_workers.plugin import plugin
 
-Stages = Callable[..., Stage]
 References = Callable[[str], Reference]
 
 

@@ -24,6 +24,7 @@ from tests.workers.driver import (
     ROWS_A_PAGE,
     Checkpoints,
     Stage,
+    Stages,
     drawn_image,
     encode_jobs,
     inspect,
@@ -43,8 +44,6 @@ from vsched_workers.backends.reference.backend import Backend
 from vsched_workers.checkpoint.whole_model import build_tower, load_whole
 from vsched_workers.families.qwen_image import grid_of
 from vsched_workers.plugin import plugin
-
-Stages = Callable[..., Stage]
 
 IMAGES = [drawn_image(1, 90, 60), drawn_image(2, 200, 70), drawn_image(3, 33, 33)]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,7 @@ from safetensors.torch import save_file
 
 from tests.parity.vision_architectures import VISION_ARCHITECTURES, images_of, save_model
 from tests.workers.adapters.peft_adapters import make_whole_adapter
-from tests.workers.driver import Checkpoints, Stage
+from tests.workers.driver import Checkpoints, Stage, Stages
 from tests.workers.properties import usually
 from tests.workers.test_vision import jobs_of, load_tower
 from vsched.errors import CheckpointError
@@ -30,8 +29,6 @@ from vsched_workers.families import FAMILIES
 from vsched_workers.plugin import TransformersPlugin
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-
-Stages = Callable[..., Stage]
 
 
 def tower_of(stage: Stage, **options: Any) -> tuple[Any, AdaptedModule]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from tests.workers.driver import (
     Driver,
     Question,
     Stage,
+    Stages,
     drawn_image,
     inspect,
     load_generator,
@@ -79,9 +80,7 @@ def test_next_placement_moves_nothing_without_gain() -> None:
 
 
 @pytest.mark.slow
-def test_load_takes_both_layouts(
-    stages: Callable[..., Stage], checkpoints: Checkpoints, tmp_path: Path
-) -> None:
+def test_load_takes_both_layouts(stages: Stages, checkpoints: Checkpoints, tmp_path: Path) -> None:
     """Published checkpoints have the last two dimensions of experts swapped."""
     for file in checkpoints(SIZE).iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -98,7 +97,7 @@ def test_load_takes_both_layouts(
     assert all(torch.equal(one, another) for one, another in pairs)
 
 
-def test_one_rank_has_nothing_to_balance(stages: Callable[..., Stage]) -> None:
+def test_one_rank_has_nothing_to_balance(stages: Stages) -> None:
     for size in (SIZE, "nano3"):
         generator = stages(size).generator
         assert generator.hooks() == {}
@@ -146,7 +145,7 @@ def balanced_answer(
 
 @pytest.mark.slow
 def test_experts_move_and_the_tokens_stay(
-    ranks: Ranks, checkpoints: Checkpoints, stages: Callable[..., Stage]
+    ranks: Ranks, checkpoints: Checkpoints, stages: Stages
 ) -> None:
     """Collective work between two steps; experts change ranks, and no token changes."""
     questions = [Question("What is it?", [drawn_image(1, 90, 60)]), Question("How many are there?")]

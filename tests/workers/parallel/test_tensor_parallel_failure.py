@@ -15,7 +15,7 @@ import torch
 import torch.distributed
 
 from tests.patience import NEVER_S, PATIENCE_S, wait_until
-from tests.workers.driver import Checkpoints, Driver, Question, Stage, drawn_image
+from tests.workers.driver import Checkpoints, Driver, Question, Stage, Stages, drawn_image
 from tests.workers.parallel import ranks as on_rank
 from tests.workers.parallel.ranks import Ranks, make_four_heads, outcome
 from tests.workers.properties import thorough
@@ -214,7 +214,7 @@ def generate_with_faults(
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_step_fails_on_every_rank_and_can_be_run_again(
-    ranks: Ranks, checkpoints: Checkpoints, stages: Callable[..., Any], failing: int
+    ranks: Ranks, checkpoints: Checkpoints, stages: Stages, failing: int
 ) -> None:
     """Before the first collective, between two, and after the last; the tokens are unchanged."""
     found = ranks.run(generate_with_faults, str(checkpoints("nano25")), failing)
@@ -240,7 +240,7 @@ def encode_with_faults(settings: WorkerSettings, path: str) -> tuple[list[str], 
 
 
 def test_encode_fails_on_every_rank_and_can_be_run_again(
-    ranks: Ranks, checkpoints: Checkpoints, stages: Callable[..., Any]
+    ranks: Ranks, checkpoints: Checkpoints, stages: Stages
 ) -> None:
     """The batch fails on all ranks; the next one is encoded, and only the first rank writes."""
     (seen, rows), (own, nothing) = ranks.run(encode_with_faults, str(checkpoints("nano3")))
