@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+Copy = Callable[..., Path]
+"""A fixture that copies a checkpoint for a test to modify."""
 Content = bytes | dict[str, Any] | None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from tests.parity.architectures import make_checkpoint
 from tests.parity.compare import generated, prompts
 from tests.workers.driver import Driver, Question, Stage, inspect, load_generator
-from tests.workers.edited import copy_of
+from tests.workers.edited import Copy, copy_of
 from tests.workers.properties import thorough
 from vsched.errors import CheckpointError, ConfigError, RequestRefused
 from vsched.worker.contract import ImagePlan, WorkerSettings
@@ -44,7 +43,7 @@ def generic(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def edited(llama: Path, tmp_path: Path) -> Callable[..., Path]:
+def edited(llama: Path, tmp_path: Path) -> Copy:
     """Return a copy with other entries in its config.json."""
     return functools.partial(copy_of, llama, tmp_path)
 
@@ -65,7 +64,7 @@ def test_facts_of_a_model_of_text(llama: Path) -> None:
     assert info.stop_token_ids == (2,)
 
 
-def test_unknown_model_type_stands_for_its_class(edited: Callable[..., Path]) -> None:
+def test_unknown_model_type_stands_for_its_class(edited: Copy) -> None:
     """Of several types that share the class, the one that it is named after."""
     assert inspect(edited(model_type="nonsense")).family == "llama"
 
@@ -106,14 +105,14 @@ def test_weights_in_many_files_and_heads_of_both_kinds(
     ],
 )
 def test_inspect_refuses_input_that_cannot_run(
-    edited: Callable[..., Path], changes: dict[str, Any], message: str
+    edited: Copy, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(CheckpointError, match=f"{message}.*Remedy: "):
         inspect(edited(**changes))
 
 
 def test_context_ends_where_frequencies_would_change_for_a_whole_step(
-    edited: Callable[..., Path],
+    edited: Copy,
 ) -> None:
     rope = {
         "rope_type": "longrope",
@@ -134,9 +133,7 @@ def test_context_ends_where_frequencies_would_change_for_a_whole_step(
         ({"layer_types": ["full_attention", "sliding_attention"] * 2}, "generic"),
     ],
 )
-def test_description_reports_the_path(
-    edited: Callable[..., Path], changes: dict[str, Any], path: str
-) -> None:
+def test_description_reports_the_path(edited: Copy, changes: dict[str, Any], path: str) -> None:
     """It depends on the configuration's structure only."""
     assert describe_checkpoint(str(edited(**changes))).path == path
 
@@ -213,7 +210,7 @@ def test_states_are_declared_by_their_type(tmp_path: Path) -> None:
     assert half.state_bytes == info.state_bytes // 2
 
 
-def test_load_reports_windows_unknown_to_attention(edited: Callable[..., Path]) -> None:
+def test_load_reports_windows_unknown_to_attention(edited: Copy) -> None:
     """They may be expressed by a mask alone, which is not built: a Llama would attend to all tokens."""
     path = edited(layer_types=["full_attention", "sliding_attention"] * 2)
     (path / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")

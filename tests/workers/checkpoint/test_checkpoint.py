@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import resource
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from tests.workers.driver import (
     load_encoder,
     load_generator,
 )
-from tests.workers.edited import Content, copy_of, merged, write
+from tests.workers.edited import Content, Copy, copy_of, merged, write
 from vsched.errors import CheckpointError, ConfigError, RequestRefused
 from vsched.types import ModelInfo, SamplingDefaults
 from vsched.worker.contract import Preprocessor, WorkerSettings
@@ -45,7 +44,7 @@ WRONG_TYPE = "settings hold a value of the wrong type"
 
 
 @pytest.fixture
-def copy(checkpoints: Checkpoints, tmp_path: Path) -> Callable[..., Path]:
+def copy(checkpoints: Checkpoints, tmp_path: Path) -> Copy:
     """Return a copy of a checkpoint for a test to modify."""
     return lambda size="nano25": copy_of(checkpoints(size), tmp_path / "private")
 
@@ -84,7 +83,7 @@ def test_inspect_reports_the_facts(checkpoints: Checkpoints) -> None:
 
 
 def test_inspect_reads_the_flat_layout_of_older_checkpoints(
-    checkpoints: Checkpoints, copy: Callable[..., Path]
+    checkpoints: Checkpoints, copy: Copy
 ) -> None:
     """Published Qwen2.5-VL checkpoints have the text sizes at the top level."""
     path = copy()
@@ -132,7 +131,7 @@ def test_inspect_refuses_a_path_without_a_checkpoint(tmp_path: Path) -> None:
     ],
 )
 def test_inspect_refuses_what_cannot_be_served(
-    copy: Callable[..., Path], file: str, content: Content, message: str
+    copy: Copy, file: str, content: Content, message: str
 ) -> None:
     """Missing and broken files, a configuration without sense, and input that would run wrongly."""
     path = copy()
@@ -145,7 +144,7 @@ def test_inspect_refuses_what_cannot_be_served(
     assert "private" not in str(error.value)
 
 
-def test_inspect_takes_weights_from_safetensors_only(copy: Callable[..., Path]) -> None:
+def test_inspect_takes_weights_from_safetensors_only(copy: Copy) -> None:
     path = copy()
     (path / WEIGHTS).rename(path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="never loaded.*convert the checkpoint to safetens"):
@@ -178,7 +177,7 @@ def test_inspect_refuses_an_unknown_type_and_a_negative_cap(checkpoints: Checkpo
     ],
 )
 def test_load_names_a_missing_tensor_and_one_of_another_shape(
-    copy: Callable[..., Path], stage: str, tensor: str, value: torch.Tensor | None, message: str
+    copy: Copy, stage: str, tensor: str, value: torch.Tensor | None, message: str
 ) -> None:
     path = copy()
     held = tensors(path)
@@ -188,7 +187,7 @@ def test_load_names_a_missing_tensor_and_one_of_another_shape(
         load(path, stage)
 
 
-def test_load_names_a_truncated_file(copy: Callable[..., Path]) -> None:
+def test_load_names_a_truncated_file(copy: Copy) -> None:
     path = copy()
     info = inspect(path)
     write(path / WEIGHTS, (path / WEIGHTS).read_bytes()[:5000])
@@ -211,7 +210,7 @@ def shard(path: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("size", ["nano25", "nano3"])
-def test_each_stage_reads_its_own_weights_only(copy: Callable[..., Path], size: str) -> None:
+def test_each_stage_reads_its_own_weights_only(copy: Copy, size: str) -> None:
     """The encode worker does not need the language model's file, and vice versa."""
     path = copy(size)
     shard(path)
@@ -344,7 +343,7 @@ def answer(path: Path) -> tuple[list[int], int]:
 
 
 def test_a_tied_head_may_be_stored_next_to_its_embedding_or_under_its_own_name(
-    checkpoints: Checkpoints, copy: Callable[..., Path]
+    checkpoints: Checkpoints, copy: Copy
 ) -> None:
     """It is in memory once."""
     path, wanted = copy(), answer(checkpoints("nano25"))
@@ -364,7 +363,7 @@ def test_a_tied_head_may_be_stored_next_to_its_embedding_or_under_its_own_name(
 
 
 def test_a_head_that_differs_from_the_embedding_is_not_tied(
-    checkpoints: Checkpoints, copy: Callable[..., Path]
+    checkpoints: Checkpoints, copy: Copy
 ) -> None:
     """As in transformers: `config.json` is wrong then."""
     path = copy()
@@ -401,7 +400,7 @@ def write_template(path: Path, layout: str, name: str) -> None:
 
 
 @pytest.fixture
-def untold(copy: Callable[..., Path]) -> Path:
+def untold(copy: Copy) -> Path:
     """Return a copy of a checkpoint without its template."""
     return write(copy() / "chat_template.jinja", None)
 
@@ -458,7 +457,7 @@ def test_a_checkpoint_without_chat_template_completes_prompts(untold: Path) -> N
 
 
 def test_a_tokenizer_is_made_from_vocabulary_and_merges(
-    checkpoints: Checkpoints, copy: Callable[..., Path]
+    checkpoints: Checkpoints, copy: Copy
 ) -> None:
     """As in checkpoints from before tokenizer.json existed."""
     path = copy()
@@ -488,7 +487,7 @@ def test_a_tokenizer_is_made_from_vocabulary_and_merges(
     ],
 )
 def test_a_tokenizer_that_cannot_be_read_is_reported_at_once(
-    copy: Callable[..., Path],
+    copy: Copy,
     monkeypatch: pytest.MonkeyPatch,
     file: str | None,
     written: bytes,
@@ -505,7 +504,7 @@ def test_a_tokenizer_that_cannot_be_read_is_reported_at_once(
         inspect(path)
 
 
-def test_a_token_that_only_the_tokenizer_knows_does_no_harm(copy: Callable[..., Path]) -> None:
+def test_a_token_that_only_the_tokenizer_knows_does_no_harm(copy: Copy) -> None:
     """Such as an image placeholder in the text model of a family that has images, too."""
     path = copy()
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
@@ -528,7 +527,7 @@ def test_a_token_that_only_the_tokenizer_knows_does_no_harm(copy: Callable[..., 
     ],
 )
 def test_load_preprocessor_refuses_settings_that_it_cannot_keep(
-    copy: Callable[..., Path], file: str, settings: dict[str, Any], message: str
+    copy: Copy, file: str, settings: dict[str, Any], message: str
 ) -> None:
     path = copy()
     write(path / file, settings)
@@ -536,7 +535,7 @@ def test_load_preprocessor_refuses_settings_that_it_cannot_keep(
         front_end(path)
 
 
-def test_ranks_read_the_numbers_that_python_writes_into_json(copy: Callable[..., Path]) -> None:
+def test_ranks_read_the_numbers_that_python_writes_into_json(copy: Copy) -> None:
     """`Infinity`, as in files that transformers writes, is no JSON for other readers."""
     path = copy()
     write(path / "config.json", {"unknown": math.inf})
@@ -558,7 +557,7 @@ def test_ranks_read_the_numbers_that_python_writes_into_json(copy: Callable[...,
     ],
 )
 def test_image_processor_settings_of_older_layouts(
-    checkpoints: Checkpoints, copy: Callable[..., Path], changes: dict[str, Any]
+    checkpoints: Checkpoints, copy: Copy, changes: dict[str, Any]
 ) -> None:
     """Also next to a `processor_config.json` that names no image processor."""
     path = copy()
@@ -579,7 +578,7 @@ def test_image_processor_settings_of_older_layouts(
 
 
 def test_a_family_is_known_by_its_class_if_its_name_is_not(
-    checkpoints: Checkpoints, copy: Callable[..., Path]
+    checkpoints: Checkpoints, copy: Copy
 ) -> None:
     """A publisher's own name for an architecture that is Qwen2.5-VL in all but name."""
     path = copy()

@@ -29,6 +29,9 @@ from vsched_workers.checkpoint.preprocess.grammars import RECENT_MAX, TokenGramm
 from vsched_workers.checkpoint.tokenize import TokenTable
 from vsched_workers.plugin import TRAINED, plugin
 
+TextOf = Callable[[list[int]], str]
+TokensOf = Callable[[str], list[int]]
+
 
 @pytest.fixture(scope="module")
 def info() -> ModelInfo:
@@ -43,12 +46,12 @@ def grammars(info: ModelInfo) -> TokenGrammars:
 
 
 @pytest.fixture(scope="module")
-def text_of(info: ModelInfo) -> Callable[[list[int]], str]:
+def text_of(info: ModelInfo) -> TextOf:
     return plugin.load_preprocessor(info).detokenize
 
 
 @pytest.fixture(scope="module")
-def tokens_of(info: ModelInfo) -> Callable[[str], list[int]]:
+def tokens_of(info: ModelInfo) -> TokensOf:
     return functools.partial(plugin.load_preprocessor(info).tokenize, images=False)
 
 
@@ -84,7 +87,7 @@ def test_matcher_tokenizes_only_the_beginning_of_a_long_forced_text() -> None:
     ],
 )
 def test_matcher_writes_a_literal_of_a_special_token_as_text(
-    grammars: TokenGrammars, text_of: Callable[[list[int]], str], grammar: dict[str, Any], text: str
+    grammars: TokenGrammars, text_of: TextOf, grammar: dict[str, Any], text: str
 ) -> None:
     """The special token would end the output there."""
     assert "".join(text_of(drawn(grammars, encoded(**grammar), 0)).split()) == text
@@ -92,7 +95,7 @@ def test_matcher_writes_a_literal_of_a_special_token_as_text(
 
 @pytest.mark.parametrize("wanted", [[], [5, 6, 7]])
 def test_matcher_foresees_what_must_come_and_follows_nothing(
-    grammars: TokenGrammars, text_of: Callable[[list[int]], str], wanted: list[int]
+    grammars: TokenGrammars, text_of: TextOf, wanted: list[int]
 ) -> None:
     """Each foreseen token and mask is the same as when the matcher follows the tokens."""
     grammar = encoded(regex="[ab]: rather long name (x|y)")
@@ -155,8 +158,8 @@ CALLS: dict[str, Any] = {
 )
 def test_token_grammars_hold_blind_draws_to_texts_also_after_a_thought(
     grammars: TokenGrammars,
-    text_of: Callable[[list[int]], str],
-    tokens_of: Callable[[str], list[int]],
+    text_of: TextOf,
+    tokens_of: TokensOf,
     answer: dict[str, Any],
     pattern: str,
 ) -> None:
@@ -358,7 +361,7 @@ def taken(grammars: TokenGrammars, grammar: str, tokens: list[int], ends: set[in
 
 @pytest.mark.parametrize("name", CALL_FORMATS)
 def test_calls_written_in_a_format_match_its_grammar(
-    name: str, grammars: TokenGrammars, tokens_of: Callable[[str], list[int]], info: ModelInfo
+    name: str, grammars: TokenGrammars, tokens_of: TokensOf, info: ModelInfo
 ) -> None:
     """Bounds, missing and further arguments, references and unions."""
     known, ends = CALL_FORMATS[name], set(info.stop_token_ids)
@@ -376,7 +379,7 @@ def test_calls_written_in_a_format_match_its_grammar(
 
 @pytest.mark.parametrize("name", CALL_FORMATS)
 def test_blind_draws_of_forced_calls_are_read_as_calls_that_fit(
-    name: str, grammars: TokenGrammars, text_of: Callable[[list[int]], str]
+    name: str, grammars: TokenGrammars, text_of: TextOf
 ) -> None:
     known = CALL_FORMATS[name]
     for seed in range(3):
@@ -398,7 +401,7 @@ def test_blind_draws_of_forced_calls_are_read_as_calls_that_fit(
     ],
 )
 def test_arguments_are_an_object_if_their_schema_has_no_type(
-    schema: dict[str, Any], grammars: TokenGrammars, text_of: Callable[[list[int]], str]
+    schema: dict[str, Any], grammars: TokenGrammars, text_of: TextOf
 ) -> None:
     known = CALL_FORMATS["hermes"]
     grammar = forced_calls(known, [FunctionTool("f", parameters=schema)], single=True)

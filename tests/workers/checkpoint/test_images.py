@@ -25,7 +25,7 @@ from tests.parity.vision_checkpoints import (
 )
 from tests.unit.media.fakes import data_url
 from tests.workers.driver import drawn_image, inspect
-from tests.workers.edited import copy_of, write
+from tests.workers.edited import Copy, copy_of, write
 from tests.workers.properties import usually
 from vsched.config import MediaConfig
 from vsched.errors import CheckpointError, ConfigError, RequestRefused
@@ -56,7 +56,7 @@ FEW = ("gemma3", "idefics3", "llava", "paligemma", "qwen2_vl")
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> Copy:
     """Return the folder of a checkpoint of an architecture, without weights."""
 
     @functools.cache
@@ -69,13 +69,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="module")
-def front(made: Callable[[str], Path]) -> Front:
+def front(made: Copy) -> Front:
     """Return the preprocessor of an architecture, which limits the tokens of an image if given."""
     return functools.cache(lambda name, limit=0: load(made(name), item_tokens_max=limit))
 
 
 @pytest.fixture
-def copied(made: Callable[[str], Path], tmp_path: Path) -> Callable[[str], Path]:
+def copied(made: Copy, tmp_path: Path) -> Copy:
     """Return a copy of a checkpoint for a test to modify."""
     return lambda name: copy_of(made(name), tmp_path)
 
@@ -216,9 +216,7 @@ def test_processing_takes_no_more_than_its_plan_says(loaded: Any, size: tuple[in
     assert peak <= plan.work_bytes - 4 * size[0] * size[1] + small_bytes
 
 
-def test_an_image_of_too_many_tokens_is_made_smaller(
-    front: Front, made: Callable[[str], Path]
-) -> None:
+def test_an_image_of_too_many_tokens_is_made_smaller(front: Front, made: Copy) -> None:
     free, bound = front("mistral3"), front("mistral3", 6)
     assert (free.info.item_tokens_max, bound.info.item_tokens_max) == (16, 6)
     assert free.plan_image(200, 200).tokens == 16
@@ -264,7 +262,7 @@ def test_a_marker_in_the_text_of_a_client_is_text(front: Front) -> None:
     ],
 )
 def test_settings_of_older_and_newer_layouts_are_read(
-    front: Front, copied: Callable[[str], Path], name: str, changes: dict[str, Any] | str
+    front: Front, copied: Copy, name: str, changes: dict[str, Any] | str
 ) -> None:
     """Sizes as one number, former names of classes, classes of other libraries; the processor in one file."""
     path = copied(name)
@@ -285,7 +283,7 @@ def test_settings_of_older_and_newer_layouts_are_read(
 
 @pytest.mark.parametrize("named", ["Kimi_K25ImageProcessor", "Lfm2VlImageProcessor"])
 def test_an_image_processor_that_needs_torchvision_is_refused_without_it(
-    copied: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, named: str
+    copied: Copy, monkeypatch: pytest.MonkeyPatch, named: str
 ) -> None:
     monkeypatch.setattr(image_processor, "has_torchvision", lambda: False)
     path = copied("llava")
@@ -299,7 +297,7 @@ def test_an_image_processor_that_needs_torchvision_is_refused_without_it(
 @pytest.mark.parametrize(("name", "hidden"), [("llava", True), ("lfm2_vl", False)])
 @pytest.mark.parametrize("installed", [True, False])
 def test_torch_is_hidden_unless_torchvision_processes_images(
-    made: Callable[[str], Path],
+    made: Copy,
     monkeypatch: pytest.MonkeyPatch,
     name: str,
     *,
@@ -320,7 +318,7 @@ def test_torch_is_hidden_unless_torchvision_processes_images(
     assert threads == ([] if is_hidden else [1])
 
 
-def test_a_marker_that_is_no_token_is_refused(copied: Callable[[str], Path]) -> None:
+def test_a_marker_that_is_no_token_is_refused(copied: Copy) -> None:
     path = copied("llava")
     tokens = path / "tokenizer.json"
     tokens.write_text(tokens.read_text().replace('"<image>"', '"<picture>"'))
