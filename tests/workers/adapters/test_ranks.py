@@ -11,7 +11,7 @@ import pytest
 from tests.parity.architectures import make_checkpoint
 from tests.parity.compare import OUTPUTS, prompts, tokens_of
 from tests.workers.adapters.peft_adapters import expected_tokens, make_adapter, make_whole_adapter
-from tests.workers.driver import Checkpoints, Driver, Question, Stage, drawn_image
+from tests.workers.driver import Checkpoints, Question, Stage, drawn_image
 from tests.workers.parallel.ranks import Ranks, driver_of
 from tests.workers.properties import usually
 from tests.workers.reference import Reference
@@ -51,9 +51,7 @@ def answer(
 ) -> tuple[list[list[int]], int]:
     """Run questions; return the tokens, and the bytes that were allocated for the language model's adapters."""
     stage = load(settings, path, adapters)
-    shares = settings.rendezvous and stage.info.takes_images
-    driver = driver_of(settings, stage, chunk) if shares else Driver(stage, chunk=chunk, seed=chunk)
-    running = driver.run(questions, arrivals=2, preempts=7)
+    running = driver_of(settings, stage, chunk).run(questions, arrivals=2, preempts=7)
     return tokens_of(running), stage.generator.adapter_bytes
 
 

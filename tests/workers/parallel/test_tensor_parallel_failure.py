@@ -15,7 +15,7 @@ import torch
 import torch.distributed
 
 from tests.patience import NEVER_S, PATIENCE_S, wait_until
-from tests.workers.driver import Checkpoints, Driver, Question, Stage, Stages, drawn_image
+from tests.workers.driver import Checkpoints, Driver, Question, Stages, drawn_image
 from tests.workers.parallel import ranks as on_rank
 from tests.workers.parallel.ranks import Ranks, make_four_heads, outcome
 from tests.workers.properties import thorough
@@ -305,13 +305,11 @@ def test_ranks_equal_one(
 ) -> None:
     """Chunked prefill and decode in one step, images, deepstack, preemption, a seeded request: the same tokens."""
     path = (checkpoints if count == 2 else four_heads)(size)
-    stage = Stage.load(path)
-    driver = Driver(stage, chunk=40, seed=40)
-    tokens = [each.output for each in driver.run(QUESTIONS, arrivals=2, preempts=7)]
+    tokens, alone, _ = on_rank.answer(WorkerSettings(threads=1), str(path), QUESTIONS)
     for found, embeddings, _ in ranks.run(on_rank.answer, str(path), QUESTIONS, size=count):
         assert found == tokens
         np.testing.assert_allclose(
-            embeddings.view(np.float32), driver.embeddings.view(np.float32), rtol=1e-3, atol=1e-4
+            embeddings.view(np.float32), alone.view(np.float32), rtol=1e-3, atol=1e-4
         )
 
 
