@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -29,13 +27,14 @@ from tests.workers.driver import (
     inspect,
     load_generator,
 )
+from tests.workers.edited import copy_of, write
 from tests.workers.parallel import ranks as on_rank
 from tests.workers.parallel.ranks import Ranks
 from tests.workers.properties import thorough
 from tests.workers.test_language import outputs
 from vsched.errors import CheckpointError
 from vsched.worker.contract import WorkerSettings
-from vsched_workers.families.sharing import parallel_plan, shares_heads
+from vsched_workers.families.sharing import parallel_plan
 from vsched_workers.parallel import experts
 from vsched_workers.parallel.experts import (
     BALANCE,
@@ -82,38 +81,30 @@ def test_next_placement_moves_nothing_without_gain() -> None:
 @pytest.mark.slow
 def test_load_takes_both_layouts(stages: Stages, checkpoints: Checkpoints, tmp_path: Path) -> None:
     """Published checkpoints have the last two dimensions of experts swapped."""
-    for file in checkpoints(SIZE).iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    weights = load_file(tmp_path / "model.safetensors")
+    path = copy_of(checkpoints(SIZE), tmp_path)
+    weights = load_file(path / "model.safetensors")
     flipped = [name for name in weights if ".experts." in name]
     assert len(flipped) == 4
     for name in flipped:
         weights[name] = weights[name].transpose(1, 2).contiguous()
-    save_file(weights, tmp_path / "model.safetensors")
-    other = Stage.load(tmp_path)
+    save_file(weights, path / "model.safetensors")
     mine: Any = stages(SIZE).generator
-    theirs: Any = other.generator
+    theirs: Any = Stage.load(path).generator
     pairs = zip(mine.module.parameters(), theirs.module.parameters(), strict=True)
     assert all(torch.equal(one, another) for one, another in pairs)
 
 
 def test_one_rank_has_nothing_to_balance(stages: Stages) -> None:
-    for size in (SIZE, "nano3"):
-        generator = stages(size).generator
-        assert generator.hooks() == {}
+    assert [stages(size).generator.hooks() for size in (SIZE, "nano3")] == [{}, {}]
 
 
 @pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
 def test_check_parallel_counts_experts(checkpoints: Checkpoints, tmp_path: Path, key: str) -> None:
-    info = inspect(checkpoints(SIZE))
-    plugin.check_parallel(info, stage="generate", ranks=2)
-    config = json.loads((checkpoints(SIZE) / "config.json").read_text())
-    config["text_config"].pop("num_local_experts", None)
-    config["text_config"][key] = 7
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    other = msgspec.structs.replace(info, path=str(tmp_path))
+    plugin.check_parallel(inspect(checkpoints(SIZE)), stage="generate", ranks=2)
+    path = copy_of(checkpoints(SIZE), tmp_path, text_config={"num_local_experts": None})
+    write(path / "config.json", {"text_config": {key: 7}})
     with pytest.raises(CheckpointError, match="num_experts is 7, which 2 ranks"):
-        plugin.check_parallel(other, stage="generate", ranks=2)
+        plugin.check_parallel(inspect(path), stage="generate", ranks=2)
 
 
 def balanced_answer(
@@ -192,15 +183,11 @@ def test_ranks_have_the_same_tokens_in_bfloat16(ranks: Ranks, tmp_path: Path, na
     assert sum(one == other for one, other in zip(*firsts, strict=True)) > len(questions) // 2
 
 
-def built(name: str, **changes: Any) -> Any:
-    options = {**COMMON, **ARCHITECTURES[name], **changes}
+def built(name: str) -> Any:
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(CONFIG_MAPPING[name](**options))
-
-
-def share(model: Any, ranks: PlannedRanks) -> Any:
-    share_by_plan(model, parallel_plan(model.config, "it"), "it", ranks)
-    return model
+        return AutoModelForCausalLM.from_config(
+            CONFIG_MAPPING[name](**COMMON, **ARCHITECTURES[name])
+        )
 
 
 @pytest.mark.parametrize(("name", "shares"), [("cohere", True), ("olmo2", False)])
@@ -209,7 +196,6 @@ def test_whether_ranks_share_the_cache_follows_from_the_plan(
 ) -> None:
     make_checkpoint(name, tmp_path)
     assert inspect(tmp_path).shares_kv is shares
-    assert shares_heads(built(name).config) is shares
 
 
 @pytest.mark.parametrize(
@@ -240,7 +226,7 @@ def test_parameters_that_the_plan_is_silent_about_are_refused() -> None:
     model = built("cohere")
     model.model.layers[2].self_attn.sinks = nn.Parameter(torch.zeros(4))
     with pytest.raises(CheckpointError, match="nothing of layers.2.self_attn.sinks"):
-        share(model, PlannedRanks(ranks=2, rank=0))
+        share_by_plan(model, parallel_plan(model.config, "it"), "it", PlannedRanks(2, 0))
 
 
 def test_size_that_does_not_divide_is_refused_before_weights_are_read(tmp_path: Path) -> None:

@@ -147,12 +147,9 @@ def test_first_failure_of_this_rank_is_reported(late: tuple[RankGroup, LateGroup
 
 def lose(settings: WorkerSettings, how: str) -> str:
     """Run one collective; then rank 1 is gone, or is silent until the other one's timeout."""
-    on_rank.enter(
-        RankGroup(settings, "both are there", GlooCollectives())
-    )  # so that 2 s suffice to connect
-    group = RankGroup(
-        settings, "generate", GlooCollectives(), timeout_s=2.0 if how == "deaf" else NEVER_S
-    )
+    timeout_s = 2.0 if how == "deaf" else NEVER_S  # suffices to connect if both are there
+    on_rank.enter(RankGroup(settings, "both are there", GlooCollectives()))
+    group = RankGroup(settings, "generate", GlooCollectives(), timeout_s=timeout_s)
     on_rank.enter(group)
     over = Path(f"{settings.rendezvous}-over")
     if settings.rank == 0:
