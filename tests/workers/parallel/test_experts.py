@@ -226,7 +226,7 @@ def test_parameters_that_the_plan_is_silent_about_are_refused() -> None:
     model = built("cohere")
     model.model.layers[2].self_attn.sinks = nn.Parameter(torch.zeros(4))
     with pytest.raises(CheckpointError, match="nothing of layers.2.self_attn.sinks"):
-        share_by_plan(model, parallel_plan(model.config, "it"), "it", PlannedRanks(2, 0))
+        share_by_plan(model, parallel_plan(model.config, "it"), "it", PlannedRanks(ranks=2, rank=0))
 
 
 def test_size_that_does_not_divide_is_refused_before_weights_are_read(tmp_path: Path) -> None:
