@@ -67,7 +67,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return a Llama of random weights."""
     path = tmp_path_factory.mktemp("llama")
     sizes = {"vocab_size": 384, "num_hidden_layers": LAYERS, "tie_word_embeddings": True}
-    make_checkpoint("llama", path, rope_parameters=ROPE, **sizes)
+    make_checkpoint("llama", path, rope_parameters=ROPE, initializer_range=0.05, **sizes)
     return library_model(path)
 
 

@@ -322,7 +322,7 @@ def test_a_marker_that_is_no_token_is_refused(copied: Copy) -> None:
     path = copied("llava")
     tokens = path / "tokenizer.json"
     tokens.write_text(tokens.read_text().replace('"<image>"', '"<picture>"'))
-    write(path / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+    write(path / "tokenizer_config.json", b'{"tokenizer_class": "PreTrainedTokenizerFast"}')
     with pytest.raises(CheckpointError, match="a prompt has '<image>', which is no token"):
         load(path)
 
