@@ -205,35 +205,35 @@ def test_packed_weights_give_the_rows_of_those_that_are_not(name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def mistral(tmp_path_factory: pytest.TempPathFactory) -> ModelInfo:
-    """Properties of a checkpoint with images of variable size."""
+def crops(tmp_path_factory: pytest.TempPathFactory) -> ModelInfo:
+    """Return the properties of a checkpoint with images of a variable number of crops."""
     path = tmp_path_factory.mktemp("served")
-    make_vision_checkpoint("mistral3", path, weights=False)
+    make_vision_checkpoint("internvl", path, weights=False)
     return inspect(path)
 
 
-def test_forked_ranks_have_the_modules_of_all_parts(mistral: ModelInfo) -> None:
-    modules = plugin.forkable_modules(mistral, "cpu")
+def test_forked_ranks_have_the_modules_of_all_parts(crops: ModelInfo) -> None:
+    modules = plugin.forkable_modules(crops, "cpu")
     own = [name.rpartition(".")[2] for name in modules if name.startswith("transformers.")]
-    assert own == ["modeling_mistral3", "modeling_mistral", "modeling_pixtral"]
+    assert own == ["modeling_internvl", "modeling_qwen2"]
     for name in modules:
         importlib.import_module(name)
 
 
-def test_worst_batch_is_a_real_image_of_the_most_tokens(mistral: ModelInfo) -> None:
+def test_worst_batch_is_a_real_image_of_the_most_tokens(crops: ModelInfo) -> None:
     """Its arrays can be encoded, including masks; and it can be taken once."""
-    batches = plugin.worst_batches(mistral, items=4, tokens=64, pixels_max=1 << 20)
+    batches = plugin.worst_batches(crops, items=4, tokens=64, pixels_max=1 << 20)
     plans = [plan for batch in batches for plan in batch]
-    assert max(plan.tokens for plan in plans) == mistral.item_tokens_max == 16
+    assert max(plan.tokens for plan in plans) == crops.item_tokens_max == 28
     for plan in plans:
-        arrays = plugin.sample_arrays(mistral, plan)
+        arrays = plugin.sample_arrays(crops, plan)
         assert {spec.name: spec.shape for spec in plan.arrays} == {
             name: array.shape for name, array in arrays.items()
         }
         assert arrays["pixel_values"].std() > 0.1
-        assert not plugin.sample_arrays(mistral, plan)
-    small = plugin.worst_batches(mistral, items=4, tokens=64, pixels_max=64 * 64)
-    assert max(plan.tokens for batch in small for plan in batch) < 16
+        assert not plugin.sample_arrays(crops, plan)
+    small = plugin.worst_batches(crops, items=4, tokens=64, pixels_max=64 * 64)
+    assert max(plan.tokens for batch in small for plan in batch) < 28
 
 
 @pytest.mark.parametrize("name", usually("idefics3", of=["gemma3", "llava_onevision"]))

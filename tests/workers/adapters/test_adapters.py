@@ -29,7 +29,7 @@ Q = "model.layers.0.self_attn.q_proj"
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a checkpoint, and of an adapter of it, `plain`."""
     root = tmp_path_factory.mktemp("adapters")
-    make_checkpoint("llama", root)
+    make_checkpoint("stablelm", root)
     make_adapter(root, root / "plain", 0)
     return root
 

@@ -217,11 +217,11 @@ def test_processing_takes_no_more_than_its_plan_says(loaded: Any, size: tuple[in
 
 
 def test_an_image_of_too_many_tokens_is_made_smaller(front: Front, made: Copy) -> None:
-    free, bound = front("mistral3"), front("mistral3", 6)
-    assert (free.info.item_tokens_max, bound.info.item_tokens_max) == (16, 6)
-    assert free.plan_image(200, 200).tokens == 16
+    free, bound = front("internvl"), front("internvl", 12)
+    assert (free.info.item_tokens_max, bound.info.item_tokens_max) == (28, 12)
+    assert free.plan_image(200, 200).tokens == 20
     plan = bound.plan_image(200, 200)
-    assert 1 < plan.tokens <= 6
+    assert 1 < plan.tokens <= 12
     arrays = bound.process_image(drawn_image(1, 200, 200))
     assert [array.shape for array in arrays.values()] == [spec.shape for spec in plan.arrays]
     assert bound.plan_image(28, 28) == free.plan_image(28, 28)
@@ -339,7 +339,7 @@ def test_planning_takes_no_memory_for_the_pixels(loaded: Any) -> None:
 
 def test_processor_that_needs_pixels_gets_no_more_than_allowed(front: Front) -> None:
     """A larger image is shrunk, consistently in the plan and in processing."""
-    preprocessor = front("mistral3")
+    preprocessor = front("internvl")
     processor = copy.copy(preprocessor.processor)
     assert processor.pixels_max is None
     processor._hollow, processor.pixels_max = None, 3000
@@ -357,7 +357,7 @@ async def test_large_image_is_processed_elsewhere_without_torch(
     front: Front, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also with a token budget, for which the image is shrunk: the other process computes the size again."""
-    preprocessor = front("mistral3", 6)
+    preprocessor = front("internvl", 12)
     monkeypatch.setattr(processes, "LARGE_BYTES", 0)
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")
     monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
@@ -368,7 +368,7 @@ async def test_large_image_is_processed_elsewhere_without_torch(
     try:
         image, encoded = drawn_image(1, 210, 200), io.BytesIO()
         image.save(encoded, "PNG")
-        prepared = await pipeline.prepare("[IMG]", [data_url(encoded.getvalue())])
+        prepared = await pipeline.prepare("<IMG_CONTEXT>", [data_url(encoded.getvalue())])
         (item,) = prepared.items
         assert item.extent is not None
         raw = np.frombuffer(arena.pixels, np.uint8, item.extent.size, item.extent.offset)
