@@ -24,7 +24,6 @@ from tests.workers.backends.cuda.on_host import CudaOnHost
 from tests.workers.properties import usually
 from vsched.errors import CheckpointError
 from vsched_workers import language, vision
-from vsched_workers.batching import paged_attention
 from vsched_workers.families.video_processors import VIDEO_PROCESSORS
 from vsched_workers.plugin import plugin
 
@@ -38,15 +37,6 @@ CUDA_SAMPLE = ("stablelm", "gemma3_text", "qwen3_next", "deepseek_v3", "ernie4_5
 @pytest.mark.parametrize("name", usually("llama", "lfm2", of=SAMPLE))
 def test_answers_are_those_of_generate(name: str) -> None:
     """In one step, in chunks, after preemptions, and over the blocks of an earlier request."""
-    assert compare(name).equal
-
-
-@pytest.mark.parametrize("name", usually("gemma2", of=("gpt_oss", "deepseek_v3")))
-def test_answers_are_the_same_with_attention_row_by_row(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As a long chunk is split to limit memory: windows, soft-capping, sinks, and values of another size than keys."""
-    monkeypatch.setattr(paged_attention, "PART_BYTES", 1)
     assert compare(name).equal
 
 

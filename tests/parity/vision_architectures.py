@@ -338,8 +338,8 @@ VISION_ARCHITECTURES: Mapping[str, VisionArchitecture] = {
 }
 
 
-VISION_SAMPLE = ("ernie4_5_vl_moe", "gemma3", "llava", "qwen2_vl", "qwen3_omni_moe_thinker")
-"""Experts for images alone, bidirectional images, rows in a list, positions of three axes, deepstack."""
+VISION_SAMPLE = ("ernie4_5_vl_moe", "gemma3", "llava", "qwen2_vl")
+"""Experts for images alone, bidirectional images, rows in a list, positions of three axes."""
 
 VISION_REFUSED = ("ovis2",)
 """Architectures of these that are refused."""

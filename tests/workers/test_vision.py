@@ -171,6 +171,10 @@ def test_encode_that_fails_within_a_batch_takes_the_next(stages: Stages) -> None
     assert not torch.is_inference_mode_enabled()
 
 
+SAMPLE = ("idefics3", "internvl", "llava_onevision", "mistral3", "qwen3_omni_moe_thinker")
+"""Crops in a separate dimension or in the first one, several resolutions, any size, deepstack."""
+
+
 def load_tower(path: Path, family: str) -> AnyTower:
     model = load_whole(
         build_tower(str(path), family),
@@ -182,15 +186,31 @@ def load_tower(path: Path, family: str) -> AnyTower:
     return AnyTower(model, torch.float32)
 
 
+@pytest.mark.parametrize("name", usually("internvl", "qwen3_omni_moe_thinker", of=SAMPLE))
+@torch.inference_mode()
+def test_tower_alone_gives_the_rows_of_the_whole_model(tmp_path: Path, name: str) -> None:
+    """Bit-identical; further levels of a token are next to its first."""
+    save_model(name, tmp_path)
+    alone = load_tower(tmp_path, VISION_ARCHITECTURES[name].family or name)
+    model = make_model(name)
+    for image in images_of(name):
+        found = alone(image)
+        assert torch.equal(found, AnyTower(model, torch.float32)(image))
+        assert found.std() > 0.5
+    if name == "qwen3_omni_moe_thinker":
+        grid = torch.from_numpy(image["image_grid_thw"])
+        out = model.get_image_features(torch.from_numpy(image["pixel_values"]), grid)
+        levels = [out.pooler_output[0], *(level[0] for level in out.deepstack_features)]
+        assert torch.equal(found, torch.cat(levels, dim=-1))
+
+
 def test_a_model_without_features_of_images_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "kosmos-2", "image_token_id": 3}')
     with pytest.raises(CheckpointError, match="no features of images"):
         build_tower(str(tmp_path), "kosmos-2")
 
 
-@pytest.mark.parametrize(
-    "name", usually("internvl", of=("idefics3", "mistral3", "qwen3_omni_moe_thinker"))
-)
+@pytest.mark.parametrize("name", usually("internvl", of=SAMPLE))
 @torch.inference_mode()
 def test_packed_weights_give_the_rows_of_those_that_are_not(name: str) -> None:
     """In bfloat16, within its precision."""

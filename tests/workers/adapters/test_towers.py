@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from tests.parity.vision_architectures import VISION_ARCHITECTURES, images_of, save_model
 from tests.workers.adapters.peft_adapters import make_whole_adapter
-from tests.workers.driver import Checkpoints, Stage, Stages
+from tests.workers.driver import Checkpoints, Stage, Stages, values_of
 from tests.workers.properties import usually
 from tests.workers.test_vision import jobs_of, load_tower
 from vsched.errors import CheckpointError
@@ -26,6 +26,7 @@ from vsched_workers.adapters.files import (
 from vsched_workers.adapters.layers import AdaptedModule
 from vsched_workers.backends.reference.any_tower import AnyTower
 from vsched_workers.families import FAMILIES
+from vsched_workers.families.qwen_image import grid_of
 from vsched_workers.plugin import TransformersPlugin
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
@@ -44,6 +45,30 @@ def tower_of(stage: Stage, **options: Any) -> tuple[Any, AdaptedModule]:
         **options,
     )
     return worker._tower, module
+
+
+@torch.inference_mode()
+def test_images_have_the_rows_of_pefts_tower(
+    stages: Stages, checkpoints: Checkpoints, tmp_path: Path, size: str
+) -> None:
+    """The language part of the file is skipped; the next image is encoded by the base model."""
+    stage = stages(size)
+    whole = make_whole_adapter(checkpoints(size), tmp_path, 1, r=2, use_rslora=True)
+    tower, module = tower_of(stage)
+    (job, *_) = jobs_of(stage)
+    plain = tower.encode([job])
+    module.add("one", read_adapter(tmp_path, rank_max=4))
+    with module.all_rows("one"):
+        found = tower.encode([job])
+    out = whole.base_model.model.get_image_features(
+        values_of([job.arrays]), torch.tensor([grid_of(job.metadata)]), return_dict=True
+    )
+    levels = [out.pooler_output[0], *(each[0] for each in getattr(out, "deepstack_features", ()))]
+    torch.testing.assert_close(found, torch.cat(levels, -1), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(found, plain, atol=0.01)
+    assert torch.equal(tower.encode([job]), plain)
+    module.remove("one")
+    assert torch.equal(tower.encode([job]), plain)
 
 
 @torch.inference_mode()
