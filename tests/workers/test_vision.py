@@ -16,8 +16,10 @@ import pytest
 import torch
 
 from tests.parity.vision_architectures import (
+    VISION_ARCHITECTURES,
     images_of,
     make_model,
+    save_model,
 )
 from tests.parity.vision_checkpoints import make_vision_checkpoint
 from tests.workers.driver import (
