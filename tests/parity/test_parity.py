@@ -21,7 +21,7 @@ from tests.parity.vision_architectures import (
 from tests.parity.vision_checkpoints import WITH_VIDEO
 from tests.parity.vision_compare import compare_vision
 from tests.workers.backends.cuda.on_host import CudaOnHost
-from tests.workers.properties import thorough
+from tests.workers.properties import usually
 from vsched.errors import CheckpointError
 from vsched_workers import language, vision
 from vsched_workers.families.video_processors import VIDEO_PROCESSORS
@@ -30,44 +30,34 @@ from vsched_workers.plugin import plugin
 VIDEO_SAMPLE = ("qwen2_vl", "smolvlm", "glm4v", "llava_onevision")
 """Positions in time, frames as images within a text, timestamps between groups, and a row after each video."""
 
-CUDA_SAMPLE = ("stablelm", "gemma3_text", "qwen3_next", "deepseek_v3", VISION_SAMPLE[0])
+CUDA_SAMPLE = ("stablelm", "gemma3_text", "qwen3_next", "deepseek_v3", "ernie4_5_vl_moe")
 """Layers of a decoder without a description, windows, states, latent attention, and images."""
 
 
-FURTHER = ("phi3", "qwen3_moe", "stablelm", "jamba", "minimax")
-"""Features that others of the sample, or of tests of adapters and backends, have too."""
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.thorough] if name in FURTHER else [])
-        for name in SAMPLE
-    ],
-)
+@pytest.mark.parametrize("name", usually("llama", "lfm2", of=SAMPLE))
 def test_answers_are_those_of_generate(name: str) -> None:
     """In one step, in chunks, after preemptions, and over the blocks of an earlier request."""
     assert compare(name).equal
 
 
-@pytest.mark.parametrize("name", VISION_SAMPLE)
+@pytest.mark.parametrize("name", usually("gemma3", "qwen2_vl", of=VISION_SAMPLE))
 def test_answers_about_images_are_those_of_generate(name: str) -> None:
     assert compare_vision(name).equal
 
 
-@pytest.mark.parametrize("name", [*VIDEO_SAMPLE[:2], *thorough(*VIDEO_SAMPLE[2:])])
+@pytest.mark.parametrize("name", usually("qwen2_vl", of=VIDEO_SAMPLE))
 def test_answers_about_videos_are_those_of_generate(name: str) -> None:
     """Chunks of 7 tokens end within frame groups; the prompt is that of transformers' processor."""
     assert compare_video(name).equal
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "glm4v", *thorough("qwen3_5")])
+@pytest.mark.parametrize("name", usually("qwen2_vl", of=("qwen2_vl", "glm4v", "qwen3_5")))
 def test_answers_about_pruned_videos_are_those_of_transformers_modules(name: str) -> None:
     found, expected = answers_about_pruned_video(name)
     assert found == expected
 
 
-@pytest.mark.parametrize("name", [*CUDA_SAMPLE[:2], *thorough(*CUDA_SAMPLE[2:4]), *CUDA_SAMPLE[4:]])
+@pytest.mark.parametrize("name", usually("stablelm", of=CUDA_SAMPLE))
 def test_cuda_backend_on_the_host_generates_the_same(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

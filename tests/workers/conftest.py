@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tests.workers.driver import Stage
+from tests.workers.driver import Checkpoints, Stage, Stages
 from tests.workers.parallel.ranks import Ranks
 from tests.workers.reference import Reference
 
@@ -19,7 +18,7 @@ SIZES = ("nano25", "nano3")
 
 
 @pytest.fixture(scope="session")
-def stages(checkpoints: Callable[[str], Path]) -> Callable[..., Stage]:
+def stages(checkpoints: Checkpoints) -> Stages:
     """Return the loaded workers of a checkpoint."""
 
     @functools.cache
@@ -30,7 +29,7 @@ def stages(checkpoints: Callable[[str], Path]) -> Callable[..., Stage]:
 
 
 @pytest.fixture(scope="session")
-def references(checkpoints: Callable[[str], Path]) -> Callable[[str], Reference]:
+def references(checkpoints: Checkpoints) -> Callable[[str], Reference]:
     """Return transformers' own model of a checkpoint."""
 
     @functools.cache

@@ -207,6 +207,10 @@ class Stage:
         return self.preprocessor.expand(self.preprocessor.tokenize(text), plans)
 
 
+Stages = Callable[..., Stage]
+"""The fixture `stages`: the loaded parts of a checkpoint, by its size, attention and data type."""
+
+
 class Driver:
     """Runs questions to completion; `run` returns them in order."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -22,3 +23,8 @@ def thorough(*cases: Any) -> list[Any]:
         pytest.param(*(each if isinstance(each, tuple) else (each,)), marks=pytest.mark.thorough)
         for each in cases
     ]
+
+
+def usually(*few: str, of: Iterable[str]) -> list[Any]:
+    """Return the cases of a parametrized test: all of some names, of which `make test` runs a few."""
+    return [*few, *thorough(*(name for name in of if name not in few))]

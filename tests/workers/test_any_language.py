@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +15,9 @@ from transformers import AutoModelForCausalLM
 from tests.parity.architectures import make_checkpoint
 from tests.parity.compare import generated, prompts
 from tests.workers.driver import Driver, Question, Stage, inspect, load_generator
+from tests.workers.edited import Copy, copy_of
+from tests.workers.properties import thorough
 from vsched.errors import CheckpointError, ConfigError, RequestRefused
-from vsched.types import ModelInfo
 from vsched.worker.contract import ImagePlan, WorkerSettings
 from vsched_workers.backends.reference.backend import Backend
 from vsched_workers.backends.reference.host_memory import HostMemory
@@ -44,27 +43,16 @@ def generic(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def edited(llama: Path, tmp_path: Path) -> Callable[..., Path]:
+def edited(llama: Path, tmp_path: Path) -> Copy:
     """Return a copy with other entries in its config.json."""
-    return functools.partial(edit, llama, tmp_path)
-
-
-@pytest.fixture
-def edited_generic(generic: Path, tmp_path: Path) -> Callable[..., Path]:
-    return functools.partial(edit, generic, tmp_path)
-
-
-def edit(made: Path, to: Path, **changes: Any) -> Path:
-    for file in made.iterdir():
-        (to / file.name).write_bytes(file.read_bytes())
-    config = json.loads((made / "config.json").read_text())
-    config = {name: value for name, value in (config | changes).items() if value is not None}
-    (to / "config.json").write_text(json.dumps(config))
-    return to
+    return functools.partial(copy_of, llama, tmp_path)
 
 
 def load(path: Path, **settings: Any) -> Any:
     return load_generator(inspect(path), WorkerSettings(**settings))
+
+
+PROJECTION = "model.layers.1.mlp.up_proj.weight"
 
 
 def test_facts_of_a_model_of_text(llama: Path) -> None:
@@ -76,13 +64,15 @@ def test_facts_of_a_model_of_text(llama: Path) -> None:
     assert info.stop_token_ids == (2,)
 
 
-def test_unknown_model_type_stands_for_its_class(edited: Callable[..., Path]) -> None:
+def test_unknown_model_type_stands_for_its_class(edited: Copy) -> None:
     """Of several types that share the class, the one that it is named after."""
     assert inspect(edited(model_type="nonsense")).family == "llama"
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("name", ["llama", "stablelm"])
+@pytest.mark.parametrize(
+    ("name", "tied"),
+    [("llama", True), ("stablelm", False), *thorough(("llama", False), ("stablelm", True))],
+)
 def test_weights_in_many_files_and_heads_of_both_kinds(
     tmp_path: Path, name: str, tied: bool
 ) -> None:
@@ -115,14 +105,14 @@ def test_weights_in_many_files_and_heads_of_both_kinds(
     ],
 )
 def test_inspect_refuses_input_that_cannot_run(
-    edited: Callable[..., Path], changes: dict[str, Any], message: str
+    edited: Copy, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(CheckpointError, match=f"{message}.*Remedy: "):
         inspect(edited(**changes))
 
 
 def test_context_ends_where_frequencies_would_change_for_a_whole_step(
-    edited: Callable[..., Path],
+    edited: Copy,
 ) -> None:
     rope = {
         "rope_type": "longrope",
@@ -143,9 +133,7 @@ def test_context_ends_where_frequencies_would_change_for_a_whole_step(
         ({"layer_types": ["full_attention", "sliding_attention"] * 2}, "generic"),
     ],
 )
-def test_description_reports_the_path(
-    edited: Callable[..., Path], changes: dict[str, Any], path: str
-) -> None:
+def test_description_reports_the_path(edited: Copy, changes: dict[str, Any], path: str) -> None:
     """It depends on the configuration's structure only."""
     assert describe_checkpoint(str(edited(**changes))).path == path
 
@@ -174,67 +162,55 @@ def test_remedy_of_ranks_that_share_a_decoder_by_plan_is_one_rank(tmp_path: Path
         _load_any(inspect(tmp_path), requested, backend, lambda *_: None)
 
 
-def test_load_reports_a_missing_tensor_and_one_of_another_shape(
-    edited_generic: Callable[..., Path],
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({PROJECTION: None}, f"{PROJECTION} is in none.*Remedy: "),
+        ({PROJECTION: torch.zeros(3, 64)}, f"{PROJECTION} has another shape.*Remedy: "),
+        (None, "cannot be read.*Remedy: "),
+    ],
+)
+def test_load_reports_tensors_that_transformers_would_fill_with_random_values(
+    generic: Path, tmp_path: Path, changes: dict[str, Any] | None, message: str
 ) -> None:
-    """Transformers would fill them with random values."""
-    path = edited_generic()
-    tensors = load_file(path / "model.safetensors")
-    name = "model.layers.1.mlp.up_proj.weight"
-    without = {key: tensor for key, tensor in tensors.items() if key != name}
-    save_file(without, path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=f"{name} is in none.*Remedy: "):
-        load(path)
-    save_file(
-        without | {name: torch.zeros(3, 64)}, path / "model.safetensors", metadata={"format": "pt"}
-    )
-    with pytest.raises(CheckpointError, match=f"{name} has another shape.*Remedy: "):
-        load(path)
-    (path / "model.safetensors").write_bytes(b"no tensors at all")
-    with pytest.raises(CheckpointError, match="cannot be read.*Remedy: "):
+    path = copy_of(generic, tmp_path)
+    file = path / "model.safetensors"
+    if changes is None:
+        file.write_bytes(b"no tensors at all")
+    else:
+        tensors = load_file(file) | changes
+        stated = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        save_file(stated, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=message):
         load(path)
 
 
+@pytest.mark.parametrize(
+    ("name", "declared", "message"),
+    [
+        ("stablelm", "kv_bytes_per_token", "keep 1024 bytes of a token.*tells 77"),
+        ("lfm2", "state_bytes", "keep 1536 bytes of a sequence.*tells 77"),
+    ],
+)
 def test_load_reports_layers_that_keep_more_than_declared(
-    edited_generic: Callable[..., Path],
+    tmp_path: Path, name: str, declared: str, message: str
 ) -> None:
     """The memory ledger relies on the configuration; a rank does not even read weights if sizes differ."""
-    path = edited_generic()
-    info = inspect(path)
-    (path / "model.safetensors").unlink()
-    wrong = ModelInfo(
-        **{name: getattr(info, name) for name in info.__struct_fields__}
-        | {"kv_bytes_per_token": 77}
-    )
-    with pytest.raises(CheckpointError, match="keep 1024 bytes of a token.*tells 77"):
-        load_generator(wrong)
-
-
-def test_load_reports_states_other_than_declared(tmp_path: Path) -> None:
-    """These bytes per slot are in the memory ledger; they do not depend on weights."""
-    make_checkpoint("lfm2", tmp_path)
-    info = inspect(tmp_path)
-    assert info.state_bytes == 2 * 64 * 3 * 4, "two convolutions over three tokens"
-    half = plugin.inspect(str(tmp_path), dtype="bfloat16", item_tokens_max=0)
-    assert half.state_bytes == info.state_bytes // 2
+    make_checkpoint(name, tmp_path)
+    wrong = msgspec.structs.replace(inspect(tmp_path), **{declared: 77})
     (tmp_path / "model.safetensors").unlink()
-    wrong = msgspec.structs.replace(info, state_bytes=77)
-    with pytest.raises(CheckpointError, match="keep 1536 bytes of a sequence.*tells 77"):
+    with pytest.raises(CheckpointError, match=message):
         load_generator(wrong)
 
 
-def test_states_of_all_slots_stand_with_the_cache_and_go_with_it(tmp_path: Path) -> None:
-    make_checkpoint("qwen3_next", tmp_path)
-    worker = load(tmp_path, attention="exact", slots=5)
-    states = worker._language.states
-    worker.build_kv(blocks=4, block_size=4)
-    held = sum(tensor.nbytes for tensor in states._slots.values())
-    assert held == 5 * inspect(tmp_path).state_bytes > 0
-    worker.drop_kv()
-    assert not states._slots
+def test_states_are_declared_by_their_type(tmp_path: Path) -> None:
+    make_checkpoint("lfm2", tmp_path)
+    info, half = (inspect(tmp_path, dtype) for dtype in ("float32", "bfloat16"))
+    assert info.state_bytes == 2 * 64 * 3 * 4, "two convolutions over three tokens"
+    assert half.state_bytes == info.state_bytes // 2
 
 
-def test_load_reports_windows_unknown_to_attention(edited: Callable[..., Path]) -> None:
+def test_load_reports_windows_unknown_to_attention(edited: Copy) -> None:
     """They may be expressed by a mask alone, which is not built: a Llama would attend to all tokens."""
     path = edited(layer_types=["full_attention", "sliding_attention"] * 2)
     (path / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")
@@ -242,29 +218,33 @@ def test_load_reports_windows_unknown_to_attention(edited: Callable[..., Path]) 
         load(path)
 
 
-def test_weights_are_memory_of_the_process_alone(generic: Path) -> None:
-    """Not a view of the file: replacing it changes nothing."""
-    worker = load(generic, attention="exact")
-    files = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
-    assert not any(str(generic) in file for file in files)
-    assert worker.weights_bytes == sum(each.nbytes for each in worker.module.parameters())
+@pytest.mark.parametrize(
+    ("name", "attention", "dtype"),
+    [
+        ("stablelm", "exact", "float32"),
+        ("stablelm", "auto", "bfloat16"),
+        ("qwen2_5_vl", "exact", "float32"),
+    ],
+)
+def test_weights_are_memory_of_the_process_alone(
+    tmp_path: Path, name: str, attention: str, dtype: str
+) -> None:
+    """Not a view of the file: replacing it changes nothing. Packed weights are read from the mapped file."""
+    make_checkpoint(name, tmp_path)
+    file = tmp_path / "model.safetensors"
+    if dtype == "bfloat16":
+        save_file({each: tensor.bfloat16() for each, tensor in load_file(file).items()}, file)
+    worker = load_generator(inspect(tmp_path, dtype), WorkerSettings(attention=attention))
+    packed = any(isinstance(each, PackedLinear) for each in worker.module.modules())
+    assert packed == (attention == "auto")
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+    if not packed:
+        assert worker.weights_bytes == sum(each.nbytes for each in worker.module.parameters())
     assert isinstance(worker.device_memory(), HostMemory)
 
 
-def test_weights_that_are_packed_are_memory_of_the_process_alone(
-    edited_generic: Callable[..., Path],
-) -> None:
-    """They are read from the mapped file, and nothing refers to it once they are packed."""
-    path = edited_generic(dtype="bfloat16")
-    file = path / "model.safetensors"
-    save_file({name: each.bfloat16() for name, each in load_file(file).items()}, file)
-    worker = load(path)
-    assert any(isinstance(each, PackedLinear) for each in worker.module.modules())
-    assert str(path) not in Path("/proc/self/maps").read_text()
-
-
-@pytest.mark.parametrize("name", ["stablelm", "deepseek_v3", "cohere2"])
-def test_first_layers_of_each_kind_run_and_come_back(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "kinds"), [("stablelm", 1), ("deepseek_v3", 2), ("cohere2", 2)])
+def test_first_layers_of_each_kind_run_and_come_back(name: str, kinds: int, tmp_path: Path) -> None:
     """A profiling run needs each kind of layer: dense, experts, sliding windows."""
     make_checkpoint(name, tmp_path)
     worker = load(tmp_path, attention="exact")
@@ -280,7 +260,6 @@ def test_first_layers_of_each_kind_run_and_come_back(name: str, tmp_path: Path) 
         return list(ran)
 
     worker.build_kv(blocks=400, block_size=4)
-    kinds = {"stablelm": 1, "deepseek_v3": 2, "cohere2": 2}[name]
     with worker.first_layers(1):
         assert len(layers_of_a_step()) == kinds
     with worker.first_layers(0):

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.workers.driver import Checkpoints, inspect
+from tests.each_case import each_case
+from tests.workers.driver import Checkpoints, inspect, load_encoder, load_generator
 from vsched.errors import ConfigError
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.choice import check_device, threads_here
 from vsched_workers.backends.cpu import threads
-from vsched_workers.plugin import plugin
 
 
 @pytest.fixture
@@ -28,30 +28,30 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, str | None], None]:
     return give
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("device", "count", "cuda", "message"),
     [
         (
             "cuda:0",
             0,
             None,
-            r"encode.device: this build of torch \(.*\) cannot use a GPU: value cuda:0, limit cpu. Remedy: set .*",
+            r"this build of torch \(.*\) cannot use a GPU: value cuda:0, limit cpu.",
         ),
-        ("cuda", 0, "13.0", "encode.device: torch finds no GPU: value cuda, limit cpu. Remedy: .*nvidia-smi"),
-        ("cuda:2", 2, "13.0", "encode.device: no such GPU.*: value cuda:2, limit cuda:1. Remedy: lower"),
-        ("gpu", 2, "13.0", "encode.device: not a device: value gpu, limit cpu, cuda or cuda:N. Remedy: "),
-        ("cpu:0", 2, "13.0", "encode.device: not a device: value cpu:0, "),
+        ("cuda", 0, "13.0", "torch finds no GPU: value cuda, limit cpu. Remedy: .*nvidia-smi"),
+        ("cuda:2", 2, "13.0", "no such GPU.*: value cuda:2, limit cuda:1. Remedy: lower"),
+        ("gpu", 2, "13.0", "not a device: value gpu, limit cpu, cuda or cuda:N. Remedy: "),
+        ("cpu:0", 2, "13.0", "not a device: value cpu:0, "),
     ],
-)  # fmt: skip
+)
 def test_device_that_is_not_there_is_refused_with_a_remedy(
     gpus: Callable[[int, str | None], None], device: str, count: int, cuda: str | None, message: str
 ) -> None:
     gpus(count, cuda)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=f"encode.device: {message}"):
         check_device(device, key="encode.device")
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:1"])
+@each_case("device", ["cpu", "cuda", "cuda:1"])
 def test_device_that_is_there_is_accepted(
     gpus: Callable[[int, str | None], None], device: str
 ) -> None:
@@ -64,10 +64,9 @@ def test_load_looks_at_the_device_first(
     gpus: Callable[[int, str | None], None], checkpoints: Checkpoints, stage: str
 ) -> None:
     gpus(0, None)
-    info = inspect(checkpoints("nano25"))
-    load = {"encode": plugin.load_encoder, "generate": plugin.load_generator}[stage]
+    load = {"encode": load_encoder, "generate": load_generator}[stage]
     with pytest.raises(ConfigError, match=f"{stage}.device: this build of torch"):
-        load(info, WorkerSettings(device="cuda:0"), lambda _label, _fraction: None)
+        load(inspect(checkpoints("nano25")), WorkerSettings(device="cuda:0"))
 
 
 @pytest.mark.parametrize("stage", ["encode", "generate"])
@@ -77,10 +76,9 @@ def test_workers_report_the_threads_of_their_process(
 ) -> None:
     """With kernels, the threads in use of the pool, which may be fewer; otherwise torch's, which are constant."""
     monkeypatch.setattr(threads, "_POOL", [])
-    info = inspect(checkpoints("nano25"))
-    load = {"encode": plugin.load_encoder, "generate": plugin.load_generator}[stage]
+    load = {"encode": load_encoder, "generate": load_generator}[stage]
     settings = WorkerSettings(attention=attention, threads=2)
-    worker = load(info, settings, lambda _label, _fraction: None)
+    worker = load(inspect(checkpoints("nano25")), settings)
     assert worker.threads_here() == 2
     threads.process_pool().use(1)
     assert worker.threads_here() == (1 if attention == "auto" else 2)

@@ -10,6 +10,7 @@ import pytest
 
 from tests.programs import printed_by
 from tests.workers.driver import Checkpoints, load_generator
+from tests.workers.properties import thorough
 from vsched.types import ModelInfo
 from vsched.wire import SizeKv
 from vsched.worker.contract import WorkerSettings
@@ -63,40 +64,22 @@ def test_carry_out_finds_a_view_that_keeps_the_cache(checkpoints: Checkpoints) -
     del view
 
 
-def test_carry_out_holds_the_canary_over_real_steps(
-    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Resident while the steps run."""
-    worker, info = load_language(checkpoints("nano25"))
-    sizing = KvBuilder(worker, info, LOAD)
-    sizing.carry_out(SizeKv(1024, profile=True, headroom_bytes=0))
-    seen = []
-    step = worker.step
-
-    def watched(batch: object) -> object:
-        seen.append(worker.device_memory().reserved())
-        return step(batch)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(worker, "step", watched)
-    memory = worker.device_memory()
-    before = memory.allocated()
-    sizing.carry_out(SizeKv(1024, profile=True, headroom_bytes=64 * MIB))
-    assert min(seen) - before > 56 * MIB
-    assert memory.allocated() - before < 16 * MIB
-
-
-FRUGAL_AND_WHOLE = """
-import sys
-from vsched.worker.memory import limit_process_memory
+LOADED = """
+import resource, sys
+from vsched.worker.memory import limit_process_memory, status_bytes
 limit_process_memory(4 << 30, keys="encode.memory_limit")
 from vsched_workers.language import LanguageWorker
 from vsched_workers.families.qwen_image import image_plan
 from vsched_workers.plugin import plugin
+from vsched.wire import SizeKv
 from vsched.worker.contract import WorkerSettings
-from vsched.worker.sizing import run_profile
+from vsched.worker.sizing import KvBuilder, run_profile
 from vsched.worker.spec import StepLimits
 info = plugin.inspect(sys.argv[1], dtype=sys.argv[2], item_tokens_max=64)
 worker = plugin.load_generator(info, WorkerSettings(threads=1), lambda _label, _fraction: None)
+image = image_plan((1, 8, 8), merge=2, patch=1, channels=1)
+"""
+FRUGAL_AND_WHOLE = f"""{LOADED}
 load = StepLimits(slots=4, batch_tokens=1028, chunk_tokens=512, context_tokens=4096, block_size=16)
 worker.build_kv(blocks=64, block_size=16)
 memory = worker.device_memory()
@@ -104,14 +87,13 @@ for frugal in (True, True, False):
     LanguageWorker.frugal = property(lambda _: frugal)
     before = memory.reserved()
     memory.reset_peak()
-    run_profile(worker, info, load, blocks=64, image=image_plan((1, 8, 8), merge=2, patch=1, channels=1))
+    run_profile(worker, info, load, blocks=64, image=image)
     print(memory.peak() - before)
 """
 
 
 @pytest.mark.parametrize(
-    ("size", "dtype"),
-    [("nano25", "float32"), pytest.param("nano3", "bfloat16", marks=pytest.mark.thorough)],
+    ("size", "dtype"), [("nano25", "float32"), *thorough(("nano3", "bfloat16"))]
 )
 def test_profiling_run_is_frugal_without_missing_the_peak(
     checkpoints: Checkpoints, size: str, dtype: str
@@ -128,21 +110,10 @@ def test_profiling_run_is_frugal_without_missing_the_peak(
     assert max(again, whole) < 48 * MIB
 
 
-UNDER_A_LIMIT = """
-import resource, sys
-from vsched.worker.memory import limit_process_memory, process_limit, status_bytes
-limit_process_memory(4 << 30, keys="encode.memory_limit")
-from vsched_workers.plugin import plugin
-from vsched.wire import SizeKv
-from vsched.worker.contract import WorkerSettings
-from vsched.worker.sizing import KvBuilder
-from vsched.worker.spec import StepLimits
-from vsched_workers.families.qwen_image import image_plan
+UNDER_A_LIMIT = f"""{LOADED}
 MIB = 1 << 20
-info = plugin.inspect(sys.argv[1], dtype=sys.argv[2], item_tokens_max=64)
-worker = plugin.load_generator(info, WorkerSettings(threads=1), lambda _label, _fraction: None)
 load = StepLimits(slots=8, batch_tokens=512, chunk_tokens=64, context_tokens=2048, block_size=16)
-sizing = KvBuilder(worker, info, load, image=image_plan((1, 8, 8), merge=2, patch=1, channels=1))
+sizing = KvBuilder(worker, info, load, image=image)
 tokens = 32 * MIB // info.kv_bytes_per_token // 16 * 16
 # A first, small run: what compiles itself when it is first called does not survive a lack of memory.
 small = StepLimits(slots=8, batch_tokens=64, chunk_tokens=16, context_tokens=64, block_size=16)
@@ -177,7 +148,7 @@ def test_kv_cache_is_touched_if_no_thread_can_start(
 @pytest.mark.parametrize(
     ("dtype", "rooms"),
     # oneDNN, which multiplies bfloat16, may crash if memory runs out within its products.
-    [("float32", (42, 10, 1)), ("bfloat16", (33, 1))],
+    [("float32", (42, 10, 1)), *thorough(("bfloat16", (33, 1)))],
 )
 def test_carry_out_survives_real_out_of_memory(
     checkpoints: Checkpoints, dtype: str, rooms: Sequence[int]

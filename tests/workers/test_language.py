@@ -14,6 +14,7 @@ import pytest
 
 from tests.parity.architectures import make_checkpoint
 from tests.unit.worker.test_drafts import Received, run_drafted
+from tests.workers.batching.special_rows import sequence
 from tests.workers.driver import (
     BLOCK_SIZE,
     BLOCKS,
@@ -23,6 +24,7 @@ from tests.workers.driver import (
     Question,
     Running,
     Stage,
+    Stages,
     drawn_image,
     inspect,
     load_generator,
@@ -37,7 +39,6 @@ from vsched.worker.drafts import SlotDraft
 from vsched.worker.generate_rank import GenerateRank
 from vsched_workers.plugin import plugin
 
-Stages = Callable[..., Stage]
 References = Callable[[str], Reference]
 
 
@@ -71,12 +72,13 @@ def outputs(running: list[Running]) -> list[list[int]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("attention", "chunk", "options", "penalty"),
+    ("size", "attention", "chunk", "options", "penalty"),
     [
-        ("exact", 5, {"arrivals": 2}, 1.0),
-        ("exact", 40, {"preempts": 5}, 1.0),
-        ("auto", 48, {"arrivals": 2}, 1.0),
-        ("auto", 1000, {"arrivals": 2}, 1.4),
+        ("nano25", "exact", 5, {"arrivals": 2}, 1.0),
+        ("nano25", "auto", 1000, {"arrivals": 2}, 1.4),
+        ("nano3", "exact", 40, {"preempts": 5}, 1.0),
+        ("nano3", "auto", 48, {"arrivals": 2}, 1.0),
+        ("nano3moe", "exact", 40, {"arrivals": 2, "preempts": 7}, 1.0),
     ],
 )
 def test_step_equals_generate(
@@ -92,23 +94,19 @@ def test_step_equals_generate(
     stage, reference = stages(size, attention), references(size)
     questions = mixed_questions(SamplingParams(temperature=0.0, repetition_penalty=penalty))
     found = Driver(stage, chunk=chunk, seed=chunk).run(questions, **options)
-    assert outputs(found) == expected(stage, reference, questions, repetition_penalty=penalty)
+    wanted = expected(stage, reference, questions, repetition_penalty=penalty)
+    assert len({tuple(each) for each in wanted}) == len(wanted)
+    assert outputs(found) == wanted
 
 
-def test_step_answers_depend_on_the_images(stages: Stages, size: str) -> None:
-    """Different images give different outputs: otherwise comparisons with `generate` would prove little."""
-    questions = [Question("What is it?", [drawn_image(seed, 90, 60)]) for seed in range(4)]
-    found = outputs(Driver(stages(size), chunk=64).run(questions))
-    assert len({tuple(each) for each in found}) == len(found)
+PLAIN = SamplingParams(seed=7)
+NUCLEUS = SamplingParams(seed=8, temperature=0.7, top_p=0.9, frequency_penalty=0.5)
+TOP_K = SamplingParams(seed=9, top_k=20, min_p=0.01, repetition_penalty=1.2, presence_penalty=0.3)
 
 
 @pytest.mark.parametrize(
-    "sampling",
-    [
-        SamplingParams(seed=7),
-        SamplingParams(seed=8, temperature=0.7, top_p=0.9, frequency_penalty=0.5),
-        SamplingParams(seed=9, top_k=20, min_p=0.01, repetition_penalty=1.2, presence_penalty=0.3),
-    ],
+    ("size", "sampling"),
+    [("nano25", PLAIN), ("nano25", NUCLEUS), ("nano3", TOP_K)],
     ids=["plain", "nucleus", "top-k"],
 )
 def test_step_samples_the_same_alone_and_in_a_crowd(
@@ -145,17 +143,8 @@ def test_prepare_reports_out_of_memory(stages: Stages, monkeypatch: pytest.Monke
 
     language = generator._language  # type: ignore[attr-defined]
     monkeypatch.setattr(generator, "_language", dataclasses.replace(language, positions=positions))
-    sequence = SequenceState(
-        number=1,
-        tokens=np.ones(4, np.int32),
-        length=4,
-        prompt_length=4,
-        items=[],
-        sampling=SamplingParams(),
-        stop_token_ids=frozenset(),
-    )
     with pytest.raises(DeviceOutOfMemory, match="preparing a request"):
-        generator.prepare(sequence)
+        generator.prepare(sequence(SamplingParams(), [1] * 4, []))
 
 
 def test_build_kv_refuses_input_that_cannot_fit(checkpoints: Checkpoints) -> None:
@@ -205,7 +194,7 @@ PARAMS = [
     ),
     SamplingParams(temperature=0.8, top_k=40, min_p=0.01, seed=6, max_tokens=33),
 ]
-ARCHITECTURES = ("llama", "stablelm", "gemma3_text", "mixtral")
+DECODERS = [(name, "auto") for name in ("llama", "stablelm", "gemma3_text", "mixtral")]
 """A decoder-only model, one on the generic path, one with sliding windows, one with experts."""
 
 
@@ -240,7 +229,16 @@ def blocks_of(slot: int) -> list[int]:
     return taken[:count]
 
 
-def check(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "attention"), [("nano25", "exact"), ("nano3", "auto"), *DECODERS])
+def test_drafts_give_what_single_rows_give(
+    stages: Stages, tmp_path: Path, name: str, attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name.startswith("nano"):
+        stage = stages(name, attention)
+    else:
+        make_checkpoint(name, tmp_path)
+        stage = Stage.load(tmp_path, attention=attention)
     plain, _ = run_drafted(rank_of(stage), PROMPTS, PARAMS, None, blocks=blocks_of)
     monkeypatch.setattr(generate_rank, "draft", Oracle(plain).draft)
     rng = random.Random(1)
@@ -253,24 +251,6 @@ def check(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     right = sum(len(one.tokens) for one in drafted)
     assert right > 20
     assert sum(one.drafts > len(one.tokens) for one in drafted) > 5, "drafts that prove wrong"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("size", "attention"), [("nano25", "exact"), ("nano3", "auto")])
-def test_drafts_give_what_single_rows_give(
-    stages: Callable[..., Stage], size: str, attention: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check(stages(size, attention), monkeypatch)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_drafts_give_what_single_rows_give_in_any_model(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_checkpoint(name, tmp_path)
-    stage = Stage.load(tmp_path, attention="auto", dtype="auto")
-    check(stage, monkeypatch)
 
 
 def test_plugin_verifies_no_drafts_on_a_gpu_or_with_a_state(checkpoints: Checkpoints) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,8 @@ from PIL import Image
 from transformers import AutoImageProcessor
 
 from tests.each_case import each_case
-from tests.workers.driver import Checkpoints, drawn_image, values_of
+from tests.workers.driver import Checkpoints, drawn_image, inspect, values_of
+from tests.workers.edited import copy_of, write
 from vsched.errors import RequestRefused
 from vsched.worker.contract import Arrays, FrameSize, VideoFacts, VideoSampling
 from vsched_workers.checkpoint.preprocess.video_rules import (
@@ -31,7 +31,6 @@ from vsched_workers.families.video_processors import DEFAULTS, VIDEO_PROCESSORS
 from vsched_workers.plugin import plugin
 
 SETTINGS = {
-    "as it is": {},
     "half of ImageNet": {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]},
     "odd numbers": {"image_mean": [0.1, 0.7, 0.3], "image_std": [0.3, 0.11, 0.7]},
     "another scale": {"rescale_factor": 1 / 127.5},
@@ -43,19 +42,15 @@ SETTINGS = {
 
 @pytest.mark.parametrize("changed", SETTINGS.values(), ids=SETTINGS)
 def test_pixel_levels_are_those_of_the_processor(
-    checkpoints: Checkpoints, size: str, tmp_path: Path, changed: dict[str, Any]
+    checkpoints: Checkpoints, tmp_path: Path, changed: dict[str, Any]
 ) -> None:
     """All 256 values in each channel, in patches of a picture; the processor handles the picture itself."""
-    shutil.copytree(checkpoints(size), tmp_path / "changed")
-    file = tmp_path / "changed" / "processor_config.json"
-    settings = json.loads(file.read_text())
-    settings["image_processor"] |= changed
-    file.write_text(json.dumps(settings))
+    path = copy_of(checkpoints("nano25"), tmp_path)
+    write(path / "processor_config.json", {"image_processor": changed})
     image = drawn_image(1, 640, 480)
-    processor: Any = AutoImageProcessor.from_pretrained(file.parent, backend="pil")
+    processor: Any = AutoImageProcessor.from_pretrained(path, backend="pil")
     wanted = processor(image, return_tensors="np")["pixel_values"]
-    info = plugin.inspect(str(file.parent), dtype="float32", item_tokens_max=0)
-    made = plugin.load_preprocessor(info).process_image(image)
+    made = plugin.load_preprocessor(inspect(path)).process_image(image)
     assert len(np.unique(made[PIXELS])) > 200
     assert len(wanted) > PIECE_PATCHES["cpu"]
     found = values_of([made]).numpy()
@@ -98,65 +93,62 @@ def layout(
     return rules.layout(facts, sampling, frames_max=frames_max, sample=sample, tokens=tokens)
 
 
-def test_frames_and_times_of_qwen25() -> None:
-    """Equal steps from the first frame on, an even number of frames, and seconds per group."""
-    found = layout(QWEN25)
-    assert found.frames == tuple(range(0, 40, 4))
-    assert found.interval == 1.0
-    assert layout(QWEN25, fps=1.5).frames == (0, 6, 13, 20, 26, 33)
-    assert layout(QWEN25, num_frames=5).frames == (0, 10, 20, 30)
-
-
-def test_frames_and_times_of_qwen3() -> None:
-    """From the first to the last frame; the time of a group is the mean of its first and last frame."""
-    found = layout(QWEN3)
-    assert found.frames == (0, 4, 9, 13, 17, 22, 26, 30, 35, 39)
-    assert found.times == (0.25, 1.375, 2.4375, 3.5, 4.625)
-    odd = layout(QWEN3, num_frames=5)
-    assert odd.frames == (0, 10, 20, 29, 39, 39)
-    assert odd.times[-1] == 39 / 8
+SMOLVLM, GLM4V, INTERNVL = (rules_of(name) for name in ("SmolVLM", "Glm4v", "InternVL"))
 
 
 @each_case(
-    ("name", "options", "frames"),
+    ("rules", "options", "frames"),
     [
-        ("InternVL", {"num_frames": 4}, [5, 15, 25, 35]),
-        ("InternVL", {"fps": 0.5}, [10, 30]),
-        ("LlavaOnevision", {"num_frames": 4}, [0, 10, 20, 30]),
-        ("SmolVLM", {}, [0, 9, 19, 29, 39]),
-        ("Glm4v", {"fps": 1}, [0, 8, 16, 24, 32, 32]),
-        ("Glm4v", {"max_frames": 4}, [0, 12, 24, 36]),
+        # Equal steps from the first frame on, and an even number of frames
+        (QWEN25, {}, range(0, 40, 4)),
+        (QWEN25, {"fps": 1.5}, [0, 6, 13, 20, 26, 33]),
+        (QWEN25, {"num_frames": 5}, [0, 10, 20, 30]),
+        # From the first to the last frame
+        (QWEN3, {}, [0, 4, 9, 13, 17, 22, 26, 30, 35, 39]),
+        (QWEN3, {"num_frames": 5}, [0, 10, 20, 29, 39, 39]),
+        # Middles or beginnings of equal parts, and each interval
+        (INTERNVL, {"num_frames": 4}, [5, 15, 25, 35]),
+        (INTERNVL, {"fps": 0.5}, [10, 30]),
+        (rules_of("LlavaOnevision"), {"num_frames": 4}, [0, 10, 20, 30]),
+        (SMOLVLM, {}, [0, 9, 19, 29, 39]),
+        (GLM4V, {"fps": 1}, [0, 8, 16, 24, 32, 32]),
+        (GLM4V, {"max_frames": 4}, [0, 12, 24, 36]),
     ],
 )
-def test_frames_of_other_classes(name: str, options: dict[str, Any], frames: list[int]) -> None:
-    """Middles or beginnings of equal parts, each interval, and 32 frames if neither number nor rate is stated."""
-    assert list(layout(rules_of(name), **options).frames) == frames
-    assert len(layout(rules_of("InternVL")).frames) == 32
+def test_frames_of_a_video(
+    rules: VideoRules, options: dict[str, Any], frames: Sequence[int]
+) -> None:
+    assert list(layout(rules, **options).frames) == list(frames)
+
+
+def test_times_of_frames() -> None:
+    """Seconds per group, or the mean of the first and the last frame of each."""
+    assert layout(QWEN25).interval == 1.0
+    assert layout(QWEN3).times == (0.25, 1.375, 2.4375, 3.5, 4.625)
+    assert layout(QWEN3, num_frames=5).times[-1] == 39 / 8
 
 
 def test_a_long_video_loses_its_first_and_last_second() -> None:
     """As in SmolVLM's video processor; GLM-4V's takes fewer frames per second of one."""
-    found = layout(rules_of("SmolVLM"), VideoFacts(640, 360, 1000, 10.0)).frames
+    found = layout(SMOLVLM, VideoFacts(640, 360, 1000, 10.0)).frames
     assert (len(found), found[0], found[-1]) == (64, 10, 990)
-    found = layout(rules_of("Glm4v"), VideoFacts(640, 360, 12_000, 20.0)).frames
+    found = layout(GLM4V, VideoFacts(640, 360, 12_000, 20.0)).frames
     assert (len(found), found[1], found[-1]) == (600, 21, 11_999)
 
 
 def test_fixed_sizes_of_frames() -> None:
-    """SmolVLM resizes twice, LLaVA-NeXT-Video crops the middle; pixel bounds are refused."""
-    rules = rules_of("SmolVLM")
-    assert rules.steps(640, 360) == (FrameSize(1456, 820), FrameSize(364, 364))
-    assert layout(rules).size == FrameSize(364, 364)
+    """SmolVLM resizes twice, LLaVA-NeXT-Video crops the middle."""
+    assert SMOLVLM.steps(640, 360) == (FrameSize(1456, 820), FrameSize(364, 364))
+    assert layout(SMOLVLM).size == FrameSize(364, 364)
     wide = Image.new("RGB", (448, 224))
     wide.paste((255, 255, 255), (112, 0, 336, 224))
     assert (rules_of("LlavaNextVideo").resize_frame(wide) == 255).all()
-    with pytest.raises(RequestRefused, match="not resized between"):
-        layout(rules, bounds={"max_pixels": 900})
 
 
 @each_case("rules", [QWEN25, QWEN3])
 def test_numbers_of_frames_are_bounded(rules: VideoRules) -> None:
     """By the checkpoint, the request, the server and the video."""
+    long, one = VideoFacts(640, 360, 100_000, 8.0), VideoFacts(640, 360, 1, 8.0)
     counts = [
         len(layout(rules, facts, frames_max=frames_max, **options).frames)
         for facts, frames_max, options in (
@@ -164,11 +156,12 @@ def test_numbers_of_frames_are_bounded(rules: VideoRules) -> None:
             (FACTS, 768, {"fps": 0.1, "max_frames": 2}),
             (FACTS, 6, {"fps": 8}),
             (FACTS, 768, {"fps": 1000}),
-            (VideoFacts(640, 360, 1, 8.0), 768, {}),
-            (VideoFacts(640, 360, 100_000, 8.0), 1000, {"fps": 8}),
+            (one, 768, {}),
+            (long, 1000, {"fps": 8}),
         )
     ]
     assert counts == [4, 2, 6, 40, 2, 768]
+    assert len(layout(INTERNVL).frames) == 32, "if neither number nor rate is stated"
 
 
 def test_frames_that_were_sampled_are_all_used() -> None:
@@ -194,23 +187,22 @@ def test_sizes_of_frames() -> None:
 
 
 @each_case(
-    "options",
+    ("rules", "facts", "options", "message"),
     [
-        {"fps": 2, "num_frames": 4},
-        {"num_frames": 800},
-        {"max_frames": 800},
-        {"bounds": {"min_pixels": 10**7}},
-        {"bounds": {"max_pixels": 2**40}},
+        (QWEN25, FACTS, {"fps": 2, "num_frames": 4}, "Remedy: "),
+        (QWEN25, FACTS, {"num_frames": 800}, "Remedy: "),
+        (QWEN25, FACTS, {"max_frames": 800}, "Remedy: "),
+        (QWEN25, FACTS, {"bounds": {"min_pixels": 10**7}}, "Remedy: "),
+        (QWEN25, FACTS, {"bounds": {"max_pixels": 2**40}}, "Remedy: "),
+        (SMOLVLM, FACTS, {"bounds": {"max_pixels": 900}}, "not resized between"),
+        (QWEN3, VideoFacts(2048, 2, 4, 1.0), {}, "limit 200"),
     ],
 )
-def test_options_out_of_bounds_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(RequestRefused, match="Remedy: "):
-        layout(QWEN25, **options)
-
-
-def test_a_thin_video_is_refused() -> None:
-    with pytest.raises(RequestRefused, match="limit 200"):
-        layout(QWEN3, VideoFacts(2048, 2, 4, 1.0))
+def test_options_out_of_bounds_and_thin_videos_are_refused(
+    rules: VideoRules, facts: VideoFacts, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RequestRefused, match=message):
+        layout(rules, facts, **options)
 
 
 def test_levels_are_fused_as_in_the_video_processor() -> None:

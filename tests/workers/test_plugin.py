@@ -3,46 +3,62 @@
 from __future__ import annotations
 
 import importlib
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.programs import printed_by
-from tests.workers.driver import Checkpoints
-from vsched.worker.contract import WorkerSettings
+from tests.workers.driver import Checkpoints, drawn_image, inspect, load_encoder, load_generator
+from tests.workers.edited import copy_of, write
+from tests.workers.properties import thorough
 from vsched_workers.backends.reference.backend import Backend
 from vsched_workers.lean_torch import DEFERRED
 from vsched_workers.plugin import plugin
 
-CODE = """
+PREPROCESSING = """
 import sys
+from PIL import Image
+from vsched_workers.families.qwen_image import image_processing
 from vsched_workers.plugin import plugin
+path, folder = sys.argv[1:]
 plugin.checkpoint_sizes()
-plugin.inspect(sys.argv[1], dtype="auto", item_tokens_max=64)
-heavy = [name for name in ("torch", "transformers", "numba", "tokenizers") if name in sys.modules]
-print(heavy)
+info = plugin.inspect(path, dtype="auto", item_tokens_max=64)
+assert not {"torch", "transformers", "numba", "tokenizers"} & set(sys.modules)
+made = image_processing(open(folder + "/recipe", "rb").read())
+for array in made.process_image(Image.open(folder + "/image.png")).values():
+    print(array.tobytes().hex())
+front = plugin.load_preprocessor(info)
+front.tokenize(front.render([{"role": "user", "content": "Hello"}]))
+assert not {"torch", "transformers", "huggingface_hub"} & set(sys.modules)
 """
 
 
 @pytest.mark.slow
-def test_inspect_imports_nothing_heavy(checkpoints: Checkpoints) -> None:
-    """Listing sizes and inspecting a checkpoint stay quick: neither torch nor transformers is imported."""
-    assert printed_by(CODE, checkpoints("nano25")).strip() == "[]"
+def test_inspection_and_preprocessing_import_nothing_heavy(
+    checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    """Also isolated image processes, which start fast and small, and the first request; the pixels are the same."""
+    front: Any = plugin.load_preprocessor(inspect(checkpoints("nano25")))
+    (tmp_path / "recipe").write_bytes(front.image_recipe().settings)
+    image = drawn_image(3, 320, 200)
+    image.save(tmp_path / "image.png")
+    wanted = [each.tobytes().hex() for each in front.process_image(image).values()]
+    assert printed_by(PREPROCESSING, checkpoints("nano25"), tmp_path).split() == wanted
 
 
-PREPROCESSOR_CODE = """
+FORGOING = """
 import sys
 from vsched_workers.plugin import plugin
-if sys.argv[2] == "lean":
-    plugin.forgo_models(sys.argv[1])
-made = plugin.load_preprocessor(plugin.inspect(sys.argv[1], dtype="auto", item_tokens_max=0))
-print(made.settings_digest.hex(), made.image_recipe().settings.hex(), made._tokenizer.backend_tokenizer.to_str())
-print(made.render([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "hi"}]}]))
-print(made.tokenize("Ein Ümlaut, <|im_end|> and 日本"))
-print("torch:", sys.modules.get("torch") is not None)
+plugin.forgo_models(sys.argv[1])
+front = plugin.load_preprocessor(plugin.inspect(sys.argv[1], dtype="auto", item_tokens_max=0))
+chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "hi"}]}]
+print([front.settings_digest, front.image_recipe().settings])
+print(front._tokenizer.backend_tokenizer.to_str())
+print(repr(front.render(chat)), front.tokenize("Ein Ümlaut, <|im_end|> and 日本"))
+assert sys.modules.get("torch") is None
 """
 
 
@@ -51,14 +67,16 @@ def test_plugin_that_forgoes_models_has_the_same_preprocessor(
     checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
     """Also if transformers loads the tokenizer, as for one with names of older files; with any hash seed."""
-    folder = shutil.copytree(checkpoints("nano25"), tmp_path / "nano25")
-    (folder / "special_tokens_map.json").write_text("{}")
-    lean, whole = (
-        printed_by(PREPROCESSOR_CODE, folder, way, PYTHONHASHSEED=str(seed)).rpartition("torch:")
-        for seed, way in enumerate(("lean", "whole"))
-    )
-    assert lean[0] == whole[0]
-    assert (lean[2].strip(), whole[2].strip()) == ("False", "True")
+    folder = copy_of(checkpoints("nano25"), tmp_path)
+    write(folder / "special_tokens_map.json", {})
+    front: Any = plugin.load_preprocessor(inspect(folder))
+    chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "hi"}]}]
+    wanted = [
+        str([front.settings_digest, front.image_recipe().settings]),
+        front._tokenizer.backend_tokenizer.to_str(),
+        f"{front.render(chat)!r} {front.tokenize('Ein Ümlaut, <|im_end|> and 日本')}",
+    ]
+    assert printed_by(FORGOING, folder, PYTHONHASHSEED="1") == "\n".join([*wanted, ""])
 
 
 @pytest.mark.parametrize("stage", ["vision", "language"])
@@ -83,37 +101,44 @@ def test_weights_are_loaded_without_leaving_holes(
 
     monkeypatch.setattr(Backend, "without_holes", without_holes)
     monkeypatch.setattr(module, "fill_module", fill)
-    info = plugin.inspect(str(checkpoints("nano25")), dtype="auto", item_tokens_max=64)
-    load = plugin.load_encoder if stage == "vision" else plugin.load_generator
-    load(info, WorkerSettings(), lambda *_: None)
+    load = load_encoder if stage == "vision" else load_generator
+    load(inspect(checkpoints("nano25")))
     assert seen[:3] == ["begin", "weights", "end"]
 
 
-USES = (
-    "torch.distributions.Normal(0.0, 1.0)",
-    "torch.export.export",
-    "import torch.utils.data.dataset",
-    "from torch.nn.quantized import Linear",
-    "torch.compile(lambda x: x + 1, backend='eager')(torch.ones(2))",
+IMPORT = [
+    "import sys",
+    "import vsched_workers.lean_torch, torch",
+    "assert torch.nn.functional.softmax(torch.zeros(2), 0).sum() == 1",
+    f"for name in {sorted(DEFERRED)}:",
+    "    assert '_deferred' in vars(sys.modules[name]), name",
+    "assert torch._meta_registrations.aten",
+    "torch.empty(2, 3, 4, device='meta').logcumsumexp(1)",
+]
+
+
+@pytest.mark.parametrize(
+    "uses",
+    [
+        ["import torch.utils.data.dataset", "from torch.nn.quantized import Linear"],
+        *thorough(
+            [
+                "torch.distributions.Normal(0.0, 1.0)",
+                "torch.export.export",
+                "torch.compile(lambda x: x + 1, backend='eager')(torch.ones(2))",
+            ]
+        ),
+    ],
 )
-"""An attribute, a submodule, a name of a package, and the compiler, which expects registrations."""
+def test_parts_of_torch_are_loaded_when_they_are_used(uses: list[str]) -> None:
+    """Not by its import, and not by computing; registrations are for operators without data.
+
+    They are an attribute, a submodule, a name of a package, and the compiler, which expects registrations.
+    """
+    printed_by("\n".join([*IMPORT, *uses]))
 
 
-def test_parts_of_torch_are_loaded_when_they_are_used() -> None:
-    """Not by its import, and not by computing; registrations are for operators without data."""
-    lines = [
-        "import sys",
-        "import vsched_workers.lean_torch, torch",
-        "assert torch.nn.functional.softmax(torch.zeros(2), 0).sum() == 1",
-        f"for name in {sorted(DEFERRED)}:",
-        "    assert '_deferred' in vars(sys.modules[name]), name",
-        "assert torch._meta_registrations.aten",
-        "torch.empty(2, 3, 4, device='meta').logcumsumexp(1)",
-        *USES,
-    ]
-    printed_by("\n".join(lines))
-
-
+@pytest.mark.thorough
 def test_torch_that_is_loaded_stays_as_it_is() -> None:
     printed_by(
         "import torch, vsched_workers.lean_torch\n"

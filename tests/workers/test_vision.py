@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import gc
 import importlib
-import itertools
 import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText
 
 from tests.parity.vision_architectures import (
     VISION_ARCHITECTURES,
@@ -29,6 +26,7 @@ from tests.workers.driver import (
     ROWS_A_PAGE,
     Checkpoints,
     Stage,
+    Stages,
     drawn_image,
     encode_jobs,
     inspect,
@@ -36,6 +34,7 @@ from tests.workers.driver import (
     unreported,
     values_of,
 )
+from tests.workers.properties import usually
 from tests.workers.reference import Reference
 from vsched.errors import CheckpointError
 from vsched.types import ModelInfo
@@ -44,13 +43,9 @@ from vsched.worker.sizing import BatchArena
 from vsched_workers import vision
 from vsched_workers.backends.reference.any_tower import AnyTower
 from vsched_workers.backends.reference.backend import Backend
-from vsched_workers.checkpoint.preprocess import AnyPreprocessor
 from vsched_workers.checkpoint.whole_model import build_tower, load_whole
-from vsched_workers.families.generic import unpack_metadata
 from vsched_workers.families.qwen_image import grid_of
 from vsched_workers.plugin import plugin
-
-Stages = Callable[..., Stage]
 
 IMAGES = [drawn_image(1, 90, 60), drawn_image(2, 200, 70), drawn_image(3, 33, 33)]
 
@@ -71,14 +66,18 @@ def rows_of(
     return rows.view(np.float32).reshape(job.tokens, levels, stage.info.hidden_size)
 
 
+@pytest.mark.parametrize(
+    ("size", "tokens_max"), [("nano25", 0), ("nano25", 16), ("nano3", 0), ("nano3", 1)]
+)
 def test_encode_equals_the_whole_model(
-    stages: Stages, references: Callable[[str], Reference], size: str
+    stages: Stages, references: Callable[[str], Reference], size: str, tokens_max: int
 ) -> None:
-    """Rows and every deepstack level, several images in one call; nothing else is written."""
+    """Rows and all deepstack levels, several images in a call, or split by a token limit; nothing else is written."""
     stage = stages(size)
     jobs = jobs_of(stage)
     embeddings = empty_pages(stage.info)
-    stage.encoder.encode(jobs, embeddings)
+    settings = WorkerSettings(attention="exact", encode_tokens_max=tokens_max)
+    load_encoder(stage.info, settings).encode(jobs, embeddings)
     model = references(size).model.model
     with torch.inference_mode():
         out = model.get_image_features(
@@ -99,25 +98,6 @@ def test_encode_equals_the_whole_model(
             assert (embeddings[job.pages[-1], rest:] == 0xA5).all(), "the page is partly filled"
     written = [page for job in jobs for page in job.pages]
     assert (np.delete(embeddings, written, axis=0) == 0xA5).all()
-
-
-@pytest.mark.parametrize("tokens_max", [0, 1, 16])
-def test_encode_gives_the_same_in_parts(
-    stages: Stages, checkpoints: Checkpoints, tokens_max: int
-) -> None:
-    """A token limit splits a batch; an image's rows do not depend on the other images."""
-    stage = stages("nano3")
-    settings = WorkerSettings(encode_tokens_max=tokens_max)
-    worker = load_encoder(stage.info, settings)
-    jobs = jobs_of(stage)
-    found, alone = empty_pages(stage.info), empty_pages(stage.info)
-    worker.encode(jobs, found)
-    for job in jobs:
-        worker.encode([job], alone)
-    for job in jobs:
-        np.testing.assert_allclose(
-            rows_of(stage, job, found), rows_of(stage, job, alone), rtol=1e-4, atol=1e-5
-        )
 
 
 @pytest.mark.parametrize(
@@ -208,36 +188,22 @@ def load_tower(path: Path, family: str) -> AnyTower:
     return AnyTower(model, torch.float32)
 
 
-@pytest.mark.parametrize("name", SAMPLE)
+@pytest.mark.parametrize("name", usually("internvl", "qwen3_omni_moe_thinker", of=SAMPLE))
 @torch.inference_mode()
 def test_tower_alone_gives_the_rows_of_the_whole_model(tmp_path: Path, name: str) -> None:
-    """Bit-identical, and of the right images."""
+    """Bit-identical; further levels of a token are next to its first."""
     save_model(name, tmp_path)
     alone = load_tower(tmp_path, VISION_ARCHITECTURES[name].family or name)
-    whole = AnyTower(make_model(name), torch.float32)
-    images = images_of(name)
-    rows = [alone(image) for image in images]
-    for image, found in zip(images, rows, strict=True):
-        assert torch.equal(found, whole(image))
-        assert found.std() > 0.5
-    shapes = {tuple(found.shape) for found in rows}
-    assert all(
-        not torch.allclose(one, other, atol=0.1)
-        for one, other in itertools.pairwise(rows)
-        if one.shape == other.shape
-    ), shapes
-
-
-@torch.inference_mode()
-def test_rows_are_the_levels_of_a_token_side_by_side() -> None:
-    name = "qwen3_omni_moe_thinker"
     model = make_model(name)
-    (image, *_) = images_of(name)
-    out = model.get_image_features(
-        torch.from_numpy(image["pixel_values"]), torch.from_numpy(image["image_grid_thw"])
-    )
-    levels = [out.pooler_output[0], *(level[0] for level in out.deepstack_features)]
-    assert torch.equal(AnyTower(model, torch.float32)(image), torch.cat(levels, dim=-1))
+    for image in images_of(name):
+        found = alone(image)
+        assert torch.equal(found, AnyTower(model, torch.float32)(image))
+        assert found.std() > 0.5
+    if name == "qwen3_omni_moe_thinker":
+        grid = torch.from_numpy(image["image_grid_thw"])
+        out = model.get_image_features(torch.from_numpy(image["pixel_values"]), grid)
+        levels = [out.pooler_output[0], *(level[0] for level in out.deepstack_features)]
+        assert torch.equal(found, torch.cat(levels, dim=-1))
 
 
 def test_a_model_without_features_of_images_is_refused(tmp_path: Path) -> None:
@@ -246,7 +212,7 @@ def test_a_model_without_features_of_images_is_refused(tmp_path: Path) -> None:
         build_tower(str(tmp_path), "kosmos-2")
 
 
-@pytest.mark.parametrize("name", sorted({*SAMPLE, "gemma3", "llava"}))
+@pytest.mark.parametrize("name", usually("internvl", of=SAMPLE))
 @torch.inference_mode()
 def test_packed_weights_give_the_rows_of_those_that_are_not(name: str) -> None:
     """In bfloat16, within its precision."""
@@ -261,64 +227,38 @@ def test_packed_weights_give_the_rows_of_those_that_are_not(name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def encoder(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelInfo, AnyPreprocessor, Any]:
-    """Properties, preprocessor and encode worker of a checkpoint with images of variable size."""
+def crops(tmp_path_factory: pytest.TempPathFactory) -> ModelInfo:
+    """Return the properties of a checkpoint with images of a variable number of crops."""
     path = tmp_path_factory.mktemp("served")
-    make_vision_checkpoint("mistral3", path)
-    info = inspect(path)
-    preprocessor = plugin.load_preprocessor(info)
-    assert isinstance(preprocessor, AnyPreprocessor)
-    worker = load_encoder(info)
-    return info, preprocessor, worker
+    make_vision_checkpoint("internvl", path, weights=False)
+    return inspect(path)
 
 
-def test_forked_ranks_have_the_modules_of_all_parts(encoder: Any) -> None:
-    modules = plugin.forkable_modules(encoder[0], "cpu")
+def test_forked_ranks_have_the_modules_of_all_parts(crops: ModelInfo) -> None:
+    modules = plugin.forkable_modules(crops, "cpu")
     own = [name.rpartition(".")[2] for name in modules if name.startswith("transformers.")]
-    assert own == ["modeling_mistral3", "modeling_mistral", "modeling_pixtral"]
+    assert own == ["modeling_internvl", "modeling_qwen2"]
     for name in modules:
         importlib.import_module(name)
 
 
-GENERIC_IMAGES = [drawn_image(0, 60, 40), drawn_image(1, 30, 90), drawn_image(2, 100, 100)]
-
-
-@torch.inference_mode()
-def test_worker_writes_the_rows_of_each_image_and_nothing_next_to_them(encoder: Any) -> None:
-    info, preprocessor, worker = encoder
-    jobs = encode_jobs(preprocessor, GENERIC_IMAGES, last_page=39)
-    found = np.full((40, ROWS_A_PAGE, info.embedding_row_bytes), 0xA5, np.uint8)
-    worker.encode(jobs, found)
-    model: Any = AutoModelForImageTextToText.from_pretrained(info.path).eval()
-    written = 0
-    for job in jobs:
-        rows = found[list(job.pages)].reshape(-1, info.embedding_row_bytes)
-        arrays = {**job.arrays, **unpack_metadata(job.metadata)}
-        wanted = AnyTower(model, torch.float32)(arrays).numpy()
-        np.testing.assert_array_equal(rows[: job.tokens].view(np.float32), wanted)
-        assert (rows[job.tokens :] == 0xA5).all()
-        written += len(job.pages)
-    assert (found == 0xA5).all(axis=(1, 2)).sum() == len(found) - written
-
-
-def test_worst_batch_is_a_real_image_of_the_most_tokens(encoder: Any) -> None:
+def test_worst_batch_is_a_real_image_of_the_most_tokens(crops: ModelInfo) -> None:
     """Its arrays can be encoded, including masks; and it can be taken once."""
-    info, *_ = encoder
-    batches = plugin.worst_batches(info, items=4, tokens=64, pixels_max=1 << 20)
+    batches = plugin.worst_batches(crops, items=4, tokens=64, pixels_max=1 << 20)
     plans = [plan for batch in batches for plan in batch]
-    assert max(plan.tokens for plan in plans) == info.item_tokens_max == 16
+    assert max(plan.tokens for plan in plans) == crops.item_tokens_max == 28
     for plan in plans:
-        arrays = plugin.sample_arrays(info, plan)
+        arrays = plugin.sample_arrays(crops, plan)
         assert {spec.name: spec.shape for spec in plan.arrays} == {
             name: array.shape for name, array in arrays.items()
         }
         assert arrays["pixel_values"].std() > 0.1
-        assert not plugin.sample_arrays(info, plan)
-    small = plugin.worst_batches(info, items=4, tokens=64, pixels_max=64 * 64)
-    assert max(plan.tokens for batch in small for plan in batch) < 16
+        assert not plugin.sample_arrays(crops, plan)
+    small = plugin.worst_batches(crops, items=4, tokens=64, pixels_max=64 * 64)
+    assert max(plan.tokens for batch in small for plan in batch) < 28
 
 
-@pytest.mark.parametrize("name", ["gemma3", "idefics3", "llava_onevision"])
+@pytest.mark.parametrize("name", usually("idefics3", of=["gemma3", "llava_onevision"]))
 def test_reservation_encodes_the_worst_image(tmp_path: Path, name: str) -> None:
     """The model skips crops of padding alone: zeros would have reserved too little."""
     make_vision_checkpoint(name, tmp_path)

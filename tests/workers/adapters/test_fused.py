@@ -18,9 +18,10 @@ from tests.workers import driver
 from tests.workers.adapters.random_adapters import add_adapters, random_adapter
 from tests.workers.backends.cpu.twins import Twins
 from tests.workers.driver import Driver, Question, Stage, reported
+from tests.workers.properties import thorough
 from vsched.types import SamplingParams
 from vsched.worker.contract import WorkerSettings
-from vsched_workers.adapters.places import CallRows, Carrier, Part, TorchSums, own_memory
+from vsched_workers.adapters.places import CallRows, Part, TorchSums, own_memory
 from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
 from vsched_workers.backends.cpu.language_layers import FusedLanguage
 from vsched_workers.backends.cpu.low_rank import KernelSums
@@ -50,7 +51,7 @@ def questions(requested: Sequence[Sequence[int]]) -> list[Question]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "chunk"), [("llama", 11), ("phi3", 1000), ("qwen3", 11), ("gemma2", 1000)]
+    ("name", "chunk"), [("llama", 11), ("phi3", 1000), *thorough(("qwen3", 11), ("gemma2", 1000))]
 )
 def test_fused_layers_with_adapters_equal_the_modules(
     name: str, chunk: int, tmp_path: Path
@@ -69,7 +70,6 @@ def test_fused_layers_with_adapters_equal_the_modules(
 def test_adapters_change_fused_answers_and_leave_no_trace(tmp_path: Path) -> None:
     make_checkpoint("llama", tmp_path, initializer_range=0.1)
     stage = load(tmp_path, "auto")
-    worker: Any = stage.generator
 
     def answers(requested: Sequence[int]) -> list[list[int]]:
         same = [Question(prompts()[0], count=12, adapter=each) for each in requested]
@@ -80,12 +80,8 @@ def test_adapters_change_fused_answers_and_leave_no_trace(tmp_path: Path) -> Non
     found = answers([0, 1, 2, 3])
     assert found[0] == alone.output
     assert len({tuple(each) for each in found}) == 4, "each changes the answer"
-    layer, before = worker._layers._layers[0], plain.generator._layers._layers[0]  # type: ignore[attr-defined]
-    assert isinstance(layer.qkv, Carrier)
     for number in (1, 2, 3):
-        worker.remove_adapter(number)
-    for name in ("qkv", "o_proj", "gate", "up", "down"):
-        assert type(getattr(layer, name)) is type(getattr(before, name))
+        stage.generator.remove_adapter(number)
     assert answers([0]) == found[:1]
 
 
@@ -125,8 +121,9 @@ def sums_of(kind: Any, seed: int, inputs: int, sizes: Sequence[int]) -> Any:
     return kind
 
 
-@pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("inputs", "sizes"), [(40, (33, 7, 8)), (257, (64,))])
+@pytest.mark.parametrize(
+    ("threads", "inputs", "sizes"), [(1, 40, (33, 7, 8)), (1, 257, (64,)), (2, 257, (33, 7, 8))]
+)
 def test_the_kernel_adds_what_torch_adds_and_each_row_has_the_bits_that_it_has_alone(
     threads: int, inputs: int, sizes: Sequence[int]
 ) -> None:

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from tests.parity.architectures import make_checkpoint
 from tests.parity.compare import OUTPUTS, prompts, tokens_of
 from tests.workers.adapters.peft_adapters import expected_tokens, make_adapter
-from tests.workers.driver import Driver, Question, Stage
+from tests.workers.driver import Driver, Question, Stage, inspect, load_generator
+from tests.workers.properties import usually
+from tests.workers.quantized.test_published import published_llama
 from vsched.errors import CheckpointError
 from vsched.wire import SizeKv
 from vsched.worker.contract import WorkerSettings
 from vsched.worker.sizing import KvBuilder
 from vsched.worker.spec import StepLimits
-from vsched_workers.adapters.files import WEIGHTS_FILE
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 
@@ -28,32 +26,53 @@ SETTINGS = WorkerSettings(threads=1, adapters=2, adapter_rank_max=4)
 ASKED = (0, 1, 2, 1)
 """The adapter of each prompt; 0 for the base model."""
 
-
 ATTENTION = {"target_modules": ["q_proj", "v_proj", "o_proj"]}
-SOME_LAYERS: Mapping[str, Mapping[str, Any]] = {"qwen3_moe": ATTENTION}
-"""Exceptions from all linear layers: experts are not linear layers."""
+ADAPTERS: Mapping[str, Sequence[Mapping[str, Any]]] = {
+    "llama": [
+        {"use_rslora": True, "lora_alpha": 6},
+        {
+            "target_modules": ["q_proj", "down_proj"],
+            "rank_pattern": {"down_proj": 2},
+            "alpha_pattern": {r"layers\.1\.self_attn\.q_proj": 24},
+        },
+    ],
+    "stablelm": [{}, {}],
+    "qwen3_moe": [ATTENTION, ATTENTION],  # experts are not linear layers
+}
+"""Settings of two adapters by architecture."""
+QUANTIZED = ("gptq", "awq", "compressed int8", "fp8")
 
 
-def make_all(name: str, folder: Path) -> None:
-    """Write a checkpoint, `base`, and adapters for it by number."""
-    (folder / "base").mkdir()
-    make_checkpoint(name, folder / "base")
-    for number in (1, 2):
-        make_adapter(folder / "base", folder / str(number), number, **SOME_LAYERS.get(name, {}))
+def make_all(name: str, folder: Path) -> tuple[Path, Path]:
+    """Write adapters by number, and a checkpoint; return its path, and that of one for PEFT, without quantization."""
+    base = twin = folder / "base"
+    if name in ADAPTERS:
+        base.mkdir()
+        make_checkpoint(name, base)
+    else:
+        pytest.importorskip("numba")
+        base, twin = published_llama(folder, name)
+    for number, settings in enumerate(ADAPTERS.get(name, ({}, {})), start=1):
+        make_adapter(twin, folder / str(number), number, **settings)
+    return base, twin
 
 
-@pytest.mark.parametrize("name", ["llama", "stablelm", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "name", usually("llama", "gptq in order of activations", of=(*ADAPTERS, *QUANTIZED))
+)
 def test_chunks_decodes_and_preemptions_keep_to_the_adapters_of_their_requests(
     name: str, tmp_path: Path
 ) -> None:
-    make_all(name, tmp_path)
+    """Also on quantized layers, compared with PEFT on the dequantized weights."""
+    base, twin = make_all(name, tmp_path)
     prompt = prompts()[1]
     found = {
-        each: expected_tokens(tmp_path / "base", tmp_path / str(each) if each else None, prompt)
+        each: expected_tokens(twin, tmp_path / str(each) if each else None, prompt)
         for each in ASKED
     }
     assert len({tuple(tokens) for tokens in found.values()}) == 3, "each changes the answer"
-    stage = Stage.load(tmp_path / "base", settings=SETTINGS)
+    attention = "exact" if name in ADAPTERS else "auto"
+    stage = Stage.load(base, attention=attention, settings=SETTINGS)
     worker = stage.generator
     for number in (1, 2):
         worker.add_adapter(number, str(tmp_path / str(number)))
@@ -88,35 +107,9 @@ def test_memory_for_adapters_is_taken_once_and_is_enough_for_the_highest_rank(
     assert worker.adapter_bytes == taken
 
 
-def test_an_adapter_that_does_not_fit_leaves_nothing_behind(tmp_path: Path) -> None:
-    make_all("llama", tmp_path)
-    damaged = tmp_path / "damaged"
-    shutil.copytree(tmp_path / "1", damaged)
-    tensors = load_file(damaged / WEIGHTS_FILE)
-    last = max(name for name in tensors if "lora_A" in name)
-    tensors[last] = tensors[last][:, 1:].contiguous()
-    save_file(tensors, damaged / WEIGHTS_FILE)
-    stage = Stage.load(tmp_path / "base", settings=SETTINGS)
-    worker = stage.generator
-    for _ in range(3):
-        with pytest.raises(CheckpointError, match=r"inputs and outputs.*Remedy"):
-            worker.add_adapter(1, str(damaged))
-    worker.remove_adapter(1)
-    for number in (1, 2):
-        worker.add_adapter(number, str(tmp_path / str(number)))
-
-
-def add_head(folder: Path) -> None:
-    tensors = load_file(folder / WEIGHTS_FILE)
-    sides = {"lora_A": torch.ones(2, 64), "lora_B": torch.ones(300, 2)}
-    tensors |= {f"base_model.model.lm_head.{name}.weight": side for name, side in sides.items()}
-    save_file(tensors, folder / WEIGHTS_FILE)
-
-
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("stablelm", {}, "lm_head, the output projection.*Remedy"),
         (
             "qwen3_moe",
             {**ATTENTION, "target_parameters": ["mlp.experts.gate_up_proj"]},
@@ -129,14 +122,11 @@ def add_head(folder: Path) -> None:
 def test_layers_that_see_other_rows_than_a_step_are_refused_by_name(
     tmp_path: Path, name: str, settings: dict[str, Any], message: str
 ) -> None:
-    """The head, experts, and layers that run sequence by sequence."""
     base, adapter = tmp_path / "base", tmp_path / "1"
     make_checkpoint(name, base)
     make_adapter(base, adapter, 1, **settings)
-    if name == "stablelm":
-        add_head(adapter)
     with pytest.raises(CheckpointError, match=message):
-        Stage.load(base, settings=SETTINGS).generator.add_adapter(1, str(adapter))
+        load_generator(inspect(base), SETTINGS).add_adapter(1, str(adapter))
 
 
 def test_the_profiling_run_proves_steps_with_an_adapter_in_all_rows(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ import pytest
 from tests.parity.architectures import make_checkpoint
 from tests.parity.compare import OUTPUTS, prompts, tokens_of
 from tests.workers.adapters.peft_adapters import expected_tokens, make_adapter, make_whole_adapter
-from tests.workers.driver import Checkpoints, Driver, Question, Stage, drawn_image
+from tests.workers.driver import Checkpoints, Question, Stage, drawn_image
 from tests.workers.parallel.ranks import Ranks, driver_of
-from tests.workers.properties import thorough
+from tests.workers.properties import usually
 from tests.workers.reference import Reference
 from vsched.worker.contract import WorkerSettings
 
@@ -43,27 +43,20 @@ def load(settings: WorkerSettings, path: str, adapters: Sequence[str]) -> Stage:
 
 
 def answer(
-    settings: WorkerSettings, path: str, adapters: Sequence[str], questions: Sequence[Question]
+    settings: WorkerSettings,
+    path: str,
+    adapters: Sequence[str],
+    questions: Sequence[Question],
+    chunk: int = 7,
 ) -> tuple[list[list[int]], int]:
-    """Run questions of a text model; return the tokens, and the bytes that were allocated for adapters."""
+    """Run questions; return the tokens, and the bytes that were allocated for the language model's adapters."""
     stage = load(settings, path, adapters)
-    running = Driver(stage, chunk=7, seed=7).run(questions, arrivals=2, preempts=7)
+    running = driver_of(settings, stage, chunk).run(questions, arrivals=2, preempts=7)
     return tokens_of(running), stage.generator.adapter_bytes
 
 
-def see(
-    settings: WorkerSettings, path: str, adapters: Sequence[str], questions: Sequence[Question]
-) -> list[list[int]]:
-    """Run questions with images."""
-    stage = load(settings, path, adapters)
-    driver = (
-        driver_of(settings, stage, 40) if settings.rendezvous else Driver(stage, chunk=40, seed=40)
-    )
-    return tokens_of(driver.run(questions, arrivals=2, preempts=7))
-
-
 @pytest.mark.parametrize(
-    "name", [*("llama", "mixtral", "deepseek_v3"), *thorough("cohere", "phi3", "starcoder2")]
+    "name", usually("llama", of=(*SOME_LAYERS, "cohere", "phi3", "starcoder2"))
 )
 def test_two_ranks_answer_as_peft(ranks: Ranks, tmp_path: Path, name: str) -> None:
     """The first is split by vsched's table, the others by transformers' plan; each rank keeps a part of an adapter."""
@@ -85,6 +78,7 @@ def test_two_ranks_answer_as_peft(ranks: Ranks, tmp_path: Path, name: str) -> No
     assert first[1] < answer(ALONE, str(base), adapters, questions)[1]
 
 
+@pytest.mark.parametrize("size", usually("nano3", of=["nano25"]))
 def test_images_and_text_answer_as_peft_on_one_rank_and_on_two(
     ranks: Ranks, checkpoints: Checkpoints, tmp_path: Path, size: str
 ) -> None:
@@ -103,6 +97,7 @@ def test_images_and_text_answer_as_peft_on_one_rank_and_on_two(
         reference.model = model
         wanted.append(reference.generate(prompt, [image], 8))
     assert len({tuple(each) for each in wanted}) == 3, "each changes the answer"
-    found = see(ALONE, str(base), adapters, questions)
-    assert found == [wanted[each] for each in ASKED]
-    assert ranks.run(see, str(base), adapters, questions) == [found, found]
+    tokens = [wanted[each] for each in ASKED]
+    assert answer(ALONE, str(base), adapters, questions, 40)[0] == tokens
+    found = ranks.run(answer, str(base), adapters, questions, 40)
+    assert [each for each, _ in found] == [tokens, tokens]

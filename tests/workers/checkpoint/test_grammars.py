@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import re
 from collections.abc import Callable
@@ -28,6 +29,9 @@ from vsched_workers.checkpoint.preprocess.grammars import RECENT_MAX, TokenGramm
 from vsched_workers.checkpoint.tokenize import TokenTable
 from vsched_workers.plugin import TRAINED, plugin
 
+TextOf = Callable[[list[int]], str]
+TokensOf = Callable[[str], list[int]]
+
 
 @pytest.fixture(scope="module")
 def info() -> ModelInfo:
@@ -42,8 +46,13 @@ def grammars(info: ModelInfo) -> TokenGrammars:
 
 
 @pytest.fixture(scope="module")
-def text_of(info: ModelInfo) -> Callable[[list[int]], str]:
+def text_of(info: ModelInfo) -> TextOf:
     return plugin.load_preprocessor(info).detokenize
+
+
+@pytest.fixture(scope="module")
+def tokens_of(info: ModelInfo) -> TokensOf:
+    return functools.partial(plugin.load_preprocessor(info).tokenize, images=False)
 
 
 def test_matcher_tokenizes_only_the_beginning_of_a_long_forced_text() -> None:
@@ -78,7 +87,7 @@ def test_matcher_tokenizes_only_the_beginning_of_a_long_forced_text() -> None:
     ],
 )
 def test_matcher_writes_a_literal_of_a_special_token_as_text(
-    grammars: TokenGrammars, text_of: Callable[[list[int]], str], grammar: dict[str, Any], text: str
+    grammars: TokenGrammars, text_of: TextOf, grammar: dict[str, Any], text: str
 ) -> None:
     """The special token would end the output there."""
     assert "".join(text_of(drawn(grammars, encoded(**grammar), 0)).split()) == text
@@ -86,7 +95,7 @@ def test_matcher_writes_a_literal_of_a_special_token_as_text(
 
 @pytest.mark.parametrize("wanted", [[], [5, 6, 7]])
 def test_matcher_foresees_what_must_come_and_follows_nothing(
-    grammars: TokenGrammars, text_of: Callable[[list[int]], str], wanted: list[int]
+    grammars: TokenGrammars, text_of: TextOf, wanted: list[int]
 ) -> None:
     """Each foreseen token and mask is the same as when the matcher follows the tokens."""
     grammar = encoded(regex="[ab]: rather long name (x|y)")
@@ -127,29 +136,41 @@ POINT = {
 }
 
 
+CALLS: dict[str, Any] = {
+    "start": {"many": {"all": ["<tool_call>", {"schema": POINT}, "</tool_call>"]}, "between": "\n"},
+    "rules": {},
+}
+
+
 @pytest.mark.parametrize(
-    ("kind", "grammar", "pattern"),
+    ("answer", "pattern"),
     [
-        ("regex", r"[0-9]{3}-[a-z]{2}", r"[0-9]{3}-[a-z]{2}"),
-        ("choice", ["left", 'say "hi"\n', "né 日本"], 'left|say "hi"\n|né 日本'),
-        ("grammar", 'start: "yes" | "no" /[0-9]{2}/', r"yes|no[0-9]{2}"),
-        ("grammar", '?start: "a" | "b" /[0-9]/', r"a|b[0-9]"),
-        ("grammar", '!start: "a" | "b" /[0-9]/', r"a|b[0-9]"),
-        ("grammar", 'start[max_tokens=9]: "a" /[0-9]/', r"a[0-9]"),
-        ("grammar", 'root ::= "a" | "b" [0-9]', r"a|b[0-9]"),
+        ({"regex": r"[0-9]{3}-[a-z]{2}"}, r"[0-9]{3}-[a-z]{2}"),
+        ({"choice": ["left", 'say "hi"\n', "né 日本"]}, 'left|say "hi"\n|né 日本'),
+        ({"grammar": 'start: "yes" | "no" /[0-9]{2}/'}, r"yes|no[0-9]{2}"),
+        ({"grammar": '?start: "a" | "b" /[0-9]/'}, r"a|b[0-9]"),
+        ({"grammar": '!start: "a" | "b" /[0-9]/'}, r"a|b[0-9]"),
+        ({"grammar": 'start[max_tokens=9]: "a" /[0-9]/'}, r"a[0-9]"),
+        ({"grammar": 'root ::= "a" | "b" [0-9]'}, r"a|b[0-9]"),
+        ({"json_schema": POINT}, r"\{.*\}"),
+        ({"calls": CALLS}, r"(<tool_call>.*</tool_call>)+"),
     ],
 )
-def test_token_grammars_hold_blind_draws_to_texts(
+def test_token_grammars_hold_blind_draws_to_texts_also_after_a_thought(
     grammars: TokenGrammars,
-    text_of: Callable[[list[int]], str],
-    kind: str,
-    grammar: Any,
+    text_of: TextOf,
+    tokens_of: TokensOf,
+    answer: dict[str, Any],
     pattern: str,
 ) -> None:
     """A grammar is Lark's unless it has rules of GBNF."""
     for seed in range(3):
-        text = text_of(drawn(grammars, encoded(**{kind: grammar}), seed))
-        assert re.fullmatch(pattern, text), text
+        text = text_of(drawn(grammars, encoded(**answer), seed))
+        assert re.fullmatch(pattern, text, re.DOTALL), text
+    matcher = grammars.matcher(encoded(thought={"end": "</think>", "answer": answer}))
+    assert matcher.follow(tokens_of("Any text {\n at all </thin> </think>")) is None
+    text = text_of(drawn_from(matcher, 1))
+    assert re.fullmatch(rf"(\n\n)?({pattern})", text, re.DOTALL), text
 
 
 def test_an_output_that_may_go_on_is_ended_by_an_end_token_alone(
@@ -251,39 +272,6 @@ def test_tokens_beyond_the_model_s_vocabulary_are_never_allowed() -> None:
     assert allowed(small.matcher(encoded(regex="[ab]{3}"))) == [0, 1]
 
 
-CALLS: dict[str, Any] = {
-    "start": {"many": {"all": ["<tool_call>", {"schema": POINT}, "</tool_call>"]}, "between": "\n"},
-    "rules": {},
-}
-
-
-@pytest.mark.parametrize(
-    ("answer", "pattern"),
-    [
-        ({"regex": "[0-9]{3}"}, "[0-9]{3}"),
-        ({"choice": ["yes", "no"]}, "yes|no"),
-        ({"grammar": 'start: "yes" | "no"'}, "yes|no"),
-        ({"grammar": '?start: "yes" | "no"'}, "yes|no"),
-        ({"grammar": 'root ::= "yes" | "no"'}, "yes|no"),
-        ({"json_schema": POINT}, r"\{.*\}"),
-        ({"calls": CALLS}, r"(<tool_call>.*</tool_call>)+"),
-    ],
-)
-def test_token_grammars_hold_what_follows_a_thought(
-    grammars: TokenGrammars,
-    text_of: Callable[[list[int]], str],
-    info: ModelInfo,
-    answer: Any,
-    pattern: str,
-) -> None:
-    front = plugin.load_preprocessor(info)
-    matcher = grammars.matcher(encoded(thought={"end": "</think>", "answer": answer}))
-    thought = front.tokenize("Any text {\n at all </thin> </think>", images=False)
-    assert matcher.follow(thought) is None
-    text = text_of(drawn_from(matcher, 1))
-    assert re.fullmatch(rf"(\n\n)?{pattern}", text, re.DOTALL), text
-
-
 IN_OTHER_FORMS = [name for name, known in CALL_FORMATS.items() if known.arguments is not None]
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -305,16 +293,58 @@ SCHEMA: dict[str, Any] = {
 }
 EMPTY: dict[str, Any] = {"type": "object", "properties": {}, "required": []}
 EMPTY |= {"additionalProperties": False}
-FUNCTIONS = [FunctionTool("weather", parameters=SCHEMA), FunctionTool("now", parameters=EMPTY)]
+TREE: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "value": {"type": "integer"},
+        "under": {"type": "array", "items": {"$ref": "#/$defs/Tree"}},
+    },
+    "required": ["value"],
+    "additionalProperties": False,
+}
+REFERRING: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "tree": {"$ref": "#/$defs/Tree"},
+        "name": {"anyOf": [{"type": "string", "pattern": "^[a-z/]{2,4}$"}, {"type": "null"}]},
+        "free": {},
+        "map": {"type": "object", "additionalProperties": {"type": "integer"}},
+    },
+    "required": ["tree"],
+    "$defs": {"Tree": TREE},
+}
 TOOLS = {"weather": SCHEMA, "now": EMPTY}
+FUNCTIONS = [FunctionTool(name, parameters=schema) for name, schema in TOOLS.items()]
+SOME: dict[str, Any] = {"city": "", "days": 0}
 WHOLE: dict[str, Any] = {"city": "São 'P'", "unit": "F", "days": 3, "exact": True}
 WHOLE |= {"tags": ["a", "é"], "place": {"lat": 4}}
-
-
-@pytest.fixture(scope="module")
-def tokens_of(info: ModelInfo) -> Callable[[str], list[int]]:
-    front = plugin.load_preprocessor(info)
-    return lambda text: front.tokenize(text, images=False)
+LEAF: dict[str, Any] = {"value": 1}
+ACCEPTED: list[tuple[str, dict[str, Any]]] = [
+    ("weather", WHOLE),
+    ("weather", SOME),
+    ("weather", {key: WHOLE[key] for key in list(WHOLE)[:4]}),
+    ("weather", {**SOME, "tags": []}),
+    ("weather", {**SOME, "place": {"lat": 1}}),
+    ("now", {}),
+    ("grow", {"tree": {"value": 1, "under": [{"value": 2, "under": [LEAF]}]}, "name": "a/b"}),
+    ("grow", {"tree": LEAF, "name": None}),
+]
+REFUSED: list[tuple[str, dict[str, Any]]] = [
+    ("weather", {"city": "x"}),
+    ("weather", {"days": 3}),
+    ("weather", {**SOME, "days": 100}),
+    ("weather", {**SOME, "days": "x"}),
+    ("weather", {"city": "x" * 13, "days": 1}),
+    ("weather", {"city": "x", "unit": "K", "days": 3}),
+    ("weather", {**SOME, "exact": None}),
+    ("weather", {**SOME, "tags": ["a", "b", "c"]}),
+    ("weather", {**SOME, "place": {}}),
+    ("weather", {**SOME, "more": 1}),
+    ("grow", {"tree": LEAF, "name": "A"}),
+    ("grow", {"tree": {"value": 1, "under": [{}]}}),
+    ("grow", {}),
+    ("later", {}),
+]
 
 
 def taken(grammars: TokenGrammars, grammar: str, tokens: list[int], ends: set[int]) -> bool:
@@ -331,48 +361,25 @@ def taken(grammars: TokenGrammars, grammar: str, tokens: list[int], ends: set[in
 
 @pytest.mark.parametrize("name", CALL_FORMATS)
 def test_calls_written_in_a_format_match_its_grammar(
-    name: str, grammars: TokenGrammars, tokens_of: Callable[[str], list[int]], info: ModelInfo
+    name: str, grammars: TokenGrammars, tokens_of: TokensOf, info: ModelInfo
 ) -> None:
+    """Bounds, missing and further arguments, references and unions."""
     known, ends = CALL_FORMATS[name], set(info.stop_token_ids)
-    some = {"city": "", "days": 0}
-    good: list[dict[str, Any]] = [
-        WHOLE,
-        some,
-        {key: WHOLE[key] for key in list(WHOLE)[:4]},
-        {**some, "tags": []},
-        {**some, "place": {"lat": 1}},
-    ]
-    bad: list[dict[str, Any]] = [
-        {"city": "x"},
-        {"days": 3},
-        {**some, "days": 100},
-        {**some, "days": "x"},
-        {"city": "x" * 13, "days": 1},
-        {"city": "x", "unit": "K", "days": 3},
-        {**some, "exact": None},
-        {**some, "tags": ["a", "b", "c"]},
-        {**some, "place": {}},
-        {**some, "more": 1},
-    ]
-    accepted = [[("weather", arguments)] for arguments in good] + [[("now", {})]]
-    refused = [[("weather", arguments)] for arguments in bad] + [[("later", {})]]
-    several: list[tuple[str, dict[str, Any]]] = [("now", {}), ("weather", some)]
-    (refused if known.alone else accepted).append(several)
-    grammar, alone = (forced_calls(known, FUNCTIONS, single=one) for one in (False, True))
+    functions = [*FUNCTIONS, FunctionTool("grow", parameters=REFERRING)]
+    several = [("now", {}), ("weather", SOME)]
+    grammar, alone = (forced_calls(known, functions, single=one) for one in (False, True))
     grammars.check(grammar)
     assert not taken(grammars, alone, tokens_of(written_calls(known, several)), ends)
-    for calls in accepted:
+    some = [([each], True) for each in ACCEPTED] + [([each], False) for each in REFUSED]
+    for calls, fits_it in [*some, (several, not known.alone)]:
         answer = written_calls(known, calls)
-        assert taken(grammars, grammar, tokens_of(answer), ends), answer
+        assert taken(grammars, grammar, tokens_of(answer), ends) == fits_it, answer
         assert not taken(grammars, grammar, tokens_of(answer)[:-1], ends), answer
-    for calls in refused:
-        answer = written_calls(known, calls)
-        assert not taken(grammars, grammar, tokens_of(answer), ends), answer
 
 
 @pytest.mark.parametrize("name", CALL_FORMATS)
 def test_blind_draws_of_forced_calls_are_read_as_calls_that_fit(
-    name: str, grammars: TokenGrammars, text_of: Callable[[list[int]], str]
+    name: str, grammars: TokenGrammars, text_of: TextOf
 ) -> None:
     known = CALL_FORMATS[name]
     for seed in range(3):
@@ -394,7 +401,7 @@ def test_blind_draws_of_forced_calls_are_read_as_calls_that_fit(
     ],
 )
 def test_arguments_are_an_object_if_their_schema_has_no_type(
-    schema: dict[str, Any], grammars: TokenGrammars, text_of: Callable[[list[int]], str]
+    schema: dict[str, Any], grammars: TokenGrammars, text_of: TextOf
 ) -> None:
     known = CALL_FORMATS["hermes"]
     grammar = forced_calls(known, [FunctionTool("f", parameters=schema)], single=True)
@@ -402,48 +409,6 @@ def test_arguments_are_an_object_if_their_schema_has_no_type(
         answer = text_of(drawn(grammars, grammar, seed))
         ((_, text),) = read_with(known, [answer], tools={"f": schema})["calls"]
         assert isinstance(msgspec.json.decode(text), dict), answer
-
-
-REFERRING: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "tree": {"$ref": "#/$defs/Tree"},
-        "name": {"anyOf": [{"type": "string", "pattern": "^[a-z/]{2,4}$"}, {"type": "null"}]},
-        "free": {},
-        "map": {"type": "object", "additionalProperties": {"type": "integer"}},
-    },
-    "required": ["tree"],
-    "$defs": {
-        "Tree": {
-            "type": "object",
-            "properties": {
-                "value": {"type": "integer"},
-                "under": {"type": "array", "items": {"$ref": "#/$defs/Tree"}},
-            },
-            "required": ["value"],
-            "additionalProperties": False,
-        }
-    },
-}
-
-
-@pytest.mark.parametrize("name", IN_OTHER_FORMS)
-def test_references_and_unions_are_kept_to(
-    name: str, grammars: TokenGrammars, tokens_of: Callable[[str], list[int]], info: ModelInfo
-) -> None:
-    known, ends = CALL_FORMATS[name], set(info.stop_token_ids)
-    grammar = forced_calls(known, [FunctionTool("f", parameters=REFERRING)], single=True)
-    tree = {"value": 1, "under": [{"value": 2, "under": [{"value": 3}]}]}
-
-    def fits_it(arguments: dict[str, Any]) -> bool:
-        return taken(grammars, grammar, tokens_of(written_calls(known, [("f", arguments)])), ends)
-
-    assert fits_it({"tree": tree})
-    assert fits_it({"tree": tree, "name": "a/b"})
-    assert fits_it({"tree": {"value": 1}, "name": None})
-    assert not fits_it({"tree": {"value": 1}, "name": "A"})
-    assert not fits_it({"tree": {"value": 1, "under": [{}]}})
-    assert not fits_it({})
 
 
 UNUSABLE: list[dict[str, Any]] = [
@@ -459,15 +424,12 @@ UNUSABLE: list[dict[str, Any]] = [
 @pytest.mark.parametrize("name", IN_OTHER_FORMS)
 def test_schemas_that_cannot_be_used_are_refused(name: str, grammars: TokenGrammars) -> None:
     """Of one argument, or of all arguments together."""
-    known = CALL_FORMATS[name]
     for bad in UNUSABLE:
         schema = {"type": "object", "properties": {"a": bad}, "required": ["a"]}
-        grammar = forced_calls(known, [FunctionTool("f", parameters=schema)], single=True)
-        with pytest.raises(RequestRefused, match="cannot be used: .*Remedy"):
-            grammars.check(grammar)
+        assert is_refused(grammars, name, schema), bad
     together = FunctionTool("f", parameters={**EMPTY, "anyOf": [{"required": ["a"]}]})
     with pytest.raises(ParameterRefused, match="anyOf.*Remedy"):
-        forced_calls(known, [together], single=True)
+        forced_calls(CALL_FORMATS[name], [together], single=True)
 
 
 def is_refused(grammars: TokenGrammars, name: str, schema: dict[str, Any]) -> bool:
@@ -477,7 +439,7 @@ def is_refused(grammars: TokenGrammars, name: str, schema: dict[str, Any]) -> bo
     try:
         grammars.check(forced_calls(known, [FunctionTool("f", parameters=schema)], single=True))
     except RequestRefused as refusal:
-        return "Remedy" in refusal.message
+        return "cannot be used: " in refusal.message and "Remedy" in refusal.message
     return False
 
 
@@ -486,7 +448,7 @@ def test_damaged_schemas_of_calls_are_compiled_or_refused(
     name: str, grammars: TokenGrammars
 ) -> None:
     refused = []
-    for seed in range(30):
+    for seed in range(12):
         rng = random.Random(seed)
         inner = random_schema(rng, 2)
         whole = {"type": "object", "properties": {"a": inner}, "required": ["a"]}

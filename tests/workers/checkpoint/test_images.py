@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import io
 import json
 import os
-import shutil
 import sys
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,12 @@ from PIL import Image
 from tests.parity.vision_checkpoints import (
     ON_PILLOW,
     PROCESSING,
-    TEXT_TEMPLATE,
     make_vision_checkpoint,
 )
 from tests.unit.media.fakes import data_url
-from tests.workers.driver import drawn_image
+from tests.workers.driver import drawn_image, inspect
+from tests.workers.edited import Copy, copy_of, write
+from tests.workers.properties import usually
 from vsched.config import MediaConfig
 from vsched.errors import CheckpointError, ConfigError, RequestRefused
 from vsched.media import MediaPipeline, PixelStore
@@ -34,32 +35,28 @@ from vsched.transport.arena import Arena
 from vsched.types import ArenaLayout
 from vsched.worker.contract import PixelBounds, view_arrays
 from vsched_workers.checkpoint import images as image_processor
-from vsched_workers.checkpoint.facts import inspect_checkpoint
-from vsched_workers.checkpoint.images import BLANK_PIXELS_MAX, ImageProcessor
 from vsched_workers.checkpoint.preprocess import AnyPreprocessor, load_preprocessor
 from vsched_workers.checkpoint.preprocess.generic import GenericImages, image_processing
-from vsched_workers.families.generic import pack_metadata, unpack_metadata
+from vsched_workers.families.generic import unpack_metadata
 
-SIZES = ((30, 90), (200, 210))
+NAMES = [name for name in sorted(PROCESSING) if not name.endswith("_moe")]
+"""Those with experts process images as those without."""
+SIZES = ((30, 90), (200, 210), (640, 70))
 
 
 def load(path: Path, *, item_tokens_max: int = 0) -> AnyPreprocessor:
-    info = inspect_checkpoint(str(path), dtype="auto", item_tokens_max=item_tokens_max)
-    made = load_preprocessor(info)
+    made = load_preprocessor(inspect(path, item_tokens_max=item_tokens_max))
     assert isinstance(made, AnyPreprocessor)
     return made
 
 
-without_torchvision = pytest.mark.skipif(
-    not image_processor.has_torchvision(), reason="torchvision is not installed"
-)
-
-
-Front = Callable[[str], AnyPreprocessor]
+Front = Callable[..., AnyPreprocessor]
+FEW = ("gemma3", "idefics3", "llava", "paligemma", "qwen2_vl")
+"""Fixed sizes, crops, one row per patch, a template that knows no images, an area."""
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> Copy:
     """Return the folder of a checkpoint of an architecture, without weights."""
 
     @functools.cache
@@ -72,25 +69,22 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="module")
-def front(made: Callable[[str], Path]) -> Front:
-    """Return the preprocessor of an architecture."""
-    return functools.cache(lambda name: load(made(name)))
+def front(made: Copy) -> Front:
+    """Return the preprocessor of an architecture, which limits the tokens of an image if given."""
+    return functools.cache(lambda name, limit=0: load(made(name), item_tokens_max=limit))
 
 
 @pytest.fixture
-def copy(made: Callable[[str], Path], tmp_path: Path) -> Callable[[str], Path]:
+def copied(made: Copy, tmp_path: Path) -> Copy:
     """Return a copy of a checkpoint for a test to modify."""
-    return lambda name: Path(shutil.copytree(made(name), tmp_path / name))
+    return lambda name: copy_of(made(name), tmp_path)
 
 
-@pytest.fixture(
-    params=[
-        pytest.param(name, marks=[without_torchvision] if PROCESSING[name].torchvision else [])
-        for name in sorted(PROCESSING)
-    ]
-)
+@pytest.fixture(params=usually(*FEW, of=NAMES))
 def loaded(request: pytest.FixtureRequest, front: Front) -> Any:
     """Return the name of an architecture and its preprocessor."""
+    if PROCESSING[request.param].torchvision and not image_processor.has_torchvision():
+        pytest.skip("torchvision is not installed")
     return request.param, front(request.param)
 
 
@@ -101,17 +95,25 @@ def requested(preprocessor: AnyPreprocessor, count: int) -> str:
     return preprocessor.render([{"role": "user", "content": [*images, text]}])
 
 
+def check_equal(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    assert set(found) == set(wanted)
+    for name, array in found.items():
+        np.testing.assert_array_equal(array, np.asarray(wanted[name]))
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_arrays_and_prompt_are_those_of_the_processor(loaded: Any, size: tuple[int, int]) -> None:
-    """The whole processor tokenizes, too; its inputs are the template's text and the image."""
+    """The whole processor tokenizes, too; its inputs are the template's text and the image.
+
+    The recipe for other processes yields the same arrays.
+    """
     name, preprocessor = loaded
     image = drawn_image(3, *size)
     plan = preprocessor.plan_image(*size)
     whole = preprocessor.processor._processor
+    parts = [{"type": "image"}, {"type": "text", "text": "what is it?"}]
     text = whole.tokenizer.apply_chat_template(
-        [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is it?"}]}]
-        if name != "paligemma"
-        else [{"role": "user", "content": "<image>\nwhat is it?"}],
+        [{"role": "user", "content": "<image>\nwhat is it?" if name == "paligemma" else parts}],
         tokenize=False,
         add_generation_prompt=True,
     )
@@ -134,13 +136,13 @@ def test_arrays_and_prompt_are_those_of_the_processor(loaded: Any, size: tuple[i
     assert {spec.name: (spec.dtype, spec.shape) for spec in plan.arrays} == {
         name: (array.dtype.name, array.shape) for name, array in arrays.items()
     }
-    arrays |= unpack_metadata(plan.metadata)
-    assert set(arrays) == set(made)
-    for key, array in arrays.items():
-        np.testing.assert_array_equal(array, np.asarray(made[key]))
+    if name in ON_PILLOW:
+        elsewhere = image_processing(preprocessor.image_recipe().settings).process_image(image)
+        check_equal(elsewhere, arrays)
+    check_equal(arrays | unpack_metadata(plan.metadata), made)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", SIZES[:2])
 def test_bounds_of_a_request_are_given_to_the_processor(loaded: Any, size: tuple[int, int]) -> None:
     """Processors that resize to an area plan and process accordingly; the others refuse bounds."""
     name, preprocessor = loaded
@@ -166,8 +168,7 @@ def test_bounds_of_a_request_are_given_to_the_processor(loaded: Any, size: tuple
         bounds, pixels_max=1 << 40
     )  # as in an isolated image process
     for arrays in (bounded.process_image(image), other.process_image(image)):
-        for key, array in (arrays | unpack_metadata(plan.metadata)).items():
-            np.testing.assert_array_equal(array, np.asarray(made[key]))
+        check_equal(arrays | unpack_metadata(plan.metadata), made)
     same = preprocessor.bounded(PixelBounds(max_pixels=limits.maximum), pixels_max=1 << 40)
     assert same is preprocessor
     with pytest.raises(RequestRefused, match="max_pixels of an image is out of bounds"):
@@ -193,6 +194,16 @@ def test_most_tokens_are_found(loaded: Any) -> None:
     assert max(found) <= preprocessor.info.item_tokens_max
 
 
+def peak_bytes(call: Callable[[], object]) -> int:
+    """Return the peak of memory that Python allocates during a call."""
+    tracemalloc.start()
+    try:
+        call()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
 @pytest.mark.parametrize("size", [(60, 40), (1200, 900)])
 def test_processing_takes_no_more_than_its_plan_says(loaded: Any, size: tuple[int, int]) -> None:
     """Without Pillow's memory, which is counted as four bytes per pixel for each of two images."""
@@ -200,35 +211,17 @@ def test_processing_takes_no_more_than_its_plan_says(loaded: Any, size: tuple[in
     plan = preprocessor.plan_image(*size)
     image = drawn_image(1, *size)
     preprocessor.process_image(image)
-    tracemalloc.start()
-    try:
-        preprocessor.process_image(image)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
+    peak = peak_bytes(lambda: preprocessor.process_image(image))
     small_bytes = 200_000  # independent of the size: texts, tables, objects
     assert peak <= plan.work_bytes - 4 * size[0] * size[1] + small_bytes
 
 
-def test_edges_of_an_expansion_are_tokenized_with_the_text_next_to_it(front: Front) -> None:
-    """Gemma 3 has two line breaks before and after an image; with a third one next to them, they are one token."""
-    preprocessor = front("gemma3")
-    plan = preprocessor.plan_image(60, 40)
-    ids, _ = preprocessor.expand(preprocessor.tokenize(requested(preprocessor, 1)), [plan])
-    three = preprocessor._tokenizer.convert_tokens_to_ids("ĊĊĊ")
-    assert ids.count(three) == 1, "the template has a line break after each image"
-    two = preprocessor.tokenize("a<start_of_image>b")
-    assert two.count(preprocessor._tokenizer.convert_tokens_to_ids("ĊĊ")) == 2
-
-
-def test_an_image_of_too_many_tokens_is_made_smaller(
-    front: Front, made: Callable[[str], Path]
-) -> None:
-    free, bound = front("mistral3"), load(made("mistral3"), item_tokens_max=6)
-    assert (free.info.item_tokens_max, bound.info.item_tokens_max) == (16, 6)
-    assert free.plan_image(200, 200).tokens == 16
+def test_an_image_of_too_many_tokens_is_made_smaller(front: Front, made: Copy) -> None:
+    free, bound = front("internvl"), front("internvl", 12)
+    assert (free.info.item_tokens_max, bound.info.item_tokens_max) == (28, 12)
+    assert free.plan_image(200, 200).tokens == 20
     plan = bound.plan_image(200, 200)
-    assert 1 < plan.tokens <= 6
+    assert 1 < plan.tokens <= 12
     arrays = bound.process_image(drawn_image(1, 200, 200))
     assert [array.shape for array in arrays.values()] == [spec.shape for spec in plan.arrays]
     assert bound.plan_image(28, 28) == free.plan_image(28, 28)
@@ -252,17 +245,6 @@ def test_images_side_by_side_are_refused_if_positions_follow_from_them(front: Fr
     assert spans == [((0, 16),), ((16, 32),)]
 
 
-def test_a_template_that_knows_no_parts_gets_the_marker_in_a_text(
-    copy: Callable[[str], Path],
-) -> None:
-    path = copy("llava")
-    (path / "chat_template.jinja").write_text(TEXT_TEMPLATE)
-    preprocessor = load(path)
-    text = requested(preprocessor, 2)
-    assert text == "user: <image>\n<image>\nwhat is it?\nassistant: "
-    assert preprocessor.tokenize(text).count(preprocessor.info.placeholder) == 2
-
-
 def test_a_marker_in_the_text_of_a_client_is_text(front: Front) -> None:
     preprocessor = front("llava")
     text = preprocessor.render([{"role": "user", "content": "an <image> of what?"}])
@@ -280,21 +262,19 @@ def test_a_marker_in_the_text_of_a_client_is_text(front: Front) -> None:
     ],
 )
 def test_settings_of_older_and_newer_layouts_are_read(
-    front: Front, copy: Callable[[str], Path], name: str, changes: dict[str, Any] | str
+    front: Front, copied: Copy, name: str, changes: dict[str, Any] | str
 ) -> None:
     """Sizes as one number, former names of classes, classes of other libraries; the processor in one file."""
-    path = copy(name)
+    path = copied(name)
     own, whole = path / "preprocessor_config.json", path / "processor_config.json"
-    settings, both = json.loads(own.read_text()), json.loads(whole.read_text())
     if isinstance(changes, dict):
-        settings = {key: one for key, one in (settings | changes).items() if one is not None}
-        own.write_text(json.dumps(settings))
+        write(own, changes)
     elif changes == whole.name:
+        write(whole, {"image_processor": json.loads(own.read_text())})
         own.unlink()
-        whole.write_text(json.dumps(both | {"image_processor": settings}))
     else:
+        write(own, json.loads(whole.read_text()))
         whole.unlink()
-        own.write_text(json.dumps(settings | both))
     after, image = load(path), drawn_image(1, 50, 40)
     assert after.plan_image(50, 40) == front(name).plan_image(50, 40)
     found, wanted = (each.process_image(image)["pixel_values"] for each in (after, front(name)))
@@ -303,12 +283,11 @@ def test_settings_of_older_and_newer_layouts_are_read(
 
 @pytest.mark.parametrize("named", ["Kimi_K25ImageProcessor", "Lfm2VlImageProcessor"])
 def test_an_image_processor_that_needs_torchvision_is_refused_without_it(
-    copy: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, named: str
+    copied: Copy, monkeypatch: pytest.MonkeyPatch, named: str
 ) -> None:
     monkeypatch.setattr(image_processor, "has_torchvision", lambda: False)
-    path = copy("llava")
-    settings = {"image_processor_type": named}
-    (path / "preprocessor_config.json").write_text(json.dumps(settings))
+    path = copied("llava")
+    write(path / "preprocessor_config.json", {"image_processor_type": named})
     with pytest.raises(
         CheckpointError, match=r"torchvision alone.* pip install 'vsched\[torchvision\]'"
     ):
@@ -318,7 +297,7 @@ def test_an_image_processor_that_needs_torchvision_is_refused_without_it(
 @pytest.mark.parametrize(("name", "hidden"), [("llava", True), ("lfm2_vl", False)])
 @pytest.mark.parametrize("installed", [True, False])
 def test_torch_is_hidden_unless_torchvision_processes_images(
-    made: Callable[[str], Path],
+    made: Copy,
     monkeypatch: pytest.MonkeyPatch,
     name: str,
     *,
@@ -339,60 +318,29 @@ def test_torch_is_hidden_unless_torchvision_processes_images(
     assert threads == ([] if is_hidden else [1])
 
 
-def test_a_marker_that_is_no_token_is_refused(copy: Callable[[str], Path]) -> None:
-    path = copy("llava")
+def test_a_marker_that_is_no_token_is_refused(copied: Copy) -> None:
+    path = copied("llava")
     tokens = path / "tokenizer.json"
     tokens.write_text(tokens.read_text().replace('"<image>"', '"<picture>"'))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    write(path / "tokenizer_config.json", b'{"tokenizer_class": "PreTrainedTokenizerFast"}')
     with pytest.raises(CheckpointError, match="a prompt has '<image>', which is no token"):
         load(path)
 
 
-GENERIC_SIZES = ((1, 1), (30, 90), (200, 210), (333, 333), (640, 60), (59, 641))
-LARGE = (6000, 4000)
-
-
-@pytest.fixture(params=ON_PILLOW)
-def loaded_generic(request: pytest.FixtureRequest, front: Front) -> AnyPreprocessor:
-    """Return the preprocessor of each architecture whose image processor needs no torchvision."""
-    return front(request.param)
-
-
-def shape_or_error(processor: ImageProcessor, size: tuple[int, int]) -> tuple[object, ...]:
-    try:
-        found = processor.shape(*size)
-    except (ValueError, ArithmeticError) as error:
-        return (type(error),)
-    return found.arrays, pack_metadata(found.small), found.text
-
-
-def test_shape_without_pixels_is_that_of_a_blank_image(
-    loaded_generic: AnyPreprocessor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    processor = loaded_generic.processor
-    assert processor._hollow is not None
-    without = [shape_or_error(processor, size) for size in GENERIC_SIZES]
-    monkeypatch.setattr(processor, "_hollow", None)
-    assert without == [shape_or_error(processor, size) for size in GENERIC_SIZES]
-
-
-def test_planning_takes_no_memory_for_the_pixels(loaded_generic: AnyPreprocessor) -> None:
+def test_planning_takes_no_memory_for_the_pixels(loaded: Any) -> None:
     """An image of 24 megapixels, whose arrays are small here."""
-    loaded_generic.plan_image(60, 40)
-    tracemalloc.start()
-    try:
-        plan = loaded_generic.plan_image(*LARGE)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak < 5 * sum(spec.nbytes for spec in plan.arrays) + 300_000
+    name, preprocessor = loaded
+    preprocessor.plan_image(60, 40)
+    peak = peak_bytes(lambda: preprocessor.plan_image(6000, 4000))
+    if name in ON_PILLOW:
+        plan = preprocessor.plan_image(6000, 4000)
+        assert peak < 5 * sum(spec.nbytes for spec in plan.arrays) + 300_000
 
 
-def test_processor_that_needs_pixels_gets_no_more_than_allowed(made: Callable[[str], Path]) -> None:
+def test_processor_that_needs_pixels_gets_no_more_than_allowed(front: Front) -> None:
     """A larger image is shrunk, consistently in the plan and in processing."""
-    preprocessor = load(made("mistral3"))
-    processor = preprocessor.processor
+    preprocessor = front("internvl")
+    processor = copy.copy(preprocessor.processor)
     assert processor.pixels_max is None
     processor._hollow, processor.pixels_max = None, 3000
     images = GenericImages(processor, preprocessor.info)
@@ -405,47 +353,22 @@ def test_processor_that_needs_pixels_gets_no_more_than_allowed(made: Callable[[s
     np.testing.assert_array_equal(found["pixel_values"], wanted["pixel_values"])
 
 
-def test_processor_that_resizes_by_itself_is_asked_with_blank_images(
-    made: Callable[[str], Path],
-) -> None:
-    processor = load(made("mistral3")).processor
-    own = processor._processor.image_processor
-
-    def resize(image: Any, size: Any, **_: object) -> Any:
-        return np.resize(image, (3, size.height, size.width))
-
-    own.resize = resize
-    again = ImageProcessor(processor._processor, processor.placeholder)
-    assert again._hollow is None
-    assert again.pixels_max == BLANK_PIXELS_MAX
-
-
-def test_recipe_builds_the_image_processor(loaded_generic: AnyPreprocessor) -> None:
-    elsewhere = image_processing(loaded_generic.image_recipe().settings)
-    image = drawn_image(2, 900, 350)
-    wanted, found = (each.process_image(image) for each in (loaded_generic, elsewhere))
-    assert found.keys() == wanted.keys()
-    for name in wanted:
-        np.testing.assert_array_equal(found[name], wanted[name])
-
-
 async def test_large_image_is_processed_elsewhere_without_torch(
-    made: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    front: Front, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also with a token budget, for which the image is shrunk: the other process computes the size again."""
-    preprocessor = load(made("mistral3"), item_tokens_max=6)
+    preprocessor = front("internvl", 12)
     monkeypatch.setattr(processes, "LARGE_BYTES", 0)
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")
     monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
-    layout = ArenaLayout(pixel_bytes=1 << 20, pages=0, page_rows=1, row_bytes=1)
-    arena = Arena.create(layout)
+    arena = Arena.create(ArenaLayout(pixel_bytes=1 << 20, pages=0, page_rows=1, row_bytes=1))
     pipeline = MediaPipeline(
         preprocessor, PixelStore(arena.pixels, arena.fd), MediaConfig(prepare_s=60.0)
     )
     try:
         image, encoded = drawn_image(1, 210, 200), io.BytesIO()
         image.save(encoded, "PNG")
-        prepared = await pipeline.prepare("[IMG]", [data_url(encoded.getvalue())])
+        prepared = await pipeline.prepare("<IMG_CONTEXT>", [data_url(encoded.getvalue())])
         (item,) = prepared.items
         assert item.extent is not None
         raw = np.frombuffer(arena.pixels, np.uint8, item.extent.size, item.extent.offset)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +12,8 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from tests.programs import printed_by
 from tests.workers.driver import Checkpoints
+from tests.workers.edited import copy_of, write
 from vsched_workers.checkpoint.chat_templates import render_template
 from vsched_workers.checkpoint.plain_tokenizer import _QWEN_STEPS, load_plain
 
@@ -31,15 +29,7 @@ ADDED = {
 
 @pytest.fixture
 def folder(checkpoints: Checkpoints, tmp_path: Path) -> Path:
-    """Return a copy of a checkpoint without its weights."""
-    for file in checkpoints("nano25").iterdir():
-        if file.suffix != ".safetensors":
-            shutil.copy(file, tmp_path)
-    return tmp_path
-
-
-def change(file: Path, **changes: Any) -> None:
-    file.write_text(json.dumps(json.loads(file.read_text("utf-8")) | changes))
+    return copy_of(checkpoints("nano25"), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -58,11 +48,11 @@ def test_plain_tokenizer_equals_transformers(
     folder: Path, family: str, changes: dict[str, Any]
 ) -> None:
     """The same ids and named tokens, with and without the tokens that begin a text."""
-    change(folder / "config.json", model_type=family)
-    change(folder / "tokenizer_config.json", **changes)
+    write(folder / "config.json", {"model_type": family})
+    write(folder / "tokenizer_config.json", changes)
     qwen = changes.get("tokenizer_class", "").startswith("Qwen")
     if qwen:
-        change(folder / "tokenizer.json", **_QWEN_STEPS)
+        write(folder / "tokenizer.json", _QWEN_STEPS)
     plain = load_plain(folder)
     if qwen and family == "llama":
         assert plain is None
@@ -97,17 +87,14 @@ def test_transformers_loads_tokenizers_that_it_changes(
     folder: Path, file: str, changes: dict[str, Any]
 ) -> None:
     """Another class, tokens that the file lacks, and settings with an effect on ids."""
-    if not (folder / file).is_file():
-        (folder / file).write_text("{}")
-    change(folder / file, **changes)
+    write(folder / file, changes)
     assert load_plain(folder) is None
 
 
 def test_vocabulary_with_options_of_its_own_is_for_transformers(folder: Path) -> None:
     """Qwen's class in transformers builds a vocabulary without options."""
-    change(folder / "tokenizer_config.json", tokenizer_class="Qwen2Tokenizer")
-    change(folder / "tokenizer.json", **_QWEN_STEPS)
-    assert load_plain(folder) is not None
+    write(folder / "tokenizer_config.json", {"tokenizer_class": "Qwen2Tokenizer"})
+    write(folder / "tokenizer.json", _QWEN_STEPS)
     backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
     backend.model.fuse_unk = True
     backend.save(str(folder / "tokenizer.json"))
@@ -174,16 +161,3 @@ def test_rendering_equals_transformers(template: str) -> None:
             assert outcome(render_template, template, chat, **arguments) == outcome(
                 wanted, template, chat, **arguments
             )
-
-
-def test_preprocessing_does_not_import_transformers(checkpoints: Checkpoints) -> None:
-    """Neither is it imported at the first request, nor by a rank's modules."""
-    program = """
-import sys
-from vsched_workers.plugin import plugin
-info = plugin.inspect(sys.argv[1], dtype="auto", item_tokens_max=64)
-loaded = plugin.load_preprocessor(info)
-loaded.tokenize(loaded.render([{"role": "user", "content": "Hello"}]))
-assert not {"torch", "transformers", "huggingface_hub"} & set(sys.modules)
-"""
-    printed_by(program, checkpoints("nano25"))

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import codecs
 import functools
-import json
-import random
-import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 import safetensors.numpy
 import safetensors.torch
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models
-from transformers import AutoImageProcessor, AutoTokenizer
+from transformers import AutoImageProcessor
 
 from tests.parity.vision_checkpoints import make_vision_checkpoint
-from tests.programs import printed_by
-from tests.workers.driver import Checkpoints, Stage, drawn_image, inspect, values_of
+from tests.workers.driver import Checkpoints, drawn_image, inspect, values_of
 from tests.workers.properties import REPEATABLE
 from vsched.config import MediaConfig
 from vsched.errors import CheckpointError, RequestRefused
@@ -35,35 +29,11 @@ from vsched.types import ArraySpec, ModelInfo
 from vsched.worker.contract import AnswerPart, ImagePlan, ItemPlan, PixelBounds, Preprocessor
 from vsched_workers.checkpoint.preprocess.qwen import QwenPreprocessor
 from vsched_workers.checkpoint.preprocess.text import TemplateParser
-from vsched_workers.checkpoint.tokenize import ByteDetokenizer, TokenTable
+from vsched_workers.checkpoint.tokenize import TokenTable
 from vsched_workers.families.qwen_image import PIXELS, grid_of, image_processing
 from vsched_workers.plugin import TRAINED, plugin
 
 Load = Callable[..., Preprocessor]
-
-
-@pytest.fixture(scope="session")
-def load(checkpoints: Checkpoints) -> Load:
-    @functools.cache
-    def load_one(size: str, budget: int = 0) -> Preprocessor:
-        path = str(checkpoints(size))
-        return plugin.load_preprocessor(plugin.inspect(path, dtype="auto", item_tokens_max=budget))
-
-    return load_one
-
-
-@pytest.mark.parametrize("shape", [(90, 60), (28, 28), (1, 1), (300, 17), (448, 300)])
-def test_process_image_equals_transformers(
-    load: Load, checkpoints: Checkpoints, size: str, shape: tuple[int, int]
-) -> None:
-    """Bit-identical pixels, after the lookup of their values by a rank, and the planned grid."""
-    image = drawn_image(1, *shape)
-    found = values_of([load(size).process_image(image)]).numpy()
-    processor: Any = AutoImageProcessor.from_pretrained(checkpoints(size), backend="pil")
-    wanted = processor(image, return_tensors="np")
-    assert found.tobytes() == wanted["pixel_values"].tobytes()
-    grid = grid_of(load(size).plan_image(*shape).metadata)
-    assert grid == tuple(wanted["image_grid_thw"][0])
 
 
 @given(
@@ -100,13 +70,14 @@ def test_plan_image_agrees_with_process_image(
 @pytest.mark.parametrize(
     ("least", "most", "shape"),
     [
+        *((None, None, shape) for shape in ((90, 60), (28, 28), (1, 1), (300, 17), (448, 300))),
         *((None, 24, shape) for shape in ((90, 60), (28, 28), (300, 17), (448, 300))),
         *((40, None, shape) for shape in ((90, 60), (28, 28))),
         *((16, 20, shape) for shape in ((300, 17), (448, 300))),
         (4, 6, (448, 300)),
     ],
 )
-def test_bounds_of_a_request_are_those_of_transformers(
+def test_process_image_equals_transformers_also_with_bounds_of_a_request(
     load: Load,
     checkpoints: Checkpoints,
     size: str,
@@ -114,29 +85,27 @@ def test_bounds_of_a_request_are_those_of_transformers(
     least: int | None,
     most: int | None,
 ) -> None:
-    """Called with the same sizes, in tokens here, transformers' processor gives the same pixels and the same grid."""
-    processor = processor_of(checkpoints(size))
+    """Bit-identical pixels, after the lookup of their values by a rank, and the planned grid; bounds are in tokens."""
+    processor, image = processor_of(checkpoints(size)), drawn_image(1, *shape)
     area = (processor.patch_size * processor.merge_size) ** 2
-    found = PixelBounds(least and least * area, most and most * area)
+    bounds = PixelBounds(least and least * area, most and most * area)
     own = processor.size
     requested = {
-        "shortest_edge": found.min_pixels or own["shortest_edge"],
-        "longest_edge": found.max_pixels or own["longest_edge"],
+        "shortest_edge": bounds.min_pixels or own["shortest_edge"],
+        "longest_edge": bounds.max_pixels or own["longest_edge"],
     }
-    wanted = processor(drawn_image(1, *shape), size=requested, return_tensors="np")
+    wanted = processor(image, size=requested, return_tensors="np")
     front = load(size)
     assert isinstance(front, QwenPreprocessor)
-    bounded = front.bounded(found, pixels_max=1 << 40)
-    plan = bounded.plan_image(*shape)
-    assert grid_of(plan.metadata) == tuple(wanted["image_grid_thw"][0])
-    made = bounded.process_image(drawn_image(1, *shape))
-    found_values = values_of([made])
-    assert np.array_equal(found_values.numpy(), wanted["pixel_values"])
-    recipe = bounded.image_recipe()
-    other = image_processing(recipe.settings)
-    assert np.array_equal(other.process_image(drawn_image(1, *shape))[PIXELS], made[PIXELS])
-    assert bounded.settings_digest != front.settings_digest
-    assert front.bounded(PixelBounds(), pixels_max=1 << 40).settings_digest == front.settings_digest
+    bounded = front.bounded(bounds, pixels_max=1 << 40)
+    grid = grid_of(bounded.plan_image(*shape).metadata)
+    assert grid == tuple(wanted["image_grid_thw"][0])
+    made = bounded.process_image(image)
+    assert values_of([made]).numpy().tobytes() == wanted["pixel_values"].tobytes()
+    elsewhere = image_processing(bounded.image_recipe().settings)
+    assert np.array_equal(elsewhere.process_image(image)[PIXELS], made[PIXELS])
+    is_same = bounded.settings_digest == front.settings_digest
+    assert is_same == (bounds == PixelBounds())
 
 
 @functools.cache
@@ -162,79 +131,49 @@ def test_plan_image_refuses(load: Load, width: int, height: int, code: str) -> N
 
 
 @pytest.mark.parametrize("mode", ["L", "RGBA", "P", "1", "CMYK", "I;16"])
-def test_process_image_takes_other_modes(load: Load, mode: str) -> None:
+def test_process_image_takes_other_modes(front: Preprocessor, mode: str) -> None:
     """Unusual modes are converted."""
     image = Image.new(mode, (60, 60), 1)
-    found, wanted = (
-        load("nano25").process_image(one)[PIXELS] for one in (image, image.convert("RGB"))
-    )
+    found, wanted = (front.process_image(one)[PIXELS] for one in (image, image.convert("RGB")))
     assert np.array_equal(found, wanted)
 
 
-def test_image_recipe_makes_the_same_pixels_without_torch(
-    load: Load, size: str, tmp_path: Path
-) -> None:
-    """The recipe for isolated image processes, which start fast and small."""
-    recipe = cast("Any", load(size)).image_recipe()
-    (tmp_path / "work").write_bytes(recipe.settings)
-    image = drawn_image(3, 320, 200)
-    image.save(tmp_path / "image.png")
-    program = """
-import sys
-from PIL import Image
-folder = sys.argv[1]
-from vsched_workers.families.qwen_image import image_processing
-processor = image_processing(open(folder + "/work", "rb").read())
-arrays = processor.process_image(Image.open(folder + "/image.png"))
-assert not {"torch", "transformers"} & set(sys.modules)
-for array in arrays.values():
-    print(array.tobytes().hex())
-"""
-    wanted = load(size).process_image(image).values()
-    assert printed_by(program, tmp_path).split() == [each.tobytes().hex() for each in wanted]
-
-
-def test_process_image_is_the_same_from_many_threads(load: Load) -> None:
-    preprocessor = load("nano25")
+def test_process_image_is_the_same_from_many_threads(front: Preprocessor) -> None:
     images = [drawn_image(seed, 60 + seed, 90) for seed in range(8)]
-    alone = [preprocessor.process_image(image)[PIXELS] for image in images]
+    alone = [front.process_image(image)[PIXELS] for image in images]
     with ThreadPoolExecutor(4) as pool:
-        made = pool.map(preprocessor.process_image, images)
+        made = pool.map(front.process_image, images)
         together = [arrays[PIXELS] for arrays in made]
     assert all(np.array_equal(a, b) for a, b in zip(alone, together, strict=True))
 
 
-def test_expand_replaces_placeholders(load: Load) -> None:
-    preprocessor = load("nano25")
-    mark = preprocessor.info.placeholder
+def test_expand_replaces_placeholders(front: Preprocessor) -> None:
+    mark = front.info.placeholder
     plans = [ImagePlan((), 2), ImagePlan((), 3)]
-    assert preprocessor.expand([9, mark, 8, mark, 7], plans) == (
+    assert front.expand([9, mark, 8, mark, 7], plans) == (
         [9, mark, mark, 8, mark, mark, mark, 7],
         [((1, 3),), ((4, 7),)],
     )
-    assert preprocessor.expand([9, 8], []) == ([9, 8], [])
+    assert front.expand([9, 8], []) == ([9, 8], [])
 
 
 @pytest.mark.parametrize("images", [0, 1, 3])
-def test_expand_refuses_other_numbers(load: Load, images: int) -> None:
+def test_expand_refuses_other_numbers(front: Preprocessor, images: int) -> None:
     """Exactly as many placeholders as images."""
-    preprocessor = load("nano25")
-    mark = preprocessor.info.placeholder
+    mark = front.info.placeholder
     with pytest.raises(RequestRefused, match=f"value 2, limit {images}") as refusal:
-        preprocessor.expand([mark, 8, mark], [ImagePlan((), 2)] * images)
+        front.expand([mark, 8, mark], [ImagePlan((), 2)] * images)
     assert refusal.value.code == "image_count_mismatch"
     # A model could not determine the boundary between two adjacent images.
     with pytest.raises(RequestRefused) as refusal:
-        preprocessor.expand([mark, mark], [ImagePlan((), 2)] * 2)
+        front.expand([mark, mark], [ImagePlan((), 2)] * 2)
     assert refusal.value.code == "image_placeholders_touch"
 
 
-def test_render_replaces_image_data_by_a_placeholder(load: Load) -> None:
+def test_render_replaces_image_data_by_a_placeholder(front: Preprocessor) -> None:
     """The bytes of an image are not passed to the template."""
     part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-    text = load("nano25").render(
-        [{"role": "user", "content": [part, {"type": "text", "text": "What?"}]}]
-    )
+    text = front.render([{"role": "user", "content": [part, {"type": "text", "text": "What?"}]}])
     assert text == (
         "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>What?<|im_end|>\n"
         "<|im_start|>assistant\n"
@@ -244,10 +183,12 @@ def test_render_replaces_image_data_by_a_placeholder(load: Load) -> None:
 @pytest.mark.parametrize(
     "content", [[{"type": "audio", "audio": "x"}], [{"text": "no type"}], ["x"], 7]
 )
-def test_render_refuses_requests_that_the_template_rejects(load: Load, content: Any) -> None:
+def test_render_refuses_requests_that_the_template_rejects(
+    front: Preprocessor, content: Any
+) -> None:
     """A refusal with a code, without paths or reprs."""
     with pytest.raises(RequestRefused) as refusal:
-        load("nano25").render([{"role": "user", "content": content}])
+        front.render([{"role": "user", "content": content}])
     assert refusal.value.code == "invalid_messages"
     assert "/" not in refusal.value.message.replace("user/", "")
     assert "0x" not in refusal.value.message
@@ -255,71 +196,60 @@ def test_render_refuses_requests_that_the_template_rejects(load: Load, content: 
 
 @pytest.mark.parametrize("parts", [1, 40])
 def test_render_refuses_text_that_cannot_fit_before_the_template_runs(
-    load: Load, parts: int, monkeypatch: pytest.MonkeyPatch
+    front: Any, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rendering copies it several times under the GIL; all messages together count."""
-    preprocessor = cast("Any", load("nano25"))
-    most = preprocessor.info.context_tokens * preprocessor._special._whole.bytes_per_token_max
+    most = front.info.context_tokens * front._special._whole.bytes_per_token_max
     fits = [{"role": "user", "content": "a" * (most // parts)}] * parts
-    assert "aaa" in preprocessor.render(fits)
-    monkeypatch.setattr(preprocessor, "_rendered", None)
+    assert "aaa" in front.render(fits)
+    monkeypatch.setattr(front, "_rendered", None)
     text = [{"type": "text", "text": "a" * (parts + 1)}]
     with pytest.raises(RequestRefused, match="longer than the context"):
-        preprocessor.render([*fits, {"role": "user", "content": text}])
+        front.render([*fits, {"role": "user", "content": text}])
 
 
 @pytest.mark.parametrize("text", ["It is", "It is <|im_end|> and", "two\nlines"])
-def test_render_goes_on_with_the_last_message(load: Load, text: str) -> None:
+def test_render_goes_on_with_the_last_message(front: Preprocessor, text: str) -> None:
     """It stays open, even if it contains text like a special token."""
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": text}]
     arguments = {"continue_final_message": True, "add_generation_prompt": False}
-    rendered = load("nano25").render(messages, **arguments)
+    rendered = front.render(messages, **arguments)
     assert rendered.endswith(f"<|im_start|>assistant\n{text}")
 
 
 @given(text=st.text("aZ 0\n.é€😀<|>_", max_size=40))
 @REPEATABLE
-def test_detokenizer_gives_the_text_back_piece_by_piece(load: Load, text: str) -> None:
+def test_detokenizer_gives_the_text_back_piece_by_piece(front: Preprocessor, text: str) -> None:
     """For any text and any split: the pieces add up to the text, and no piece has an incomplete character."""
-    preprocessor = load("nano25")
-    ids = preprocessor.tokenize(text)
-    detokenizer = preprocessor.detokenizer()
+    ids = front.tokenize(text)
+    detokenizer = front.detokenizer()
     pieces = [detokenizer.push([token]) for token in ids]
     assert "".join(pieces) + detokenizer.flush() == text
-    assert preprocessor.detokenize(ids) == text
+    assert front.detokenize(ids) == text
     assert "\ufffd" not in "".join(pieces) or "\ufffd" in text
-    assert b"".join(preprocessor.token_bytes(token) for token in ids).decode() == text
+    assert b"".join(front.token_bytes(token) for token in ids).decode() == text
 
 
-@given(ids=st.lists(st.integers(0, 383), max_size=30))
+@given(ids=st.lists(st.integers(0, 383), max_size=30), size=st.integers(1, 3))
 @REPEATABLE
 def test_detokenize_equals_transformers(
-    load: Load, checkpoints: Checkpoints, ids: list[int]
+    front: Preprocessor, tokenizer: Any, ids: list[int], size: int
 ) -> None:
-    """For any tokens, including incomplete characters: the same text as from transformers."""
-    preprocessor = load("nano25")
-    tokenizer: Any = _tokenizer(checkpoints("nano25"))
-    wanted = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    detokenizer = preprocessor.detokenizer()
-    pushed = "".join(detokenizer.push([token]) for token in ids)
-    assert preprocessor.detokenize(ids) == wanted
-    assert pushed + detokenizer.flush() == wanted
-    whole = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    detokenizer = preprocessor.detokenizer(special=True)
-    pushed = "".join(detokenizer.push([token]) for token in ids)
-    assert pushed + detokenizer.flush() == whole
+    """For any tokens, including incomplete characters, one or several at a time: the same text as from transformers."""
+    for special in (False, True):
+        detokenizer = front.detokenizer(special=special)
+        pushed = [detokenizer.push(ids[at : at + size]) for at in range(0, len(ids), size)]
+        wanted = tokenizer.decode(
+            ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False
+        )
+        assert "".join(pushed) + detokenizer.flush() == wanted
+        assert special or front.detokenize(ids) == wanted
 
 
-@functools.cache
-def _tokenizer(path: Path) -> Any:
-    return AutoTokenizer.from_pretrained(path)
-
-
-def test_token_bytes_of_special_and_unknown_tokens(load: Load) -> None:
-    preprocessor = load("nano25")
-    assert preprocessor.token_bytes(preprocessor.info.placeholder) == b"<|image_pad|>"
-    assert preprocessor.token_bytes(10**6) == b""
-    assert preprocessor.detokenize([10**6]) == ""
+def test_token_bytes_of_special_and_unknown_tokens(front: Preprocessor) -> None:
+    assert front.token_bytes(front.info.placeholder) == b"<|image_pad|>"
+    assert front.token_bytes(10**6) == b""
+    assert front.detokenize([10**6]) == ""
 
 
 def test_settings_digest_tells_settings_apart(load: Load) -> None:
@@ -343,47 +273,6 @@ def test_load_preprocessor_refuses_a_tokenizer_larger_than_the_model(
     smaller = msgspec.structs.replace(info, vocab_size=300)
     with pytest.raises(CheckpointError, match=r"value 383, limit 299\. Remedy"):
         plugin.load_preprocessor(smaller)
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        ("processor_config.json", {"image_processor": {"patch_size": 16}}, "patch_size is 16"),
-        ("processor_config.json", {"image_processor": {"do_resize": False}}, "do_resize is False"),
-        ("tokenizer.json", None, "tokenizer"),
-    ],
-)
-def test_load_preprocessor_refuses_incomplete_checkpoints(
-    checkpoints: Checkpoints, tmp_path: Path, name: str, change: dict[str, Any] | None, message: str
-) -> None:
-    path = tmp_path / "broken"
-    shutil.copytree(checkpoints("nano25"), path)
-    info = inspect(path)
-    if change is None:
-        (path / name).unlink()
-    else:
-        content = json.loads((path / name).read_text())
-        content["image_processor"] |= change["image_processor"]
-        (path / name).write_text(json.dumps(content))
-    with pytest.raises(CheckpointError, match=f"{message}.*Remedy"):
-        plugin.load_preprocessor(info)
-
-
-BYTES = [bytes([byte]) for byte in range(256)]
-WORDS = [*BYTES, " wörd".encode(), "日本".encode(), "日".encode()[:2], b"\xff\xfe", b""]
-
-
-def test_detokenizer_gives_what_the_codec_gives() -> None:
-    rng = random.Random(0)
-    for _ in range(20):
-        detokenizer = ByteDetokenizer(TokenTable(WORDS, WORDS))
-        codec = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        for _ in range(200):
-            likely = range(256, len(WORDS)) if rng.random() < 0.5 else range(len(WORDS))
-            token_ids = rng.choices([*likely, -1, 10_000], k=rng.choice((1, 1, 1, 2, 5)))
-            joined = b"".join(WORDS[one] for one in token_ids if 0 <= one < len(WORDS))
-            assert detokenizer.push(token_ids) == codec.decode(joined)
-        assert detokenizer.flush() == codec.decode(b"", final=True)
 
 
 @pytest.mark.parametrize(
@@ -460,24 +349,6 @@ def test_a_checkpoint_without_a_template_reads_no_answers() -> None:
     info: ModelInfo = inspect(TRAINED)
     front = plugin.load_preprocessor(info)
     assert not front.parses_answers
-
-
-def test_brought_rows_may_come_from_numpy_or_torch(stages: Callable[..., Stage]) -> None:
-    """Features may be numpy arrays or tensors: the files and the results are the same."""
-    stage = stages("nano25")
-    width = stage.info.hidden_size * stage.info.embedding_levels
-    rows = np.random.default_rng(1).normal(size=(6, width)).astype(np.float32)
-    grid = np.array([1, 4, 6], dtype=np.int64)
-    files = [
-        safetensors.numpy.save({"embeds": rows, "grid_thw": grid}),
-        safetensors.torch.save(
-            {"embeds": torch.from_numpy(rows), "grid_thw": torch.from_numpy(grid)}
-        ),
-    ]
-    front = stage.preprocessor
-    read = [read_embedding(file, front, MediaConfig()) for file in files]
-    assert {plan for _, plan in read} == {front.plan_embedding((1, 4, 6))}
-    assert bytes(read[0][0].data) == bytes(read[1][0].data) == rows.tobytes()
 
 
 @pytest.mark.parametrize("name", ["llava", "llava_onevision", "internvl"])

@@ -70,11 +70,8 @@ ZOD_EMAIL = r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][
     [
         # Numbers
         ({"const": {"a": [1e15, -0.5]}}, [{"a": [10**15, -0.5]}], [{"a": [10**15 + 1, -0.5]}]),
-        (
-            {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
-            [0, 2**53, -(2**53)],
-            [2**63, -(2**63) - 1],
-        ),
+        ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
+         [0, 2**53, -(2**53)], [2**63, -(2**63) - 1]),
         ({"type": "integer", "format": "uint64", "minimum": 0.0}, [0, 2**64 - 1], [-1]),
         ({"type": "integer", "minimum": 3, "exclusiveMinimum": True}, [4], [3]),
         ({"type": "integer", "minimum": 1, "exclusiveMinimum": 0.5, "exclusiveMaximum": 4}, [1, 3], [0, 4]),
@@ -98,22 +95,13 @@ ZOD_EMAIL = r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][
         ({"type": "object", "properties": {"not": {"not": {}}, "b": {}}}, [{"b": 1}], [{"not": 1}]),
         ({**INTEGERS, "propertyNames": {"type": "string"}}, [{"x": 1}], [{"x": "1"}]),
         ({**INTEGERS, "propertyNames": {"enum": ["a", "b"]}}, [{}, {"b": 1}], [{"c": 1}, {"a": "x"}]),
-        (
-            {**INTEGERS, "propertyNames": {"$ref": "#/$defs/E"}, "$defs": {"E": {"const": "a"}}},
-            [{"a": 1}],
-            [{"b": 1}],
-        ),
+        ({**INTEGERS, "propertyNames": {"$ref": "#/$defs/E"}, "$defs": {"E": {"const": "a"}}},
+         [{"a": 1}], [{"b": 1}]),
         ({**INTEGERS, "propertyNames": {"pattern": "^a"}}, [{"ab": 1}], [{"b": 1}]),
-        (
-            {"type": "array", "items": [{"type": "integer"}], "additionalItems": False},
-            [[1], []],
-            [["a"], [1, 2]],
-        ),
-        (
-            {"type": "object", "additionalProperties": False, "patternProperties": {"^a": {}}},
-            [{"a": 1}],
-            [{"b": 1}],
-        ),
+        ({"type": "array", "items": [{"type": "integer"}], "additionalItems": False},
+         [[1], []], [["a"], [1, 2]]),
+        ({"type": "object", "additionalProperties": False, "patternProperties": {"^a": {}}},
+         [{"a": 1}], [{"b": 1}]),
         # Objects get no additional properties, unless several schemas apply to them
         ({"properties": {"a": ONE}, "type": "object"}, [{"a": {"a": 1}}], [{"b": 1}, {"a": {"a": 1, "b": 1}}]),
         ({"allOf": [ONE, OTHER]}, [{"a": 1, "b": 1}], [{"a": 1}]),
@@ -124,37 +112,20 @@ ZOD_EMAIL = r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][
         ({"oneOf": [{"enum": [1, 2]}, {"enum": [3]}, {"type": "null"}]}, [1, 3, None], [4]),
         ({"oneOf": [ONE, OTHER]}, [{"a": 1}, {"b": 1}], [{"a": 1, "b": 1}, {}]),
         ({"anyOf": [{"type": "integer"}], "oneOf": [{"const": 1}, {"const": "a"}]}, [1], ["a", 2]),
-        (
-            {
-                "oneOf": [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}],
-                "discriminator": {"propertyName": "t"},
-                "$defs": {"Cat": CAT, "Dog": DOG},
-            },
-            [{"t": "dog"}, {"t": "cat", "of": {"t": "dog"}}],
-            [{}, {"of": {"t": "dog"}}, {"t": "cow"}],
-        ),
+        ({"oneOf": [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}],
+          "discriminator": {"propertyName": "t"}, "$defs": {"Cat": CAT, "Dog": DOG}},
+         [{"t": "dog"}, {"t": "cat", "of": {"t": "dog"}}],
+         [{}, {"of": {"t": "dog"}}, {"t": "cow"}]),
         # References
         ({"$id": "https://a.b/c", "$ref": "#/$defs/a~1b", "$defs": {"a/b": {"type": "integer"}}}, [1], ["a"]),
         # Patterns
-        (
-            {"type": "string", "pattern": PYDANTIC_DECIMAL + r"\d*\.?\d*$"},
-            ["1", "-1.5", ".5", "00"],
-            ["", "+", ".", "a"],
-        ),
-        (
-            {
-                "type": "string",
-                "pattern": PYDANTIC_DECIMAL
-                + r"(?:\d{0,3}|(?=[\d.]{1,6}0*$)\d{0,3}\.\d{0,2}0*$)",
-            },
-            ["123.45", "1", "0.5"],
-            ["1234", "1.234", "", "abc"],
-        ),
-        (
-            {"type": "string", "pattern": ZOD_EMAIL, "format": "email"},
-            ["a@b.co", "a.b@b.co"],
-            [".a@b.co", "a..b@b.co"],
-        ),
+        ({"type": "string", "pattern": PYDANTIC_DECIMAL + r"\d*\.?\d*$"},
+         ["1", "-1.5", ".5", "00"], ["", "+", ".", "a"]),
+        ({"type": "string",
+          "pattern": PYDANTIC_DECIMAL + r"(?:\d{0,3}|(?=[\d.]{1,6}0*$)\d{0,3}\.\d{0,2}0*$)"},
+         ["123.45", "1", "0.5"], ["1234", "1.234", "", "abc"]),
+        ({"type": "string", "pattern": ZOD_EMAIL, "format": "email"},
+         ["a@b.co", "a.b@b.co"], [".a@b.co", "a..b@b.co"]),
         ({"type": "string", "pattern": "^.$"}, ["a"], ["\r", "\u2028", "ab"]),
         ({"type": "string", "pattern": r"^[\s\S][^\s@]\s$"}, ["aa "], ["aa\x85", "a\ufeff ", "a@ "]),
         ({"type": "string", "pattern": r"^[\]a[&&~~]\/$"}, ["&/", "[/"], ["b/"]),
@@ -296,9 +267,10 @@ def test_rewriting_keeps_the_order_of_keys_and_the_sent_schema() -> None:
     assert json.dumps(made) == wanted
 
 
-def _seen(grammars: TokenGrammars, seeds: range) -> dict[str, int]:
+@pytest.mark.slow
+def test_outputs_match_many_random_schemas(grammars: TokenGrammars) -> None:
     counts = {"refused": 0, "endless": 0, "fits": 0}
-    for seed in seeds:
+    for seed in range(100):
         rng = random.Random(seed)
         schema = random_schema(rng, 3, edges=True)
         schema = {**schema, "$defs": {"shared": random_schema(rng, 0, edges=True)}}
@@ -312,14 +284,7 @@ def _seen(grammars: TokenGrammars, seeds: range) -> dict[str, int]:
             if text is None or re.search(r"\d[eE][+-]?\d", text):
                 counts["endless"] += 1
                 continue
-            value = json.loads(text, parse_float=Decimal)
-            assert fits(value, schema), (seed, schema, text)
+            assert fits(json.loads(text, parse_float=Decimal), schema), (seed, schema, text)
             counts["fits"] += 1
-    return counts
-
-
-@pytest.mark.slow
-def test_outputs_match_many_random_schemas(grammars: TokenGrammars) -> None:
-    counts = _seen(grammars, range(200))
-    assert counts["fits"] > 190, counts
-    assert counts["refused"] < 150, counts
+    assert counts["fits"] > 95, counts
+    assert counts["refused"] < 75, counts

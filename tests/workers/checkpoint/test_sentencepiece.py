@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
+from tests.each_case import each_case
 from tests.workers.checkpoint.draws import drawn, encoded
 from tests.workers.driver import inspect
 from vsched.api.structured_outputs import constraint_from_schema
@@ -68,7 +69,7 @@ def own(folder: Path) -> Any:
     return sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
 
 
-@pytest.mark.parametrize("text", TEXTS)
+@each_case("text", TEXTS)
 def test_sentencepiece_is_converted_token_by_token(tokenizer: Any, own: Any, text: str) -> None:
     """The space before a text is part of the text if it continues a prompt."""
     backend = tokenizer.backend_tokenizer
@@ -179,33 +180,18 @@ def streamed(grammars: TokenGrammars, table: TokenTable, grammar: str, seed: int
     return "".join(pieces) + detokenizer.flush()
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_blind_draws_keep_to_a_schema(
-    grammars: TokenGrammars, table: TokenTable, seed: int
-) -> None:
-    found = json.loads(streamed(grammars, table, constraint_from_schema(SCHEMA), seed))
-    assert list(found) == ["the red square", "größe"]
-    assert 2 <= len(found["the red square"]) <= 9
-    assert found["größe"] in {"klein und größer", "日本 🎉"}
+CHOICE = [" the red", "Zwei Zeilen\nund", "日本 🎉"]
 
 
-@pytest.mark.parametrize(
-    ("kind", "value", "pattern"),
-    [
-        (
-            "choice",
-            [" the red", "Zwei Zeilen\nund", "日本 🎉"],
-            " the red|Zwei Zeilen\nund|日本 🎉",
-        ),
-        ("regex", "(the|red) +[a-zß]{2}[é日]", "(the|red) +[a-zß]{2}[é日]"),
-    ],
-)
-@pytest.mark.parametrize("seed", range(3))
-def test_blind_draws_keep_to_texts(
-    grammars: TokenGrammars, table: TokenTable, kind: str, value: Any, pattern: str, seed: int
-) -> None:
-    text = streamed(grammars, table, encoded(**{kind: value}), seed)
-    assert re.fullmatch(pattern, text), text
+def test_blind_draws_keep_to_a_grammar(grammars: TokenGrammars, table: TokenTable) -> None:
+    for seed in range(3):
+        found = json.loads(streamed(grammars, table, constraint_from_schema(SCHEMA), seed))
+        assert list(found) == ["the red square", "größe"]
+        assert 2 <= len(found["the red square"]) <= 9
+        assert found["größe"] in {"klein und größer", "日本 🎉"}
+        assert streamed(grammars, table, encoded(choice=CHOICE), seed) in CHOICE
+        pattern = "(the|red) +[a-zß]{2}[é日]"
+        assert re.fullmatch(pattern, streamed(grammars, table, encoded(regex=pattern), seed))
 
 
 def test_texts_of_the_tokenizer_itself_are_followed(

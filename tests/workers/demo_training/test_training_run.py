@@ -43,22 +43,18 @@ def built_in_fonts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+TEXT = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 1}
+TEXT |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+VISION: dict[str, Any] = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2}
+VISION |= {"out_hidden_size": 64, "fullatt_block_indexes": [1]}
+
+
 @pytest.fixture(autouse=True)
 def thin(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model of a few thousand parameters, still with windows and full attention."""
-    text = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 1}
-    text |= {"num_attention_heads": 2, "num_key_value_heads": 1}
-    vision: dict[str, object] = {
-        "depth": 2,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_heads": 2,
-    }
-    vision |= {"out_hidden_size": 64, "fullatt_block_indexes": [1]}
-    for name, value in text.items():
-        monkeypatch.setitem(small.TEXT, name, value)
-    for key, setting in vision.items():
-        monkeypatch.setitem(small.VISION, key, setting)
+    for part, settings in ((small.TEXT, TEXT), (small.VISION, VISION)):
+        for name, value in settings.items():
+            monkeypatch.setitem(part, name, value)
 
 
 def weights(trainer: Trainer) -> dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float32]]]:
@@ -182,6 +178,7 @@ def test_training_writes_what_a_server_loads_and_what_it_saw(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_training_learns_one_batch_by_heart(tmp_path: Path) -> None:
     """Repeated training on three samples: no right answers before, all of them after."""
     plan = replace(PLAN, steps=400, batch=3, peak=5e-3, matrix_peak=5e-3, memory=0.9, looking=0)
@@ -211,6 +208,7 @@ def _bytes(part: Any) -> list[bytes]:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_training_batch_drawn_ahead_is_the_one_drawn_in_place(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path, PLAN)
     ahead = BuiltInFont(PLAN, tmp_path).ahead(range(2))
@@ -230,38 +228,28 @@ def test_training_tokenizer_reads_digits_one_by_one_and_any_text() -> None:
         assert tokenizer.decode(tokenizer(text).input_ids) == text
 
 
-def test_training_schedule_rises_and_falls() -> None:
-    plan = Plan(steps=1000, warmup=10, ramp=200, opening=300)
-    assert plan.rate(0) == pytest.approx(1 / 10)
-    assert plan.rate(10) == plan.rate(600) == 1
+def test_training_schedule_rises_and_falls_also_in_a_second_round() -> None:
+    plan = Plan(steps=1000, warmup=10, ramp=200, opening=300, again=200)
+    assert plan.rate(0) < plan.rate(10) == plan.rate(600) == 1
     assert plan.rate(800) == pytest.approx(1 / 2)
-    assert plan.rate(999) < 0.01
-    assert [plan.difficulty(step) for step in (0, 100, 500)] == [0.0, 0.5, 1.0]
-    assert (plan.mark_weight(0), plan.mark_weight(999)) == (1.0, 0.25)
-    assert [plan.asks(step) for step in (0, 1, 4, plan.looking - 1, plan.looking)] == [
-        *(True, False, True, False, True)
-    ]
-
-
-def test_training_takes_a_second_round_that_varies_more() -> None:
-    plan = Plan(steps=1000, again=200)
-    assert plan.total == 1200
     assert plan.rate(999) < 0.01 < plan.rate(1000) == plan.rewarmed
-    assert plan.rate(1100) == pytest.approx(plan.rewarmed / 2)
     assert plan.rate(1199) < 0.01
-    assert plan.difficulty(999) == 1.0 < plan.difficulty(1000)
+    assert [plan.difficulty(step) for step in (0, 100, 500, 999)] == [0.0, 0.5, 1.0, 1.0]
+    assert plan.difficulty(1000) > 1.0
+    assert (plan.mark_weight(0), plan.mark_weight(999)) == (1.0, 0.25)
+    asked = [plan.asks(step) for step in (0, 1, plan.looking - 1, plan.looking)]
+    assert asked == [True, False, False, True]
 
 
 @pytest.mark.slow
 def test_training_by_looking_leaves_the_language_model_alone(tmp_path: Path) -> None:
     trainer = trained(tmp_path, replace(PLAN, steps=8), 1)
 
-    def parts() -> list[dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float32]]]]:
-        now = {n: v.detach().numpy().copy() for n, v in trainer.model.named_parameters()}
+    def parts() -> list[dict[str, bytes]]:
+        now = {n: v.detach().numpy().tobytes() for n, v in trainer.model.named_parameters()}
         return [{n: v for n, v in now.items() if ("visual" in n) == sees} for sees in (True, False)]
 
     eyes, language = parts()
     trainer.step()
-    eyes_after, language_after = parts()
-    assert any(not np.array_equal(eyes[name], eyes_after[name]) for name in eyes)
-    assert all(np.array_equal(language[name], language_after[name]) for name in language)
+    assert parts()[0] != eyes
+    assert parts()[1] == language

@@ -12,25 +12,11 @@ from demo_training.drawing import COLOURS, SHAPES, Mark
 from demo_training.samples import TASKS, DrawnConversation, held_out, train_sample
 from vsched.errors import ConfigError
 
-DRAWN = 40
-
 
 @pytest.fixture
 def built_in_fonts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Train on Pillow's font, so that these tests need no font package."""
     monkeypatch.setattr(samples, "font_files", lambda held_out, packages=None: ("",))
-
-
-def drawn(difficulty: float, count: int = DRAWN) -> list[DrawnConversation]:
-    return [train_sample(np.random.default_rng([3, index]), difficulty) for index in range(count)]
-
-
-def number_of(marks: tuple[Mark, ...]) -> str:
-    return "".join(str(mark.value) for mark in sorted(marks, key=lambda mark: mark.slot))
-
-
-def things_of(marks: tuple[Mark, ...]) -> list[tuple[str, str]]:
-    return [(list(COLOURS)[mark.value], SHAPES[mark.shape]) for mark in marks]
 
 
 def expected(question: str, seen: list[tuple[Mark, ...]]) -> str:
@@ -39,7 +25,7 @@ def expected(question: str, seen: list[tuple[Mark, ...]]) -> str:
     place = 0 if "the first" in text and "digit" not in text else 1 if "second" in text else -1
     marks = seen[place]
     if marks[0].slot >= 0:
-        number = number_of(marks)
+        number = "".join(str(mark.value) for mark in sorted(marks, key=lambda mark: mark.slot))
         if "many" in text:
             return str(len(number))
         if "digit" in text:
@@ -47,7 +33,8 @@ def expected(question: str, seen: list[tuple[Mark, ...]]) -> str:
         return number
     if "many" in text or "count" in text:
         return str(len(marks))
-    ((colour, shape),) = things_of(marks)
+    (mark,) = marks
+    colour, shape = list(COLOURS)[mark.value], SHAPES[mark.shape]
     if "describe" in text or "what is in" in text:
         return f"{colour} {shape}"
     # "What is the shape of the red object?" asks for a shape, "the colour of the star" for a colour.
@@ -67,8 +54,8 @@ def check(sample: DrawnConversation) -> int:
 @pytest.mark.parametrize("difficulty", [0.0, 1.0])
 @pytest.mark.slow
 def test_samples_answers_say_what_was_drawn(difficulty: float) -> None:
-    turns = sum(check(sample) for sample in drawn(difficulty, 200))
-    assert turns > 200, "some conversations have several turns"
+    drawn = [train_sample(np.random.default_rng([3, at]), difficulty) for at in range(60)]
+    assert sum(check(sample) for sample in drawn) > 60, "some conversations have several turns"
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -78,16 +65,14 @@ def test_samples_held_out_answers_say_what_was_drawn(task: str) -> None:
         check(sample)
 
 
-def test_samples_held_out_numbers_have_three_to_six_digits() -> None:
+@pytest.mark.slow
+def test_samples_held_out_vary() -> None:
+    """Numbers have three to six digits, counts go to nine."""
     answers = [sample.turns[0].answer for sample in held_out("number", 40)]
     assert {len(answer) for answer in answers} == {3, 4, 5, 6}
     assert all(re.fullmatch("[1-9][0-9]+", answer) for answer in answers)
-
-
-@pytest.mark.slow
-def test_samples_held_out_counts_go_to_nine() -> None:
-    answers = {sample.turns[0].answer for sample in held_out("count", 80)}
-    assert answers == {str(count) for count in range(1, 10)}
+    counts = {sample.turns[0].answer for sample in held_out("count", 80)}
+    assert counts == {str(count) for count in range(1, 10)}
 
 
 def test_drawing_marks_lie_in_the_picture_from_left_to_right() -> None:

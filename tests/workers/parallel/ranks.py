@@ -50,25 +50,20 @@ class Ranks:
 
     def run(self, function: Callable[..., T], *arguments: object, size: int = 2) -> list[T]:
         """Call `function(settings, *arguments)` as each rank; return the results in order."""
-        started = self.start(function, *arguments, size=size)
+        path = self._folder / f"group-{next(self._numbers)}"
+        started: list[Future[T]] = [
+            executor.submit(
+                function,
+                WorkerSettings(threads=1, ranks=size, rank=rank, rendezvous=str(path)),
+                *arguments,
+            )
+            for rank, executor in enumerate(self._executors[:size])
+        ]
         # Report a rank that raises at once: the others may wait for it.
         done, _ = wait(started, timeout=PATIENCE_S, return_when=FIRST_EXCEPTION)
         for each in done:
             each.result()
         return [each.result(timeout=0) for each in started]
-
-    def start(
-        self, function: Callable[..., T], *arguments: object, size: int = 2
-    ) -> list[Future[T]]:
-        path = self._folder / f"group-{next(self._numbers)}"
-        return [
-            self._executors[rank].submit(
-                function,
-                WorkerSettings(threads=1, ranks=size, rank=rank, rendezvous=str(path)),
-                *arguments,
-            )
-            for rank in range(size)
-        ]
 
     def stop(self) -> None:
         for executor in self._executors:
@@ -92,7 +87,9 @@ def load(
 
 
 def driver_of(settings: WorkerSettings, stage: Stage, chunk: int) -> Driver:
-    embeddings = shared_embeddings(settings, stage.info)
+    """Return a driver, which shares the embeddings of images with other ranks if there are any."""
+    shares = settings.rendezvous and stage.info.takes_images
+    embeddings = shared_embeddings(settings, stage.info) if shares else None
     return Driver(stage, chunk=chunk, seed=chunk, embeddings=embeddings)
 
 
@@ -115,7 +112,7 @@ def answer_text(
     settings: WorkerSettings, path: str, questions: Sequence[Question], dtype: str = "float32"
 ) -> list[list[int]]:
     """Run questions of a text model to completion; return the tokens."""
-    driver = Driver(load(settings, path, dtype), chunk=7, seed=7)
+    driver = driver_of(settings, load(settings, path, dtype), 7)
     return [each.output for each in driver.run(questions, arrivals=2, preempts=7)]
 
 

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import functools
-import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from tests.each_case import each_case
 from tests.parity.architectures import ARCHITECTURES, COMMON, make_checkpoint
 from tests.parity.compare import OUTPUTS, generated, prompts
 from tests.workers.driver import (
@@ -23,18 +22,19 @@ from tests.workers.driver import (
     Driver,
     Question,
     Stage,
+    Stages,
     drawn_image,
     inspect,
     load_generator,
 )
+from tests.workers.edited import copy_of, write
 from tests.workers.parallel import ranks as on_rank
 from tests.workers.parallel.ranks import Ranks
 from tests.workers.properties import thorough
-from tests.workers.reference import Reference
-from tests.workers.test_language import expected, mixed_questions, outputs
+from tests.workers.test_language import outputs
 from vsched.errors import CheckpointError
 from vsched.worker.contract import WorkerSettings
-from vsched_workers.families.sharing import parallel_plan, shares_heads
+from vsched_workers.families.sharing import parallel_plan
 from vsched_workers.parallel import experts
 from vsched_workers.parallel.experts import (
     BALANCE,
@@ -42,20 +42,15 @@ from vsched_workers.parallel.experts import (
     SharedExperts,
     max_rows,
     next_placement,
-    place_experts,
 )
 from vsched_workers.parallel.slicing import PlannedRanks, share_by_plan
 from vsched_workers.plugin import plugin
 
 SIZE = "nano3moe"
+FURTHER = ("deepseek_v3", "gemma2", "llama", "mistral", "olmo2", "phi3", "qwen3", "starcoder2")
 
 
-def test_place_experts_gives_the_heaviest_first_to_the_least_loaded() -> None:
-    assert place_experts([9, 1, 8, 2, 7, 3], 2) == [[0, 5, 3], [2, 4, 1]]
-    assert place_experts([5, 0, 0, 0], 2) == [[0, 3], [1, 2]]
-
-
-@pytest.mark.parametrize("seed", range(20))
+@each_case("seed", range(20))
 def test_next_placement_is_one_of_all_experts_and_never_worse(seed: int) -> None:
     """Every rank keeps its number of experts, each expert has one rank, experts that stay keep their place."""
     draw = random.Random(seed)
@@ -83,52 +78,32 @@ def test_next_placement_moves_nothing_without_gain() -> None:
 
 
 @pytest.mark.slow
-def test_step_equals_generate(
-    stages: Callable[..., Stage], references: Callable[[str], Reference]
-) -> None:
-    """Chunks, images and decode in one step, with dense layers in between: the tokens of transformers' `generate`."""
-    stage = stages(SIZE)
-    found = Driver(stage, chunk=40).run(mixed_questions(), arrivals=2, preempts=7)
-    assert outputs(found) == expected(stage, references(SIZE), mixed_questions())
-
-
-@pytest.mark.slow
-def test_load_takes_both_layouts(
-    stages: Callable[..., Stage], checkpoints: Checkpoints, tmp_path: Path
-) -> None:
+def test_load_takes_both_layouts(stages: Stages, checkpoints: Checkpoints, tmp_path: Path) -> None:
     """Published checkpoints have the last two dimensions of experts swapped."""
-    for file in checkpoints(SIZE).iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    weights = load_file(tmp_path / "model.safetensors")
+    path = copy_of(checkpoints(SIZE), tmp_path)
+    weights = load_file(path / "model.safetensors")
     flipped = [name for name in weights if ".experts." in name]
     assert len(flipped) == 4
     for name in flipped:
         weights[name] = weights[name].transpose(1, 2).contiguous()
-    save_file(weights, tmp_path / "model.safetensors")
-    other = Stage.load(tmp_path)
+    save_file(weights, path / "model.safetensors")
     mine: Any = stages(SIZE).generator
-    theirs: Any = other.generator
+    theirs: Any = Stage.load(path).generator
     pairs = zip(mine.module.parameters(), theirs.module.parameters(), strict=True)
     assert all(torch.equal(one, another) for one, another in pairs)
 
 
-def test_one_rank_has_nothing_to_balance(stages: Callable[..., Stage]) -> None:
-    for size in (SIZE, "nano3"):
-        generator = stages(size).generator
-        assert generator.hooks() == {}
+def test_one_rank_has_nothing_to_balance(stages: Stages) -> None:
+    assert [stages(size).generator.hooks() for size in (SIZE, "nano3")] == [{}, {}]
 
 
 @pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
 def test_check_parallel_counts_experts(checkpoints: Checkpoints, tmp_path: Path, key: str) -> None:
-    info = inspect(checkpoints(SIZE))
-    plugin.check_parallel(info, stage="generate", ranks=2)
-    config = json.loads((checkpoints(SIZE) / "config.json").read_text())
-    config["text_config"].pop("num_local_experts", None)
-    config["text_config"][key] = 7
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    other = msgspec.structs.replace(info, path=str(tmp_path))
+    plugin.check_parallel(inspect(checkpoints(SIZE)), stage="generate", ranks=2)
+    path = copy_of(checkpoints(SIZE), tmp_path, text_config={"num_local_experts": None})
+    write(path / "config.json", {"text_config": {key: 7}})
     with pytest.raises(CheckpointError, match="num_experts is 7, which 2 ranks"):
-        plugin.check_parallel(other, stage="generate", ranks=2)
+        plugin.check_parallel(inspect(path), stage="generate", ranks=2)
 
 
 def balanced_answer(
@@ -160,7 +135,7 @@ def balanced_answer(
 
 @pytest.mark.slow
 def test_experts_move_and_the_tokens_stay(
-    ranks: Ranks, checkpoints: Checkpoints, stages: Callable[..., Stage]
+    ranks: Ranks, checkpoints: Checkpoints, stages: Stages
 ) -> None:
     """Collective work between two steps; experts change ranks, and no token changes."""
     questions = [Question("What is it?", [drawn_image(1, 90, 60)]), Question("How many are there?")]
@@ -176,33 +151,26 @@ def test_experts_move_and_the_tokens_stay(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name",
+    ("name", "size"),
     [
-        *("cohere", "deepseek_v3", "mixtral", "gemma2", "qwen3"),
-        *thorough("olmo2", "phi3", "qwen3_moe", "starcoder2", "llama", "mistral"),
+        ("cohere", 2),
+        ("mixtral", 2),
+        *thorough(*((name, 2) for name in (*FURTHER, "qwen3_moe"))),
+        *thorough(("deepseek_v3", 4), ("mixtral", 4)),
     ],
 )
-def test_two_ranks_answer_as_generate(ranks: Ranks, tmp_path: Path, name: str) -> None:
+def test_ranks_answer_as_generate(ranks: Ranks, tmp_path: Path, name: str, size: int) -> None:
     """Split heads, experts, inputs, gathered results, biases; some have a decoder description, with its own table."""
-    make_checkpoint(name, tmp_path)
-    plugin.check_parallel(inspect(tmp_path), stage="generate", ranks=2)
+    make_checkpoint(name, tmp_path, **({"num_key_value_heads": 4} if size == 4 else {}))
+    plugin.check_parallel(inspect(tmp_path), stage="generate", ranks=size)
     questions = [Question(prompt, count=OUTPUTS) for prompt in prompts()]
-    found = ranks.run(on_rank.answer_text, str(tmp_path), questions)
-    assert found[0] == found[1] == generated(tmp_path, prompts())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["deepseek_v3", *thorough("mixtral")])
-def test_four_ranks_answer_as_generate(ranks: Ranks, tmp_path: Path, name: str) -> None:
-    make_checkpoint(name, tmp_path, num_key_value_heads=4)
-    questions = [Question(prompt, count=OUTPUTS) for prompt in prompts()]
-    found = ranks.run(on_rank.answer_text, str(tmp_path), questions, size=4)
-    assert found == [generated(tmp_path, prompts())] * 4
+    found = ranks.run(on_rank.answer_text, str(tmp_path), questions, size=size)
+    assert found == [generated(tmp_path, prompts())] * size
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [*("cohere", "phi3"), *thorough("deepseek_v3", "mixtral", "starcoder2")]
+    "name", ["cohere", *thorough("deepseek_v3", "mixtral", "phi3", "starcoder2")]
 )
 def test_ranks_have_the_same_tokens_in_bfloat16(ranks: Ranks, tmp_path: Path, name: str) -> None:
     """Packed linear layers still sum over ranks; tokens are close to those of one rank, which rounds once."""
@@ -215,15 +183,11 @@ def test_ranks_have_the_same_tokens_in_bfloat16(ranks: Ranks, tmp_path: Path, na
     assert sum(one == other for one, other in zip(*firsts, strict=True)) > len(questions) // 2
 
 
-def built(name: str, **changes: Any) -> Any:
-    options = {**COMMON, **ARCHITECTURES[name], **changes}
+def built(name: str) -> Any:
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(CONFIG_MAPPING[name](**options))
-
-
-def share(model: Any, ranks: PlannedRanks) -> Any:
-    share_by_plan(model, parallel_plan(model.config, "it"), "it", ranks)
-    return model
+        return AutoModelForCausalLM.from_config(
+            CONFIG_MAPPING[name](**COMMON, **ARCHITECTURES[name])
+        )
 
 
 @pytest.mark.parametrize(("name", "shares"), [("cohere", True), ("olmo2", False)])
@@ -232,7 +196,6 @@ def test_whether_ranks_share_the_cache_follows_from_the_plan(
 ) -> None:
     make_checkpoint(name, tmp_path)
     assert inspect(tmp_path).shares_kv is shares
-    assert shares_heads(built(name).config) is shares
 
 
 @pytest.mark.parametrize(
@@ -263,7 +226,7 @@ def test_parameters_that_the_plan_is_silent_about_are_refused() -> None:
     model = built("cohere")
     model.model.layers[2].self_attn.sinks = nn.Parameter(torch.zeros(4))
     with pytest.raises(CheckpointError, match="nothing of layers.2.self_attn.sinks"):
-        share(model, PlannedRanks(ranks=2, rank=0))
+        share_by_plan(model, parallel_plan(model.config, "it"), "it", PlannedRanks(ranks=2, rank=0))
 
 
 def test_size_that_does_not_divide_is_refused_before_weights_are_read(tmp_path: Path) -> None:

@@ -8,16 +8,17 @@ from typing import Any
 import pytest
 import safetensors
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
-from tests.workers.driver import Checkpoints, inspect
+from tests.workers.driver import Checkpoints, inspect, load_encoder, load_generator
+from tests.workers.edited import copy_of
 from vsched.errors import CheckpointError
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.checkpoint.random_init import SIZES
-from vsched_workers.checkpoint.weights import WeightIndex, load_head, load_tensors
 from vsched_workers.families import FAMILIES
 from vsched_workers.families.sharing import Sharing
-from vsched_workers.parallel.slicing import cut_of, slice_module
+from vsched_workers.parallel.slicing import slice_module
 from vsched_workers.plugin import plugin
 
 
@@ -78,13 +79,13 @@ def test_ranks_read_and_hold_their_share_only(
     wanted = sum(total.values()) - shared // 2
     in_full = ("norm", "ln_q", "embed", "proj.bias", "fc2.bias", "mlp.2.bias")
     assert all(any(word in name for word in in_full) for name in total if name not in cuts)
-    info = plugin.inspect(str(checkpoints(size)), dtype="float32", item_tokens_max=0)
-    load = plugin.load_encoder if stage == "encode" else plugin.load_generator
+    info = inspect(checkpoints(size))
+    load = load_encoder if stage == "encode" else load_generator
     read: list[dict[str, int]] = []
     for rank in range(2):
         counts = count_reads(monkeypatch)
         settings = WorkerSettings(ranks=2, rank=rank, rendezvous="/nowhere/else")
-        worker = load(info, settings, lambda _label, _fraction: None)
+        worker = load(info, settings)
         monkeypatch.undo()
         assert worker.weights_bytes == wanted
         assert sum(counts.values()) == wanted
@@ -92,49 +93,23 @@ def test_ranks_read_and_hold_their_share_only(
     assert read[0] == read[1]
 
 
-@pytest.fixture
-def untied(checkpoints: Checkpoints, tmp_path: Path) -> WeightIndex:
-    """Return a checkpoint with an untied head and an embedding of 6 rows."""
-    from safetensors.torch import save_file
-
-    head = torch.arange(18.0).reshape(6, 3)
-    save_file({"lm_head.weight": head}, tmp_path / "model.safetensors")
-    return WeightIndex.open(tmp_path)
-
-
-def test_load_head_reads_the_own_part_of_the_vocabulary(
-    untied: WeightIndex, monkeypatch: pytest.MonkeyPatch
+def test_load_names_the_whole_shape_of_a_tensor_to_cut(
+    checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
-    model = nn.Module()
-    model.embed_tokens = nn.Embedding(6, 3)
-    read = count_reads(monkeypatch)
-    head = load_head(
-        model, untied, dtype=torch.float32, device="cpu", cut=cut_of(6, ranks=2, rank=1)
-    )
-    assert head.tolist() == [[9, 10, 11], [12, 13, 14], [15, 16, 17]]
-    assert read == {"lm_head.weight": 3 * 3 * 4}
-
-
-def test_load_tensors_names_the_whole_shape(untied: WeightIndex) -> None:
-    with pytest.raises(CheckpointError, match=r"has shape \[6, 3\], config.json asks for \[8, 3\]"):
-        load_tensors(
-            untied,
-            {"a": ("lm_head.weight", (4, 3))},
-            dtype=torch.float32,
-            device="cpu",
-            report=lambda _: None,
-            cuts={"a": cut_of(8, ranks=2, rank=0)},
-        )
+    path = copy_of(checkpoints("nano25"), tmp_path)
+    file = path / "model.safetensors"
+    save_file(load_file(file) | {"model.layers.0.mlp.up_proj.weight": torch.zeros(6, 64)}, file)
+    settings = WorkerSettings(ranks=2, rank=0, rendezvous="/nowhere/else")
+    with pytest.raises(
+        CheckpointError, match=r"has shape \[6, 64\], config.json asks for \[96, 64"
+    ):
+        load_generator(inspect(path), settings)
 
 
 @pytest.mark.parametrize(
     ("stage", "ranks", "words"),
     [
-        (
-            "generate",
-            4,
-            ["text_config.num_key_value_heads is 2", "tensor_parallel to one of 1, 2."],
-        ),
+        ("generate", 4, ["num_key_value_heads is 2", "tensor_parallel to one of 1, 2."]),
         ("generate", 3, ["num_attention_heads is 4", "num_key_value_heads is 2", "3 ranks cannot"]),
         ("encode", 4, ["vision_config.num_heads is 2", "encode.tensor_parallel to one of 1, 2."]),
         ("encode", 5, ["num_heads is 2", "hidden_size is 32", "intermediate_size is 48"]),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -15,9 +15,10 @@ import torch
 import torch.distributed
 
 from tests.patience import NEVER_S, PATIENCE_S, wait_until
-from tests.workers.driver import Checkpoints, Driver, Question, Stage, drawn_image
+from tests.workers.driver import Checkpoints, Driver, Question, Stages, drawn_image
 from tests.workers.parallel import ranks as on_rank
 from tests.workers.parallel.ranks import Ranks, make_four_heads, outcome
+from tests.workers.properties import thorough
 from tests.workers.test_vision import empty_pages, jobs_of
 from vsched.errors import DeviceOutOfMemory
 from vsched.types import SamplingParams
@@ -32,22 +33,37 @@ from vsched_workers.parallel.rank_group import RankGroup
 
 pytestmark = pytest.mark.slow
 
+T = TypeVar("T")
+
 OUT_OF_MEMORY = RuntimeError("DefaultCPUAllocator: can't allocate memory")
 QUESTION = [Question("What is in the image?", [drawn_image(1, 90, 60)], count=6)]
 
 
-class Once:
-    """Calls a function, but raises an error at the n-th call."""
+def failing_once(function: Callable[..., Any], error: Exception) -> Callable[..., Any]:
+    errors = [error]
 
-    def __init__(self, function: Callable[..., Any], error: Exception, *, at: int = 1) -> None:
-        self.calls = 0
-        self._function, self._error, self._at = function, error, at
+    def call(*arguments: Any, **options: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return function(*arguments, **options)
 
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        self.calls += 1
-        if self.calls == self._at:
-            raise self._error
-        return self._function(*arguments, **options)
+    return call
+
+
+Fault = tuple[Any, str, Exception]
+"""The first call of an attribute of an object fails."""
+
+
+def attempts_with(faults: Sequence[Fault], run: Callable[[], T], *, here: bool) -> list[T]:
+    """Run once with each fault, if this rank has them, and once without it."""
+    found = []
+    for owner, name, error in faults:
+        with pytest.MonkeyPatch.context() as patch:
+            if here:
+                patch.setattr(owner, name, failing_once(getattr(owner, name), error))
+            found.append(run())
+        found.append(run())
+    return found
 
 
 def sums(settings: WorkerSettings) -> tuple[list[float], list[float], list[bytes]]:
@@ -70,85 +86,25 @@ def test_group_adds_up_and_lays_side_by_side(ranks: Ranks, size: int) -> None:
     assert all(each == found[0] for each in found)
 
 
-def attempts(settings: WorkerSettings, failing: int) -> list[str]:
-    """Fail three times, on the failing rank, and succeed after each; return the outcomes."""
-    group = RankGroup(settings, "generate", GlooCollectives(), timeout_s=NEVER_S)
-    here = settings.rank == failing
-    error = DeviceOutOfMemory("own")
-    seen = []
-
-    def attempt(*, before: bool = False, between: bool = False, after: bool = False) -> None:
-        with group.together():
-            if before and here:
-                raise error
-            total = group.all_reduce(torch.ones(300))
-            if between and here:
-                raise error
-            assert float(group.all_reduce(total)[0]) == group.size**2
-            if after and here:
-                raise error
-
-    for fault in ("before", "between", "after"):
-        seen.append(outcome(lambda fault=fault: attempt(**{fault: True})))  # type: ignore[misc]
-        seen.append(outcome(attempt))
-    for alone in (lambda: prepare(group, error), lambda: abort_twice(group)):
-        # The failing rank fails alone; the others notice in their next attempt, which it does not join.
-        seen.append(outcome(alone if here else attempt))
-        seen.append(outcome(attempt))
-    return seen
-
-
-def abort_twice(group: RankGroup) -> None:
-    group.abort()
-    group.abort()
-
-
-def prepare(group: RankGroup, error: Exception) -> None:
-    with group.watched():
-        raise error
-
-
-@pytest.mark.parametrize(("size", "failing"), [(2, 0), (2, 1), (4, 2)])
-def test_group_fails_as_one_and_meets_again(ranks: Ranks, size: int, failing: int) -> None:
-    """No rank continues or retries alone, wherever another one failed; the next attempt works on all."""
-    found = ranks.run(attempts, failing, size=size)
-    other = f"DeviceOutOfMemory: another rank of the group, {failing}, ran out of memory."
-    own = "DeviceOutOfMemory: own"
-    for rank, seen in enumerate(found):
-        if rank == failing:
-            assert seen == [own, ""] * 4 + ["", ""]
-        else:
-            assert seen == [other, ""] * 5
-
-
 class LateGroup:
-    """A group as on GPUs: collectives are asynchronous, and an aborted one leaves arbitrary data."""
-
-    def __init__(self) -> None:
-        self.aborted = threading.Event()
-        self.started: list[torch.Tensor] = []
-
-    def allreduce(self, tensors: list[torch.Tensor]) -> Any:
-        if not self.aborted.is_set():
-            tensors[0].mul_(2)
-        self.started += tensors
-        return SimpleNamespace(wait=lambda: None)
-
-    def abort(self) -> None:
-        self.aborted.set()
-
-
-class LateCollectives:
-    """Connects to no peer; see `LateGroup`."""
+    """A group as on GPUs, without peers: collectives are asynchronous, and an aborted one leaves arbitrary data."""
 
     exchanges = False
     wakes_peers = False
 
     def __init__(self) -> None:
-        self.group = LateGroup()
+        self.aborted = threading.Event()
 
-    def connect(self, store: Any, rank: int, size: int, *, timeout_s: float) -> LateGroup:
-        return self.group
+    def connect(self, _store: Any, _rank: int, _size: int, *, timeout_s: float) -> LateGroup:
+        return self
+
+    def allreduce(self, tensors: list[torch.Tensor]) -> Any:
+        if not self.aborted.is_set():
+            tensors[0].mul_(2)
+        return SimpleNamespace(wait=lambda: None)
+
+    def abort(self) -> None:
+        self.aborted.set()
 
 
 @pytest.fixture
@@ -157,9 +113,9 @@ def late(tmp_path: Path) -> tuple[RankGroup, LateGroup, Any]:
     distributed: Any = torch.distributed
     store: Any = distributed.FileStore(str(tmp_path / "group-generate-0"), 2)
     store.set("step/1", "0")
-    collectives = LateCollectives()
     settings = WorkerSettings(ranks=2, rank=0, rendezvous=str(tmp_path / "group"))
-    return RankGroup(settings, "generate", collectives), collectives.group, store
+    connected = LateGroup()
+    return RankGroup(settings, "generate", connected), connected, store
 
 
 @pytest.mark.parametrize("broken", [True, False])
@@ -191,12 +147,9 @@ def test_first_failure_of_this_rank_is_reported(late: tuple[RankGroup, LateGroup
 
 def lose(settings: WorkerSettings, how: str) -> str:
     """Run one collective; then rank 1 is gone, or is silent until the other one's timeout."""
-    on_rank.enter(
-        RankGroup(settings, "both are there", GlooCollectives())
-    )  # so that 2 s suffice to connect
-    group = RankGroup(
-        settings, "generate", GlooCollectives(), timeout_s=2.0 if how == "deaf" else NEVER_S
-    )
+    timeout_s = 2.0 if how == "deaf" else NEVER_S  # suffices to connect if both are there
+    on_rank.enter(RankGroup(settings, "both are there", GlooCollectives()))
+    group = RankGroup(settings, "generate", GlooCollectives(), timeout_s=timeout_s)
     on_rank.enter(group)
     over = Path(f"{settings.rendezvous}-over")
     if settings.rank == 0:
@@ -209,14 +162,18 @@ def lose(settings: WorkerSettings, how: str) -> str:
     return ""
 
 
-def test_group_is_lost_with_a_rank_that_is_gone(ranks: Ranks) -> None:
-    """Closed connections without a reason are not out-of-memory."""
-    assert "connection to another rank of the group is gone" in ranks.run(lose, "gone")[0]
-
-
-def test_group_does_not_wait_for_ever(ranks: Ranks) -> None:
-    """A silent rank is waited for until the timeout in the message."""
-    assert "value over 2, limit 2. Remedy" in ranks.run(lose, "deaf")[0]
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("gone", "connection to another rank of the group is gone"),
+        ("deaf", "value over 2, limit 2. Remedy"),
+    ],
+)
+def test_group_is_lost_with_a_rank_that_is_gone_or_silent(
+    ranks: Ranks, how: str, message: str
+) -> None:
+    """Closed connections without a reason are not out-of-memory; the timeout of silence is in the message."""
+    assert message in ranks.run(lose, how)[0]
 
 
 def meet_at_another_step(settings: WorkerSettings) -> str:
@@ -240,18 +197,13 @@ def generate_with_faults(
     driver = on_rank.driver_of(settings, stage, 16)
     running = driver.start(0, QUESTION[0])
     faults = [
-        (language, "pack"),
-        (worker.module.layers[1].mlp, "forward"),
-        (worker, "_head"),
-        (language, "choose_tokens"),
+        (language, "pack", OUT_OF_MEMORY),
+        (worker.module.layers[1].mlp, "forward", OUT_OF_MEMORY),
+        (worker, "_head", OUT_OF_MEMORY),
+        (language, "choose_tokens", OUT_OF_MEMORY),
     ]
-    seen = []
-    for owner, name in faults:
-        with pytest.MonkeyPatch.context() as patch:
-            if settings.rank == failing:
-                patch.setattr(owner, name, Once(getattr(owner, name), OUT_OF_MEMORY))
-            seen.append(outcome(lambda: driver.step([running])))
-        driver.step([running])
+    here = settings.rank == failing
+    seen = attempts_with(faults, lambda: outcome(lambda: driver.step([running])), here=here)
     while len(running.output) < running.budget:
         driver.step([running])
     return seen, running.output
@@ -259,7 +211,7 @@ def generate_with_faults(
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_step_fails_on_every_rank_and_can_be_run_again(
-    ranks: Ranks, checkpoints: Checkpoints, stages: Callable[..., Any], failing: int
+    ranks: Ranks, checkpoints: Checkpoints, stages: Stages, failing: int
 ) -> None:
     """Before the first collective, between two, and after the last; the tokens are unchanged."""
     found = ranks.run(generate_with_faults, str(checkpoints("nano25")), failing)
@@ -267,38 +219,32 @@ def test_step_fails_on_every_rank_and_can_be_run_again(
     for rank, (seen, tokens) in enumerate(found):
         assert tokens == wanted
         words = "memory ran out while running a step" if rank == failing else f"{failing}, ran out"
-        assert len(seen) == 4
-        assert all(each.startswith("DeviceOutOfMemory") and words in each for each in seen), seen
+        assert seen[1::2] == [""] * 4
+        assert all(each.startswith("DeviceOutOfMemory") and words in each for each in seen[::2])
 
 
 def encode_with_faults(settings: WorkerSettings, path: str) -> tuple[list[str], Any]:
     stage = on_rank.load(settings, path)
     embeddings = empty_pages(stage.info)
     encoder: Any = stage.encoder
-    block = encoder._tower.module.blocks[1]
-    faults: list[tuple[Any, Exception]] = [
-        (block, OUT_OF_MEMORY),
-        (encoder._tower.module, ValueError("shape")),
+    faults: list[Fault] = [
+        (encoder._tower.module.blocks[1], "forward", OUT_OF_MEMORY),
+        (encoder._tower.module, "forward", ValueError("shape")),
     ]
-    seen = []
-    for owner, error in faults:
-        with pytest.MonkeyPatch.context() as patch:
-            if settings.rank == 1:
-                patch.setattr(owner, "forward", Once(owner.forward, error))
-            seen.append(outcome(lambda: encoder.encode(jobs_of(stage), embeddings)))
-    encoder.encode(jobs_of(stage), embeddings)
-    return seen, embeddings
+    here = settings.rank == 1
+    encode = functools.partial(encoder.encode, jobs_of(stage), embeddings)
+    return attempts_with(faults, lambda: outcome(encode), here=here), embeddings
 
 
 def test_encode_fails_on_every_rank_and_can_be_run_again(
-    ranks: Ranks, checkpoints: Checkpoints, stages: Callable[..., Any]
+    ranks: Ranks, checkpoints: Checkpoints, stages: Stages
 ) -> None:
     """The batch fails on all ranks; the next one is encoded, and only the first rank writes."""
     (seen, rows), (own, nothing) = ranks.run(encode_with_faults, str(checkpoints("nano3")))
     assert seen[0] == "DeviceOutOfMemory: another rank of the group, 1, ran out of memory."
-    assert seen[1] == "PeerFailed: another rank of the group, 1, failed: ValueError"
     assert own[0].startswith("DeviceOutOfMemory: memory ran out while encoding images")
-    assert own[1] == "ValueError: shape"
+    assert seen[1:] == ["", "PeerFailed: another rank of the group, 1, failed: ValueError", ""]
+    assert own[1:] == ["", "ValueError: shape", ""]
     stage = stages("nano3")
     wanted = empty_pages(stage.info)
     assert (nothing == wanted).all()
@@ -315,22 +261,14 @@ def size_with_faults(settings: WorkerSettings, path: str) -> list[tuple[str, str
         worker, worker._info, load, image=image_plan((1, 4, 4), merge=2, patch=1, channels=1)
     )
     order = SizeKv(256, profile=True, headroom_bytes=1 << 16, probe=True)
-    seen: list[tuple[str, str]] = []
     memory = worker.device_memory()._memory
-    faults = [
+    faults: list[Fault] = [
         (language, "require_available", DeviceOutOfMemory("no room")),
         (memory, "hold", DeviceOutOfMemory("no headroom")),
         (worker, "prepare", MemoryError()),
     ]
-    for owner, name, error in faults:
-        with pytest.MonkeyPatch.context() as patch:
-            if settings.rank == 1:
-                patch.setattr(owner, name, Once(getattr(owner, name), error))
-            sized = sizing.carry_out(order)
-            seen.append((sized.outcome, sized.message))
-        sized = sizing.carry_out(order)
-        seen.append((sized.outcome, sized.message))
-    return seen
+    found = attempts_with(faults, lambda: sizing.carry_out(order), here=settings.rank == 1)
+    return [(sized.outcome, sized.message) for sized in found]
 
 
 def test_sizing_fails_on_every_rank_and_goes_on(ranks: Ranks, checkpoints: Checkpoints) -> None:
@@ -356,27 +294,26 @@ def four_heads(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     return functools.cache(lambda size: make_four_heads(root / size, size))
 
 
-def check_equal(ranks: Ranks, path: Path, size: int) -> None:
-    stage = Stage.load(path)
-    driver = Driver(stage, chunk=40, seed=40)
-    tokens = [each.output for each in driver.run(QUESTIONS, arrivals=2, preempts=7)]
-    for found, embeddings, _ in ranks.run(on_rank.answer, str(path), QUESTIONS, size=size):
+@pytest.mark.parametrize(
+    ("size", "count"), [("nano25", 2), ("nano3", 4), *thorough(("nano3", 2), ("nano25", 4))]
+)
+def test_ranks_equal_one(
+    ranks: Ranks, checkpoints: Checkpoints, four_heads: Checkpoints, size: str, count: int
+) -> None:
+    """Chunked prefill and decode in one step, images, deepstack, preemption, a seeded request: the same tokens."""
+    path = (checkpoints if count == 2 else four_heads)(size)
+    tokens, alone, _ = on_rank.answer(WorkerSettings(threads=1), str(path), QUESTIONS)
+    for found, embeddings, _ in ranks.run(on_rank.answer, str(path), QUESTIONS, size=count):
         assert found == tokens
         np.testing.assert_allclose(
-            embeddings.view(np.float32), driver.embeddings.view(np.float32), rtol=1e-3, atol=1e-4
+            embeddings.view(np.float32), alone.view(np.float32), rtol=1e-3, atol=1e-4
         )
 
 
-def test_two_ranks_equal_one(ranks: Ranks, checkpoints: Checkpoints, size: str) -> None:
-    """Chunked prefill and decode in one step, images, deepstack, preemption, a seeded request: the same tokens."""
-    check_equal(ranks, checkpoints(size), 2)
-
-
-def test_four_ranks_equal_one(ranks: Ranks, four_heads: Checkpoints, size: str) -> None:
-    check_equal(ranks, four_heads(size), 4)
-
-
-@pytest.mark.parametrize("fails", ["", "early", "at the end"])
+@pytest.mark.parametrize(
+    ("size", "fails"),
+    [("nano25", "early"), ("nano3", "at the end"), *thorough(("nano25", ""), ("nano3", ""))],
+)
 def test_ranks_pause_in_a_batch(
     ranks: Ranks, checkpoints: Checkpoints, size: str, fails: str
 ) -> None:
