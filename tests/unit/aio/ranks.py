@@ -25,7 +25,10 @@ from vsched.config import Config
 from vsched.config.sections import DeadlinesConfig
 from vsched.engine import Engine, RunningParts
 from vsched.errors import RequestFailed
+from vsched.kernel import Scheduler
+from vsched.kernel.commands import Command
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision
+from vsched.kernel.events import Event
 from vsched.memory import Sized
 from vsched.policy import RankMemory, Reservation
 from vsched.testing import default_policies, make_request
@@ -467,6 +470,18 @@ class ShellHarness:
         await self.shell.stop()
         assert all(rank.ended for rank in self.ranks.made), "a rank outlives its shell"
         self._place.arena.close()
+
+
+def fail_on(monkeypatch: pytest.MonkeyPatch, kind: type[Event]) -> None:
+    """Let the scheduler raise at an event of this kind."""
+    real = Scheduler.handle
+
+    def handle(kernel: Scheduler, event: Event, now_ns: int) -> list[Command]:
+        if isinstance(event, kind):
+            raise KeyError("a state that cannot be")
+        return real(kernel, event, now_ns)
+
+    monkeypatch.setattr(Scheduler, "handle", handle)
 
 
 PROMPTS = ([11, 12], [21, 22, 23], [31], [41, 42])

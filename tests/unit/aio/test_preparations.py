@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Coroutine, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from tests.patience import patience
-from tests.unit.aio.ranks import ShellHarness, Text
+from tests.unit.aio.ranks import ShellHarness, Text, fail_on
 from vsched.aio.arrivals import PendingArrivals
 from vsched.aio.streams import Generation
 from vsched.engine import Engine
 from vsched.errors import RequestFailed, RequestRefused
-from vsched.kernel.events import Cleared, Event, TimerFired
+from vsched.kernel.events import Cleared, TimerFired
 from vsched.policy import (
     Admit,
     ArrivalDecision,
@@ -50,7 +51,29 @@ class SlowMedia:
         pass
 
 
-def engine_with(played: ShellHarness, media: SlowMedia) -> Engine:
+class Told(RequestPolicy, frozen=True, kw_only=True):
+    """Decides by tenant; held requests are let in when asked again."""
+
+    def arrive(self, view: ArrivalView) -> ArrivalDecision:
+        match view.request.tenant:
+            case "shed":
+                return Shed("too many, value 3, limit 2", 7, 503)
+            case "elsewhere":
+                return Redirect("http://other:8000/")
+            case "held" if not view.request.asks:
+                return Hold(view.now_ns + 50_000_000_000)
+            case _:
+                return Admit()
+
+
+@pytest.fixture
+def media() -> SlowMedia:
+    return SlowMedia()
+
+
+@pytest.fixture
+def engine(played: ShellHarness, media: SlowMedia) -> Engine:
+    played.shell._kernel._gate._seat.ask = Told().arrive
     engine = played.engine()
     assert engine._running is not None
     engine._running = dataclasses.replace(engine._running, media=cast("Any", media))
@@ -59,15 +82,18 @@ def engine_with(played: ShellHarness, media: SlowMedia) -> Engine:
     return engine
 
 
+def ask(
+    engine: Engine, tenant: str = "", *, request_id: str = "r", prompt: Sequence[int] = (1, 2, 3)
+) -> Coroutine[Any, Any, Generation]:
+    sampling = SamplingParams(temperature=0.0, max_tokens=3)
+    return engine.generate(
+        prompt=[*prompt], sampling=sampling, request_id=request_id, tenant=tenant
+    )
+
+
 async def begin(engine: Engine, media: SlowMedia, count: int) -> list[asyncio.Task[Generation]]:
     """Start requests, and return once all of them are being prepared."""
-    sampling = SamplingParams(temperature=0.0, max_tokens=3)
-    tasks = [
-        asyncio.create_task(
-            engine.generate(prompt=[1, 2, 3], sampling=sampling, request_id=f"r{number}")
-        )
-        for number in range(count)
-    ]
+    tasks = [asyncio.create_task(ask(engine, request_id=f"r{number}")) for number in range(count)]
     async with patience():
         for _ in tasks:
             await media.started.get()
@@ -82,10 +108,10 @@ async def errors_of(tasks: list[asyncio.Task[Generation]]) -> list[tuple[str, in
     return [(one.code, one.status, one.retry_after_s) for one in cast("Any", outcomes)]
 
 
-async def test_requests_in_preparation_wait(played: ShellHarness) -> None:
+async def test_requests_in_preparation_wait(
+    played: ShellHarness, engine: Engine, media: SlowMedia
+) -> None:
     """Statistics count them, with their state."""
-    media = SlowMedia()
-    engine = engine_with(played, media)
     tasks = await begin(engine, media, 6)
     now = played.shell.statistics()
     assert (now["running"], now["waiting"]) == (0, 6)
@@ -101,11 +127,9 @@ async def test_requests_in_preparation_wait(played: ShellHarness) -> None:
 
 @pytest.mark.parametrize("is_ready", [False, True], ids=["at work", "just ready"])
 async def test_clear_interrupts_requests_in_preparation(
-    played: ShellHarness, *, is_ready: bool
+    engine: Engine, media: SlowMedia, *, is_ready: bool
 ) -> None:
     """Like a request waiting in the kernel, even if its preparation has just ended."""
-    media = SlowMedia()
-    engine = engine_with(played, media)
     tasks = await begin(engine, media, 6)
     if is_ready:
         media.ready.set()
@@ -117,33 +141,28 @@ async def test_clear_interrupts_requests_in_preparation(
     assert (await again).request_id == "r0"
 
 
-async def test_stop_ends_requests_in_preparation_with_a_reply(played: ShellHarness) -> None:
-    media = SlowMedia()
-    engine = engine_with(played, media)
-    tasks = await begin(engine, media, 3)
-    await played.shell.stop()
-    assert await errors_of(tasks) == [("stopping", 503, 5)] * 3
-
-
-async def test_a_scheduler_that_fails_ends_requests_in_preparation(
-    played: ShellHarness, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fails", [False, True], ids=["stop", "a scheduler that fails"])
+async def test_end_of_the_shell_ends_requests_in_preparation_with_a_reply(
+    played: ShellHarness,
+    engine: Engine,
+    media: SlowMedia,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    fails: bool,
 ) -> None:
-    media = SlowMedia()
-    engine = engine_with(played, media)
     tasks = await begin(engine, media, 3)
+    if fails:
+        fail_on(monkeypatch, Cleared)
+        played.shell.handle(Cleared())
+    else:
+        await played.shell.stop()
+    assert await errors_of(tasks) == [("given_up" if fails else "stopping", 503, 5)] * 3
 
-    def fail(event: Event, now_ns: int) -> Any:
-        raise AssertionError((event, now_ns))
 
-    monkeypatch.setattr(played.shell._kernel, "handle", fail)
-    played.shell.handle(Cleared())
-    assert await errors_of(tasks) == [("given_up", 503, 5)] * 3
-
-
-async def test_drain_serves_requests_in_preparation(played: ShellHarness) -> None:
+async def test_drain_serves_requests_in_preparation(
+    played: ShellHarness, engine: Engine, media: SlowMedia
+) -> None:
     """They were accepted: a drain refuses only later requests, and ends once all of these have."""
-    media = SlowMedia()
-    engine = engine_with(played, media)
     tasks = await begin(engine, media, 2)
     draining = asyncio.create_task(engine.drain())
     await asyncio.sleep(0)
@@ -195,45 +214,12 @@ async def test_an_interrupted_caller_can_go_on() -> None:
     assert await task == 0
 
 
-class Told(RequestPolicy, frozen=True, kw_only=True):
-    """Decides by tenant; held requests are let in when asked again."""
-
-    def arrive(self, view: ArrivalView) -> ArrivalDecision:
-        match view.request.tenant:
-            case "shed":
-                return Shed("too many, value 3, limit 2", 7, 503)
-            case "elsewhere":
-                return Redirect("http://other:8000/")
-            case "held" if not view.request.asks:
-                return Hold(view.now_ns + 50_000_000_000)
-            case _:
-                return Admit()
-
-
-def ask(engine: Any, tenant: str) -> Any:
-    sampling = SamplingParams(temperature=0.0, max_tokens=3)
-    return engine.generate(
-        prompt=[1, 2, 3], sampling=sampling, request_id=tenant or "r", tenant=tenant
-    )
-
-
-@pytest.fixture
-def media() -> SlowMedia:
-    return SlowMedia()
-
-
-@pytest.fixture
-def engine(played: ShellHarness, media: SlowMedia) -> Any:
-    played.shell._kernel._gate._seat.ask = Told().arrive
-    return engine_with(played, media)
-
-
 def door(played: ShellHarness) -> tuple[int, int]:
     counts = played.shell.statistics()["arrival"]
     return counts["held_now"], counts["preparing_now"]
 
 
-async def test_rejected_request_is_not_prepared(engine: Any, media: SlowMedia) -> None:
+async def test_rejected_request_is_not_prepared(engine: Engine, media: SlowMedia) -> None:
     with pytest.raises(RequestRefused) as shed:
         await ask(engine, "shed")
     error = shed.value
@@ -246,9 +232,9 @@ async def test_rejected_request_is_not_prepared(engine: Any, media: SlowMedia) -
 
 
 async def test_held_request_waits_and_is_served(
-    engine: Any, media: SlowMedia, played: ShellHarness
+    engine: Engine, media: SlowMedia, played: ShellHarness
 ) -> None:
-    task = asyncio.create_task(ask(engine, "held"))
+    task = asyncio.create_task(ask(engine, "held", request_id="held"))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert door(played) == (1, 0)
@@ -267,10 +253,10 @@ async def test_held_request_waits_and_is_served(
 
 
 async def test_clients_that_leave_leave_nothing_at_the_door(
-    engine: Any, media: SlowMedia, played: ShellHarness
+    engine: Engine, media: SlowMedia, played: ShellHarness
 ) -> None:
-    """One request on hold, one in preparation, one whose preparation fails, and one with numbers out of range."""
-    held = asyncio.create_task(ask(engine, "held"))
+    """One request on hold, one in preparation, and one with numbers out of range."""
+    held = asyncio.create_task(ask(engine, "held", request_id="held"))
     (preparing,) = await begin(engine, media, 1)
     assert door(played) == (1, 1)
     for task in (held, preparing):
@@ -279,8 +265,6 @@ async def test_clients_that_leave_leave_nothing_at_the_door(
     assert door(played) == (0, 0)
     media.ready.set()
     with pytest.raises(RequestRefused):
-        await engine.generate(
-            prompt=[5000], request_id="r", sampling=SamplingParams(temperature=0.0, max_tokens=1)
-        )
+        await ask(engine, prompt=[5000])
     assert door(played) == (0, 0)
     assert played.shell.statistics()["waiting"] == 0

@@ -166,23 +166,23 @@ async def test_shell_fault_during_recovery_ends_in_service(
     await played.run_out(streams)
 
 
-@pytest.mark.parametrize("groups", [TWO_OF_EACH, TWO_TOGETHER], ids=str)
 @pytest.mark.parametrize(
-    ("error", "reported"),
+    ("groups", "ranks", "failures"),
     [
-        (CheckpointError("weights are missing"), "weights are missing"),
-        (OSError("no pid"), "no pid"),
+        (TWO_OF_EACH, 1, [CheckpointError("weights are missing")]),
+        (TWO_TOGETHER, 1, [OSError("no pid")]),
+        (SEPARATE, 2, [None, OSError("no processes left")]),
     ],
-    ids=["checkpoint", "system"],
+    ids=["checkpoint", "system", "second rank"],
 )
 async def test_shell_crew_that_cannot_start_is_one_clear_error(
-    played: ShellHarness, groups: Groups, error: Exception, reported: str
+    played: ShellHarness, groups: Groups, ranks: int, failures: list[Exception | None]
 ) -> None:
     """The start of all worker groups fails at once with the error of one, and no rank stays."""
     await played.stop()
-    played.ranks.failures.append(error)
-    with pytest.raises(type(error), match=reported):
-        await played.start(groups)
+    played.ranks.failures.extend(failures)
+    with pytest.raises(type(failures[-1]), match=str(failures[-1])):  # type: ignore[arg-type]
+        await played.start(groups, ranks=ranks)
     assert all(rank.ended for rank in played.ranks.made)
     await played.start(groups)  # the test's end stops it
 
@@ -295,12 +295,3 @@ async def test_shell_any_rank_takes_the_whole_crew_down(played: ShellHarness, fa
     assert ranks.starts == 6
     assert ranks.places - ranks.places_closed == 2, "the host of the lost start was released"
     await played.run_out(streams)
-
-
-async def test_crew_whose_second_rank_cannot_be_started_leaves_none(played: ShellHarness) -> None:
-    """The first rank is stopped as well."""
-    await played.stop()
-    played.ranks.failures.extend([None, OSError("no processes left")])
-    with pytest.raises(OSError, match="no processes left"):
-        await played.start(SEPARATE, ranks=2)
-    assert all(rank.ended for rank in played.ranks.made)
