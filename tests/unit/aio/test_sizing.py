@@ -73,23 +73,6 @@ def measured(order: SizeKv, *, activations_bytes: int) -> Sized:
     return Sized("fits", "", memory)
 
 
-async def test_sizing_of_a_restarted_group_builds_what_was_accepted_without_profiling() -> None:
-    """The kernel keeps the number of blocks it knows; nothing is measured again."""
-    sizing = make_sizing([["generate"]], policy=AutoProfile(headroom_bytes=MIB))
-    first = Group(lambda order: [measured(order, activations_bytes=MIB)])
-    await sizing.lead("generate", first)  # type: ignore[arg-type]
-    assert [order.probe for order in first.orders] == [True, False]
-    again = Group()
-    await sizing.lead("generate", again)  # type: ignore[arg-type]
-    assert again.orders == [SizeKv(first.orders[-1].tokens, profile=False, headroom_bytes=0)]
-    assert again.accepted == first.accepted
-    full = Group(lambda _order: [Sized("out_of_memory", "no room", LOADED)])
-    with pytest.raises(
-        DeviceOutOfMemory, match=r"had before it was lost \(no room\): value \d+ tok"
-    ):
-        await sizing.lead("generate", full)  # type: ignore[arg-type]
-
-
 async def tokens_next_to(
     groups: list[list[str]],
     growth_mib: int = 0,
@@ -231,8 +214,8 @@ async def test_sizing_of_groups_apart_overlaps() -> None:
     assert groups[0].accepted == groups[1].accepted != []
 
 
-async def test_sizing_gives_all_groups_the_size_of_the_smallest_and_builds_it_again() -> None:
-    """The kernel uses the smallest; a group that comes back gets its old size, and the others get no order."""
+async def test_sizing_gives_all_groups_the_size_of_the_smallest() -> None:
+    """The kernel uses the smallest. A group that comes back must have room for it again."""
     sizing = make_sizing([["generate-0"], ["generate-1"]], policy=AutoProfile(headroom_bytes=0))
     small = msgspec.structs.replace(LOADED, pool="small", total_bytes=60 * MIB)
     small = msgspec.structs.replace(small, available_bytes=50 * MIB)
@@ -242,16 +225,15 @@ async def test_sizing_gives_all_groups_the_size_of_the_smallest_and_builds_it_ag
             lambda order: [_of(rank, measured(order, activations_bytes=MIB))], ranks=[rank]
         )
 
-    first = {"generate-0": group(LOADED), "generate-1": group(small)}
-    await asyncio.gather(*(sizing.lead(name, one) for name, one in first.items()))  # type: ignore[arg-type]
+    groups = [group(LOADED), group(small)]
+    await asyncio.gather(*(sizing.lead(f"generate-{n}", one) for n, one in enumerate(groups)))  # type: ignore[arg-type]
     expected = 0.95 * (60 - 10 - 1) * MIB / 8 // LOAD.block_size
-    assert [one.accepted for one in first.values()] == [[expected], [expected]]
-    orders = len(first["generate-0"].orders)
-    again = group(small)
-    await sizing.lead("generate-1", again)  # type: ignore[arg-type]
-    assert again.accepted == [expected]
-    assert [order.profile for order in again.orders] == [False]
-    assert len(first["generate-0"].orders) == orders
+    assert [one.accepted for one in groups] == [[expected], [expected]]
+    full = Group(lambda _order: [Sized("out_of_memory", "no room", LOADED)])
+    with pytest.raises(
+        DeviceOutOfMemory, match=r"had before it was lost \(no room\): value \d+ tok"
+    ):
+        await sizing.lead("generate-1", full)  # type: ignore[arg-type]
 
 
 def _of(rank: RankMemory, sized: Sized) -> Sized:
