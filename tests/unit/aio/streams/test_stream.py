@@ -180,7 +180,7 @@ STOP, LENGTH, ABORT = FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT
 @pytest.mark.parametrize(
     ("options", "tokens", "ended", "expected"),
     [
-        # The text ends before the stop string, or with it, or with the text of the stop token; no token counts after it.
+        # The text ends before the stop string, or with it, or with the text of the stop token; none counts after it.
         ({"stop": BC}, [0, 1, 2, 3], STOP, ("a", 3, "stop", "bc")),
         ({"stop": BC, "include_stop": True}, [0, 1, 2, 3], ABORT, ("abc", 3, "abort", "bc")),
         ({"stop_token_ids": ONE, "include_stop": True}, [0, 1], STOP, ("ab", 2, "stop", None)),
