@@ -109,11 +109,13 @@ def join(
     items: Sequence[ItemPlace] = (),
     prompt_length: int = 0,
     adapter: int = 0,
+    blocks: Sequence[int] = (),
+    computed: int = 0,
 ) -> Join:
     known, length = np.asarray(tokens, np.int32).tobytes(), prompt_length or len(tokens)
     data = RequestData(known, length, [*items], sampling, stops, adapter)
-    blocks = [10 * number + index for index in range(-(-len(tokens) // 4))]
-    return Join(number, slot, 0, len(tokens), blocks, data)
+    own = [10 * number + index for index in range(-(-len(tokens) // 4))]
+    return Join(number, slot, computed, len(tokens), [*blocks] or own, data)
 
 
 def whole(slot: int, length: int) -> ChunkPlan:
@@ -121,8 +123,8 @@ def whole(slot: int, length: int) -> ChunkPlan:
 
 
 def prefill(*joined: Join, step: int = 1, **more: Any) -> GenerateDecision:
-    """Have requests join, and compute their prompts in one chunk each."""
-    chunks = [whole(one.slot, one.length) for one in joined]
+    """Have requests join, and compute the rest of their prompts in one chunk each."""
+    chunks = [ChunkPlan(one.slot, one.computed, one.length, []) for one in joined]
     return GenerateDecision(step, joined=[*joined], chunks=chunks, **more)
 
 
@@ -272,8 +274,7 @@ def test_generate_rank_refuses_decisions_of_the_other_stage() -> None:
 
 def test_generate_rank_goes_on_from_no_blocks_alone_if_there_is_a_state() -> None:
     """A rank that did would compute with a state that is not the sequence's."""
-    data = join(1, 0, [3, 4, 5, 6, 7]).data
-    cached = GenerateDecision(1, joined=[Join(1, 0, 4, 5, [1, 2], data)])
+    cached = GenerateDecision(1, joined=[join(1, 0, [3, 4, 5, 6, 7], computed=4)])
     rank_of(Script([])).apply(cached)
     with pytest.raises(RankDesync, match="joins with the KV of 4 tokens, and state None"):
         rank_of(Script([]), keeps_state=True).apply(cached)
