@@ -92,6 +92,7 @@ async def test_shell_without_one_encode_crew_encodes_with_the_other(played: Shel
     ranks = played.ranks
     images = [image_stream(played, name, (0, 6, name.encode())) for name in "abc"]
     busy = [name for name in ("encode-0", "encode-1") if ranks.wires[name].frames[0]]
+    first = ranks.of(busy[0]).spec.encode
     await is_lost(played, busy[0])
     ranks.run()
     for image in images:
@@ -100,6 +101,11 @@ async def test_shell_without_one_encode_crew_encodes_with_the_other(played: Shel
     ranks.broken.clear()
     ranks.pause_over.set()
     await played.recover()
+    again = ranks.of(busy[0]).spec.encode
+    assert first is not None
+    assert again is not None
+    kept = "only the first start measures the needs of the worst batch"
+    assert (first.reserved_bytes, again.reserved_bytes) == (None, 0), kept
 
 
 @pytest.mark.parametrize(

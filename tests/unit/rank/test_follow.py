@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.worker.test_member import Link
 from vsched import rank as rank_module
-from vsched.errors import RankDesync
+from vsched.errors import GroupLostError, RankDesync
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision
 from vsched.wire import (
     Continue,
@@ -146,36 +146,34 @@ def test_follow_stops_where_no_log_has_the_next_turn(monkeypatch: pytest.MonkeyP
     assert following.done == []
 
 
-@pytest.mark.parametrize("logs", [1, 2])
+@pytest.mark.parametrize("names", [["generate"], ["encode", "generate"]])
 def test_follow_listens_once_more_after_the_timeout(
-    monkeypatch: pytest.MonkeyPatch, logs: int
+    monkeypatch: pytest.MonkeyPatch, names: list[str]
 ) -> None:
-    """After a stop of the whole machine, the timeout has passed before a live engine could send anything."""
+    """After a stop of the whole machine, the timeout has passed before a live engine could send anything.
+
+    A rank whose engine stays silent stops.
+    """
     following = Following(monkeypatch)
     following.decide("generate", GenerateDecision(1))
     following.decide("generate", Heartbeat())
-    following.decide("generate", Stop())
     waits: list[float] = []
 
     def wait(links: list[Link], timeout_s: float) -> bool:
         waits.append(timeout_s)
-        if len(waits) == 2:
-            return False
-        return following._wait(links, timeout_s)
+        return len(waits) != 2 and following._wait(links, timeout_s)
 
     monkeypatch.setattr(rank_module, "wait_readable", wait)
-    members = following.members
-    if logs == 1:
-        member = members["generate"]
-        listen = member.listen
+    member = following.members["generate"]
+    listen = member.listen
 
-        def late(timeout_s: float) -> bool:
-            waits.append(timeout_s)
-            return False if len(waits) == 2 else bool(listen(timeout_s))
+    def late(timeout_s: float) -> bool:
+        waits.append(timeout_s)
+        return len(waits) != 2 and listen(timeout_s)
 
+    if len(names) == 1:
         member.listen = late  # type: ignore[method-assign]
-        following.follow("generate")
-    else:
-        following.follow()
+    with pytest.raises(GroupLostError, match="heard nothing from the engine for 60 s"):
+        following.follow(*names)
     assert following.done == [("generate", 1)]
     assert waits[2] == 15.0
