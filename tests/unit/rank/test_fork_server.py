@@ -171,25 +171,25 @@ async def test_rank_is_a_new_process_if_the_fork_server_cannot_be_started(
     await worker_group.stop()
 
 
-@pytest.mark.parametrize("value", ["\udcff", "x" * (1 << 16)], ids=["no text", "large"])
 async def test_fork_server_starts_with_any_environment(
-    place: Place, monkeypatch: pytest.MonkeyPatch, value: str
+    place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A variable may have bytes that are not UTF-8, and all together may be larger than a message."""
+    monkeypatch.setenv("NO_TEXT", "\udcff")
     for index in range(4):
-        monkeypatch.setenv(f"ODD_{index}", value)
-    server = ForkServer(FORKED.forkable)
-    server.begin()
-    server.close()
+        monkeypatch.setenv(f"LARGE_{index}", "x" * (1 << 16))
     worker_group = place.worker_group(Received().events, behaviour=FORKED)
     await worker_group.start()
+    assert the_server(place).pid
     await worker_group.stop()
 
 
 @pytest.mark.parametrize(
     ("module", "said"),
     [
-        ("tests.unit.rank.no_such_module", "ModuleNotFoundError"),
+        pytest.param(
+            *("tests.unit.rank.no_such_module", "ModuleNotFoundError"), marks=pytest.mark.thorough
+        ),
         ("tests.unit.rank.thread_at_import", "starts threads when it is imported"),
     ],
 )

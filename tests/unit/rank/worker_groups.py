@@ -25,7 +25,7 @@ from vsched.transport.arena import Arena
 from vsched.types import Request, SamplingParams, stage_of
 from vsched.wire import EncodeResult, GenerateResult
 from vsched.worker.contract import WorkerSettings
-from vsched.worker.spec import EncodeRole, GenerateRole, HostShare, RankSpec, StepLimits
+from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec, StepLimits
 from vsched_policies.memory import Pinned
 
 ROOT = Path(__file__).parents[3]
@@ -108,7 +108,6 @@ class Place:
         self.run_dir = run_dir
         self.arena = Arena.create(LAYOUT)
         self.launcher = launcher or LocalLauncher(str(run_dir))
-        self.share = HostShare()
 
     def worker_group(
         self,
@@ -133,7 +132,6 @@ class Place:
             info=model_info(behaviour),
             timeout_s=limits.rank_timeout_s,
             memory_limit_bytes=memory_limit_bytes,
-            share=self.share,
             encode=encode if stage_of(groups[0]) == "encode" else None,
             generate=generate if stage_of(groups[-1]) == "generate" else None,
         )

@@ -6,11 +6,14 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
 
+import msgspec
 import pytest
 
+from tests.machines import pretend_cores
 from tests.unit.aio.hosts.test_stream import Side
 from tests.unit.aio.leader.leader_harness import FakeLink
 from tests.unit.rank.fake_plugin import NAME, model_info
+from vsched.aio.hosts import server
 from vsched.aio.hosts.link import (
     PIECE_BYTES,
     VERSION,
@@ -33,7 +36,7 @@ from vsched.transport.zmq_link import OnFrame, pulse_identity, rank_identity
 from vsched.types import ArenaLayout
 from vsched.wire import ON_THE_WAY, EncodeResult, Pulse, encode_report
 from vsched.worker.contract import WorkerSettings
-from vsched.worker.spec import EncodeRole, RankSpec
+from vsched.worker.spec import EncodeRole, HostShare, RankSpec
 
 LAYOUT = ArenaLayout(pixel_bytes=2 * WINDOW_BYTES, pages=0, page_rows=4, row_bytes=16)
 ROLE = EncodeRole(
@@ -66,6 +69,8 @@ class Home:
     def __init__(self) -> None:
         self.places = 0
         self.rank = Rank()
+        self.launched: list[tuple[int, int]] = []
+        """Threads and memory limit of each rank."""
 
     def choose_host(self, *_: object) -> Home:
         self.places += 1
@@ -75,7 +80,8 @@ class Home:
         self.link = FakeLink(on_frame)
         return self.link
 
-    def launch(self, _spec: RankSpec, *, threads: int, on_exit: OnExit) -> Rank:
+    def launch(self, spec: RankSpec, *, threads: int, on_exit: OnExit) -> Rank:
+        self.launched.append((threads, spec.memory_limit_bytes))
         return self.rank
 
     def close(self) -> None:
@@ -85,14 +91,16 @@ class Home:
 class Wire:
     """An engine's stream to a host with one rank, frame by frame."""
 
-    def __init__(self) -> None:
+    def __init__(self, spec: RankSpec = SPEC, cores: int | None = None) -> None:
         self.home = Home()
         self.engine = Side(ToEngine, layout=LAYOUT)
         self.answers: deque[bytes] = deque()
-        self.server = HostServer(self.home, send=self._answer, read=lambda: None, name="far")
+        self.server = HostServer(
+            self.home, send=self._answer, read=lambda: None, name="far", cores=cores
+        )
         self.engine.stream.put(OpenGroups(VERSION, "engine", ["encode"], LAYOUT, 0.0, 60.0))
         self.opening = self.engine.frames[0]
-        self.engine.stream.put(Launch(SPEC))
+        self.engine.stream.put(Launch(spec))
         self.deliver()
 
     def _answer(self, _peer: bytes, frame: bytes) -> bool:
@@ -186,3 +194,17 @@ async def test_server_that_closes_waits_for_ranks_of_starts_that_are_over(wire: 
     wire.home.rank.may_end.set()
     await closing
     assert wire.home.rank.ended
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(None, 4), (6, 2)])
+async def test_server_says_what_a_rank_may_take_of_its_host(
+    monkeypatch: pytest.MonkeyPatch, cores: int | None, threads: int
+) -> None:
+    """Defaults come from the host that starts a rank, or from its bundle of Ray, not from the engine's host."""
+    monkeypatch.setattr(server, "host_available", lambda: 400 << 30)
+    pretend_cores(monkeypatch, 12)
+    share = HostShare(processes=3, threads=("encode",), memory=1, memory_bytes=1 << 30)
+    wire = Wire(msgspec.structs.replace(SPEC, share=share), cores)
+    assert wire.home.launched == [(threads, 51 << 30)]
+    wire.engine.stream.close()
+    await wire.server.close()
