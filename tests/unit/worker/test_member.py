@@ -126,6 +126,14 @@ def receive(member: Member[Link], log: LeaderLog, entry: LogEntry) -> None:
     member.listen(0)
 
 
+def carry_out(member: Member[Link], *entries: LogEntry, log: LeaderLog | None = None) -> None:
+    """Have a rank carry out entries of a new log, or of this one."""
+    log = log or LeaderLog()
+    for entry in entries:
+        receive(member, log, entry)
+        assert member.carry_out()
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_member_reports_pauses_and_what_the_whole_step_took(rank: int) -> None:
     """The first rank reports the time of each time slice, and in the end of all; the others report at the end."""
@@ -161,10 +169,8 @@ def test_member_reports_pauses_and_what_the_whole_step_took(rank: int) -> None:
 def test_member_answers_heartbeats_and_hooks_by_their_place_in_the_log() -> None:
     """Each with the memory of the process; a hook once it has run."""
     side = Stage()
-    member, log = member_of(side), LeaderLog()
-    for entry in (Heartbeat(), RunHook("balance"), Heartbeat()):
-        receive(member, log, entry)
-        assert member.carry_out()
+    member = member_of(side)
+    carry_out(member, Heartbeat(), RunHook("balance"), Heartbeat())
     assert side.hooks_run == ["balance"]
     beats = [Beat(seq, {"resident": 5}, late) for seq, late in ((1, 0), (2, 1), (3, 1))]
     assert member.link.sent == [Hello(0, "sesame"), *beats]
@@ -182,11 +188,9 @@ def test_member_reports_its_threads_when_their_number_changes() -> None:
     member.report_ready(Ready(8, {}))
     for step, threads in ((1, 4), (2, 3), (3, 3)):
         side.worker.threads = threads
-        receive(member, log, EncodeDecision(step, []))
-        assert member.carry_out()
+        carry_out(member, EncodeDecision(step, []), log=log)
     side.worker.threads = 4
-    receive(member, log, Heartbeat())
-    assert member.carry_out()
+    carry_out(member, Heartbeat(), log=log)
     assert [type(one).__name__ for one in member.link.sent[1:]] == [
         *("Ready", "EncodeResult", "EncodeResult", "ThreadsInUse"),
         *("EncodeResult", "Beat", "ThreadsInUse"),
@@ -242,13 +246,10 @@ class AdapterWorker(StandInEncoder):
 
 def test_member_adds_and_removes_adapters_and_reports_why_one_cannot_be_added() -> None:
     """A rank that cannot add one keeps all the others, and goes on."""
-    adapting, log = worker(AdapterWorker), LeaderLog()
-    member = member_of(Stage())
+    adapting, member = worker(AdapterWorker), member_of(Stage())
     side = member.stage = EncodeRank(adapting, EMBEDDINGS, read=lambda _: NO_BYTES)
-    entries: list[LogEntry] = [AddAdapter(1, "huge"), AddAdapter(2, "a"), AddAdapter(3, "b")]
-    for entry in (*entries, RemoveAdapter(3), RemoveAdapter(2), AddAdapter(4, "b")):
-        receive(member, log, entry)
-        assert member.carry_out()
+    adds = AddAdapter(1, "huge"), AddAdapter(2, "a"), AddAdapter(3, "b")
+    carry_out(member, *adds, RemoveAdapter(3), RemoveAdapter(2), AddAdapter(4, "b"))
     (_, huge, *others) = member.link.sent
     assert isinstance(huge, AdapterChanged)
     assert "Remedy: raise encode.memory_limit" in huge.error
@@ -258,22 +259,19 @@ def test_member_adds_and_removes_adapters_and_reports_why_one_cannot_be_added() 
     assert side.adapters == {4}
 
 
-def test_member_without_adapters_follows_no_leader_that_adds_one() -> None:
-    member = member_of(Stage())
-    receive(member, LeaderLog(), AddAdapter(1, "a"))
-    with pytest.raises(RankDesync, match="takes none"):
-        member.carry_out()
-
-
 @pytest.mark.parametrize(
-    "entry", [SizeKv(64, profile=False, headroom_bytes=0), AcceptKv(1)], ids=repr
+    ("entry", "error"),
+    [
+        (AddAdapter(1, "a"), "takes none"),
+        # Sequences are in the KV cache that was accepted.
+        (SizeKv(64, profile=False, headroom_bytes=0), "came after one was accepted"),
+        (AcceptKv(1), "came after one was accepted"),
+    ],
+    ids=repr,
 )
-def test_member_refuses_another_kv_cache_than_was_accepted(entry: LogEntry) -> None:
-    """Sequences are in the current one."""
-    member = member_of(Stage())
-    receive(member, LeaderLog(), entry)
-    with pytest.raises(RankDesync, match="came after one was accepted"):
-        member.carry_out()
+def test_member_follows_no_leader_that_orders_what_cannot_be(entry: LogEntry, error: str) -> None:
+    with pytest.raises(RankDesync, match=error):
+        carry_out(member_of(Stage()), entry)
 
 
 SECOND_NS = 1_000_000_000
@@ -283,17 +281,13 @@ def test_rank_gives_leaders_the_whole_time_from_what_was_heard_last() -> None:
     """Of two leaders, the one that is silent for longer counts, and one that has never sent anything does not."""
     side = Stage()
     side.now_ns = 50 * SECOND_NS
-    members, log = (member_of(side), member_of(side)), LeaderLog()
+    members = member_of(side), member_of(side)
     rank = rank_of(*members)
     assert rank.left_s() == 20.0
-    receive(members[0], log, Heartbeat())
-    members[0].carry_out()
-    side.now_ns += 5 * SECOND_NS
-    assert rank.left_s() == 15.0
-    receive(members[1], LeaderLog(), Heartbeat())
-    members[1].carry_out()
-    side.now_ns += 5 * SECOND_NS
-    assert rank.left_s() == 10.0
+    for member, left_s in zip(members, (15.0, 10.0), strict=True):
+        carry_out(member, Heartbeat())
+        side.now_ns += 5 * SECOND_NS
+        assert rank.left_s() == left_s
     side.now_ns += 50 * SECOND_NS
     assert rank.left_s() == 0.0
 
@@ -309,11 +303,15 @@ def test_rank_counts_from_the_end_of_a_step() -> None:
 
 
 def test_rank_waits_for_what_is_on_the_way() -> None:
-    """A notice of data in transit resets the silence of a leader; before its first entry, no silence counts."""
+    """A notice of data in transit resets the silence of a leader, which counts from its first entry on.
+
+    Until every rank of a group is ready, its leader is silent.
+    """
     side = Stage()
     member, log = member_of(side), LeaderLog()
     rank = rank_of(member)
     assert not member.listen(0)
+    rank.received_nothing()
     member.link.frames.append(ON_THE_WAY)
     assert member.listen(0)
     side.now_ns += 50 * SECOND_NS
@@ -324,19 +322,9 @@ def test_rank_waits_for_what_is_on_the_way() -> None:
     member.link.frames.append(ON_THE_WAY)
     assert member.listen(0)
     assert rank.left_s() == 20.0
-    assert rank.next is None
+    assert rank.next is None, "it is not an entry of the log"
     receive(member, log, Heartbeat())
-    assert rank.advance(), "it is not an entry of the log"
-
-
-def test_rank_waits_for_leaders_that_have_not_spoken() -> None:
-    """Until every rank of a group is ready, its leader is silent; the first entry starts the clock."""
-    member, log = member_of(Stage()), LeaderLog()
-    rank = rank_of(member)
-    rank.received_nothing()
-    receive(member, log, Heartbeat())
-    assert member.received_ns is not None
-    rank.advance()
+    assert rank.advance()
     with pytest.raises(GroupLostError, match="heard nothing from the engine for 20 s"):
         rank.received_nothing()
 
