@@ -12,15 +12,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-import msgspec
 import pytest
 
-from tests.patience import NEVER_S, patience
+from tests.patience import NEVER_S
 from tests.unit.rank.fake_plugin import Behaviour, FakeEncoder, FakeGenerator, expected_tokens
-from tests.unit.rank.worker_groups import Place, limits_for, make_sizing
+from tests.unit.rank.worker_groups import Place, Text, generate, limits_for, make_sizing, read
 from vsched.aio.launcher import OwnHost, OwnLauncher
 from vsched.aio.shell import Shell, start_shell
-from vsched.aio.streams import ChoiceInputs, TokenStream
 from vsched.config import Config
 from vsched.config.sections import DeadlinesConfig
 from vsched.engine import Engine, RunningParts
@@ -311,26 +309,6 @@ class Ranks(OwnLauncher):
         raise AssertionError("the condition never held")
 
 
-class Text:
-    """A detokenizer that raises after this many tokens, or at the end."""
-
-    def __init__(self, *, push_at: int = 0, flush: Exception | None = None) -> None:
-        self._push_at = push_at
-        self._flush = flush
-        self._taken = 0
-
-    def push(self, token_ids: Sequence[int]) -> str:
-        self._taken += len(token_ids)
-        if self._taken == self._push_at:
-            raise ValueError("no such token")
-        return "." * len(token_ids)
-
-    def flush(self) -> str:
-        if self._flush is not None:
-            raise self._flush
-        return ""
-
-
 class Stream:
     """A submitted request, and the number of times it ended."""
 
@@ -346,17 +324,9 @@ class Stream:
         self.ends = 0
         self.prompt = request.prompt_token_ids
         self._end_error = end_error
-        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-        self.generation = TokenStream(
-            ChoiceInputs(
-                request_id=request.request_id,
-                prompt_token_ids=request.prompt_token_ids,
-                on_stop=shell.end,
-                on_end=self._on_end,
-            ),
-            lambda **_: text or Text(),
+        self.generation = generate(
+            shell, request, max_tokens=max_tokens, text=text, on_end=self._on_end
         )
-        shell.submit(msgspec.structs.replace(request, sampling=sampling), (), self.generation)
 
     def _on_end(self) -> None:
         self.ends += 1
@@ -370,8 +340,7 @@ class Stream:
     async def tokens(self) -> list[int]:
         """Read a stream to its end, which must have come."""
         assert self.ends == 1, "it has not ended, or ended more than once"
-        async with patience():
-            return [token async for delta in self.generation for token in delta.token_ids]
+        return await read(self.generation)
 
     async def error(self) -> RequestFailed:
         """Read a stream that has failed."""

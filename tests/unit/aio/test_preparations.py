@@ -11,7 +11,8 @@ from typing import Any, cast
 import pytest
 
 from tests.patience import patience
-from tests.unit.aio.ranks import ShellHarness, Text, fail_on
+from tests.unit.aio.ranks import ShellHarness, fail_on
+from tests.unit.rank.worker_groups import Text
 from vsched.aio.arrivals import PendingArrivals
 from vsched.aio.streams import Generation
 from vsched.engine import Engine

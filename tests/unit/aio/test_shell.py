@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.unit.aio.ranks import ShellHarness, Stream, Text, check_tokens, fail_on, streams_of
+from tests.unit.aio.ranks import ShellHarness, Stream, check_tokens, fail_on, streams_of
+from tests.unit.rank.worker_groups import Text
 from vsched.errors import RequestRefused
 from vsched.kernel import Scheduler
 from vsched.kernel.commands import Command, SetTimer
@@ -56,14 +57,6 @@ async def test_shell_stream_whose_text_fails_stops_computing(played: ShellHarnes
     played.ranks.run(2)
     assert (broken.ends, good.ends) == (1, 0)
     assert played.shell.statistics()["running"] == 1
-
-
-async def test_shell_on_end_that_raises_does_no_harm(played: ShellHarness) -> None:
-    """The stream still ends."""
-    streams = streams_of(played, 3, end_error=RuntimeError("a lease"))
-    played.ranks.run()
-    await check_tokens(streams)
-    assert played.shell._streams.request_ids(1) == []
 
 
 async def all_given_up(played: ShellHarness, streams: list[Stream]) -> None:

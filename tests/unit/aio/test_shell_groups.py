@@ -11,7 +11,6 @@ from tests.patience import patience
 from tests.unit.aio.ranks import (
     BLOCKS,
     SEPARATE,
-    TOGETHER,
     TWO_GENERATE,
     TWO_OF_EACH,
     TWO_TOGETHER,
@@ -248,21 +247,10 @@ async def test_shell_ranks_that_were_refused_last_do_not_stay(played: ShellHarne
     )
 
 
-@pytest.mark.parametrize("groups", [SEPARATE, TOGETHER, TWO_GENERATE], ids=str)
-async def test_shell_deaf_rank_takes_its_own_crew_down(
-    played: ShellHarness, groups: Groups
-) -> None:
-    """One rank of two does not read: both are replaced, the ranks of other worker groups are not."""
-    await played.stop()
-    ranks = played.ranks
-    await played.start(groups, ranks=2)
-    others = [rank for rank in ranks.made if groups[-1][-1] not in rank.groups]
-    ranks.backlogged.add((groups[-1][-1], 1))
-    streams = streams_of(played)
-    await ranks.until(lambda: played.shell.healthy and not ranks.backlogged)
-    assert ranks.starts == 2 * len(groups) + 2
-    assert not any(rank.ended for rank in others)
-    await played.run_out(streams)
+def is_deaf(played: ShellHarness) -> None:
+    """Have the second rank not read its next decision."""
+    played.ranks.backlogged.add(("generate", 1))
+    played.ranks.say("generate", played.ranks.step())
 
 
 FAULTS: dict[str, tuple[Callable[[ShellHarness], None], str]] = {
@@ -270,6 +258,7 @@ FAULTS: dict[str, tuple[Callable[[ShellHarness], None], str]] = {
         lambda played: played.ranks.of("generate", 1).exit(-9),
         "generate: rank 1 was killed by SIGKILL",
     ),
+    "RankUnreachable": (is_deaf, "generate: rank 1 is gone or does not read its decisions"),
     "HostLost": (
         lambda played: played.ranks.lose_host("cannot be reached"),
         "generate: host far cannot be reached",

@@ -24,7 +24,7 @@ from tests.unit.rank.worker_groups import (
     shell_of,
 )
 from vsched.aio.launcher import RankProcess
-from vsched.errors import CheckpointError, DeviceOutOfMemory, GroupLostError
+from vsched.errors import DeviceOutOfMemory, GroupLostError
 from vsched.kernel.decisions import ChunkPlan, GenerateDecision, Join, RequestData
 from vsched.transport.zmq_link import LeaderLink
 from vsched.types import SamplingParams
@@ -162,18 +162,6 @@ async def test_worker_group_reports_why_a_rank_cannot_load(
             await worker_group.start()
     assert worker_group.pids == []
     assert received.lost == []
-
-
-async def test_worker_group_one_failing_rank_stops_the_others(place: Place, tmp_path: Path) -> None:
-    """A group without one of its ranks does not linger until the deadline."""
-    meet = tmp_path / "meet"
-    meet.mkdir()
-    behaviour = Behaviour(meet=str(meet), meet_ranks=2, load_error="CheckpointError")
-    worker_group = place.worker_group(Received().events, ranks=2, behaviour=behaviour)
-    async with patience():
-        with pytest.raises(CheckpointError):
-            await worker_group.start()
-    assert worker_group.pids == []
 
 
 async def test_worker_group_rank_that_ends_by_itself_as_it_is_killed_fails_no_stop(

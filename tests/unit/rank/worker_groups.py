@@ -216,30 +216,44 @@ async def shell_of(
         await shell.stop()
 
 
-class NoText:
-    """A detokenizer for tests that read tokens only."""
+class Text:
+    """A detokenizer that raises after this many tokens, or at the end."""
+
+    def __init__(self, *, push_at: int = 0, flush: Exception | None = None) -> None:
+        self._push_at = push_at
+        self._flush = flush
+        self._taken = 0
 
     def push(self, token_ids: Sequence[int]) -> str:
-        return ""
+        self._taken += len(token_ids)
+        if self._taken == self._push_at:
+            raise ValueError("no such token")
+        return "." * len(token_ids)
 
     def flush(self) -> str:
+        if self._flush is not None:
+            raise self._flush
         return ""
 
 
-def generate(shell: Shell, request: Request, *, max_tokens: int) -> TokenStream:
+def generate(
+    shell: Shell,
+    request: Request,
+    *,
+    max_tokens: int,
+    text: Text | None = None,
+    on_end: Callable[[], None] = lambda: None,
+) -> TokenStream:
     """Submit a request to this shell and return its stream."""
     sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-    request = msgspec.structs.replace(request, sampling=sampling)
-    generation = TokenStream(
-        ChoiceInputs(
-            request_id=request.request_id,
-            prompt_token_ids=request.prompt_token_ids,
-            on_stop=shell.end,
-            on_end=lambda: None,
-        ),
-        lambda **_: NoText(),
+    inputs = ChoiceInputs(
+        request_id=request.request_id,
+        prompt_token_ids=request.prompt_token_ids,
+        on_stop=shell.end,
+        on_end=on_end,
     )
-    shell.submit(request, (), generation)
+    generation = TokenStream(inputs, lambda **_: text or Text())
+    shell.submit(msgspec.structs.replace(request, sampling=sampling), (), generation)
     return generation
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.patience import patience
-from tests.unit.aio.ranks import Text
+from tests.unit.rank.worker_groups import Text
 from vsched.aio.streams import (
     ChoiceInputs,
     OutputDelta,
