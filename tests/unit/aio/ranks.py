@@ -28,7 +28,7 @@ from vsched.kernel.commands import Command
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision
 from vsched.kernel.events import Event
 from vsched.memory import Sized
-from vsched.policy import RankMemory, Reservation
+from vsched.policy import Reservation
 from vsched.testing import default_policies, make_request
 from vsched.transport.arena import Arena
 from vsched.transport.zmq_link import rank_identity
@@ -49,6 +49,7 @@ from vsched.wire import (
     encode_report,
 )
 from vsched.worker.generate_rank import GenerateRank
+from vsched.worker.sizing import measure_rank
 from vsched.worker.spec import GenerateRole, RankSpec
 from vsched.worker.stage_rank import EncodeRank
 
@@ -109,14 +110,7 @@ class Rank:
         self.serves = False
         self.spec = spec
         self.number = spec.rank
-        self._memory = RankMemory(
-            rank=spec.rank,
-            pool="fake",
-            total_bytes=1 << 30,
-            available_bytes=1 << 30,
-            reserved_bytes=0,
-            weights_bytes=0,
-        )
+        self._memory = measure_rank(FakeEncoder(), spec.rank)
         self._blocks = ranks.blocks
         arena = ranks.home.arena
         self._logs = {"encode": FollowerLog(), "generate": FollowerLog()}
@@ -132,7 +126,9 @@ class Rank:
         for group in self.groups:
             ranks.say(group, Hello(self.number, self.spec.secret), self.number)
             if stage_of(group) == "encode":
-                reservation = Reservation(rank=self.number, pool="fake", growth_bytes=0, held=False)
+                reservation = Reservation(
+                    rank=self.number, pool=self._memory.pool, growth_bytes=0, held=False
+                )
                 ranks.say(group, Loaded(self._memory, reservation), self.number)
                 ranks.say(group, Ready(0, {}), self.number)
             elif group not in ranks.mute:

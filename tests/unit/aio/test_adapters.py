@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from tests.patience import until
-from tests.unit.aio.ranks import ITEM, SEPARATE, ShellHarness
+from tests.unit.aio.ranks import ITEM, ShellHarness
 from tests.unit.media.fakes import FakePreprocessor, model_info
 from vsched.aio.adapters import AdapterHold, AdapterTable, ServedAdapter, with_adapter
 from vsched.aio.streams import TokenStream
@@ -130,13 +130,20 @@ def bench(tmp_path: Path) -> Bench:
 
 
 async def test_adapters_reach_all_groups_of_their_stages(bench: Bench) -> None:
+    """Each with a number of its own, also one that is loaded again."""
     await bench.table.load("a", "somewhere")
-    bench.facts = AdapterFacts(4, changes_encoder=True)
-    await bench.table.load("b", "somewhere")
     assert who_has(bench.groups, 1) == ["generate-0", "generate-1"]
-    assert who_has(bench.groups, 2) == ["encode", "generate-0", "generate-1"]
-    await bench.table.unload("b")
-    assert who_has(bench.groups, 2) == []
+    bench.facts = AdapterFacts(4, changes_encoder=True)
+    for number in (2, 3):
+        await bench.table.load("b", "somewhere")
+        hold = bench.table.hold("b")
+        hold.release()
+        assert hold.number == number
+        assert who_has(bench.groups, number) == ["encode", "generate-0", "generate-1"]
+        assert bench.kept() == ["1", str(number)]
+        await bench.table.unload("b")
+        assert who_has(bench.groups, number) == []
+    assert bench.kept() == ["1"]
 
 
 async def test_adapter_that_one_rank_cannot_add_is_taken_away_from_all(bench: Bench) -> None:
@@ -207,16 +214,6 @@ async def test_group_that_does_not_get_its_adapters_back_is_given_up(bench: Benc
     bench.table.restore_adapters(served(group))
     await until(lambda: bool(group.leader.refused), "the group is refused")
     assert group.leader.refused == ["could not add an adapter again: no memory"]
-
-
-async def test_table_gives_each_adapter_a_number_of_its_own(bench: Bench) -> None:
-    await bench.table.load("a", "somewhere")
-    assert bench.kept() == ["1"]
-    await bench.table.unload("a")
-    assert bench.kept() == []
-    await bench.table.load("a", "somewhere")
-    assert bench.table.hold("a").number == 2
-    assert who_has(bench.groups, 2) == ["generate-0", "generate-1"]
 
 
 async def test_table_keeps_nothing_of_what_cannot_be_loaded(tmp_path: Path) -> None:
@@ -316,12 +313,8 @@ async def test_items_of_an_adapter_that_changes_the_encoder_have_other_keys(benc
     assert (one.adapter, other.adapter) == (1, 2)
 
 
-async def test_resumed_request_has_the_image_keys_of_its_adapter(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+async def test_resumed_request_has_the_image_keys_of_its_adapter(played: ShellHarness) -> None:
     """As in the record of the engine that died; otherwise its prompt would seem to have changed."""
-    played = ShellHarness(monkeypatch, tmp_path)
-    await played.start(SEPARATE)
     adapter = ServedAdapter("a", 1, "somewhere")
     adapter.facts = AdapterFacts(4, changes_encoder=True)
     engine = played.engine()
@@ -353,4 +346,3 @@ async def test_resumed_request_has_the_image_keys_of_its_adapter(
     (second,) = await accept(started=started)
     assert second.output_tokens == 1
     second.abort()
-    await played.close()
