@@ -13,6 +13,7 @@ from tests.patience import PATIENCE_S
 from tests.unit.rank.fake_plugin import FakePlugin
 from vsched.aio.grammar_checks import GRAMMAR_BYTES_MAX, GrammarChecks, GrammarProcesses
 from vsched.errors import RequestFailed, RequestRefused
+from vsched.sim.ranks.symbolic_workers import stand_in_info
 from vsched.types import ModelInfo, SamplingParams
 from vsched.worker.contract import TokenMatcher
 
@@ -139,37 +140,19 @@ class ShakyPlugin(FakePlugin):
 plugin = ShakyPlugin()
 
 
-def model(family: str) -> ModelInfo:
-    return ModelInfo(
-        family=family,
-        path="",
-        dtype="float32",
-        hidden_size=4,
-        embedding_levels=1,
-        vocab_size=64,
-        context_tokens=64,
-        kv_bytes_per_token=1,
-        item_tokens_max=1,
-        image_token_id=1,
-        stop_token_ids=(2,),
-    )
+def processes_of(family: str) -> GrammarProcesses:
+    info = stand_in_info(family=family)
+    return GrammarProcesses(f"{__name__}:plugin", info, deadline_s=PATIENCE_S)
 
 
 @pytest.fixture(scope="module")
 def processes() -> Iterator[GrammarProcesses]:
-    made = GrammarProcesses(f"{__name__}:plugin", model("shaky"), deadline_s=PATIENCE_S)
+    made = processes_of("shaky")
+    assert not made.pid
+    made.check("good")
+    assert made.pid, "the server starts with the first check"
     yield made
     made.close()
-
-
-def test_grammar_server_starts_with_the_first_check() -> None:
-    made = GrammarProcesses(f"{__name__}:plugin", model("shaky"), deadline_s=PATIENCE_S)
-    try:
-        assert made.pid == 0
-        made.check("good")
-        assert made.pid
-    finally:
-        made.close()
 
 
 @pytest.mark.parametrize(
@@ -214,8 +197,9 @@ def test_grammar_processes_name_the_deadline(
     assert (refusal.value.code, refusal.value.status) == ("prepare_timeout", 503)
 
 
+@pytest.mark.thorough
 def test_grammar_processes_report_a_model_without_grammars() -> None:
-    processes = GrammarProcesses(f"{__name__}:plugin", model("none"), deadline_s=PATIENCE_S)
+    processes = processes_of("none")
     with pytest.raises(RequestRefused, match="byte-level tokenizer") as refusal:
         processes.check("any")
     assert refusal.value.code == "grammar_not_supported"
