@@ -152,6 +152,8 @@ async def test_sizing_together_that_does_not_fit_names_all_and_what_to_do() -> N
     for words in ("value 8192 tokens", "limit ", "Remedy: ", "fewer generate.replicas need less"):
         assert words in message
     assert not any(one.accepted for one in groups.values())
+    assert sizing.ledger is not None, "it can still be read"
+    assert sizing.ledger.totals == {"device": 144 * MIB}
 
 
 async def test_sizing_together_drops_all_caches_before_one_is_built_again() -> None:
