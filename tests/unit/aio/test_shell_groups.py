@@ -137,20 +137,6 @@ async def test_shell_groups_lost_at_once_all_come_back(
 
 
 @pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
-async def test_shell_losses_of_one_crew_do_not_delay_another(played: ShellHarness) -> None:
-    """Every worker group has pauses of its own."""
-    ranks = played.ranks
-    for _ in RESTART_DELAYS_S:
-        ranks.of("generate-0").exit(-9)
-        await played.recover()
-    assert ranks.pauses_s == [delay_s for delay_s in RESTART_DELAYS_S if delay_s]
-    ranks.pauses_s.clear()
-    ranks.of("generate-1").exit(-9)
-    await played.recover()
-    assert ranks.pauses_s == []
-
-
-@pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
 @pytest.mark.parametrize("second", ["generate-0", "generate-1", "encode"])
 async def test_shell_fault_during_recovery_ends_in_service(
     played: ShellHarness, second: str

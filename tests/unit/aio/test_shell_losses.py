@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
-
 import msgspec
 import pytest
 import zmq
@@ -21,15 +19,9 @@ from tests.unit.aio.ranks import (
 from tests.unit.rank.fake_plugin import expected_tokens
 from vsched.aio.worker_groups import LOSSES_WINDOW_S, RESTART_DELAYS_S
 from vsched.errors import CheckpointError, RequestRefused
-from vsched.failures import ErrorKind
 from vsched.testing import make_request
-from vsched.transport.zmq_link import rank_identity
 from vsched.wire import (
     GenerateResult,
-    Hello,
-    RankFailed,
-    RankReport,
-    encode_report,
 )
 
 BOTH_PLACEMENTS = pytest.mark.parametrize(
@@ -48,8 +40,7 @@ async def test_shell_result_that_cannot_be_loses_the_group(
 ) -> None:
     """The result is discarded, the ranks are replaced, and the requests resume where they were."""
     ranks = played.ranks
-    streams = streams_of(played, 3)
-    ranks.run(3)
+    streams = streams_of(played, 3, steps=3)
     starts, victim, result = ranks.starts, ranks.of("generate"), ranks.step()
     assert isinstance(result, GenerateResult)
     odd = msgspec.structs.replace(
@@ -81,8 +72,7 @@ async def test_shell_encode_result_that_cannot_be_loses_the_encoder(played: Shel
 async def test_shell_restart_goes_on_whatever_an_attempt_raises(played: ShellHarness) -> None:
     """The next pause follows, and waiting requests get the tokens they would have had."""
     ranks = played.ranks
-    streams = streams_of(played, 3)
-    ranks.run(3)
+    streams = streams_of(played, 3, steps=3)
     ranks.failures.extend([zmq.ZMQError(2), CheckpointError("swept away"), AssertionError("a bug")])
     ranks.of("generate").exit(-9)
     await played.recover()
@@ -131,8 +121,7 @@ async def test_shell_comes_back_with_at_least_as_many_blocks(
     Refused ranks were not in use: if they are lost as well, it counts as no second loss of their requests.
     """
     ranks = played.ranks
-    streams = streams_of(played, 3)
-    ranks.run(3)
+    streams = streams_of(played, 3, steps=3)
     ranks.blocks = BLOCKS - 1
     ranks.of("generate").exit(-9)
     await ranks.until(lambda: ranks.pauses_s)
@@ -147,10 +136,10 @@ async def test_shell_comes_back_with_at_least_as_many_blocks(
     await played.run_out(streams)
 
 
-async def lose(played: ShellHarness) -> None:
-    """Lose the generate group, and wait until it is back or given up."""
+async def lose(played: ShellHarness, group: str = "generate") -> None:
+    """Lose a group, and wait until it is back or given up."""
     played.ranks.pauses_s.clear()
-    played.ranks.of("generate").exit(-9)
+    played.ranks.of(group).exit(-9)
     await played.ranks.until(lambda: played.shell.healthy or played.shell.given_up)
 
 
@@ -162,6 +151,8 @@ async def test_shell_losses_in_quick_succession_skip_the_short_pauses(played: Sh
         assert played.shell.healthy
         pauses_s.append([*played.ranks.pauses_s])
     assert pauses_s == [[delay_s] if delay_s else [] for delay_s in RESTART_DELAYS_S]
+    await lose(played, "encode")
+    assert played.ranks.pauses_s == [], "every worker group has pauses of its own"
     streams = [*streams_of(played, 3), image_stream(played)]
     await lose(played)
     for stream in streams:
@@ -182,29 +173,3 @@ async def test_shell_losses_far_apart_are_each_the_first(played: ShellHarness) -
         losses_s = played.shell.worker_groups[1]._losses_s
         losses_s.append(losses_s.pop() - LOSSES_WINDOW_S - 1)
     assert played.shell.healthy
-
-
-def garbled(report: RankReport) -> bytes:
-    """A frame with text that is not UTF-8, in a report with the text `ab`."""
-    body = encode_report(report)[4:]
-    assert body.count(b"ab") == 1
-    body = body.replace(b"ab", b"\xff\xfe")
-    return zlib.crc32(body).to_bytes(4, "little") + body
-
-
-@pytest.mark.parametrize("report", [RankFailed(ErrorKind.INTERNAL, "why", "ab"), Hello(0, "ab")])
-async def test_shell_report_that_is_no_text_is_no_report(
-    played: ShellHarness, report: RankReport
-) -> None:
-    """A rank that sends it loses its group, and the requests go on; an unauthenticated peer brings nothing down."""
-    ranks = played.ranks
-    stream = Stream(played.shell, make_request("r", [11, 12]))
-    ranks.run(3)
-    ranks.wires["generate"].receive(rank_identity(0), garbled(report))
-    assert not played.shell.healthy
-    await ranks.until(lambda: ranks.starts == 3)  # the new one has not reported anything yet
-    ranks.wires["generate"].receive(rank_identity(0), garbled(report))
-    await played.recover()
-    assert ranks.starts == 3
-    ranks.run()
-    assert await stream.tokens() == expected_tokens([11, 12], 10)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+
 import msgspec
 import pytest
 
@@ -22,6 +24,23 @@ from vsched.wire import (
 )
 
 DESYNC = RankFailed(ErrorKind.DESYNC, "RankDesync", "another digest")
+
+
+def no_text(report: RankReport) -> bytes:
+    """A frame with text that is not UTF-8, in a report with the text `ab`."""
+    body = encode_report(report)[4:]
+    assert body.count(b"ab") == 1
+    body = body.replace(b"ab", b"\xff\xfe")
+    return zlib.crc32(body).to_bytes(4, "little") + body
+
+
+GARBAGE = [
+    b"",
+    b"garbage",
+    msgspec.msgpack.encode([1, 2]),
+    no_text(RankFailed(ErrorKind.INTERNAL, "why", "ab")),
+    no_text(Hello(0, "ab")),
+]
 
 
 async def test_leader_is_ready_when_every_rank_is() -> None:
@@ -61,7 +80,8 @@ async def test_leader_ignores_identities_that_are_no_rank_and_garbage_of_strange
 ) -> None:
     """Even if they have the secret; nothing is logged: they could fill the log."""
     led = LeaderHarness()
-    led.link.on_frame(rank_identity(0), b"garbage")
+    for frame in GARBAGE:
+        led.link.on_frame(rank_identity(0), frame)
     for identity in (b"rank-1", b"rank--1", b"", b"\x00abc"):
         led.link.on_frame(identity, encode_report(Hello(0, "sesame")))
         led.link.on_frame(identity, encode_report(Ready(1, {})))
@@ -151,7 +171,7 @@ async def test_leader_gives_up_a_step_that_takes_too_long() -> None:
     assert reason.endswith("limit 30 (deadlines.step_s)")
 
 
-@pytest.mark.parametrize("frame", [b"", b"garbage", msgspec.msgpack.encode([1, 2])])
+@pytest.mark.parametrize("frame", GARBAGE)
 async def test_leader_gives_up_a_rank_that_talks_garbage(frame: bytes) -> None:
     """Frames are typed, and the failure is reported once."""
     led = LeaderHarness().enter()
