@@ -60,7 +60,6 @@ async def test_shell_without_one_generate_crew_serves_with_the_other(played: She
 
 
 async def test_shell_shows_operators_each_group(played: ShellHarness) -> None:
-    """Operators see the lost group, the reason, and the number of restarts."""
     await played.stop()
     await played.start(TWO_GENERATE, ranks=2)
     streams_of(played)
@@ -76,13 +75,7 @@ async def test_shell_shows_operators_each_group(played: ShellHarness) -> None:
     assert [rank["rank"] for rank in rows["generate-1"]["ranks"]] == [0, 1]
     pids = [rank["pid"] for row in rows.values() for rank in row["ranks"]]
     assert pids == played.shell.pids
-    assert rows["generate-1"]["last_loss"] is None
-    played.ranks.of("generate-1", 1).exit(-9)
-    await played.recover()
-    row = played.shell.group_rows()[2]
-    assert row["restarts"] == 1
-    assert row["last_loss"]["reason"] == "generate-1: rank 1 was killed by SIGKILL"
-    assert played.shell.group_rows()[1]["restarts"] == 0
+    assert [(row["restarts"], row["last_loss"]) for row in rows.values()] == [(0, None)] * 3
 
 
 @pytest.mark.parametrize("played", [TWO_OF_EACH], indirect=True)
@@ -271,7 +264,8 @@ async def test_shell_any_rank_takes_the_whole_crew_down(played: ShellHarness, fa
     assert not played.shell.healthy
     await played.recover()
     (row,) = (row for row in played.shell.group_rows() if row["name"] == "generate")
-    assert (row["losses"], row["last_loss"]["reason"]) == ({fault: 1}, reason)
+    assert (row["losses"], row["restarts"]) == ({fault: 1}, 1)
+    assert row["last_loss"]["reason"] == reason
     assert all(rank.ended for rank in victims)
     assert ranks.starts == 6
     assert ranks.places - ranks.places_closed == 2, "the host of the lost start was released"

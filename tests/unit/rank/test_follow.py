@@ -8,45 +8,36 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.unit.worker.test_member import Link
+from tests.unit.worker.test_member import Link, worker
 from vsched import rank as rank_module
 from vsched.errors import GroupLostError, RankDesync
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision
 from vsched.wire import (
     Continue,
     EncodeResult,
-    GenerateResult,
     Heartbeat,
     LeaderLog,
     LogEntry,
     Stop,
 )
 from vsched.worker.member import Member, Rank
+from vsched.worker.stage_rank import StageRank
 
 Done = list[tuple[str, int]]
 
 
-class Noting:
-    """The rank of one log, which records its steps, and its worker."""
+class Noting(StageRank):
+    """The rank of one log, which records its steps."""
 
     def __init__(self, name: str, done: Done) -> None:
-        self.worker = self
+        super().__init__(worker())
         self._name = name
         self._done = done
 
-    def carry_out(self, entry: LogEntry) -> GenerateResult | EncodeResult:
+    def carry_out(self, entry: LogEntry) -> EncodeResult:
         assert isinstance(entry, GenerateDecision | EncodeDecision | Continue)
         self._done.append((self._name, entry.step))
         return EncodeResult(entry.step, None, 0)
-
-    def look_ahead(self) -> None:
-        """The next step is unknown."""
-
-    def kernels_late(self) -> int:
-        return 0
-
-    def threads_here(self) -> int:
-        return 0
 
 
 class Following:
@@ -61,7 +52,7 @@ class Following:
         spec = SimpleNamespace(rank=0, secret="sesame")
         self.members = {name: Member(spec, Link()) for name in self.logs}  # type: ignore[arg-type]
         for name, member in self.members.items():
-            member.stage = Noting(name, self.done)  # type: ignore[assignment]
+            member.stage = Noting(name, self.done)
             member.listen = self._deliver(member, member.listen)  # type: ignore[method-assign]
 
     def decide(self, name: str, entry: LogEntry) -> None:

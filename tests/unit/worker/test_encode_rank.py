@@ -12,7 +12,7 @@ import pytest
 
 from vsched.errors import DeviceOutOfMemory, RankDesync
 from vsched.failures import EncodeErrorKind
-from vsched.kernel.decisions import EncodeDecision, EncodeTask, GenerateDecision
+from vsched.kernel.decisions import EncodeDecision, EncodeTask
 from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.types import ArraySpec, Extent
 from vsched.wire import EncodeResult, Paused
@@ -53,19 +53,6 @@ def rank_of(encoder: Encoder, *, rank: int = 0) -> tuple[EncodeRank, npt.NDArray
 def task(key: bytes, pages: list[int], *, offset: int = 0, size: int = 32) -> EncodeTask:
     arrays = (ArraySpec("pixels", "float32", (size // 8, 2)),)
     return EncodeTask(key, 4 * len(pages), Extent(offset, size), pages, arrays, b"of " + key)
-
-
-def test_encode_rank_hands_over_one_batch() -> None:
-    """All items of a decision in one call, in its order, each with its pixels and pages."""
-    encoder = Encoder()
-    rank, embeddings = rank_of(encoder)
-    result = rank.apply(EncodeDecision(7, [task(b"a", [3, 1]), task(b"b", [0], offset=16, size=8)]))
-    assert result == EncodeResult(7, None, 0)
-    ((first, second),) = encoder.batches
-    assert (first.key, first.tokens, first.metadata, first.pages) == (b"a", 8, b"of a", [3, 1])
-    assert first.arrays["pixels"].tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert second.arrays["pixels"].tolist() == [[4, 5]]
-    assert embeddings[:, 0, 0].tolist() == [9, 28, 0, 28, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -175,9 +162,3 @@ def test_encode_rank_copies_what_is_encoded_already(number: int) -> None:
     assert (embeddings[5] == rows[:4]).all()
     assert (embeddings[2, :2] == rows[4:]).all()
     assert not embeddings[2, 2:].any()
-
-
-def test_encode_rank_refuses_decisions_of_the_other_stage() -> None:
-    rank, _ = rank_of(Encoder())
-    with pytest.raises(RankDesync, match="an encode rank heard a decision of a generate group"):
-        rank.carry_out(GenerateDecision(1))
