@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.unit.worker.test_member import Link, worker
+from tests.unit.worker.test_member import FakeWorker, Link
 from vsched import rank as rank_module
 from vsched.errors import GroupLostError, RankDesync
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision
@@ -30,7 +30,7 @@ class Noting(StageRank):
     """The rank of one log, which records its steps."""
 
     def __init__(self, name: str, done: Done) -> None:
-        super().__init__(worker())
+        super().__init__(FakeWorker())
         self._name = name
         self._done = done
 
@@ -40,20 +40,38 @@ class Noting(StageRank):
         return EncodeResult(entry.step, None, 0)
 
 
-class Following:
-    """Two members of one process; `late` holds frames that the links have not delivered yet."""
+class SlowLink(Link):
+    """A link whose frames arrive when they are waited for."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(rank_module, "wait_readable", self._wait)
+    def __init__(self, following: Following) -> None:
+        super().__init__()
+        self._following = following
+
+    def receive(self, timeout_s: float = 0.0) -> bytes | None:
+        if timeout_s:
+            self._following.wait([self], timeout_s)
+        return super().receive()
+
+
+class Following:
+    """Two members of one process; `late` holds frames that the links have not delivered yet.
+
+    Attributes:
+        waits: Timeout of each wait; in the one of the number `silent_at` nothing arrives.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, silent_at: int = 0) -> None:
+        monkeypatch.setattr(rank_module, "wait_readable", self.wait)
         self.done: Done = []
         self.late: list[tuple[str, bytes]] = []
+        self.waits: list[float] = []
         self.turns = itertools.count(1)
         self.logs = {name: LeaderLog(self.turns) for name in ("encode", "generate")}
+        self._silent_at = silent_at
         spec = SimpleNamespace(rank=0, secret="sesame")
-        self.members = {name: Member(spec, Link()) for name in self.logs}  # type: ignore[arg-type]
+        self.members = {name: Member(spec, SlowLink(self)) for name in self.logs}  # type: ignore[arg-type]
         for name, member in self.members.items():
             member.stage = Noting(name, self.done)
-            member.listen = self._deliver(member, member.listen)  # type: ignore[method-assign]
 
     def decide(self, name: str, entry: LogEntry) -> None:
         self.late.append((name, self.logs[name].append(entry)))
@@ -66,26 +84,15 @@ class Following:
         while not rank.over:
             rank_module.step(rank, 60.0)  # type: ignore[arg-type]
 
-    def _deliver_next(self) -> bool:
-        if self.late:
+    def wait(self, links: list[SlowLink], timeout_s: float) -> bool:
+        """Deliver frames until one of these links has one."""
+        self.waits.append(timeout_s)
+        while not any(link.frames for link in links):
+            if not self.late or len(self.waits) == self._silent_at:
+                return False
             name, frame = self.late.pop(0)
             self.members[name].link.frames.append(frame)
-            return True
-        return False
-
-    def _wait(self, links: list[Link], _timeout_s: float) -> bool:
-        while not any(link.frames for link in links):
-            if not self._deliver_next():
-                return False
         return True
-
-    def _deliver(self, member: Member[Link], listen):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-        def delivered(timeout_s: float) -> bool:
-            if timeout_s:
-                self._wait([member.link], timeout_s)
-            return bool(listen(timeout_s))
-
-        return delivered
 
 
 def shuffled(late: list[tuple[str, bytes]], seed: int) -> list[tuple[str, bytes]]:
@@ -145,26 +152,10 @@ def test_follow_listens_once_more_after_the_timeout(
 
     A rank whose engine stays silent stops.
     """
-    following = Following(monkeypatch)
+    following = Following(monkeypatch, silent_at=2)
     following.decide("generate", GenerateDecision(1))
     following.decide("generate", Heartbeat())
-    waits: list[float] = []
-
-    def wait(links: list[Link], timeout_s: float) -> bool:
-        waits.append(timeout_s)
-        return len(waits) != 2 and following._wait(links, timeout_s)
-
-    monkeypatch.setattr(rank_module, "wait_readable", wait)
-    member = following.members["generate"]
-    listen = member.listen
-
-    def late(timeout_s: float) -> bool:
-        waits.append(timeout_s)
-        return len(waits) != 2 and listen(timeout_s)
-
-    if len(names) == 1:
-        member.listen = late  # type: ignore[method-assign]
     with pytest.raises(GroupLostError, match="heard nothing from the engine for 60 s"):
         following.follow(*names)
     assert following.done == [("generate", 1)]
-    assert waits[2] == 15.0
+    assert following.waits[2] == 15.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from types import SimpleNamespace
-from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -44,7 +43,6 @@ from vsched.worker.member import Member, Rank, RankHost
 from vsched.worker.spec import GenerateRole, RankSpec
 from vsched.worker.stage_rank import EncodeRank, StageRank
 
-_Worker = TypeVar("_Worker", bound=StandInWorker)
 EMBEDDINGS, NO_BYTES = np.zeros((1, 1, 1), np.uint8), np.zeros(0, np.uint8)
 
 
@@ -65,22 +63,41 @@ class Link:
         """No-op."""
 
 
-class ThreadedWorker(StandInWorker):
-    """A worker with a number of threads."""
+class FakeWorker(StandInEncoder):
+    """A worker with a number of threads, compiled kernels, and space for one adapter."""
 
-    threads = 0
+    adapter_bytes = 8
+
+    def __init__(self) -> None:
+        super().__init__(SimulatedMemory(1 << 20))
+        self.threads = 0
+        self.kernels = {"norm.add": 1}
+        self.paths: dict[int, str] = {}
 
     def threads_here(self) -> int:
         return self.threads
+
+    def kernels_here(self) -> dict[str, int]:
+        return dict(self.kernels)
+
+    def add_adapter(self, number: int, path: str) -> None:
+        if path == "huge":
+            raise MemoryError
+        if self.paths:
+            raise CheckpointError("no room. Remedy: take one away.")
+        self.paths[number] = path
+
+    def remove_adapter(self, number: int) -> None:
+        self.paths.pop(number, None)
 
 
 class Stage(StageRank):
     """Returns its given results one by one, each after its own time."""
 
-    worker: ThreadedWorker
+    worker: FakeWorker
 
     def __init__(self, *said: tuple[int, EncodeResult | Paused | None]) -> None:
-        super().__init__(worker(ThreadedWorker))
+        super().__init__(FakeWorker())
         self.now_ns = 0
         self.hooks_run: list[str] = []
         self._said = deque(said)
@@ -100,10 +117,6 @@ class Stage(StageRank):
         self.now_ns += took_ns
         self.order.append("carries out")
         return said
-
-
-def worker(kind: type[_Worker] = StandInWorker) -> _Worker:  # type: ignore[assignment]
-    return kind(SimulatedMemory(1 << 20))
 
 
 def member_of(side: Stage, rank: int = 0) -> Member[Link]:
@@ -150,20 +163,11 @@ def test_member_reports_pauses_and_what_the_whole_step_took(rank: int) -> None:
         receive(member, log, entry)
         assert member.log.turn == log.seq, "each has a turn"
         assert member.carry_out()
-    steps = [3 * ["carries out"], 2 * ["carries out"]]
-    assert side.order == [*steps[0], "looks ahead", *steps[1], "looks ahead"], (
-        "once a step is complete"
-    )
-    assert member.link.sent == [Hello(rank, "sesame")] + (
-        [StepCheck(1, b""), StepCheck(2, b"")]
-        if rank
-        else [
-            Paused(1, 1, 5),
-            Paused(1, 2, 7),
-            EncodeResult(1, None, 21),
-            EncodeResult(2, None, 3),
-        ]
-    )
+    steps = [*3 * ["carries out"], "looks ahead", *2 * ["carries out"], "looks ahead"]
+    assert side.order == steps, "once a step is complete"
+    slices = [Paused(1, 1, 5), Paused(1, 2, 7), EncodeResult(1, None, 21), EncodeResult(2, None, 3)]
+    checks = [StepCheck(1, b""), StepCheck(2, b"")]
+    assert member.link.sent == [Hello(rank, "sesame"), *(checks if rank else slices)]
 
 
 def test_member_answers_heartbeats_and_hooks_by_their_place_in_the_log() -> None:
@@ -200,21 +204,10 @@ def test_member_reports_its_threads_when_their_number_changes() -> None:
     assert reports == [ready, ThreadsInUse(3, 4), ThreadsInUse(4, 4)]
 
 
-class CompilingWorker(StandInWorker):
-    """A worker with a kernel for one kind of arguments, and later for others."""
-
-    def __init__(self, memory: SimulatedMemory) -> None:
-        super().__init__(memory)
-        self.kernels = {"norm.add": 1}
-
-    def kernels_here(self) -> dict[str, int]:
-        return dict(self.kernels)
-
-
 def test_executor_counts_what_is_compiled_once_it_serves_and_reports_it_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    compiling = worker(CompilingWorker)
+    compiling = FakeWorker()
     side = StageRank(compiling)
     compiling.kernels["norm.add"] = 2
     side.begin()
@@ -224,29 +217,9 @@ def test_executor_counts_what_is_compiled_once_it_serves_and_reports_it_once(
     assert caplog.messages == ["requests have waited for kernels: norm.add, rope.turn"]
 
 
-class AdapterWorker(StandInEncoder):
-    """A worker with space for one adapter."""
-
-    adapter_bytes = 8
-
-    def __init__(self, memory: SimulatedMemory) -> None:
-        super().__init__(memory)
-        self.paths: dict[int, str] = {}
-
-    def add_adapter(self, number: int, path: str) -> None:
-        if path == "huge":
-            raise MemoryError
-        if self.paths:
-            raise CheckpointError("no room. Remedy: take one away.")
-        self.paths[number] = path
-
-    def remove_adapter(self, number: int) -> None:
-        self.paths.pop(number, None)
-
-
 def test_member_adds_and_removes_adapters_and_reports_why_one_cannot_be_added() -> None:
     """A rank that cannot add one keeps all the others, and goes on."""
-    adapting, member = worker(AdapterWorker), member_of(Stage())
+    adapting, member = FakeWorker(), member_of(Stage())
     side = member.stage = EncodeRank(adapting, EMBEDDINGS, read=lambda _: NO_BYTES)
     adds = AddAdapter(1, "huge"), AddAdapter(2, "a"), AddAdapter(3, "b")
     carry_out(member, *adds, RemoveAdapter(3), RemoveAdapter(2), AddAdapter(4, "b"))
@@ -270,8 +243,10 @@ def test_member_adds_and_removes_adapters_and_reports_why_one_cannot_be_added() 
     ids=repr,
 )
 def test_member_follows_no_leader_that_orders_what_cannot_be(entry: LogEntry, error: str) -> None:
+    member = member_of(Stage())
+    member.stage.worker = StandInWorker(SimulatedMemory(1 << 20))
     with pytest.raises(RankDesync, match=error):
-        carry_out(member_of(Stage()), entry)
+        carry_out(member, entry)
 
 
 SECOND_NS = 1_000_000_000
