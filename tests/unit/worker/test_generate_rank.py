@@ -155,35 +155,25 @@ def test_generate_rank_rows_are_decodes_by_slot_then_chunks() -> None:
     assert numbers_of(result) == [2, 3, 4, 1]
 
 
+LENGTH, STOP, MOST_STOPS = FinishReason.LENGTH, FinishReason.STOP, range(20, 20 + STOP_TOKENS_MAX)
+
+
 @pytest.mark.parametrize(
-    ("sampling", "stops", "sampled", "ends_at", "reason"),
+    ("sampling", "stops", "sampled", "reason"),
     [
-        pytest.param({"max_tokens": 3}, (), [7, 7, 7], 3, FinishReason.LENGTH, id="length"),
-        pytest.param({"max_tokens": 1}, (), [7], 1, FinishReason.LENGTH, id="one token"),
-        pytest.param({}, (9,), [7, 9], 2, FinishReason.STOP, id="stop token"),
-        pytest.param({}, (9,), [9], 1, FinishReason.STOP, id="stop token at once"),
-        pytest.param({}, (9, 4), [7, 4], 2, FinishReason.STOP, id="second stop token"),
-        pytest.param({"max_tokens": 2}, (9,), [7, 9], 2, FinishReason.STOP, id="both at once"),
-        pytest.param({"min_tokens": 3}, (9,), [9, 9, 9], 3, FinishReason.STOP, id="min_tokens"),
-        pytest.param(
-            {"max_tokens": 2, "min_tokens": 5}, (9,), [9, 9], 2, FinishReason.LENGTH, id="max first"
-        ),
-        pytest.param(
-            {},
-            tuple(range(20, 20 + STOP_TOKENS_MAX)),
-            [7, 35],
-            2,
-            FinishReason.STOP,
-            id="most stops",
-        ),
+        pytest.param({"max_tokens": 3}, (), [7, 7, 7], LENGTH, id="length"),
+        pytest.param({"max_tokens": 1}, (), [7], LENGTH, id="one token"),
+        pytest.param({}, (9,), [7, 9], STOP, id="stop token"),
+        pytest.param({}, (9,), [9], STOP, id="stop token at once"),
+        pytest.param({}, (9, 4), [7, 4], STOP, id="second stop token"),
+        pytest.param({"max_tokens": 2}, (9,), [7, 9], STOP, id="both at once"),
+        pytest.param({"min_tokens": 3}, (9,), [9, 9, 9], STOP, id="min_tokens"),
+        pytest.param({"max_tokens": 2, "min_tokens": 5}, (9,), [9, 9], LENGTH, id="max first"),
+        pytest.param({}, (*MOST_STOPS,), [7, 35], STOP, id="most stops"),
     ],
 )
 def test_generate_rank_ends_a_sequence(
-    sampling: dict[str, int],
-    stops: tuple[int, ...],
-    sampled: list[int],
-    ends_at: int,
-    reason: FinishReason,
+    sampling: dict[str, int], stops: tuple[int, ...], sampled: list[int], reason: FinishReason
 ) -> None:
     """The rank itself reports the end, in the step of the last token; afterwards the slot yields nothing."""
     worker = Script(*[[token] for token in sampled])
@@ -191,9 +181,8 @@ def test_generate_rank_ends_a_sequence(
     params = SamplingParams(**{"temperature": 0.0, "max_tokens": 50, **sampling})  # type: ignore[arg-type]
     results = [rank.apply(prefill(join(1, 0, [1, 2], sampling=params, stops=stops)))]
     results += [rank.apply(GenerateDecision(step)) for step in range(2, len(sampled) + 1)]
-    assert [one.finished for one in results[:-1]] == [[]] * (len(sampled) - 1)
-    assert len(results) == ends_at
-    assert results[-1].finished == [Finished(0, 1, reason)]
+    ends = [one.finished for one in results]
+    assert ends == [[]] * (len(sampled) - 1) + [[Finished(0, 1, reason)]]
     steps = len(worker.batches)
     after = rank.apply(GenerateDecision(9))
     assert (tokens_of(after), after.finished) == ([-1] * 4, [])
@@ -236,32 +225,26 @@ def test_generate_rank_slot_that_is_left_is_as_new() -> None:
 
 
 @pytest.mark.parametrize(
-    ("decision", "message"),
+    ("change", "message"),
     [
+        ({"joined": [join(2, 0, [1])]}, "request 2 joins slot 0, which is taken"),
         (
-            GenerateDecision(2, joined=[join(2, 0, [1])]),
-            "request 2 joins slot 0, which is taken",
-        ),
-        (
-            GenerateDecision(2, joined=[Join(1, 1, 0, 9, [1], None)]),
+            {"joined": [Join(1, 1, 0, 9, [1], None)]},
             "request 1 joins with 9 tokens; it is 1 tokens long here",
         ),
-        (
-            GenerateDecision(2, joined=[Join(5, 1, 0, 2, [1], None)]),
-            "request 5 joins with 2 tokens; it is unknown here",
-        ),
-        (GenerateDecision(2, left=[Leave(1, 1, keep=True)]), "leaves slot 1, which it has not"),
-        (GenerateDecision(2, left=[Leave(2, 0, keep=True)]), "leaves slot 0, which it has not"),
-        (GenerateDecision(2, chunks=[whole(3, 2)]), "a chunk for slot 3, which is empty"),
+        ({"joined": [Join(5, 1, 0, 2, [1], None)]}, "joins with 2 tokens; it is unknown here"),
+        ({"left": [Leave(1, 1, keep=True)]}, "leaves slot 1, which it has not"),
+        ({"left": [Leave(2, 0, keep=True)]}, "leaves slot 0, which it has not"),
+        ({"chunks": [whole(3, 2)]}, "a chunk for slot 3, which is empty"),
     ],
 )
-def test_generate_rank_stops_at_what_does_not_fit(decision: GenerateDecision, message: str) -> None:
+def test_generate_rank_stops_at_what_does_not_fit(change: dict[str, Any], message: str) -> None:
     """A rank whose state differs from the leader's never computes on."""
     worker = Script([7])
     rank = rank_of(worker)
     rank.apply(prefill(join(1, 0, [3])))
     with pytest.raises(RankDesync, match=message):
-        rank.apply(decision)
+        rank.apply(GenerateDecision(2, **change))
     assert len(worker.batches) == 1
 
 
@@ -424,8 +407,8 @@ def test_generate_rank_reads_masks_once_its_result_is_out(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("max_tokens", "sampled", "reason"),
     [
-        pytest.param(4, [20, 19, 18, 17], FinishReason.STOP, id="whole, even at the limit"),
-        pytest.param(1, [20], FinishReason.LENGTH, id="cut at the limit"),
+        pytest.param(4, [20, 19, 18, 17], STOP, id="whole, even at the limit"),
+        pytest.param(1, [20], LENGTH, id="cut at the limit"),
         pytest.param(9, [20, 25], FinishReason.ERROR, id="what it cannot follow"),
     ],
 )
