@@ -23,11 +23,11 @@ from tests.unit.rank.worker_groups import (
     python_path,
     shell_of,
 )
+from tests.unit.worker.test_generate_rank import join, prefill
 from vsched.aio.launcher import RankProcess
 from vsched.errors import DeviceOutOfMemory, GroupLostError
-from vsched.kernel.decisions import ChunkPlan, GenerateDecision, Join, RequestData
+from vsched.kernel.decisions import ChunkPlan, GenerateDecision
 from vsched.transport.zmq_link import LeaderLink
-from vsched.types import SamplingParams
 
 pytestmark = pytest.mark.slow
 QUIET = limits(heartbeat_s=60)
@@ -35,11 +35,7 @@ QUIET = limits(heartbeat_s=60)
 
 
 def one_request() -> GenerateDecision:
-    tokens = (7).to_bytes(4, "little") * 3
-    data = RequestData(tokens, 3, [], SamplingParams(temperature=0.0), ())
-    return GenerateDecision(
-        1, joined=[Join(1, 0, 0, 3, [0, 1], data)], chunks=[ChunkPlan(0, 0, 3, [])]
-    )
+    return prefill(join(1, 0, [7, 7, 7], blocks=[0, 1]))
 
 
 async def test_worker_group_starts_all_ranks_in_parallel(place: Place, tmp_path: Path) -> None:
@@ -106,19 +102,29 @@ async def test_worker_group_rank_that_dies_while_it_loads_names_phase_limit_and_
     assert f"Remedy: raise {keys}; " in message
 
 
-async def test_worker_group_rank_that_is_never_ready_is_given_up(place: Place) -> None:
-    """The deadline for readiness passes, and the message names its setting; nothing is left running."""
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_worker_group_start_that_ends_early_leaves_no_process(
+    place: Place, *, cancelled: bool
+) -> None:
+    """The deadline for readiness passes, and the message names its setting; or the start is cancelled."""
     received = Received()
     worker_group = place.worker_group(
-        received.events, behaviour=Behaviour(load_s=60), limits=limits(ready_s=0.6)
+        received.events,
+        behaviour=Behaviour(load_s=60),
+        limits=limits(ready_s=NEVER_S if cancelled else 0.2),
     )
     starting = asyncio.ensure_future(worker_group.start())
-    await asyncio.sleep(0)
+    await asyncio.sleep(0.05)
     pids = worker_group.pids
-    with pytest.raises(
-        GroupLostError, match=r"generate: not ready after 0\.6 s \(deadlines\.ready_s\)"
-    ):
-        await starting
+    if cancelled:
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        await worker_group.stop(grace_s=0)
+    else:
+        late = r"generate: not ready after 0\.2 s \(deadlines\.ready_s\)"
+        with pytest.raises(GroupLostError, match=late):
+            await starting
     assert pids
     assert not any(is_running(pid) for pid in pids)
     assert received.lost == []
@@ -211,20 +217,6 @@ async def test_worker_group_ranks_leave_signals_to_the_engine(place: Place) -> N
     await received.wait_until(lambda: received.results or received.lost)
     assert received.lost == []
     await worker_group.stop()
-
-
-async def test_worker_group_start_that_is_cancelled_can_be_cleaned_up(place: Place) -> None:
-    """Cancelling a start and then stopping leaves no process."""
-    worker_group = place.worker_group(Received().events, behaviour=Behaviour(load_s=60))
-    starting = asyncio.ensure_future(worker_group.start())
-    await asyncio.sleep(0.05)
-    pids = worker_group.pids
-    starting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await starting
-    await worker_group.stop(grace_s=0)
-    assert pids
-    assert not any(is_running(pid) for pid in pids)
 
 
 @pytest.mark.thorough

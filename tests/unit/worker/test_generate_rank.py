@@ -286,12 +286,9 @@ PRUNED = ItemPlace(5, 12, b"", ((5, 8), (10, 13)), ((1, 3), (6, 9), (11, 12)))
     [
         # Of each run of placeholders in the chunk: first in the chunk, first row, past the last row.
         pytest.param(ITEM, (0, 20), [(5, 0, 10)], id="whole"),
-        pytest.param(ITEM, (5, 15), [(0, 0, 10)], id="exactly"),
         pytest.param(ITEM, (0, 9), [(5, 0, 4)], id="its beginning"),
         pytest.param(ITEM, (9, 12), [(0, 4, 7)], id="its middle"),
         pytest.param(ITEM, (12, 20), [(0, 7, 10)], id="its end"),
-        pytest.param(ITEM, (14, 15), [(0, 9, 10)], id="its last row"),
-        pytest.param(ITEM, (5, 6), [(0, 0, 1)], id="its first row"),
         pytest.param(RUNS, (0, 20), [(5, 0, 4), (10, 4, 8), (15, 8, 12)], id="runs, whole"),
         pytest.param(RUNS, (7, 12), [(0, 2, 4), (3, 4, 6)], id="runs, cut on both sides"),
         pytest.param(RUNS, (9, 15), [(1, 4, 8)], id="separators and the row between them"),
