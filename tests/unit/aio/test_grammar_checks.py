@@ -39,35 +39,34 @@ class Compiler:
         self.closed = True
 
 
-async def test_grammars_compile_off_the_loop_and_refusals_come_back() -> None:
-    compiler = Compiler()
+@pytest.fixture
+def compiler() -> Compiler:
+    return Compiler()
+
+
+@pytest.fixture
+def checks(compiler: Compiler) -> Iterator[GrammarChecks]:
     checks = GrammarChecks(compiler, deadline_s=60)
-    await checks.check(SamplingParams())
-    assert compiler.seen == []
-    await checks.check(SamplingParams(grammar="good"))
-    ((grammar, thread),) = compiler.seen
-    assert grammar == "good"
-    assert thread is not threading.current_thread()
-    with pytest.raises(RequestRefused, match="no"):
-        await checks.check(SamplingParams(grammar="bad"))
+    yield checks
     checks.close()
     assert compiler.closed
 
 
-async def test_grammar_that_was_accepted_is_not_compiled_again() -> None:
-    compiler = Compiler()
-    checks = GrammarChecks(compiler, deadline_s=60)
+async def test_grammars_compile_off_the_loop_and_refusals_come_back(
+    compiler: Compiler, checks: GrammarChecks
+) -> None:
+    """A grammar that was accepted is not compiled again."""
+    await checks.check(SamplingParams())
     for grammar in ("good", "other", "good"):
         await checks.check(SamplingParams(grammar=grammar))
     for _ in range(2):
-        with pytest.raises(RequestRefused):
+        with pytest.raises(RequestRefused, match="no"):
             await checks.check(SamplingParams(grammar="bad"))
     assert [grammar for grammar, _ in compiler.seen] == ["good", "other", "bad", "bad"]
-    checks.close()
+    assert threading.current_thread() not in [thread for _, thread in compiler.seen]
 
 
-async def test_a_grammar_that_takes_too_long_is_refused_for_now() -> None:
-    compiler = Compiler()
+async def test_a_grammar_that_takes_too_long_is_refused_for_now(compiler: Compiler) -> None:
     compiler.going.clear()
     checks = GrammarChecks(compiler, deadline_s=0.01)
     with pytest.raises(RequestRefused, match=r"media\.prepare_s") as refusal:
@@ -78,23 +77,20 @@ async def test_a_grammar_that_takes_too_long_is_refused_for_now() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sampling", "code"),
+    "sampling",
     [
-        (SamplingParams(grammar="x" * (GRAMMAR_BYTES_MAX + 1)), "invalid_grammar"),
-        (SamplingParams(grammar="x", min_tokens=1), "invalid_grammar"),
-        (SamplingParams(grammar="x", bad_words=((1,),)), "invalid_grammar"),
+        SamplingParams(grammar="x" * (GRAMMAR_BYTES_MAX + 1)),
+        SamplingParams(grammar="x", min_tokens=1),
+        SamplingParams(grammar="x", bad_words=((1,),)),
     ],
 )
 async def test_unbounded_values_and_masks_of_every_token_are_refused(
-    sampling: SamplingParams, code: str
+    compiler: Compiler, checks: GrammarChecks, sampling: SamplingParams
 ) -> None:
-    compiler = Compiler()
-    checks = GrammarChecks(compiler, deadline_s=60)
     with pytest.raises(RequestRefused, match="Remedy") as refusal:
         await checks.check(sampling)
-    assert (refusal.value.code, refusal.value.status) == (code, 400)
+    assert (refusal.value.code, refusal.value.status) == ("invalid_grammar", 400)
     assert compiler.seen == []
-    checks.close()
 
 
 async def test_a_model_without_grammars_refuses_them_and_nothing_else() -> None:
