@@ -50,23 +50,13 @@ class Received:
 
 
 def run_drafted(
-    rank: GenerateRank,
-    prompts: Sequence[list[int]],
-    params: Sequence[SamplingParams],
-    rng: random.Random | None,
-    *,
-    stops: tuple[int, ...] = (),
-    model: bool = False,
+    rank: GenerateRank, joins: Sequence[Join], rng: random.Random | None, *, model: bool
 ) -> tuple[list[Received], list[Drafted]]:
     """Run requests concurrently to their ends, with random grants of draft tokens if there is a generator.
 
     With `model`, draft tokens come from a draft model, too.
     """
-    received = [Received() for _ in prompts]
-    joins = [
-        join(slot + 1, slot, prompt, sampling=sampling, stops=stops, blocks=own_blocks(slot))
-        for slot, (prompt, sampling) in enumerate(zip(prompts, params, strict=True))
-    ]
+    received = [Received() for _ in joins]
     decision = prefill(*joins)
     drafted: list[Drafted] = []
     while not all(one.reason for one in received):
@@ -85,7 +75,7 @@ def run_drafted(
         if rng is not None:
             granted = [
                 DraftGrant(slot, rng.randint(0, 6), rng.randint(0, 2), model)
-                for slot in range(len(prompts))
+                for slot in range(len(joins))
                 if rng.random() < 0.4
             ]
         decision = GenerateDecision(decision.step + 1, granted=granted)
@@ -473,40 +463,32 @@ def test_generate_rank_yields_the_same_with_drafts(*, model: bool) -> None:
     drafts = right = forced = 0
     for seed in range(30):
         rng = random.Random(seed)
-        longest = 20 if model else 12
-        prompts = [[rng.randint(16, 18) for _ in range(rng.randint(2, longest))] for _ in range(3)]
-        params = [
-            SamplingParams(
-                temperature=rng.choice([0.0, 1.0]),
-                seed=rng.randint(0, 99),
-                max_tokens=rng.randint(1, 40),
-                min_tokens=0,
-                logprobs=rng.choice([None, 0]),
-                grammar=rng.choice(["", "", CHOICES]),
-            )
-            for _ in prompts
-        ]
-        if model:
-            small = Small(wrong_every=rng.choice([0, 2, 5]))
-            sides = Small(), small
-            ranks = [model_rank(Periodic(), one, chunk=rng.choice([3, 64])) for one in sides]
-        else:
-            ranks = [rank_of(Periodic()), rank_of(Periodic())]
-        plain, found = (
-            run_drafted(
-                rank,
-                prompts,
-                params,
-                with_drafts,
+        joins = [
+            join(
+                slot + 1,
+                slot,
+                [rng.randint(16, 18) for _ in range(rng.randint(2, 20 if model else 12))],
+                sampling=SamplingParams(
+                    temperature=rng.choice([0.0, 1.0]),
+                    seed=rng.randint(0, 99),
+                    max_tokens=rng.randint(1, 40),
+                    logprobs=rng.choice([None, 0]),
+                    grammar=rng.choice(["", "", CHOICES]),
+                ),
                 stops=(FIRST + 4,),
-                model=model,
+                blocks=own_blocks(slot),
             )
-            for rank, with_drafts in zip(ranks, (None, rng), strict=True)
-        )
-        assert found[0] == plain[0]
-        assert not plain[1]
-        drafts += sum(one.drafts for one in found[1])
-        right += sum(len(one.tokens) for one in found[1])
-        forced += any(one.grammar for one in params)
+            for slot in range(3)
+        ]
+        ranks = [rank_of(Periodic()) for _ in range(2)]
+        if model:
+            sides = Small(), Small(wrong_every=rng.choice([0, 2, 5]))
+            ranks = [model_rank(Periodic(), one, chunk=rng.choice([3, 64])) for one in sides]
+        plain, _ = run_drafted(ranks[0], joins, None, model=model)
+        received, found = run_drafted(ranks[1], joins, rng, model=model)
+        assert received == plain
+        drafts += sum(one.drafts for one in found)
+        right += sum(len(one.tokens) for one in found)
+        forced += any(one.data is not None and one.data.sampling.grammar for one in joins)
     assert 0 < right < drafts, "some draft tokens are accepted and some are not"
     assert forced
