@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import msgspec
 import pytest
 from hypothesis import given
@@ -14,7 +11,6 @@ from tests.unit.rank.fake_plugin import FakePlugin
 from tests.unit.worker.device_fakes import (
     LOAD,
     MIB,
-    FrugalGenerator,
     MeasuredGenerator,
     model_info,
 )
@@ -33,6 +29,14 @@ from vsched.worker.sizing import (
 from vsched.worker.spec import StepLimits
 
 IMAGE = ImagePlan((), 6)
+
+
+class FrugalGenerator(MeasuredGenerator):
+    frugal = True
+
+
+class Skipping(MeasuredGenerator):
+    skips_layers = True
 
 
 def run(
@@ -94,7 +98,7 @@ def test_profiling_run_of_a_frugal_worker_is_short() -> None:
     """One chunk at the longest context stands for all; rows and slots are all there."""
     worker = run(kind=FrugalGenerator, image=IMAGE)
     joining, decode, mixed = worker.batches
-    assert worker.events[1:] == ["layers 0", "layers 2", "layers 2"]
+    assert worker.events[1:] == [f"layers {n} of step {step}" for step, n in enumerate((0, 2, 2))]
     assert len(joining[2]) == LOAD.slots
     assert decode[:2] == (LOAD.slots, LOAD.context_tokens - 2)
     assert mixed[0] + sum(stop - start for start, stop, _ in mixed[2]) == LOAD.batch_tokens
@@ -104,15 +108,6 @@ def test_profiling_run_of_a_frugal_worker_is_short() -> None:
 
 def test_profiling_run_skips_layers_in_the_step_with_a_chunk_in_every_slot() -> None:
     """On a GPU, each of its chunks gathers a long context in every layer; other steps prove all layers."""
-
-    class Skipping(MeasuredGenerator):
-        skips_layers = True
-
-        @contextmanager
-        def first_layers(self, count: int) -> Iterator[None]:
-            self.events.append(f"layers {count} of step {len(self.batches)}")
-            yield
-
     worker = run(kind=Skipping)
     assert worker.events[1:] == ["layers 2 of step 0"]
     assert [len(chunks) for _, _, chunks, _ in worker.batches] == [LOAD.slots, 0, 3]
