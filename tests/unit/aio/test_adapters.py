@@ -151,9 +151,7 @@ async def test_adapter_that_is_not_added_by_the_deadline_leaves_nothing(tmp_path
     assert bench.who_has(1) == []
 
 
-async def test_group_that_was_lost_meanwhile_gets_the_adapter_when_it_is_back(
-    bench: Bench,
-) -> None:
+async def test_group_that_was_lost_meanwhile_gets_the_adapter_when_it_is_back(bench: Bench) -> None:
     lost = bench.all[1]
     lost.leader.silent = True
     adding = bench.loading()

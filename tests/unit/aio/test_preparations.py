@@ -18,15 +18,7 @@ from vsched.aio.streams import Generation
 from vsched.engine import Engine
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.kernel.events import Cleared, TimerFired
-from vsched.policy import (
-    Admit,
-    ArrivalDecision,
-    ArrivalView,
-    Hold,
-    Redirect,
-    RequestPolicy,
-    Shed,
-)
+from vsched.policy import Admit, ArrivalDecision, ArrivalView, Hold, Redirect, RequestPolicy, Shed
 from vsched.types import SamplingParams
 
 

@@ -20,9 +20,7 @@ from tests.unit.rank.fake_plugin import expected_tokens
 from vsched.aio.worker_groups import LOSSES_WINDOW_S, RESTART_DELAYS_S
 from vsched.errors import CheckpointError, RequestRefused
 from vsched.testing import make_request
-from vsched.wire import (
-    GenerateResult,
-)
+from vsched.wire import GenerateResult
 
 BOTH_PLACEMENTS = pytest.mark.parametrize(
     "played", [SEPARATE, TOGETHER], indirect=True, ids=["separate", "together"]

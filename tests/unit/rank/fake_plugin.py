@@ -62,8 +62,7 @@ class Behaviour(msgspec.Struct, frozen=True, kw_only=True):
 def model_info(behaviour: Behaviour | None = None) -> ModelInfo:
     """Return the facts of a model with this behaviour."""
     return stand_in_info(
-        path=msgspec.json.encode(behaviour or Behaviour()).decode(),
-        kv_bytes_per_token=KV_BYTES,
+        path=msgspec.json.encode(behaviour or Behaviour()).decode(), kv_bytes_per_token=KV_BYTES
     )
 
 
@@ -149,19 +148,13 @@ class FakePlugin(WorkerPlugin):
         raise NotImplementedError
 
     def load_encoder(
-        self,
-        info: ModelInfo,
-        settings: WorkerSettings,
-        progress: Progress,
+        self, info: ModelInfo, settings: WorkerSettings, progress: Progress
     ) -> FakeEncoder:
         _load(info, progress)
         return FakeEncoder()
 
     def load_generator(
-        self,
-        info: ModelInfo,
-        settings: WorkerSettings,
-        progress: Progress,
+        self, info: ModelInfo, settings: WorkerSettings, progress: Progress
     ) -> FakeGenerator:
         return FakeGenerator(_load(info, progress))
 

@@ -12,14 +12,7 @@ from tests.unit.worker.test_member import FakeWorker, Link
 from vsched import rank as rank_module
 from vsched.errors import GroupLostError, RankDesync
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision
-from vsched.wire import (
-    Continue,
-    EncodeResult,
-    Heartbeat,
-    LeaderLog,
-    LogEntry,
-    Stop,
-)
+from vsched.wire import Continue, EncodeResult, Heartbeat, LeaderLog, LogEntry, Stop
 from vsched.worker.member import Member, Rank
 from vsched.worker.stage_rank import StageRank
 

@@ -194,12 +194,7 @@ async def shell_of(
     def worker_groups(events: WorkerGroupEvents) -> list[WorkerGroup]:
         return [
             place.worker_group(
-                events,
-                groups=names,
-                behaviour=behaviour,
-                ranks=ranks,
-                limits=limits,
-                sizing=sizing,
+                events, groups=names, behaviour=behaviour, ranks=ranks, limits=limits, sizing=sizing
             )
             for names in groups
         ]

@@ -11,14 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tests.unit.worker.test_generate_rank import (
-    GREEDY,
-    Script,
-    join,
-    prefill,
-    rank_of,
-    tokens_of,
-)
+from tests.unit.worker.test_generate_rank import GREEDY, Script, join, prefill, rank_of, tokens_of
 from vsched.errors import RankDesync
 from vsched.kernel.decisions import DraftGrant, GenerateDecision, Join, Leave, SwapCopies
 from vsched.kernel.events import Drafted, Finished

@@ -139,12 +139,7 @@ def limit_group(
     ],
 )
 def test_host_memory_is_the_least_of_the_host_and_all_groups(
-    groups: Path,
-    older: bool,
-    own: tuple[str, int],
-    above: tuple[str, int],
-    total: int,
-    free: int,
+    groups: Path, older: bool, own: tuple[str, int], above: tuple[str, int], total: int, free: int
 ) -> None:
     """A service may have no limit of its own, but a slice around it that has one."""
     base = groups / "memory" if older else groups

@@ -8,24 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.rank.fake_plugin import FakePlugin
-from tests.unit.worker.device_fakes import (
-    LOAD,
-    MIB,
-    MeasuredGenerator,
-    model_info,
-)
+from tests.unit.worker.device_fakes import LOAD, MIB, MeasuredGenerator, model_info
 from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.types import ModelInfo
 from vsched.wire import SizeKv
 from vsched.worker.contract import Batch, ImagePlan, Sampled
-from vsched.worker.sizing import (
-    KvBuilder,
-    beside_decodes,
-    heap,
-    image_for,
-    run_profile,
-    spread,
-)
+from vsched.worker.sizing import KvBuilder, beside_decodes, heap, image_for, run_profile, spread
 from vsched.worker.spec import StepLimits
 
 IMAGE = ImagePlan((), 6)

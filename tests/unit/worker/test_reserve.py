@@ -22,12 +22,7 @@ from vsched.worker.sizing import REPEATS_MAX, ROUNDS_OF_GROUP, BatchArena, reser
 from vsched.worker.spec import EncodeRole
 
 ROLE = EncodeRole(
-    address="",
-    plugin="fake",
-    settings=WorkerSettings(),
-    items=8,
-    tokens=32,
-    pixels_max=1000,
+    address="", plugin="fake", settings=WorkerSettings(), items=8, tokens=32, pixels_max=1000
 )
 LARGE, SMALL = plan_of(32), plan_of(4)
 

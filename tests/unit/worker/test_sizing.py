@@ -5,13 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tests.unit.worker.device_fakes import (
-    KV_BYTES,
-    LOAD,
-    MIB,
-    MeasuredGenerator,
-    model_info,
-)
+from tests.unit.worker.device_fakes import KV_BYTES, LOAD, MIB, MeasuredGenerator, model_info
 from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.wire import SizeKv
 from vsched.worker.sizing import KvBuilder

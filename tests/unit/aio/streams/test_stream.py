@@ -8,13 +8,7 @@ from typing import Any
 import pytest
 
 from tests.patience import patience
-from vsched.aio.streams import (
-    ChoiceInputs,
-    OutputDelta,
-    StopMatcher,
-    TokenLogprob,
-    TokenStream,
-)
+from vsched.aio.streams import ChoiceInputs, OutputDelta, StopMatcher, TokenLogprob, TokenStream
 from vsched.errors import RequestFailed
 from vsched.kernel.commands import Finish, RequestTimes
 from vsched.types import FinishReason, SamplingParams
@@ -36,11 +30,7 @@ from vsched.types import FinishReason, SamplingParams
     ],
 )
 def test_stop_matcher_finds_stop_strings_across_pieces(
-    stops: tuple[str, ...],
-    pieces: list[str],
-    out: list[str],
-    stopped: bool,
-    flushed: str,
+    stops: tuple[str, ...], pieces: list[str], out: list[str], stopped: bool, flushed: str
 ) -> None:
     """Text that may begin a stop string is held back until that is decided."""
     matcher = StopMatcher(stops)
