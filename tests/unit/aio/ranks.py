@@ -31,7 +31,7 @@ from vsched.memory import Sized
 from vsched.policy import Reservation
 from vsched.testing import default_policies, make_request
 from vsched.transport.arena import Arena
-from vsched.transport.zmq_link import rank_identity
+from vsched.transport.zmq_link import OnFrame, rank_identity
 from vsched.types import FinishReason, Request, SamplingParams, stage_of
 from vsched.wire import (
     AcceptKv,
@@ -69,9 +69,7 @@ Result = GenerateResult | EncodeResult
 class Wire:
     """A leader's link, and the frames sent to each rank."""
 
-    def __init__(
-        self, ranks: Ranks, address: str, on_frame: Callable[[bytes, bytes], None]
-    ) -> None:
+    def __init__(self, ranks: Ranks, address: str, on_frame: OnFrame) -> None:
         self.group = group_of(address)
         self.receive = on_frame
         self.frames: defaultdict[int, deque[bytes]] = defaultdict(deque)
@@ -224,7 +222,7 @@ class Ranks(OwnLauncher):
         host.ranks = self
         return host
 
-    def listen(self, address: str, on_frame: Callable[[bytes, bytes], None]) -> Wire:
+    def listen(self, address: str, on_frame: OnFrame) -> Wire:
         return Wire(self, address, on_frame)
 
     def start(self, spec: RankSpec, *, threads: int, on_exit: Callable[[int], None]) -> Rank:

@@ -175,9 +175,7 @@ def test_grammar_processes_refuse_what_kills_them(
     processes.check("fine")
 
 
-def test_grammar_processes_do_not_blame_a_grammar_for_a_kill_from_outside(
-    processes: GrammarProcesses,
-) -> None:
+def test_grammar_is_not_blamed_for_a_kill_from_outside(processes: GrammarProcesses) -> None:
     """For example by the kernel's OOM killer: the client may try again."""
     with pytest.raises(RequestFailed, match="try again") as failure:
         processes.check(f"die {signal.SIGKILL:d}")

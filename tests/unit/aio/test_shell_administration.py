@@ -83,9 +83,7 @@ async def test_drained_group_ends_what_it_has_and_gets_nothing_new(played: Shell
 
 
 @pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
-async def test_drain_that_takes_too_long_goes_on_until_it_is_taken_back(
-    played: ShellHarness,
-) -> None:
+async def test_drain_that_takes_too_long_goes_on_until_taken_back(played: ShellHarness) -> None:
     """The wait has a deadline; the drain has none. A call that waits returns False."""
     streams = streams_of(played, steps=2)
     assert await played.shell.groups.drain("generate-1") is False
@@ -124,9 +122,7 @@ async def test_group_that_is_lost_while_it_drains_comes_back_draining(played: Sh
     indirect=["played"],
     ids=str,
 )
-async def test_restart_under_load_costs_no_request_a_token(
-    played: ShellHarness, group: str
-) -> None:
+async def test_restart_under_load_costs_no_tokens(played: ShellHarness, group: str) -> None:
     """Drained first, so nothing is computed twice; even the last group of its stage can be restarted."""
     ranks = played.ranks
     streams = streams_of(played)
@@ -210,9 +206,7 @@ async def check_refused(
 
 
 @pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
-async def test_upkeep_of_a_group_that_is_unknown_or_in_the_wrong_state_is_refused(
-    played: ShellHarness,
-) -> None:
+async def test_upkeep_in_a_wrong_state_or_of_no_group_is_refused(played: ShellHarness) -> None:
     """A group that is coming back already, that is not draining, or that is being restarted."""
     known = "name one of encode, generate-0, generate-1."
     await check_refused(played, "generate", "unknown_group", known)

@@ -113,9 +113,7 @@ async def test_shell_without_one_encode_crew_encodes_with_the_other(played: Shel
     indirect=["played"],
     ids=str,
 )
-async def test_shell_groups_lost_at_once_all_come_back(
-    played: ShellHarness, lost: tuple[str, ...]
-) -> None:
+async def test_groups_lost_at_once_come_back(played: ShellHarness, lost: tuple[str, ...]) -> None:
     """Two faults at the same time cost no request a token."""
     ranks = played.ranks
     streams = streams_of(played)
@@ -131,9 +129,7 @@ async def test_shell_groups_lost_at_once_all_come_back(
 
 @pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
 @pytest.mark.parametrize("second", ["generate-0", "generate-1", "encode"])
-async def test_shell_fault_during_recovery_ends_in_service(
-    played: ShellHarness, second: str
-) -> None:
+async def test_fault_during_recovery_ends_in_service(played: ShellHarness, second: str) -> None:
     """While one worker group loads again it is lost again, or another one is."""
     ranks = played.ranks
     streams = streams_of(played, steps=3)

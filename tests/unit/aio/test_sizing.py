@@ -100,9 +100,7 @@ async def test_sizing_counts_the_larger_of_two_stages_that_take_turns_in_one_pro
 
 
 @pytest.mark.parametrize("apart", [True, False])
-async def test_sizing_counts_both_stages_if_they_need_memory_at_the_same_time(
-    *, apart: bool
-) -> None:
+async def test_sizing_counts_both_stages_if_they_need_memory_at_once(*, apart: bool) -> None:
     """In processes apart, unless on another host, and if a batch of images pauses for the largest steps."""
     groups = APART if apart else TOGETHER
     without, with_both = [

@@ -103,9 +103,7 @@ async def test_worker_group_rank_that_dies_while_it_loads_names_phase_limit_and_
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
-async def test_worker_group_start_that_ends_early_leaves_no_process(
-    place: Place, *, cancelled: bool
-) -> None:
+async def test_start_that_ends_early_leaves_no_process(place: Place, *, cancelled: bool) -> None:
     """The deadline for readiness passes, and the message names its setting; or the start is cancelled."""
     received = Received()
     worker_group = place.worker_group(
@@ -170,9 +168,7 @@ async def test_worker_group_reports_why_a_rank_cannot_load(
     assert received.lost == []
 
 
-async def test_worker_group_rank_that_ends_by_itself_as_it_is_killed_fails_no_stop(
-    place: Place,
-) -> None:
+async def test_rank_that_ends_by_itself_as_it_is_killed_fails_no_stop(place: Place) -> None:
     """Such as the peer of a killed rank: it is reaped in the turn of the loop in which its time is over."""
     worker_group = place.worker_group(Received().events, limits=QUIET)
     await worker_group.start()
@@ -184,9 +180,7 @@ async def test_worker_group_rank_that_ends_by_itself_as_it_is_killed_fails_no_st
     await worker_group.stop(grace_s=0)
 
 
-async def test_worker_group_hears_the_last_word_of_a_rank_whose_exit_comes_first(
-    place: Place,
-) -> None:
+async def test_worker_group_hears_the_last_word_of_a_rank_that_exits_first(place: Place) -> None:
     """On a busy machine, the last report is still in flight when the process has ended."""
     received = Received()
     worker_group = place.worker_group(received.events, limits=QUIET)

@@ -129,12 +129,10 @@ def test_draft_keeps_within_its_room() -> None:
 # --- rows ---
 
 
-def started(
-    worker: Script, prompt: Sequence[int], sampling: SamplingParams = GREEDY
-) -> GenerateRank:
+def started(worker: Script, prompt: list[int], sampling: SamplingParams = GREEDY) -> GenerateRank:
     """Return a rank with a request in slot 1, after its first token and with all blocks it needs."""
     rank = rank_of(worker)
-    rank.apply(prefill(join(1, 1, [*prompt], sampling=sampling, blocks=own_blocks(0))))
+    rank.apply(prefill(join(1, 1, prompt, sampling=sampling, blocks=own_blocks(0))))
     return rank
 
 

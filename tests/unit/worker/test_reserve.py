@@ -111,17 +111,13 @@ def test_reserve_repeats_the_largest_candidate_until_it_adds_nothing() -> None:
 
 
 @pytest.mark.parametrize(("kept_bytes", "repeats"), [(MIB // 2, 1), (20 * MIB, 5)])
-def test_reserve_repeats_no_more_for_what_the_drift_has_room_for(
-    kept_bytes: int, repeats: int
-) -> None:
+def test_reserve_repeats_no_more_than_the_drift_has_room_for(kept_bytes: int, repeats: int) -> None:
     """A run of the largest batch takes seconds, and some small thing is always new."""
     _, _, worker = reserve(worker=Scattering(Drifting(1024 * MIB), kept_bytes=kept_bytes))
     assert len(worker.batches) == 2 + repeats
 
 
-def test_reserve_gives_up_on_an_encoder_that_never_stops_growing(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_reserve_gives_up_on_an_ever_growing_encoder(caplog: pytest.LogCaptureFixture) -> None:
     """It is logged, and the start continues with the measured values."""
     _, _, worker = reserve(worker=Scattering(SimulatedMemory(1024 * MIB), count=100))
     assert len(worker.batches) == 2 + REPEATS_MAX

@@ -230,9 +230,7 @@ async def test_leader_gives_the_last_word_of_a_rank_that_is_gone() -> None:
         (False, "rank 0 stopped with PeerLost: the connection is gone"),
     ],
 )
-async def test_leader_waits_for_the_word_of_the_rank_that_is_missed(
-    speaks: bool, reason: str
-) -> None:
+async def test_leader_waits_for_the_word_of_a_missed_rank(speaks: bool, reason: str) -> None:
     """Rank 0 loses its connection to rank 1, which gives the reason a moment later; if not, rank 0's counts."""
     led = LeaderHarness(2).enter()
     led.receive(0, RankFailed(ErrorKind.PEER_LOST, "PeerLost", "the connection is gone"))

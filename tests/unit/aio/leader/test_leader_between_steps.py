@@ -161,9 +161,7 @@ async def test_leader_changes_no_adapter_within_a_batch(led: LeaderHarness) -> N
     assert [one.result() for one in changes] == [["", ""]] * 2
 
 
-async def test_leader_that_loses_its_ranks_within_a_batch_changes_no_adapter(
-    led: LeaderHarness,
-) -> None:
+async def test_leader_lost_within_a_batch_changes_no_adapter(led: LeaderHarness) -> None:
     led.leader.decide(batch(1, 200))
     change = led.leader.change_adapters(AddAdapter(1, "a"))
     led.receive(1, Paused(1, 1, MS))

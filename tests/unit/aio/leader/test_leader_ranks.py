@@ -216,9 +216,7 @@ def test_change_of_threads_is_logged_if_it_lasts(
         assert f"generate rank 0 computes with {words}" in line
 
 
-def test_change_of_threads_that_two_groups_report_is_logged_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_change_of_threads_in_two_groups_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     threads = RankThreads("encode and generate")
     for now_s in (0.0, 1.0):  # the ranks of both groups are one process
         threads.take(0, ThreadsInUse(1, 2), now_s)

@@ -142,9 +142,7 @@ async def test_generation_merges_what_comes_faster_than_it_is_read() -> None:
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 3, 6])
-async def test_generation_one_by_one_has_the_same_deltas_however_fast_they_come(
-    at_once: int,
-) -> None:
+async def test_generation_one_by_one_has_equal_deltas_however_fast_they_come(at_once: int) -> None:
     """Each delta has one token with its text and log-probability; the last has the held-back text, and the end."""
     made = Made(stop=("ex",), logprobs=1, stop_token_ids=frozenset({9}))
     made.stream.one_by_one()
@@ -244,9 +242,7 @@ async def test_generation_logprobs_go_with_their_tokens() -> None:
         (ABORT, "stopping", 503),
     ],
 )
-async def test_generation_error_reaches_the_reader(
-    reason: FinishReason, code: str, status: int
-) -> None:
+async def test_error_reaches_the_reader(reason: FinishReason, code: str, status: int) -> None:
     """The failure reaches the caller, once."""
     made = Made()
     made.push(0)
