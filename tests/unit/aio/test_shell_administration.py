@@ -31,6 +31,8 @@ from vsched.engine import Engine
 from vsched.errors import RequestRefused
 from vsched.testing import make_request
 
+GROUPS = TWO_GENERATE
+
 
 def running(played: ShellHarness) -> list[int]:
     return [row["running"] for row in played.shell.group_rows() if row["stage"] == "generate"]
@@ -82,7 +84,6 @@ async def test_drained_group_ends_what_it_has_and_gets_nothing_new(played: Shell
     assert running(played) == [2, 2]
 
 
-@pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
 async def test_drain_that_takes_too_long_goes_on_until_taken_back(played: ShellHarness) -> None:
     """The wait has a deadline; the drain has none. A call that waits returns False."""
     streams = streams_of(played, steps=2)
@@ -96,7 +97,6 @@ async def test_drain_that_takes_too_long_goes_on_until_taken_back(played: ShellH
     await played.run_out(streams)
 
 
-@pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
 async def test_group_that_is_lost_while_it_drains_comes_back_draining(played: ShellHarness) -> None:
     """Its requests resume there, and the drain still holds."""
     ranks = played.ranks
@@ -161,7 +161,6 @@ async def test_restart_goes_on_after_the_deadline_and_is_no_loss(played: ShellHa
     await played.run_out(streams)
 
 
-@pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
 async def test_restart_that_is_cancelled_leaves_the_group_serving(played: ShellHarness) -> None:
     """Nothing has been stopped yet."""
     streams_of(played, steps=2)
@@ -172,7 +171,6 @@ async def test_restart_that_is_cancelled_leaves_the_group_serving(played: ShellH
     assert state_of(played, "generate-1") == "up"
 
 
-@pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
 async def test_retired_group_can_be_restarted(played: ShellHarness) -> None:
     ranks = played.ranks
     ranks.broken.add("generate-1")
@@ -205,7 +203,6 @@ async def check_refused(
         assert caught.value.status == (400 if code == "unknown_group" else 409)
 
 
-@pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
 async def test_upkeep_in_a_wrong_state_or_of_no_group_is_refused(played: ShellHarness) -> None:
     """A group that is coming back already, that is not draining, or that is being restarted."""
     known = "name one of encode, generate-0, generate-1."
@@ -222,7 +219,6 @@ async def test_upkeep_in_a_wrong_state_or_of_no_group_is_refused(played: ShellHa
     await played.run_out(streams)
 
 
-@pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
 async def test_drain_of_the_last_group_of_its_stage_is_refused(played: ShellHarness) -> None:
     """Requests would wait for an operator; the only encoder, the last generator."""
     await check_refused(played, "encode", "last_group", "Remedy: restart it", "drain")
@@ -265,7 +261,6 @@ async def test_groups_restarted_one_by_one_over_http_under_load(played: ShellHar
     assert [row["restarts"] for row in engine.groups()] == [1, 1, 1, 1]
 
 
-@pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
 async def test_clear_reaches_every_replica(played: ShellHarness) -> None:
     """Running and waiting requests on all groups, including one that is down."""
     engine = played.engine()
