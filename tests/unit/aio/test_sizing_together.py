@@ -87,9 +87,7 @@ async def lead_all(sizing: Sizing, groups: dict[str, Group], order: Sequence[str
         leading.append(asyncio.ensure_future(sizing.lead(name, groups[name])))  # type: ignore[arg-type]
         await turns()
     try:
-        done, _ = await asyncio.wait(leading, return_when=asyncio.FIRST_EXCEPTION)
-        for one in done:
-            one.result()
+        await asyncio.gather(*leading)
     finally:
         for one in leading:
             one.cancel()

@@ -18,7 +18,7 @@ from vsched.aio.hosts.link import (
     ToHost,
     Write,
 )
-from vsched.aio.hosts.remote import Traffic, row_ranges, written_by
+from vsched.aio.hosts.remote import Traffic, written_by
 from vsched.kernel.decisions import (
     ChunkItem,
     ChunkPlan,
@@ -149,8 +149,11 @@ async def test_stream_ends_when_the_other_is_gone() -> None:
 
 
 SMALL = ArenaLayout(pixel_bytes=100, pages=8, page_rows=4, row_bytes=16)
-BASE = SMALL.embedding_offset
-PAGE = 64
+
+
+def rows(page: int, first: int, count: int) -> ByteRange:
+    """Range of embedding rows that begin in a page."""
+    return ByteRange(SMALL.embedding_offset + 64 * page + 16 * first, 16 * count)
 
 
 def joined(number: int, slot: int, items: list[ItemPlace] | None) -> Join:
@@ -165,31 +168,28 @@ def test_traffic_of_a_batch_is_its_pixels_there_and_its_rows_back() -> None:
     batch = EncodeDecision(1, [task])
     traffic = Traffic(SMALL)
     assert traffic.read_by(batch) == [ByteRange(10, 30)]
-    assert written_by(SMALL, batch.tasks) == [
-        ByteRange(BASE + 5 * PAGE, PAGE),
-        ByteRange(BASE + 2 * PAGE, 2 * 16),
-    ]
+    assert written_by(SMALL, batch.tasks) == [rows(5, 0, 4), rows(2, 0, 2)]
 
 
-def test_traffic_of_a_chunk_is_the_rows_that_it_covers() -> None:
-    """Rows 2 to 6 of an item at position 10: the end of its first page, and the beginning of its second."""
+@pytest.mark.parametrize(
+    ("place", "span", "pages", "ranges"),
+    [
+        # The end of the first page, and the beginning of the second.
+        (ItemPlace(10, 8), (12, 17), [6, 1], [rows(6, 2, 2), rows(1, 0, 3)]),
+        # Row numbers of an item with separators count placeholders only.
+        (ItemPlace(10, 4, b"", ((10, 12), (13, 15))), (12, 14), [3], [rows(3, 2, 1)]),
+        # Neighbouring pages are one range.
+        (ItemPlace(10, 12), (10, 22), [2, 3, 5], [rows(2, 0, 8), rows(5, 0, 4)]),
+    ],
+)
+def test_traffic_of_a_chunk_is_the_rows_that_it_covers(
+    place: ItemPlace, span: tuple[int, int], pages: list[int], ranges: list[ByteRange]
+) -> None:
     traffic = Traffic(SMALL)
-    chunk = ChunkPlan(3, 12, 17, [ChunkItem(10, 8, [6, 1])])
-    decision = GenerateDecision(1, joined=[joined(7, 3, [ItemPlace(10, 8)])], chunks=[chunk])
-    assert traffic.read_by(decision) == [
-        ByteRange(BASE + 6 * PAGE + 2 * 16, 2 * 16),
-        ByteRange(BASE + 1 * PAGE, 3 * 16),
-    ]
+    chunk = ChunkPlan(3, *span, [ChunkItem(10, place.tokens, pages)])
+    decision = GenerateDecision(1, joined=[joined(7, 3, [place])], chunks=[chunk])
+    assert traffic.read_by(decision) == ranges
     assert traffic.read_by(Heartbeat()) == []
-
-
-def test_traffic_of_spans_leaves_out_what_is_no_placeholder() -> None:
-    """Row numbers of an item with separators count placeholders only."""
-    traffic = Traffic(SMALL)
-    place = ItemPlace(10, 4, b"", ((10, 12), (13, 15)))
-    chunk = ChunkPlan(0, 12, 14, [ChunkItem(10, 4, [3])])
-    decision = GenerateDecision(1, joined=[joined(1, 0, [place])], chunks=[chunk])
-    assert traffic.read_by(decision) == [ByteRange(BASE + 3 * PAGE + 2 * 16, 16)]
 
 
 def test_traffic_knows_who_came_back_and_forgets_who_is_gone() -> None:
@@ -199,7 +199,7 @@ def test_traffic_knows_who_came_back_and_forgets_who_is_gone() -> None:
     traffic.read_by(GenerateDecision(1, joined=[joined(5, 1, here)]))
     traffic.read_by(GenerateDecision(2, left=[Leave(5, 1, keep=True)]))
     back = GenerateDecision(3, joined=[joined(5, 1, None)], chunks=[chunk])
-    assert traffic.read_by(back) == [ByteRange(BASE, PAGE)]
+    assert traffic.read_by(back) == [rows(0, 0, 4)]
     # It finishes, which no decision says, and another request takes its slot.
     traffic.read_by(GenerateDecision(4, joined=[joined(6, 1, here)]))
     assert set(traffic._items) == {6}
@@ -207,11 +207,3 @@ def test_traffic_knows_who_came_back_and_forgets_who_is_gone() -> None:
     traffic.read_by(GenerateDecision(6, forgotten=[6]))
     assert not traffic._items
     assert not traffic._slots
-
-
-def test_row_ranges_join_neighbouring_pages() -> None:
-    assert row_ranges(SMALL, [2, 3, 5], 0, 12) == [
-        ByteRange(BASE + 2 * PAGE, 2 * PAGE),
-        ByteRange(BASE + 5 * PAGE, PAGE),
-    ]
-    assert row_ranges(SMALL, [2], 1, 1) == []
