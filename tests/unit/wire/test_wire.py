@@ -44,28 +44,14 @@ from vsched.wire import (
     encode_report,
 )
 
+PLACE = ItemPlace(0, 4, b"of it", ((0, 2), (3, 5)))
+SAMPLING = SamplingParams(temperature=0.5, stop=("x",), logprobs=2)
+DATA = RequestData(b"\1\0\0\0", 1, [PLACE], SAMPLING, (2, 3), 7)
 FULL = GenerateDecision(
     7,
     forgotten=[3],
     left=[Leave(1, 0, keep=True)],
-    joined=[
-        Join(
-            4,
-            2,
-            16,
-            18,
-            [5, 6],
-            RequestData(
-                b"\1\0\0\0",
-                1,
-                [ItemPlace(0, 4, b"of it", ((0, 2), (3, 5)))],
-                SamplingParams(temperature=0.5, stop=("x",), logprobs=2),
-                (2, 3),
-                7,
-            ),
-        ),
-        Join(5, 3, 0, 1, [7], None),
-    ],
+    joined=[Join(4, 2, 16, 18, [5, 6], DATA), Join(5, 3, 0, 1, [7], None)],
     grown=[1, 9],
     chunks=[ChunkPlan(2, 16, 18, [ChunkItem(14, 4, [8])])],
 )
@@ -76,16 +62,10 @@ ENTRIES: list[LogEntry] = [
     EncodeDecision(1, [TASK], time_slice_ns=5, layers=3),
     SizeKv(64, profile=True, headroom_bytes=1, renew=True),
 ]
+END, LOGPROB = Finished(1, 9, FinishReason.STOP), SlotLogprob(1, -0.5, [(3, -1.0)])
+PIECE = PromptPiece(9, 1, b"\1\2\3\4", b"\5\6\7\0", b"", b"")
 REPORTS: list[RankReport] = [
-    GenerateResult(
-        3,
-        b"\1\2",
-        b"\3",
-        [Finished(1, 9, FinishReason.STOP)],
-        [SlotLogprob(1, -0.5, [(3, -1.0)])],
-        8,
-        prompts=[PromptPiece(9, 1, b"\1\2\3\4", b"\5\6\7\0", b"", b"")],
-    ),
+    GenerateResult(3, b"\1\2", b"\3", [END], [LOGPROB], 8, prompts=[PIECE]),
     EncodeResult(4, EncodeErrorKind.FAILED, 5),
     Ready(1 << 40, {"kv": 1 << 40}, {"balance": 60.0}, ThreadsInUse(2, 2)),
     RankFailed(ErrorKind.DESYNC, "RankDesync", "why"),
