@@ -22,6 +22,7 @@ from tests.unit.rank.worker_groups import (
     limits,
     python_path,
     shell_of,
+    started,
 )
 from tests.unit.worker.test_generate_rank import join, prefill
 from vsched.aio.launcher import RankProcess
@@ -170,70 +171,55 @@ async def test_worker_group_reports_why_a_rank_cannot_load(
 
 async def test_rank_that_ends_by_itself_as_it_is_killed_fails_no_stop(place: Place) -> None:
     """Such as the peer of a killed rank: it is reaped in the turn of the loop in which its time is over."""
-    worker_group = place.worker_group(Received().events, limits=QUIET)
-    await worker_group.start()
-    (process,) = worker_group._processes
-    os.kill(process.pid, signal.SIGKILL)
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # noqa: ASYNC222 - the loop must not see its end
-    await process.end(grace_s=0)
-    assert not is_running(process.pid)
-    await worker_group.stop(grace_s=0)
+    async with started(place, limits=QUIET) as (worker_group, _):
+        (process,) = worker_group._processes
+        os.kill(process.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # noqa: ASYNC222 - the loop must not see its end
+        await process.end(grace_s=0)
+        assert not is_running(process.pid)
 
 
 async def test_worker_group_hears_the_last_word_of_a_rank_that_exits_first(place: Place) -> None:
     """On a busy machine, the last report is still in flight when the process has ended."""
-    received = Received()
-    worker_group = place.worker_group(received.events, limits=QUIET)
-    await worker_group.start()
-    (process,) = worker_group._processes
-    assert isinstance(process, RankProcess)
-    link = worker_group.leader("generate")._link
-    assert isinstance(link, LeaderLink)
-    late: list[partial[None]] = []
-    take = link._on_frame
-    link._on_frame = lambda identity, frame: late.append(partial(take, identity, frame))
-    process._exited.add_done_callback(lambda _: [word() for word in late])
-    worker_group.leader("generate").decide(GenerateDecision(1, chunks=[ChunkPlan(2, 0, 3, [])]))
-    await received.wait_until(lambda: received.lost)
-    assert "RankDesync" in received.lost[0][1]
-    await worker_group.stop(grace_s=0)
+    async with started(place, limits=QUIET) as (worker_group, received):
+        (process,) = worker_group._processes
+        assert isinstance(process, RankProcess)
+        leader = worker_group.leader("generate")
+        assert isinstance(leader._link, LeaderLink)
+        late: list[partial[None]] = []
+        take = leader._link._on_frame
+        leader._link._on_frame = lambda sender, frame: late.append(partial(take, sender, frame))
+        process._exited.add_done_callback(lambda _: [word() for word in late])
+        leader.decide(GenerateDecision(1, chunks=[ChunkPlan(2, 0, 3, [])]))
+        await received.wait_until(lambda: received.lost)
+        assert "RankDesync" in received.lost[0][1]
 
 
 async def test_worker_group_ranks_leave_signals_to_the_engine(place: Place) -> None:
     """A service manager sends its signal to all processes at once; the engine drains with its ranks."""
-    received = Received()
-    worker_group = place.worker_group(received.events)
-    await worker_group.start()
-    (pid,) = worker_group.pids
-    for number in (signal.SIGINT, signal.SIGTERM):
-        os.kill(pid, number)
-    worker_group.leader("generate").decide(one_request())
-    await received.wait_until(lambda: received.results or received.lost)
-    assert received.lost == []
-    await worker_group.stop()
+    async with started(place) as (worker_group, received):
+        (pid,) = worker_group.pids
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(pid, number)
+        worker_group.leader("generate").decide(one_request())
+        await received.wait_until(lambda: received.results or received.lost)
+        assert received.lost == []
 
 
 @pytest.mark.thorough
 async def test_worker_group_rank_that_is_stopped_in_a_step_is_found(place: Place) -> None:
     """The rank timeout finds it, not the step timeout; a long step is not killed."""
-    received = Received()
-    worker_group = place.worker_group(
-        received.events,
-        ranks=2,
-        behaviour=Behaviour(step_s=NEVER_S, slow_at=5),
-        limits=limits(rank_timeout_s=1.5, heartbeat_s=0.1),
-    )
-    await worker_group.start()
-    leader = worker_group.leader("generate")
-    for decision in (one_request(), GenerateDecision(2), GenerateDecision(3)):
-        leader.decide(decision)
-    await received.wait_until(lambda: len(received.results) == 2)
-    await asyncio.sleep(0.1)
-    pids = worker_group.pids
-    os.kill(pids[1], signal.SIGSTOP)
-    await received.wait_until(lambda: received.lost)
-    assert received.lost[0][1].startswith("generate: rank 1 was silent for ")
-    await worker_group.stop(grace_s=0)
+    slow, quick = Behaviour(step_s=NEVER_S, slow_at=5), limits(rank_timeout_s=1.5, heartbeat_s=0.1)
+    async with started(place, ranks=2, behaviour=slow, limits=quick) as (worker_group, received):
+        leader = worker_group.leader("generate")
+        for decision in (one_request(), GenerateDecision(2), GenerateDecision(3)):
+            leader.decide(decision)
+        await received.wait_until(lambda: len(received.results) == 2)
+        await asyncio.sleep(0.1)
+        pids = worker_group.pids
+        os.kill(pids[1], signal.SIGSTOP)
+        await received.wait_until(lambda: received.lost)
+        assert received.lost[0][1].startswith("generate: rank 1 was silent for ")
     assert not any(is_running(pid) for pid in pids)
 
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -149,6 +150,19 @@ class Place:
     def close(self) -> None:
         self.launcher.close()
         self.arena.close()
+
+
+@asynccontextmanager
+async def started(place: Place, **options: Any) -> AsyncIterator[tuple[WorkerGroup, Received]]:
+    """Yield a worker group that has started, and its events."""
+    received = Received()
+    worker_group = place.worker_group(received.events, **options)
+    async with patience():
+        await worker_group.start()
+    try:
+        yield worker_group, received
+    finally:
+        await worker_group.stop(grace_s=0)
 
 
 def python_path() -> str:
