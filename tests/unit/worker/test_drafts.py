@@ -196,6 +196,9 @@ class Periodic(Script):
     It reads the whole history of each row, so a draft token in the wrong place would show.
     """
 
+    def swap(self, out: object, back: object) -> None:
+        """No-op."""
+
     def step(self, batch: Batch) -> Sampled:
         rows = []
         for slot, token, position, one in zip(
@@ -396,7 +399,7 @@ def test_draft_model_knows_what_blocks_of_the_prefix_cache_it_has_filled() -> No
 
 def test_draft_model_computes_again_what_was_swapped_back() -> None:
     small = Small()
-    rank = model_rank(Swapping(), small, chunk=CONTEXT)
+    rank = model_rank(Periodic(), small, chunk=CONTEXT)
     blocks = begun(rank, [16, 17, 18, 16, 17, 18])
     rank.apply(GenerateDecision(2, granted=by_model(1)))
     rank.apply(
@@ -408,16 +411,6 @@ def test_draft_model_computes_again_what_was_swapped_back() -> None:
     before = small.computed
     rank.apply(GenerateDecision(5, granted=by_model(1)))
     assert small.computed == before + 10
-
-
-class Swapping(Periodic):
-    """A model whose requests can be swapped."""
-
-    def build_swap(self, blocks: int) -> None:
-        """No-op."""
-
-    def swap(self, out: object, back: object) -> None:
-        """No-op."""
 
 
 def test_draft_model_drafts_within_its_context_and_the_other_vocabulary() -> None:

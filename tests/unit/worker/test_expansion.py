@@ -44,9 +44,8 @@ def test_arrays_lie_one_after_the_other_each_at_a_cache_line() -> None:
     views = view_arrays(specs, extent)
     begins = [view.__array_interface__["data"][0] - extent.ctypes.data for view in views.values()]
     assert begins == [0, 64, 640]
-    assert [(name, view.dtype.name, view.shape) for name, view in views.items()] == [
-        (spec.name, spec.dtype, spec.shape) for spec in specs
-    ]
+    found = [ArraySpec(name, view.dtype.name, view.shape) for name, view in views.items()]
+    assert found == [*specs]
     views["image_size"][...] = (1, 2)
     assert extent[640:].view(np.int64).tolist() == [1, 2], "views, no copies"
     extent.flags.writeable = False

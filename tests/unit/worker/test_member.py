@@ -14,7 +14,6 @@ from vsched.errors import CheckpointError, GroupLostError, RankDesync
 from vsched.kernel.decisions import EncodeDecision
 from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.sim.ranks.symbolic_workers import StandInEncoder, StandInWorker
-from vsched.transport.arena import Arena
 from vsched.types import ModelInfo
 from vsched.wire import (
     ON_THE_WAY,
@@ -38,7 +37,7 @@ from vsched.wire import (
     ThreadsInUse,
     decode_report,
 )
-from vsched.worker.contract import Progress, WorkerPlugin, WorkerSettings
+from vsched.worker.contract import Progress, WorkerSettings
 from vsched.worker.member import Member, Rank, RankHost
 from vsched.worker.spec import GenerateRole, RankSpec
 from vsched.worker.stage_rank import EncodeRank, StageRank
@@ -333,13 +332,7 @@ def test_a_draft_model_is_loaded_first_so_that_the_process_is_as_the_model_wants
         rank=0, secret="", layout=LAYOUT, info=model_info(), timeout_s=60, generate=role
     )
 
-    def found(_name: str) -> WorkerPlugin:
-        return plugin
-
-    arena, host = Arena.create(LAYOUT), RankHost(load_worker=found)
-    try:
-        with pytest.raises(CheckpointError, match="that was the model"):
-            Rank(spec, arena, [Member(spec, Link(), host)], host).load()
-    finally:
-        arena.close()
+    host = RankHost(load_worker=lambda _name: plugin)
+    with pytest.raises(CheckpointError, match="that was the model"):
+        Rank(spec, None, [Member(spec, Link(), host)], host).load()  # type: ignore[arg-type]
     assert plugin.requested == [False, True]
