@@ -190,6 +190,12 @@ def test_generate_rank_drafts_no_further_than_blocks_and_limit() -> None:
 # --- the same tokens as without draft tokens ---
 
 
+def decode_rows(batch: Batch) -> list[tuple[int, SequenceState, int]]:
+    """Slot, sequence and position of each decode row."""
+    slots, positions = batch.decode_slots.tolist(), batch.decode_positions.tolist()
+    return list(zip(slots, batch.decode_sequences, positions, strict=True))
+
+
 class Periodic(Script):
     """The next token follows from the last two, the seed and the position; with grammars and logprobs.
 
@@ -200,14 +206,8 @@ class Periodic(Script):
         """No-op."""
 
     def step(self, batch: Batch) -> Sampled:
-        rows = []
-        for slot, token, position, one in zip(
-            batch.decode_slots.tolist(),
-            batch.decode_tokens.tolist(),
-            batch.decode_positions.tolist(),
-            batch.decode_sequences,
-            strict=True,
-        ):
+        rows, tokens_of_rows = [], batch.decode_tokens.tolist()
+        for (slot, one, position), token in zip(decode_rows(batch), tokens_of_rows, strict=True):
             assert one.tokens[position] == token, "a row differs from the sequence"
             assert batch.block_tables[slot, position // BLOCK_SIZE] >= 0
             rows.append((one, position + 1))
@@ -267,14 +267,7 @@ class Small(Periodic):
             for position in range(chunk.start, chunk.stop):
                 self._write(batch, chunk.slot, chunk.sequence, position)
             self._read(batch, chunk.slot, chunk.sequence, chunk.stop)
-        rows = list(
-            zip(
-                batch.decode_slots.tolist(),
-                batch.decode_sequences,
-                batch.decode_positions.tolist(),
-                strict=True,
-            )
-        )
+        rows = decode_rows(batch)
         assert batch.decode_slots.tolist() == sorted(batch.decode_slots.tolist())
         for slot, sequence, position in rows:
             self._write(batch, slot, sequence, position)
