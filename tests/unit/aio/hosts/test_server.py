@@ -168,7 +168,9 @@ async def test_server_sends_the_rows_of_a_step_that_succeeded(
         wire.home.link.on_frame(FIRST, encode_report(EncodeResult(step, failure, 0)))
         wire.deliver()
         *written, fetched, result = wire.engine.received
-        assert written == [Write(100 * step, bytes(8))] * rows
+        assert [one for one in written if isinstance(one, Write)] == [
+            Write(100 * step, bytes(8))
+        ] * rows
         assert fetched == Fetched("encode", step)
         assert isinstance(result, FromRank)
 
