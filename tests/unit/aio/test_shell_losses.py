@@ -67,6 +67,17 @@ async def test_shell_encode_result_that_cannot_be_loses_the_encoder(played: Shel
     await check_image_tokens(image)
 
 
+async def test_shell_report_of_a_lost_rank_is_dropped(played: ShellHarness) -> None:
+    """A late report would put tokens twice into the streams."""
+    ranks = played.ranks
+    streams = streams_of(played, 3, steps=3)
+    late = ranks.step()
+    ranks.of("generate").exit(-9)
+    ranks.say("generate", late)
+    await played.recover()
+    await played.run_out(streams)
+
+
 async def test_shell_restart_goes_on_whatever_an_attempt_raises(played: ShellHarness) -> None:
     """The next pause follows, and waiting requests get the tokens they would have had."""
     ranks = played.ranks

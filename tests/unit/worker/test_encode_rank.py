@@ -155,9 +155,11 @@ def test_encode_rank_copies_what_is_encoded_already(number: int) -> None:
     encoder = Encoder()
     rank, embeddings = rank_of(encoder, rank=number)
     encoded = EncodeTask(b"e", 6, Extent(64, 6 * 8), [5, 2], encoded=True)
-    result = rank.apply(EncodeDecision(1, [encoded, task(b"a", [0])]))
+    result = rank.apply(EncodeDecision(1, [encoded, task(b"a", [3, 1])]))
     assert result == EncodeResult(1, None, 0)
-    assert [job.key for job in encoder.batches[0]] == [b"a"]
+    ((job,),) = encoder.batches
+    assert (job.key, job.tokens, job.metadata, job.pages) == (b"a", 8, b"of a", [3, 1])
+    assert job.arrays["pixels"].tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
     rows = np.arange(16, 28, dtype=np.float32).view(np.uint8).reshape(6, 8) * (number == 0)
     assert (embeddings[5] == rows[:4]).all()
     assert (embeddings[2, :2] == rows[4:]).all()

@@ -117,6 +117,7 @@ async def test_leader_gap_is_at_most_one_interval(last_s: float) -> None:
 async def test_leader_gives_up_a_silent_rank() -> None:
     """The error names the silent rank only."""
     led = LeaderHarness(2).enter()
+    led.decide(1)
     waited_s = 0.0
     while not led.lost:
         led.loop.advance(1)
