@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -154,12 +155,12 @@ async def test_fault_during_recovery_ends_in_service(played: ShellHarness, secon
     ids=["checkpoint", "system", "second rank"],
 )
 async def test_shell_crew_that_cannot_start_is_one_clear_error(
-    played: ShellHarness, groups: Groups, ranks: int, failures: list[Exception | None]
+    played: ShellHarness, groups: Groups, ranks: int, failures: list[Any]
 ) -> None:
     """The start of all worker groups fails at once with the error of one, and no rank stays."""
     await played.stop()
     played.ranks.failures.extend(failures)
-    with pytest.raises(type(failures[-1]), match=str(failures[-1])):  # type: ignore[arg-type]
+    with pytest.raises(type(failures[-1]), match=str(failures[-1])):
         await played.start(groups, ranks=ranks)
     assert all(rank.ended for rank in played.ranks.made)
     await played.start(groups)  # the test's end stops it

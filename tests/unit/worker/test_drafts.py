@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -43,14 +43,26 @@ class Received:
 
 
 def run_drafted(
-    rank: GenerateRank, joins: Sequence[Join], rng: random.Random | None, *, model: bool
+    rank: GenerateRank,
+    prompts: Sequence[list[int]],
+    params: Sequence[SamplingParams],
+    rng: random.Random | None,
+    *,
+    stops: tuple[int, ...] = (),
+    model: bool = False,
+    blocks: Callable[[int], list[int]] = own_blocks,
 ) -> tuple[list[Received], list[Drafted]]:
     """Run requests concurrently to their ends, with random grants of draft tokens if there is a generator.
 
-    With `model`, draft tokens come from a draft model, too.
+    `blocks` returns all blocks that a slot can need. With `model`, draft tokens come from a draft model, too.
     """
-    received = [Received() for _ in joins]
-    decision = prefill(*joins)
+    received = [Received() for _ in prompts]
+    decision = prefill(
+        *(
+            join(slot + 1, slot, prompt, sampling=sampling, stops=stops, blocks=blocks(slot))
+            for slot, (prompt, sampling) in enumerate(zip(prompts, params, strict=True))
+        )
+    )
     drafted: list[Drafted] = []
     while not all(one.reason for one in received):
         result = rank.apply(decision)
@@ -68,7 +80,7 @@ def run_drafted(
         if rng is not None:
             granted = [
                 DraftGrant(slot, rng.randint(0, 6), rng.randint(0, 2), model)
-                for slot in range(len(joins))
+                for slot in range(len(prompts))
                 if rng.random() < 0.4
             ]
         decision = GenerateDecision(decision.step + 1, granted=granted)
@@ -440,32 +452,28 @@ def test_generate_rank_yields_the_same_with_drafts(*, model: bool) -> None:
     drafts = right = forced = 0
     for seed in range(30):
         rng = random.Random(seed)
-        joins = [
-            join(
-                slot + 1,
-                slot,
-                [rng.randint(16, 18) for _ in range(rng.randint(2, 20 if model else 12))],
-                sampling=SamplingParams(
-                    temperature=rng.choice([0.0, 1.0]),
-                    seed=rng.randint(0, 99),
-                    max_tokens=rng.randint(1, 40),
-                    logprobs=rng.choice([None, 0]),
-                    grammar=rng.choice(["", "", CHOICES]),
-                ),
-                stops=(FIRST + 4,),
-                blocks=own_blocks(slot),
+        longest = 20 if model else 12
+        prompts = [[rng.randint(16, 18) for _ in range(rng.randint(2, longest))] for _ in range(3)]
+        params = [
+            SamplingParams(
+                temperature=rng.choice([0.0, 1.0]),
+                seed=rng.randint(0, 99),
+                max_tokens=rng.randint(1, 40),
+                logprobs=rng.choice([None, 0]),
+                grammar=rng.choice(["", "", CHOICES]),
             )
-            for slot in range(3)
+            for _ in prompts
         ]
         ranks = [rank_of(Periodic()) for _ in range(2)]
         if model:
             sides = Small(), Small(wrong_every=rng.choice([0, 2, 5]))
             ranks = [model_rank(Periodic(), one, chunk=rng.choice([3, 64])) for one in sides]
-        plain, _ = run_drafted(ranks[0], joins, None, model=model)
-        received, found = run_drafted(ranks[1], joins, rng, model=model)
+        stops = (FIRST + 4,)
+        plain, _ = run_drafted(ranks[0], prompts, params, None, stops=stops)
+        received, found = run_drafted(ranks[1], prompts, params, rng, stops=stops, model=model)
         assert received == plain
         drafts += sum(one.drafts for one in found)
         right += sum(len(one.tokens) for one in found)
-        forced += any(one.data is not None and one.data.sampling.grammar for one in joins)
+        forced += any(one.grammar for one in params)
     assert 0 < right < drafts, "some draft tokens are accepted and some are not"
     assert forced

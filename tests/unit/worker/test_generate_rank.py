@@ -95,8 +95,9 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=100)
 
 
 def rank_of(worker: Script, **options: Any) -> GenerateRank:
-    defaults = {"slots": 4, "context_tokens": 64, "block_size": 4, "grammars": SymbolicGrammars()}
-    return GenerateRank(worker, np.zeros((4, 4, 8), np.uint8), **(defaults | options))
+    limits = {"slots": 4, "context_tokens": 64, "block_size": 4}
+    options = {**limits, "grammars": SymbolicGrammars(), **options}
+    return GenerateRank(worker, np.zeros((4, 4, 8), np.uint8), **options)
 
 
 def join(

@@ -96,24 +96,34 @@ class Letters:
         return "?" if self._half else ""
 
 
-class Made:
+class Ended:
+    """Calls of a stream to its replica."""
+
+    def __init__(self) -> None:
+        self.stops: list[tuple[str, FinishReason]] = []
+        self.ends = 0
+
+    def on_stop(self, request_id: str, reason: FinishReason) -> None:
+        self.stops.append((request_id, reason))
+
+    def on_end(self) -> None:
+        self.ends += 1
+
+
+class Made(Ended):
     """A stream, and its calls to its replica."""
 
     def __init__(self, *, stop_token_ids: frozenset[int] = frozenset(), **sampling: Any) -> None:
-        self.stops: list[tuple[str, FinishReason]] = []
-        self.ends = 0
+        super().__init__()
         inputs = ChoiceInputs(
             request_id="r",
             prompt_token_ids=[1, 2, 3],
             sampling=SamplingParams(**sampling),
             stop_token_ids=stop_token_ids,
-            on_stop=lambda *stop: self.stops.append(stop),
-            on_end=self._on_end,
+            on_stop=self.on_stop,
+            on_end=self.on_end,
         )
         self.stream = TokenStream(inputs, lambda **_: Letters())
-
-    def _on_end(self) -> None:
-        self.ends += 1
 
     def push(self, *tokens: int) -> None:
         for token in tokens:
@@ -181,7 +191,10 @@ STOP, LENGTH, ABORT = FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT
     ],
 )
 async def test_generation_ends_its_text_at_what_stopped_it(
-    options: dict[str, Any], tokens: list[int], ended: FinishReason, expected: tuple[object, ...]
+    options: dict[str, Any],
+    tokens: list[int],
+    ended: FinishReason,
+    expected: tuple[str, int, str, str | None],
 ) -> None:
     """The replica is informed of a stop string, once."""
     made = Made(**options)
