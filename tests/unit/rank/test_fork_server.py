@@ -135,6 +135,7 @@ async def test_fork_server_that_dies_is_replaced_and_takes_no_rank_along(place: 
         assert received.lost == []
 
 
+@pytest.mark.thorough
 async def test_fork_server_that_hangs_costs_a_deadline(
     place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -162,6 +163,7 @@ async def test_rank_is_a_new_process_if_the_fork_server_cannot_be_started(
         assert "a new process instead: [Errno 24] Too many open files" in caplog.text
 
 
+@pytest.mark.thorough
 async def test_fork_server_starts_with_any_environment(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:

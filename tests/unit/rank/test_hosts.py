@@ -88,6 +88,7 @@ async def test_hosts_stream_goes_on_when_a_host_is_killed_and_comes_back(place: 
                 assert "host far" in row["last_loss"]["reason"]
 
 
+@pytest.mark.thorough
 async def test_hosts_stream_goes_on_when_a_cable_is_pulled(place: Place) -> None:
     """A half-open connection: both sides detect it, and the host's ranks end without the engine."""
     async with hosts_of("far") as hosts, cable_to(hosts, "far") as cable:

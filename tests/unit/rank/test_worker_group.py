@@ -137,7 +137,10 @@ BOTH = ["encode", "generate"]
     [
         (["generate"], 1 << 40, "DeviceOutOfMemory", DeviceOutOfMemory, "^weights.* is not there$"),
         # The worker names the limit of its own stage; with both stages, raising the other one helps, too.
-        (BOTH, 1 << 40, "DeviceOutOfMemory", DeviceOutOfMemory, "encode.* for the two add up"),
+        pytest.param(
+            *(BOTH, 1 << 40, "DeviceOutOfMemory", DeviceOutOfMemory, "encode.* for the two add up"),
+            marks=pytest.mark.thorough,
+        ),
         pytest.param(
             *(["generate"], 0, "RuntimeError", GroupLostError, "stopped with RuntimeError: wei"),
             marks=pytest.mark.thorough,
