@@ -22,7 +22,8 @@ class Cable:
         self.read: bytearray | None = None
         self._ip, _, port = there.removeprefix("tcp://").rpartition(":")
         self._port = int(port)
-        self._plugged = True
+        self._plugged = asyncio.Event()
+        self._plugged.set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._writers: list[asyncio.StreamWriter] = []
         self._server: asyncio.Server
@@ -41,6 +42,7 @@ class Cable:
             writer.transport.abort()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await self._plugged.wait()  # like a handshake of TCP, which is repeated
         try:
             further, there = await asyncio.open_connection(self._ip, self._port)
         except OSError:
@@ -54,20 +56,20 @@ class Cable:
         pulled = False  # a connection that lost bytes is lost
         with contextlib.suppress(OSError):
             while data := await source.read(PIECE_BYTES):
-                pulled = pulled or not self._plugged
+                pulled = pulled or not self._plugged.is_set()
                 if pulled:
                     continue
                 if self.read is not None:
                     self.read += data
                 sink.write(data)
                 await sink.drain()
-            if not pulled and self._plugged:
+            if not pulled and self._plugged.is_set():
                 sink.write_eof()
 
     def pull(self) -> None:
         """Drop bytes from now on."""
-        self._plugged = False
+        self._plugged.clear()
 
     def plug_in(self) -> None:
         """Let new connections through."""
-        self._plugged = True
+        self._plugged.set()

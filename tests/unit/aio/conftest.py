@@ -14,8 +14,8 @@ from tests.unit.aio.ranks import SEPARATE, ShellHarness
 async def played(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> AsyncIterator[ShellHarness]:
-    """A started shell, with one worker group per group unless the test's parameter says otherwise."""
+    """A started shell, with the worker groups of the test's parameter, of its module's `GROUPS`, or `SEPARATE`."""
     played = ShellHarness(monkeypatch, tmp_path)
-    await played.start(getattr(request, "param", SEPARATE))
+    await played.start(getattr(request, "param", getattr(request.module, "GROUPS", SEPARATE)))
     yield played
     await played.close()

@@ -12,25 +12,26 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-import msgspec
 import pytest
 
-from tests.patience import NEVER_S, patience
+from tests.patience import NEVER_S
 from tests.unit.rank.fake_plugin import Behaviour, FakeEncoder, FakeGenerator, expected_tokens
-from tests.unit.rank.worker_groups import Place, limits_for, make_sizing
+from tests.unit.rank.worker_groups import Place, Text, generate, limits_for, make_sizing, read
 from vsched.aio.launcher import OwnHost, OwnLauncher
 from vsched.aio.shell import Shell, start_shell
-from vsched.aio.streams import ChoiceInputs, TokenStream
 from vsched.config import Config
 from vsched.config.sections import DeadlinesConfig
 from vsched.engine import Engine, RunningParts
 from vsched.errors import RequestFailed
+from vsched.kernel import Scheduler
+from vsched.kernel.commands import Command
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision
+from vsched.kernel.events import Event
 from vsched.memory import Sized
-from vsched.policy import RankMemory, Reservation
+from vsched.policy import Reservation
 from vsched.testing import default_policies, make_request
 from vsched.transport.arena import Arena
-from vsched.transport.zmq_link import rank_identity
+from vsched.transport.zmq_link import OnFrame, rank_identity
 from vsched.types import FinishReason, Request, SamplingParams, stage_of
 from vsched.wire import (
     AcceptKv,
@@ -48,6 +49,7 @@ from vsched.wire import (
     encode_report,
 )
 from vsched.worker.generate_rank import GenerateRank
+from vsched.worker.sizing import measure_rank
 from vsched.worker.spec import GenerateRole, RankSpec
 from vsched.worker.stage_rank import EncodeRank
 
@@ -67,9 +69,7 @@ Result = GenerateResult | EncodeResult
 class Wire:
     """A leader's link, and the frames sent to each rank."""
 
-    def __init__(
-        self, ranks: Ranks, address: str, on_frame: Callable[[bytes, bytes], None]
-    ) -> None:
+    def __init__(self, ranks: Ranks, address: str, on_frame: OnFrame) -> None:
         self.group = group_of(address)
         self.receive = on_frame
         self.frames: defaultdict[int, deque[bytes]] = defaultdict(deque)
@@ -108,14 +108,7 @@ class Rank:
         self.serves = False
         self.spec = spec
         self.number = spec.rank
-        self._memory = RankMemory(
-            rank=spec.rank,
-            pool="fake",
-            total_bytes=1 << 30,
-            available_bytes=1 << 30,
-            reserved_bytes=0,
-            weights_bytes=0,
-        )
+        self._memory = measure_rank(FakeEncoder(), spec.rank)
         self._blocks = ranks.blocks
         arena = ranks.home.arena
         self._logs = {"encode": FollowerLog(), "generate": FollowerLog()}
@@ -131,7 +124,9 @@ class Rank:
         for group in self.groups:
             ranks.say(group, Hello(self.number, self.spec.secret), self.number)
             if stage_of(group) == "encode":
-                reservation = Reservation(rank=self.number, pool="fake", growth_bytes=0, held=False)
+                reservation = Reservation(
+                    rank=self.number, pool=self._memory.pool, growth_bytes=0, held=False
+                )
                 ranks.say(group, Loaded(self._memory, reservation), self.number)
                 ranks.say(group, Ready(0, {}), self.number)
             elif group not in ranks.mute:
@@ -227,7 +222,7 @@ class Ranks(OwnLauncher):
         host.ranks = self
         return host
 
-    def listen(self, address: str, on_frame: Callable[[bytes, bytes], None]) -> Wire:
+    def listen(self, address: str, on_frame: OnFrame) -> Wire:
         return Wire(self, address, on_frame)
 
     def start(self, spec: RankSpec, *, threads: int, on_exit: Callable[[int], None]) -> Rank:
@@ -308,26 +303,6 @@ class Ranks(OwnLauncher):
         raise AssertionError("the condition never held")
 
 
-class Text:
-    """A detokenizer that raises after this many tokens, or at the end."""
-
-    def __init__(self, *, push_at: int = 0, flush: Exception | None = None) -> None:
-        self._push_at = push_at
-        self._flush = flush
-        self._taken = 0
-
-    def push(self, token_ids: Sequence[int]) -> str:
-        self._taken += len(token_ids)
-        if self._taken == self._push_at:
-            raise ValueError("no such token")
-        return "." * len(token_ids)
-
-    def flush(self) -> str:
-        if self._flush is not None:
-            raise self._flush
-        return ""
-
-
 class Stream:
     """A submitted request, and the number of times it ended."""
 
@@ -343,17 +318,9 @@ class Stream:
         self.ends = 0
         self.prompt = request.prompt_token_ids
         self._end_error = end_error
-        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-        self.generation = TokenStream(
-            ChoiceInputs(
-                request_id=request.request_id,
-                prompt_token_ids=request.prompt_token_ids,
-                on_stop=shell.end,
-                on_end=self._on_end,
-            ),
-            lambda **_: text or Text(),
+        self.generation = generate(
+            shell, request, max_tokens=max_tokens, text=text, on_end=self._on_end
         )
-        shell.submit(msgspec.structs.replace(request, sampling=sampling), (), self.generation)
 
     def _on_end(self) -> None:
         self.ends += 1
@@ -367,8 +334,7 @@ class Stream:
     async def tokens(self) -> list[int]:
         """Read a stream to its end, which must have come."""
         assert self.ends == 1, "it has not ended, or ended more than once"
-        async with patience():
-            return [token async for delta in self.generation for token in delta.token_ids]
+        return await read(self.generation)
 
     async def error(self) -> RequestFailed:
         """Read a stream that has failed."""
@@ -467,6 +433,18 @@ class ShellHarness:
         await self.shell.stop()
         assert all(rank.ended for rank in self.ranks.made), "a rank outlives its shell"
         self._place.arena.close()
+
+
+def fail_on(monkeypatch: pytest.MonkeyPatch, kind: type[Event]) -> None:
+    """Let the scheduler raise at an event of this kind."""
+    real = Scheduler.handle
+
+    def handle(kernel: Scheduler, event: Event, now_ns: int) -> list[Command]:
+        if isinstance(event, kind):
+            raise KeyError("a state that cannot be")
+        return real(kernel, event, now_ns)
+
+    monkeypatch.setattr(Scheduler, "handle", handle)
 
 
 PROMPTS = ([11, 12], [21, 22, 23], [31], [41, 42])

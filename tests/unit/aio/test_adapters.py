@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from tests.patience import until
-from tests.unit.aio.ranks import ITEM, SEPARATE, ShellHarness
+from tests.unit.aio.ranks import ITEM, ShellHarness
 from tests.unit.media.fakes import FakePreprocessor, model_info
 from vsched.aio.adapters import AdapterHold, AdapterTable, ServedAdapter, with_adapter
 from vsched.aio.streams import TokenStream
@@ -67,46 +67,30 @@ class FakeGroup:
         self.state = "up"
 
 
-class FakeGroups:
-    """An encode group and two generate groups."""
+class Bench:
+    """A table over an encode group and two generate groups; every adapter has these `facts`."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path, *, drain_s: float = 60.0, **adapters: Any) -> None:
         self.all = [FakeGroup(name) for name in ("encode", "generate-0", "generate-1")]
+        self.folder = folder
+        self.facts: AdapterFacts | Exception = AdapterFacts(4)
+        limits: dict[str, Any] = {"count_max": 2, "rank_max": 8, "encoder": True, "load_s": 60.0}
+        config = Config(
+            model=ModelConfig(name="base"),
+            adapters=AdaptersConfig(directory=str(folder / "adapters"), **(limits | adapters)),
+            deadlines=DeadlinesConfig(drain_s=drain_s),
+        )
+        groups = cast("ServedGroups", self)
+        self.table = AdapterTable(config, groups, self.keep, kept_in=str(folder / "kept"))
 
     def of_stage(self, stage: str) -> list[FakeGroup]:
         return [group for group in self.all if group.stage == stage]
 
+    def who_has(self, number: int) -> list[str]:
+        return [group.name for group in self.all if number in group.leader.has]
 
-def served(group: FakeGroup) -> ServedGroup:
-    return cast("ServedGroup", group)
-
-
-def who_has(groups: FakeGroups, number: int) -> list[str]:
-    return [group.name for group in groups.all if number in group.leader.has]
-
-
-class Bench:
-    """A table over fake groups; every adapter has these `facts`."""
-
-    def __init__(
-        self, folder: Path, *, drain_s: float = 60.0, load_s: float = 60.0, encoder: bool = True
-    ) -> None:
-        self.groups = FakeGroups()
-        self.folder = folder
-        self.facts: AdapterFacts | Exception = AdapterFacts(4)
-        config = Config(
-            model=ModelConfig(name="base"),
-            adapters=AdaptersConfig(
-                count_max=2,
-                rank_max=8,
-                directory=str(folder / "adapters"),
-                encoder=encoder,
-                load_s=load_s,
-            ),
-            deadlines=DeadlinesConfig(drain_s=drain_s),
-        )
-        groups = cast("ServedGroups", self.groups)
-        self.table = AdapterTable(config, groups, self.keep, kept_in=str(folder / "kept"))
+    def restore(self, group: FakeGroup) -> None:
+        self.table.restore_adapters(cast("ServedGroup", group))
 
     def keep(self, path: str, kept: str) -> AdapterFacts:
         Path(kept).mkdir(parents=True)
@@ -130,93 +114,86 @@ def bench(tmp_path: Path) -> Bench:
 
 
 async def test_adapters_reach_all_groups_of_their_stages(bench: Bench) -> None:
+    """Each with a number of its own, also one that is loaded again."""
     await bench.table.load("a", "somewhere")
+    assert bench.who_has(1) == ["generate-0", "generate-1"]
     bench.facts = AdapterFacts(4, changes_encoder=True)
-    await bench.table.load("b", "somewhere")
-    assert who_has(bench.groups, 1) == ["generate-0", "generate-1"]
-    assert who_has(bench.groups, 2) == ["encode", "generate-0", "generate-1"]
-    await bench.table.unload("b")
-    assert who_has(bench.groups, 2) == []
+    for number in (2, 3):
+        await bench.table.load("b", "somewhere")
+        hold = bench.table.hold("b")
+        hold.release()
+        assert hold.number == number
+        assert bench.who_has(number) == ["encode", "generate-0", "generate-1"]
+        assert bench.kept() == ["1", str(number)]
+        await bench.table.unload("b")
+        assert bench.who_has(number) == []
+    assert bench.kept() == ["1"]
 
 
 async def test_adapter_that_one_rank_cannot_add_is_taken_away_from_all(bench: Bench) -> None:
-    groups = bench.groups
-    groups.all[2].leader.errors = ["", "shapes differ"]
+    bench.all[2].leader.errors = ["", "shapes differ"]
     with pytest.raises(RequestRefused, match="generate-1: shapes differ"):
         await bench.table.load("a", "somewhere")
-    assert who_has(groups, 1) == []
-    bench.table.restore_adapters(served(groups.all[1]))
-    assert who_has(groups, 1) == [], "it is not stored"
+    assert bench.who_has(1) == []
+    bench.restore(bench.all[1])
+    assert bench.who_has(1) == [], "it is not stored"
 
 
 async def test_adapter_that_is_not_added_by_the_deadline_leaves_nothing(tmp_path: Path) -> None:
     bench = Bench(tmp_path, load_s=0.01)
-    silent = bench.groups.all[1].leader
+    silent = bench.all[1].leader
     silent.silent = True
     adding = bench.loading()
     await until(lambda: len(silent.waiting) == 2, "it is ordered to remove the adapter")
     silent.lose()
     with pytest.raises(RequestRefused, match="adapters.load_s"):
         await adding
-    assert who_has(bench.groups, 1) == []
+    assert bench.who_has(1) == []
 
 
-async def test_group_that_was_lost_meanwhile_gets_the_adapter_when_it_is_back(
-    bench: Bench,
-) -> None:
-    groups, lost = bench.groups, bench.groups.all[1]
+async def test_group_that_was_lost_meanwhile_gets_the_adapter_when_it_is_back(bench: Bench) -> None:
+    lost = bench.all[1]
     lost.leader.silent = True
     adding = bench.loading()
     await until(lambda: bool(lost.leader.waiting), "it gets the order")
     old, lost.state, lost.leader = lost.leader, "down", FakeLeader()
     old.lose()
     await adding
-    assert who_has(groups, 1) == ["generate-1"]
+    assert bench.who_has(1) == ["generate-1"]
     lost.state = "up"
-    bench.table.restore_adapters(served(lost))
-    assert who_has(groups, 1) == ["generate-0", "generate-1"]
+    bench.restore(lost)
+    assert bench.who_has(1) == ["generate-0", "generate-1"]
 
 
 async def test_group_that_is_back_while_others_add_gets_the_adapter(bench: Bench) -> None:
     """Restoring a group does not cover an adapter that is still being added."""
-    groups = bench.groups
-    groups.all[1].state = "down"
-    slow = groups.all[2].leader
+    bench.all[1].state = "down"
+    slow = bench.all[2].leader
     slow.silent = True
     adding = bench.loading()
     await until(lambda: bool(slow.waiting), "the other group gets the order")
-    groups.all[1].state = "up"
+    bench.all[1].state = "up"
     slow.waiting[0].set_result([""])
     await adding
-    assert 1 in groups.all[1].leader.has
+    assert 1 in bench.all[1].leader.has
 
 
 async def test_adapter_needs_a_group_of_each_stage(bench: Bench) -> None:
     bench.facts = AdapterFacts(4, changes_encoder=True)
-    bench.groups.all[0].state = "down"
+    bench.all[0].state = "down"
     with pytest.raises(RequestRefused, match="no encode group is up"):
         await bench.table.load("a", "somewhere")
-    assert who_has(bench.groups, 1) == []
+    assert bench.who_has(1) == []
 
 
 async def test_group_that_does_not_get_its_adapters_back_is_given_up(bench: Bench) -> None:
-    group = bench.groups.all[1]
+    group = bench.all[1]
     await bench.table.load("a", "somewhere")
     group.leader = FakeLeader()
     group.leader.errors = ["no memory"]
-    bench.table.restore_adapters(served(group))
+    bench.restore(group)
     await until(lambda: bool(group.leader.refused), "the group is refused")
     assert group.leader.refused == ["could not add an adapter again: no memory"]
-
-
-async def test_table_gives_each_adapter_a_number_of_its_own(bench: Bench) -> None:
-    await bench.table.load("a", "somewhere")
-    assert bench.kept() == ["1"]
-    await bench.table.unload("a")
-    assert bench.kept() == []
-    await bench.table.load("a", "somewhere")
-    assert bench.table.hold("a").number == 2
-    assert who_has(bench.groups, 2) == ["generate-0", "generate-1"]
 
 
 async def test_table_keeps_nothing_of_what_cannot_be_loaded(tmp_path: Path) -> None:
@@ -274,10 +251,10 @@ async def test_table_unloads_after_the_last_user(bench: Bench) -> None:
     first.release()
     await asyncio.sleep(0)
     assert not gone.done()
-    assert who_has(bench.groups, 1)
+    assert bench.who_has(1)
     second.release()
     await gone
-    assert (who_has(bench.groups, 1), bench.table.rows()) == ([], [])
+    assert (bench.who_has(1), bench.table.rows()) == ([], [])
 
 
 async def test_table_interrupts_late_requests(tmp_path: Path) -> None:
@@ -316,12 +293,8 @@ async def test_items_of_an_adapter_that_changes_the_encoder_have_other_keys(benc
     assert (one.adapter, other.adapter) == (1, 2)
 
 
-async def test_resumed_request_has_the_image_keys_of_its_adapter(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+async def test_resumed_request_has_the_image_keys_of_its_adapter(played: ShellHarness) -> None:
     """As in the record of the engine that died; otherwise its prompt would seem to have changed."""
-    played = ShellHarness(monkeypatch, tmp_path)
-    await played.start(SEPARATE)
     adapter = ServedAdapter("a", 1, "somewhere")
     adapter.facts = AdapterFacts(4, changes_encoder=True)
     engine = played.engine()
@@ -353,4 +326,3 @@ async def test_resumed_request_has_the_image_keys_of_its_adapter(
     (second,) = await accept(started=started)
     assert second.output_tokens == 1
     second.abort()
-    await played.close()

@@ -13,6 +13,7 @@ from tests.patience import PATIENCE_S
 from tests.unit.rank.fake_plugin import FakePlugin
 from vsched.aio.grammar_checks import GRAMMAR_BYTES_MAX, GrammarChecks, GrammarProcesses
 from vsched.errors import RequestFailed, RequestRefused
+from vsched.sim.ranks.symbolic_workers import stand_in_info
 from vsched.types import ModelInfo, SamplingParams
 from vsched.worker.contract import TokenMatcher
 
@@ -38,35 +39,34 @@ class Compiler:
         self.closed = True
 
 
-async def test_grammars_compile_off_the_loop_and_refusals_come_back() -> None:
-    compiler = Compiler()
+@pytest.fixture
+def compiler() -> Compiler:
+    return Compiler()
+
+
+@pytest.fixture
+def checks(compiler: Compiler) -> Iterator[GrammarChecks]:
     checks = GrammarChecks(compiler, deadline_s=60)
-    await checks.check(SamplingParams())
-    assert compiler.seen == []
-    await checks.check(SamplingParams(grammar="good"))
-    ((grammar, thread),) = compiler.seen
-    assert grammar == "good"
-    assert thread is not threading.current_thread()
-    with pytest.raises(RequestRefused, match="no"):
-        await checks.check(SamplingParams(grammar="bad"))
+    yield checks
     checks.close()
     assert compiler.closed
 
 
-async def test_grammar_that_was_accepted_is_not_compiled_again() -> None:
-    compiler = Compiler()
-    checks = GrammarChecks(compiler, deadline_s=60)
+async def test_grammars_compile_off_the_loop_and_refusals_come_back(
+    compiler: Compiler, checks: GrammarChecks
+) -> None:
+    """A grammar that was accepted is not compiled again."""
+    await checks.check(SamplingParams())
     for grammar in ("good", "other", "good"):
         await checks.check(SamplingParams(grammar=grammar))
     for _ in range(2):
-        with pytest.raises(RequestRefused):
+        with pytest.raises(RequestRefused, match="no"):
             await checks.check(SamplingParams(grammar="bad"))
     assert [grammar for grammar, _ in compiler.seen] == ["good", "other", "bad", "bad"]
-    checks.close()
+    assert threading.current_thread() not in [thread for _, thread in compiler.seen]
 
 
-async def test_a_grammar_that_takes_too_long_is_refused_for_now() -> None:
-    compiler = Compiler()
+async def test_a_grammar_that_takes_too_long_is_refused_for_now(compiler: Compiler) -> None:
     compiler.going.clear()
     checks = GrammarChecks(compiler, deadline_s=0.01)
     with pytest.raises(RequestRefused, match=r"media\.prepare_s") as refusal:
@@ -77,23 +77,20 @@ async def test_a_grammar_that_takes_too_long_is_refused_for_now() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sampling", "code"),
+    "sampling",
     [
-        (SamplingParams(grammar="x" * (GRAMMAR_BYTES_MAX + 1)), "invalid_grammar"),
-        (SamplingParams(grammar="x", min_tokens=1), "invalid_grammar"),
-        (SamplingParams(grammar="x", bad_words=((1,),)), "invalid_grammar"),
+        SamplingParams(grammar="x" * (GRAMMAR_BYTES_MAX + 1)),
+        SamplingParams(grammar="x", min_tokens=1),
+        SamplingParams(grammar="x", bad_words=((1,),)),
     ],
 )
 async def test_unbounded_values_and_masks_of_every_token_are_refused(
-    sampling: SamplingParams, code: str
+    compiler: Compiler, checks: GrammarChecks, sampling: SamplingParams
 ) -> None:
-    compiler = Compiler()
-    checks = GrammarChecks(compiler, deadline_s=60)
     with pytest.raises(RequestRefused, match="Remedy") as refusal:
         await checks.check(sampling)
-    assert (refusal.value.code, refusal.value.status) == (code, 400)
+    assert (refusal.value.code, refusal.value.status) == ("invalid_grammar", 400)
     assert compiler.seen == []
-    checks.close()
 
 
 async def test_a_model_without_grammars_refuses_them_and_nothing_else() -> None:
@@ -139,37 +136,19 @@ class ShakyPlugin(FakePlugin):
 plugin = ShakyPlugin()
 
 
-def model(family: str) -> ModelInfo:
-    return ModelInfo(
-        family=family,
-        path="",
-        dtype="float32",
-        hidden_size=4,
-        embedding_levels=1,
-        vocab_size=64,
-        context_tokens=64,
-        kv_bytes_per_token=1,
-        item_tokens_max=1,
-        image_token_id=1,
-        stop_token_ids=(2,),
-    )
+def processes_of(family: str) -> GrammarProcesses:
+    info = stand_in_info(family=family)
+    return GrammarProcesses(f"{__name__}:plugin", info, deadline_s=PATIENCE_S)
 
 
 @pytest.fixture(scope="module")
 def processes() -> Iterator[GrammarProcesses]:
-    made = GrammarProcesses(f"{__name__}:plugin", model("shaky"), deadline_s=PATIENCE_S)
+    made = processes_of("shaky")
+    assert made.pid == 0
+    made.check("good")
+    assert made.pid, "the server starts with the first check"
     yield made
     made.close()
-
-
-def test_grammar_server_starts_with_the_first_check() -> None:
-    made = GrammarProcesses(f"{__name__}:plugin", model("shaky"), deadline_s=PATIENCE_S)
-    try:
-        assert made.pid == 0
-        made.check("good")
-        assert made.pid
-    finally:
-        made.close()
 
 
 @pytest.mark.parametrize(
@@ -196,9 +175,7 @@ def test_grammar_processes_refuse_what_kills_them(
     processes.check("fine")
 
 
-def test_grammar_processes_do_not_blame_a_grammar_for_a_kill_from_outside(
-    processes: GrammarProcesses,
-) -> None:
+def test_grammar_is_not_blamed_for_a_kill_from_outside(processes: GrammarProcesses) -> None:
     """For example by the kernel's OOM killer: the client may try again."""
     with pytest.raises(RequestFailed, match="try again") as failure:
         processes.check(f"die {signal.SIGKILL:d}")
@@ -214,8 +191,9 @@ def test_grammar_processes_name_the_deadline(
     assert (refusal.value.code, refusal.value.status) == ("prepare_timeout", 503)
 
 
+@pytest.mark.thorough
 def test_grammar_processes_report_a_model_without_grammars() -> None:
-    processes = GrammarProcesses(f"{__name__}:plugin", model("none"), deadline_s=PATIENCE_S)
+    processes = processes_of("none")
     with pytest.raises(RequestRefused, match="byte-level tokenizer") as refusal:
         processes.check("any")
     assert refusal.value.code == "grammar_not_supported"

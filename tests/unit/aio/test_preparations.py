@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Coroutine, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from tests.patience import patience
-from tests.unit.aio.ranks import ShellHarness, Text
+from tests.unit.aio.ranks import ShellHarness, fail_on
+from tests.unit.rank.worker_groups import Text
 from vsched.aio.arrivals import PendingArrivals
 from vsched.aio.streams import Generation
-from vsched.engine import Engine
 from vsched.errors import RequestFailed, RequestRefused
-from vsched.kernel.events import Cleared, Event, TimerFired
-from vsched.policy import (
-    Admit,
-    ArrivalDecision,
-    ArrivalView,
-    Hold,
-    Redirect,
-    RequestPolicy,
-    Shed,
-)
+from vsched.kernel.events import Cleared, TimerFired
+from vsched.policy import Admit, ArrivalDecision, ArrivalView, Hold, Redirect, RequestPolicy, Shed
 from vsched.types import SamplingParams
 
 
@@ -50,151 +43,6 @@ class SlowMedia:
         pass
 
 
-def engine_with(played: ShellHarness, media: SlowMedia) -> Engine:
-    engine = played.engine()
-    assert engine._running is not None
-    engine._running = dataclasses.replace(engine._running, media=cast("Any", media))
-    engine.info = cast("Any", SimpleNamespace(vocab_size=1000, stop_token_ids=()))
-    engine.preprocessor = cast("Any", SimpleNamespace(detokenizer=lambda **_: Text()))
-    return engine
-
-
-async def begin(engine: Engine, media: SlowMedia, count: int) -> list[asyncio.Task[Generation]]:
-    """Start requests, and return once all of them are being prepared."""
-    sampling = SamplingParams(temperature=0.0, max_tokens=3)
-    tasks = [
-        asyncio.create_task(
-            engine.generate(prompt=[1, 2, 3], sampling=sampling, request_id=f"r{number}")
-        )
-        for number in range(count)
-    ]
-    async with patience():
-        for _ in tasks:
-            await media.started.get()
-    return tasks
-
-
-async def errors_of(tasks: list[asyncio.Task[Generation]]) -> list[tuple[str, int, int | None]]:
-    """Errors of the requests: all of them failed."""
-    async with patience():
-        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-    assert all(isinstance(one, RequestFailed) for one in outcomes), outcomes
-    return [(one.code, one.status, one.retry_after_s) for one in cast("Any", outcomes)]
-
-
-async def test_requests_in_preparation_wait(played: ShellHarness) -> None:
-    """Statistics count them, with their state."""
-    media = SlowMedia()
-    engine = engine_with(played, media)
-    tasks = await begin(engine, media, 6)
-    now = played.shell.statistics()
-    assert (now["running"], now["waiting"]) == (0, 6)
-    assert [one["request_id"] for one in now["live"]] == [f"r{number}" for number in range(6)]
-    assert "its prompt and images are being prepared" in engine.explain("r3")
-    assert engine.explain("another") == ""
-    media.ready.set()
-    await asyncio.gather(*tasks)
-    now = played.shell.statistics()
-    assert now["running"] + now["waiting"] == 6
-    assert "prepared" not in engine.explain("r3")
-
-
-@pytest.mark.parametrize("is_ready", [False, True], ids=["at work", "just ready"])
-async def test_clear_interrupts_requests_in_preparation(
-    played: ShellHarness, *, is_ready: bool
-) -> None:
-    """Like a request waiting in the kernel, even if its preparation has just ended."""
-    media = SlowMedia()
-    engine = engine_with(played, media)
-    tasks = await begin(engine, media, 6)
-    if is_ready:
-        media.ready.set()
-    assert await engine.clear() == {"running": 0, "waiting": 0}
-    assert await errors_of(tasks) == [("cleared", 503, 5)] * 6
-    assert media.leases == 0
-    media.ready.set()
-    (again,) = await begin(engine, media, 1)
-    assert (await again).request_id == "r0"
-
-
-async def test_stop_ends_requests_in_preparation_with_a_reply(played: ShellHarness) -> None:
-    media = SlowMedia()
-    engine = engine_with(played, media)
-    tasks = await begin(engine, media, 3)
-    await played.shell.stop()
-    assert await errors_of(tasks) == [("stopping", 503, 5)] * 3
-
-
-async def test_a_scheduler_that_fails_ends_requests_in_preparation(
-    played: ShellHarness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    media = SlowMedia()
-    engine = engine_with(played, media)
-    tasks = await begin(engine, media, 3)
-
-    def fail(event: Event, now_ns: int) -> Any:
-        raise AssertionError((event, now_ns))
-
-    monkeypatch.setattr(played.shell._kernel, "handle", fail)
-    played.shell.handle(Cleared())
-    assert await errors_of(tasks) == [("given_up", 503, 5)] * 3
-
-
-async def test_drain_serves_requests_in_preparation(played: ShellHarness) -> None:
-    """They were accepted: a drain refuses only later requests, and ends once all of these have."""
-    media = SlowMedia()
-    engine = engine_with(played, media)
-    tasks = await begin(engine, media, 2)
-    draining = asyncio.create_task(engine.drain())
-    await asyncio.sleep(0)
-    assert engine.state == "draining"
-    assert not draining.done()
-    media.ready.set()
-    streams = [await task for task in tasks]
-    assert not draining.done()
-    async with patience():
-        while not draining.done():
-            played.ranks.run(1)
-            await asyncio.sleep(0)
-    assert [stream.output_tokens for stream in streams] == [3, 3]
-
-
-async def test_a_client_that_leaves_as_all_are_interrupted_is_gone() -> None:
-    """An interruption at the same time does not swallow the task's own cancellation."""
-    arrivals = PendingArrivals()
-
-    async def prepare() -> None:
-        with arrivals.begin("r"):
-            await asyncio.Event().wait()
-
-    task = asyncio.create_task(prepare())
-    await asyncio.sleep(0)
-    arrivals.interrupt(RequestFailed("cleared", code="cleared", status=503))
-    assert len(arrivals) == 0
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    await arrivals.wait_idle()
-
-
-async def test_an_interrupted_caller_can_go_on() -> None:
-    """Only the preparation was interrupted, not the task that asked for it."""
-    arrivals = PendingArrivals()
-
-    async def caller() -> int:
-        with pytest.raises(RequestFailed), arrivals.begin("r"):
-            await asyncio.Event().wait()
-        task = asyncio.current_task()
-        assert task is not None
-        await asyncio.sleep(0)
-        return task.cancelling()
-
-    task = asyncio.create_task(caller())
-    await asyncio.sleep(0)
-    arrivals.interrupt(RequestFailed("cleared", code="cleared", status=503))
-    assert await task == 0
-
-
 class Told(RequestPolicy, frozen=True, kw_only=True):
     """Decides by tenant; held requests are let in when asked again."""
 
@@ -210,77 +58,182 @@ class Told(RequestPolicy, frozen=True, kw_only=True):
                 return Admit()
 
 
-def ask(engine: Any, tenant: str) -> Any:
-    sampling = SamplingParams(temperature=0.0, max_tokens=3)
-    return engine.generate(
-        prompt=[1, 2, 3], sampling=sampling, request_id=tenant or "r", tenant=tenant
-    )
+class Preparations:
+    """An engine over a shell, whose prompts are prepared when a test allows it."""
+
+    def __init__(self, played: ShellHarness) -> None:
+        self.shell, self.ranks, self.media = played.shell, played.ranks, SlowMedia()
+        played.shell._kernel._gate._seat.ask = Told().arrive
+        engine = self.engine = played.engine()
+        assert engine._running is not None
+        engine._running = dataclasses.replace(engine._running, media=cast("Any", self.media))
+        engine.info = cast("Any", SimpleNamespace(vocab_size=1000, stop_token_ids=()))
+        engine.preprocessor = cast("Any", SimpleNamespace(detokenizer=lambda **_: Text()))
+
+    def ask(
+        self, tenant: str = "", *, request_id: str = "r", prompt: Sequence[int] = (1, 2, 3)
+    ) -> Coroutine[Any, Any, Generation]:
+        sampling = SamplingParams(temperature=0.0, max_tokens=3)
+        return self.engine.generate(
+            prompt=[*prompt], sampling=sampling, request_id=request_id, tenant=tenant
+        )
+
+    async def begin(self, count: int) -> list[asyncio.Task[Generation]]:
+        """Start requests, and return once all of them are being prepared."""
+        tasks = [asyncio.create_task(self.ask(request_id=f"r{number}")) for number in range(count)]
+        async with patience():
+            for _ in tasks:
+                await self.media.started.get()
+        return tasks
+
+    def counts(self) -> tuple[int, int]:
+        """Number of requests on hold, and in preparation."""
+        counts = self.shell.statistics()["arrival"]
+        return counts["held_now"], counts["preparing_now"]
 
 
 @pytest.fixture
-def media() -> SlowMedia:
-    return SlowMedia()
+def made(played: ShellHarness) -> Preparations:
+    return Preparations(played)
 
 
-@pytest.fixture
-def engine(played: ShellHarness, media: SlowMedia) -> Any:
-    played.shell._kernel._gate._seat.ask = Told().arrive
-    return engine_with(played, media)
+async def errors_of(tasks: list[asyncio.Task[Generation]]) -> list[tuple[str, int, int | None]]:
+    """Errors of the requests: all of them failed."""
+    async with patience():
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(one, RequestFailed) for one in outcomes), outcomes
+    return [(one.code, one.status, one.retry_after_s) for one in cast("Any", outcomes)]
 
 
-def door(played: ShellHarness) -> tuple[int, int]:
-    counts = played.shell.statistics()["arrival"]
-    return counts["held_now"], counts["preparing_now"]
+async def test_requests_in_preparation_wait(made: Preparations) -> None:
+    """Statistics count them, with their state."""
+    tasks = await made.begin(6)
+    now = made.shell.statistics()
+    assert (now["running"], now["waiting"]) == (0, 6)
+    assert [one["request_id"] for one in now["live"]] == [f"r{number}" for number in range(6)]
+    assert "its prompt and images are being prepared" in made.engine.explain("r3")
+    assert made.engine.explain("another") == ""
+    made.media.ready.set()
+    await asyncio.gather(*tasks)
+    now = made.shell.statistics()
+    assert now["running"] + now["waiting"] == 6
+    assert "prepared" not in made.engine.explain("r3")
 
 
-async def test_rejected_request_is_not_prepared(engine: Any, media: SlowMedia) -> None:
+@pytest.mark.parametrize("is_ready", [False, True], ids=["at work", "just ready"])
+async def test_clear_interrupts_requests_in_preparation(
+    made: Preparations, *, is_ready: bool
+) -> None:
+    """Like a request waiting in the kernel, even if its preparation has just ended."""
+    tasks = await made.begin(6)
+    if is_ready:
+        made.media.ready.set()
+    assert await made.engine.clear() == {"running": 0, "waiting": 0}
+    assert await errors_of(tasks) == [("cleared", 503, 5)] * 6
+    assert made.media.leases == 0
+    made.media.ready.set()
+    (again,) = await made.begin(1)
+    assert (await again).request_id == "r0"
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["stop", "a scheduler that fails"])
+async def test_end_of_the_shell_ends_requests_in_preparation_with_a_reply(
+    made: Preparations, monkeypatch: pytest.MonkeyPatch, *, fails: bool
+) -> None:
+    tasks = await made.begin(3)
+    if fails:
+        fail_on(monkeypatch, Cleared)
+        made.shell.handle(Cleared())
+    else:
+        await made.shell.stop()
+    assert await errors_of(tasks) == [("given_up" if fails else "stopping", 503, 5)] * 3
+
+
+async def test_drain_serves_requests_in_preparation(made: Preparations) -> None:
+    """They were accepted: a drain refuses only later requests, and ends once all of these have."""
+    tasks = await made.begin(2)
+    draining = asyncio.create_task(made.engine.drain())
+    await asyncio.sleep(0)
+    assert made.engine.state == "draining"
+    assert not draining.done()
+    made.media.ready.set()
+    streams = [await task for task in tasks]
+    assert not draining.done()
+    async with patience():
+        while not draining.done():
+            made.ranks.run(1)
+            await asyncio.sleep(0)
+    assert [stream.output_tokens for stream in streams] == [3, 3]
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_interruption_ends_the_preparation_and_not_its_caller(*, leaves: bool) -> None:
+    """It does not swallow the cancellation of a client that leaves at the same time."""
+    arrivals = PendingArrivals()
+
+    async def caller() -> int:
+        with pytest.raises(RequestFailed), arrivals.begin("r"):
+            await asyncio.Event().wait()
+        task = asyncio.current_task()
+        assert task is not None
+        await asyncio.sleep(0)
+        return task.cancelling()
+
+    task = asyncio.create_task(caller())
+    await asyncio.sleep(0)
+    arrivals.interrupt(RequestFailed("cleared", code="cleared", status=503))
+    assert len(arrivals) == 0
+    if leaves:
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    else:
+        assert await task == 0
+    await arrivals.wait_idle()
+
+
+async def test_rejected_request_is_not_prepared(made: Preparations) -> None:
     with pytest.raises(RequestRefused) as shed:
-        await ask(engine, "shed")
+        await made.ask("shed")
     error = shed.value
     assert (error.message, error.code) == ("too many, value 3, limit 2.", "shed")
     assert (error.status, error.retry_after_s) == (503, 7)
     with pytest.raises(RequestRefused) as away:
-        await ask(engine, "elsewhere")
+        await made.ask("elsewhere")
     assert (away.value.status, away.value.location) == (307, "http://other:8000")
-    assert media.started.empty()
+    assert made.media.started.empty()
 
 
-async def test_held_request_waits_and_is_served(
-    engine: Any, media: SlowMedia, played: ShellHarness
-) -> None:
-    task = asyncio.create_task(ask(engine, "held"))
+async def test_held_request_waits_and_is_served(made: Preparations) -> None:
+    task = asyncio.create_task(made.ask("held", request_id="held"))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    assert door(played) == (1, 0)
-    assert media.started.empty()
-    assert played.shell.statistics()["waiting"] == 1
-    assert "the arrival policy holds it" in engine.explain("held")
-    played.shell._kernel._gate._held[1].until_ns = 0
-    played.shell._kernel._gate.due_ns = 0
-    played.shell.handle(TimerFired())
+    assert made.counts() == (1, 0)
+    assert made.media.started.empty()
+    assert made.shell.statistics()["waiting"] == 1
+    assert "the arrival policy holds it" in made.engine.explain("held")
+    made.shell._kernel._gate._held[1].until_ns = 0
+    made.shell._kernel._gate.due_ns = 0
+    made.shell.handle(TimerFired())
     async with patience():
-        await media.started.get()
-        assert door(played) == (0, 1)
-        media.ready.set()
+        await made.media.started.get()
+        assert made.counts() == (0, 1)
+        made.media.ready.set()
         assert (await task).request_id == "held"
-    assert door(played) == (0, 0)
+    assert made.counts() == (0, 0)
 
 
-async def test_clients_that_leave_leave_nothing_at_the_door(
-    engine: Any, media: SlowMedia, played: ShellHarness
-) -> None:
-    """One request on hold, one in preparation, one whose preparation fails, and one with numbers out of range."""
-    held = asyncio.create_task(ask(engine, "held"))
-    (preparing,) = await begin(engine, media, 1)
-    assert door(played) == (1, 1)
+async def test_clients_that_leave_leave_nothing_at_the_door(made: Preparations) -> None:
+    """One request on hold, one in preparation, and one with numbers out of range."""
+    held = asyncio.create_task(made.ask("held", request_id="held"))
+    (preparing,) = await made.begin(1)
+    assert made.counts() == (1, 1)
     for task in (held, preparing):
         task.cancel()
     await asyncio.gather(held, preparing, return_exceptions=True)
-    assert door(played) == (0, 0)
-    media.ready.set()
+    assert made.counts() == (0, 0)
+    made.media.ready.set()
     with pytest.raises(RequestRefused):
-        await engine.generate(
-            prompt=[5000], request_id="r", sampling=SamplingParams(temperature=0.0, max_tokens=1)
-        )
-    assert door(played) == (0, 0)
-    assert played.shell.statistics()["waiting"] == 0
+        await made.ask(prompt=[5000])
+    assert made.counts() == (0, 0)
+    assert made.shell.statistics()["waiting"] == 0

@@ -40,52 +40,45 @@ INT32_MAX = 2**31 - 1
 SEED_MAX = 2**63 - 1
 
 
+PROMPT, STOP_TOKEN = "a token id of the prompt", "a stop token id"
+
+
 @pytest.mark.parametrize(
-    ("what", "value", "limit"),
+    ("name", "limit", "values"),
     [
-        ({"token_ids": [1, -1]}, -1, "0 to 99"),
-        ({"token_ids": [1, 100, 2]}, 100, "0 to 99"),
-        ({"token_ids": [2**31]}, 2**31, "0 to 99"),
-        ({"stop": ("x", "")}, 0, f"1 to {INT32_MAX}"),
-        ({"stop_token_ids": (1, 100)}, 100, "0 to 99"),
-        ({"stop_token_ids": (-1,)}, -1, "0 to 99"),
-        ({"stop_token_ids": (2**70,)}, 2**70, "0 to 99"),
-        ({"seed": 2**63}, 2**63, f"{-SEED_MAX - 1} to {SEED_MAX}"),
-        ({"seed": -(2**70)}, -(2**70), f"{-SEED_MAX - 1} to {SEED_MAX}"),
-        ({"max_tokens": 2**31}, 2**31, f"0 to {INT32_MAX}"),
-        ({"max_tokens": -1}, -1, f"0 to {INT32_MAX}"),
-        ({"min_tokens": 2**31}, 2**31, f"0 to {INT32_MAX}"),
-        ({"min_tokens": -1}, -1, f"0 to {INT32_MAX}"),
-        ({"top_k": 2**31}, 2**31, f"-1 to {INT32_MAX}"),
-        ({"top_k": -2}, -2, f"-1 to {INT32_MAX}"),
-        ({"logprobs": 101}, 101, "0 to 100"),
-        ({"logprobs": -1}, -1, "0 to 100"),
-        ({"temperature": math.nan}, "nan", "0 to 1000000.0"),
-        ({"temperature": math.inf}, "inf", "0 to 1000000.0"),
-        ({"temperature": -0.1}, -0.1, "0 to 1000000.0"),
-        ({"top_p": 1.1}, 1.1, "0 to 1"),
-        ({"top_p": math.nan}, "nan", "0 to 1"),
-        ({"min_p": -0.1}, -0.1, "0 to 1"),
-        ({"repetition_penalty": math.inf}, "inf", "0.001 to 1000.0"),
-        ({"presence_penalty": math.nan}, "nan", "-1000000.0 to 1000000.0"),
-        ({"frequency_penalty": -math.inf}, "-inf", "-1000000.0 to 1000000.0"),
+        (PROMPT, "0 to 99", [-1, 100, 2**31]),
+        ("the length of a stop string", f"1 to {INT32_MAX}", [0]),
+        (STOP_TOKEN, "0 to 99", [100, -1, 2**70]),
+        ("seed", f"{-SEED_MAX - 1} to {SEED_MAX}", [2**63, -(2**70)]),
+        ("max_tokens", f"0 to {INT32_MAX}", [2**31, -1]),
+        ("min_tokens", f"0 to {INT32_MAX}", [2**31, -1]),
+        ("top_k", f"-1 to {INT32_MAX}", [2**31, -2]),
+        ("logprobs", "0 to 100", [101, -1]),
+        ("temperature", "0 to 1000000.0", [math.nan, math.inf, -0.1]),
+        ("top_p", "0 to 1", [1.1, math.nan]),
+        ("min_p", "0 to 1", [-0.1]),
+        ("repetition_penalty", "0.001 to 1000.0", [math.inf]),
+        ("presence_penalty", "-1000000.0 to 1000000.0", [math.nan]),
+        ("frequency_penalty", "-1000000.0 to 1000000.0", [-math.inf]),
     ],
-    ids=str,
 )
-def test_check_numbers_refuses(what: dict[str, Any], value: object, limit: str) -> None:
+def test_check_numbers_refuses(name: str, limit: str, values: list[Any]) -> None:
     """With the value, the limit and the remedy."""
-    sampling = dict(what)
-    token_ids = sampling.pop("token_ids", [1, 2])
-    field = next(iter(sampling), "a token id of the prompt")
-    names = {"stop": "the length of a stop string", "stop_token_ids": "a stop token id"}
-    name = names.get(field, field)
-    with pytest.raises(RequestRefused) as caught:
-        check_numbers(token_ids, SamplingParams(**sampling), vocab_size=VOCABULARY)
-    assert (
-        caught.value.message == f"{name} is out of bounds: value {value}, limit {limit}. "
-        "Remedy: send a value within the limit."
-    )
-    assert (caught.value.code, caught.value.status) == ("invalid_value", 400)
+    for value in values:
+        token_ids, sampling = [1, 2], {name: value}
+        if name == PROMPT:
+            token_ids, sampling = [1, value, 2], {}
+        elif name == STOP_TOKEN:
+            sampling = {"stop_token_ids": (1, value)}
+        elif name == "the length of a stop string":
+            sampling = {"stop": ("x", "")}
+        with pytest.raises(RequestRefused) as caught:
+            check_numbers(token_ids, SamplingParams(**sampling), vocab_size=VOCABULARY)
+        assert (
+            caught.value.message == f"{name} is out of bounds: value {value}, limit {limit}. "
+            "Remedy: send a value within the limit."
+        )
+        assert (caught.value.code, caught.value.status) == ("invalid_value", 400)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.unit.aio.ranks import ShellHarness, Stream, Text, check_tokens, streams_of
+from tests.unit.aio.ranks import ShellHarness, Stream, check_tokens, fail_on, streams_of
+from tests.unit.rank.worker_groups import Text
 from vsched.errors import RequestRefused
 from vsched.kernel import Scheduler
 from vsched.kernel.commands import Command, SetTimer
@@ -58,26 +59,6 @@ async def test_shell_stream_whose_text_fails_stops_computing(played: ShellHarnes
     assert played.shell.statistics()["running"] == 1
 
 
-async def test_shell_on_end_that_raises_does_no_harm(played: ShellHarness) -> None:
-    """The stream still ends."""
-    streams = streams_of(played, 3, end_error=RuntimeError("a lease"))
-    played.ranks.run()
-    await check_tokens(streams)
-    assert played.shell._streams.request_ids(1) == []
-
-
-def fail_on(monkeypatch: pytest.MonkeyPatch, kind: type[Event]) -> None:
-    """Let the scheduler raise at an event of this kind."""
-    real = Scheduler.handle
-
-    def handle(kernel: Scheduler, event: Event, now_ns: int) -> list[Command]:
-        if isinstance(event, kind):
-            raise KeyError("a state that cannot be")
-        return real(kernel, event, now_ns)
-
-    monkeypatch.setattr(Scheduler, "handle", handle)
-
-
 async def all_given_up(played: ShellHarness, streams: list[Stream]) -> None:
     """Assert that every stream ended with one error, and that nothing goes on."""
     for stream in streams:
@@ -94,17 +75,27 @@ async def all_given_up(played: ShellHarness, streams: list[Stream]) -> None:
     assert played.ranks.starts == starts
 
 
-@pytest.mark.parametrize("group", ["generate", "encode"])
-async def test_shell_scheduler_that_fails_at_a_result_or_a_loss_ends_everything(
-    played: ShellHarness, monkeypatch: pytest.MonkeyPatch, group: str
+@pytest.mark.parametrize("at", ["result", "command"])
+async def test_shell_scheduler_that_fails_ends_everything(
+    played: ShellHarness, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
-    """Every waiting client gets the error once, and no request is accepted after it."""
-    streams = streams_of(played, 3)
-    played.ranks.run(2)
-    fail_on(monkeypatch, Stepped)
+    """Every waiting client gets the error once, and no request is accepted after it.
+
+    The same if commands cannot be carried out, such as a decision that cannot be encoded. Later losses change nothing.
+    """
+
+    def send(rank: int, frames: object) -> bool:
+        raise OverflowError("Integer value out of range")
+
+    streams = streams_of(played, 3, steps=1)
+    if at == "result":
+        fail_on(monkeypatch, Stepped)
+    else:
+        monkeypatch.setattr(played.ranks.wires["generate"], "send", send)
     played.ranks.run(1)
     await all_given_up(played, streams)
-    played.ranks.of(group).exit(1)
+    for group in ("generate", "encode"):
+        played.ranks.of(group).exit(1)
     assert [stream.ends for stream in streams] == [1, 1, 1]
 
 
@@ -120,50 +111,26 @@ async def test_shell_scheduler_that_fails_at_a_submission_refuses_it(
     await all_given_up(played, streams)
 
 
-async def test_shell_command_that_fails_ends_everything(
-    played: ShellHarness, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("pauses", [False, True])
+async def test_shell_that_fails_ends_a_restart(
+    played: ShellHarness, monkeypatch: pytest.MonkeyPatch, *, pauses: bool
 ) -> None:
-    """The same if commands cannot be carried out, such as a decision that cannot be encoded."""
-    streams = streams_of(played, 3)
-
-    def send(rank: int, frames: object) -> bool:
-        raise OverflowError("Integer value out of range")
-
-    monkeypatch.setattr(played.ranks.wires["generate"], "send", send)
-    played.ranks.run(1)
-    await all_given_up(played, streams)
-
-
-async def test_shell_that_fails_ends_a_restart_that_loads(
-    played: ShellHarness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ranks that are loading for a failed scheduler are stopped."""
-    streams = streams_of(played, 3)
-    played.ranks.of("encode").exit(1)
-    await played.ranks.until(lambda: played.ranks.starts == 3)
-    fail_on(monkeypatch, Stepped)
-    played.ranks.run(1)
-    await all_given_up(played, streams)
-    await played.ranks.until(lambda: not played.shell.pids)
-
-
-async def test_shell_that_fails_ends_a_restart_that_pauses(
-    played: ShellHarness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    """Whether its ranks are loading or it pauses between two attempts."""
     ranks = played.ranks
     streams = streams_of(played, 3)
-    ranks.failures.append(OSError("no processes left"))
-    ranks.pause_over.clear()
+    if pauses:
+        ranks.failures.append(OSError("no processes left"))
+        ranks.pause_over.clear()
     ranks.of("encode").exit(1)
-    await ranks.until(lambda: ranks.pauses_s)
+    await ranks.until(lambda: ranks.pauses_s if pauses else ranks.starts == 3)
     fail_on(monkeypatch, Stepped)
     ranks.run(1)
     await all_given_up(played, streams)
+    await ranks.until(lambda: not played.shell.pids)
     ranks.pause_over.set()
     for _ in range(20):
         await asyncio.sleep(0)
-    assert ranks.starts == 2
-    assert played.shell.pids == []
+    assert ranks.starts == (2 if pauses else 3)
 
 
 async def test_engine_reports_a_failed_scheduler(
@@ -181,36 +148,29 @@ async def test_engine_reports_a_failed_scheduler(
 
 
 @pytest.mark.parametrize(
-    "odd",
+    ("odd", "code"),
     [
-        {},
-        {"text": Text(flush=ValueError("half a character"))},
-        {"end_error": RuntimeError("a lease")},
+        ({}, "stopping"),
+        ({"text": Text(flush=ValueError("half a character"))}, "stopping"),
+        ({"end_error": RuntimeError("a lease")}, "stopping"),
+        ({}, "given_up"),
     ],
-    ids=["well", "flush", "on_end"],
+    ids=["well", "flush", "on_end", "a scheduler that fails"],
 )
 async def test_shell_stop_ends_every_stream_and_every_rank(
-    played: ShellHarness, odd: dict[str, Any]
+    played: ShellHarness, monkeypatch: pytest.MonkeyPatch, odd: dict[str, Any], code: str
 ) -> None:
     """Clients get the error of a stopping server, and a stream that fails to end keeps no rank alive."""
     streams = streams_of(played, 3, **odd)
     played.ranks.run(3)
+    if code == "given_up":
+        fail_on(monkeypatch, Cleared)
     await played.shell.stop()
     for stream in streams:
         error = await stream.error()
-        assert (error.code, error.status) == ("stopping", 503)
+        assert (error.code, error.status) == (code, 503)
     assert all(rank.ended for rank in played.ranks.made)
     assert played.shell.pids == []
-
-
-async def test_shell_stop_of_a_scheduler_that_fails_ends_everything(
-    played: ShellHarness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    streams = streams_of(played, 3)
-    fail_on(monkeypatch, Cleared)
-    await played.shell.stop()
-    assert [(await stream.error()).code for stream in streams] == ["given_up"] * 3
-    assert all(rank.ended for rank in played.ranks.made)
 
 
 async def test_shell_has_one_timer(played: ShellHarness, monkeypatch: pytest.MonkeyPatch) -> None:

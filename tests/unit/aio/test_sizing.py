@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 
 import msgspec
 import pytest
 
 from tests.unit.rank.worker_groups import KV_TOKENS, LOAD, make_sizing
-from vsched.errors import DeviceOutOfMemory, MemoryLeak
+from vsched.errors import DeviceOutOfMemory
 from vsched.memory import Sized
 from vsched.policy import RankMemory, Reservation
 from vsched.wire import Loaded, SizeKv
@@ -40,54 +41,38 @@ class Roll:
 
 
 class Group:
-    """A leader whose ranks reply to orders with the results of a function."""
+    """A leader of one rank with this memory, whose steps take `activations_bytes`; `going` holds its votes back."""
 
     def __init__(
         self,
-        answer: Callable[[SizeKv], list[Sized]] = lambda order: [Sized("fits", "", LOADED)],
+        memory: RankMemory = LOADED,
         *,
-        ranks: Sequence[RankMemory] = (LOADED,),
+        activations_bytes: int = MIB,
         growth_bytes: int = 0,
         pauses: bool = False,
     ) -> None:
         reservation = Reservation(
-            rank=0, pool=LOADED.pool, growth_bytes=growth_bytes, held=False, pauses=pauses
+            rank=0, pool=memory.pool, growth_bytes=growth_bytes, held=False, pauses=pauses
         )
-        self.loaded = Roll([Loaded(rank, reservation) for rank in ranks])
+        self.loaded = Roll([Loaded(memory, reservation)])
         self.orders: list[SizeKv] = []
         self.accepted: list[int] = []
-        self._answer = answer
+        self.vote = Sized("fits", "", memory)
+        self.going = asyncio.Event()
+        self.going.set()
+        self._loaded_bytes = memory.reserved_bytes + activations_bytes
 
     async def size(self, order: SizeKv) -> list[Sized]:
         self.orders.append(order)
-        return self._answer(order)
+        await self.going.wait()
+        kv_bytes = order.tokens * 8
+        peak_bytes = self._loaded_bytes + kv_bytes + order.headroom_bytes
+        measured = {"kv_bytes": kv_bytes, "peak_bytes": peak_bytes}
+        memory = msgspec.structs.replace(self.vote.memory, **measured)
+        return [msgspec.structs.replace(self.vote, memory=memory)]
 
     def accept(self, blocks: int) -> None:
         self.accepted.append(blocks)
-
-
-def measured(order: SizeKv, *, activations_bytes: int) -> Sized:
-    kv_bytes = order.tokens * 8
-    peak_bytes = LOADED.reserved_bytes + kv_bytes + order.headroom_bytes + activations_bytes
-    memory = msgspec.structs.replace(LOADED, peak_bytes=peak_bytes, kv_bytes=kv_bytes)
-    return Sized("fits", "", memory)
-
-
-async def test_sizing_of_a_restarted_group_builds_what_was_accepted_without_profiling() -> None:
-    """The kernel keeps the number of blocks it knows; nothing is measured again."""
-    sizing = make_sizing([["generate"]], policy=AutoProfile(headroom_bytes=MIB))
-    first = Group(lambda order: [measured(order, activations_bytes=MIB)])
-    await sizing.lead("generate", first)  # type: ignore[arg-type]
-    assert [order.probe for order in first.orders] == [True, False]
-    again = Group()
-    await sizing.lead("generate", again)  # type: ignore[arg-type]
-    assert again.orders == [SizeKv(first.orders[-1].tokens, profile=False, headroom_bytes=0)]
-    assert again.accepted == first.accepted
-    full = Group(lambda _order: [Sized("out_of_memory", "no room", LOADED)])
-    with pytest.raises(
-        DeviceOutOfMemory, match=r"had before it was lost \(no room\): value \d+ tok"
-    ):
-        await sizing.lead("generate", full)  # type: ignore[arg-type]
 
 
 async def tokens_next_to(
@@ -102,7 +87,7 @@ async def tokens_next_to(
     sizing = make_sizing(groups, policy=AutoProfile(headroom_bytes=MIB))
     encode = Group(growth_bytes=growth_mib * MIB, pauses=pauses)
     await sizing.publish("encode", encode, host)  # type: ignore[arg-type]
-    generate = Group(lambda order: [measured(order, activations_bytes=activations_mib * MIB)])
+    generate = Group(activations_bytes=activations_mib * MIB)
     await sizing.lead("generate", generate)  # type: ignore[arg-type]
     return generate.accepted[0] * LOAD.block_size
 
@@ -117,9 +102,7 @@ async def test_sizing_counts_the_larger_of_two_stages_that_take_turns_in_one_pro
 
 
 @pytest.mark.parametrize("apart", [True, False])
-async def test_sizing_counts_both_stages_if_they_need_memory_at_the_same_time(
-    *, apart: bool
-) -> None:
+async def test_sizing_counts_both_stages_if_they_need_memory_at_once(*, apart: bool) -> None:
     """In processes apart, unless on another host, and if a batch of images pauses for the largest steps."""
     groups = APART if apart else TOGETHER
     without, with_both = [
@@ -147,34 +130,17 @@ async def test_sizing_proves_steps_next_to_a_batch_that_waits(*, pausing: bool) 
     ]
 
 
-async def test_sizing_refuses_a_size_next_to_which_the_encoder_does_not_fit() -> None:
-    """Ranks ran no batch beside the KV cache; a policy that takes too much fails, however its steps went."""
-    for growth_mib, fits in ((80, True), (90, False)):
-        sizing = make_sizing(TOGETHER, policy=Pinned(tokens=MIB))
-        await sizing.publish("encode", Group(growth_bytes=growth_mib * MIB))  # type: ignore[arg-type]
-        generate = Group(lambda order: [measured(order, activations_bytes=MIB)])
-        if fits:
-            await sizing.lead("generate", generate)  # type: ignore[arg-type]
-            assert generate.accepted == [MIB // LOAD.block_size]
-            continue
-        with pytest.raises(DeviceOutOfMemory, match="batch of images does not fit beside the KV"):
-            await sizing.lead("generate", generate)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("outcome", "error"), [("out_of_memory", DeviceOutOfMemory), ("leak", MemoryLeak)]
-)
-async def test_sizing_that_fails_reports_why_and_keeps_the_ledger(
-    outcome: str, error: type[Exception]
+@pytest.mark.parametrize(("growth_mib", "fits"), [(80, True), (90, False)])
+async def test_sizing_refuses_a_size_next_to_which_the_encoder_does_not_fit(
+    growth_mib: int, *, fits: bool
 ) -> None:
-    """The vote of one rank ends it, by its type, and the table remains readable."""
-    sizing = make_sizing([["generate"]])
-    generate = Group(lambda order: [Sized(outcome, "no room", LOADED)])  # type: ignore[arg-type]
-    with pytest.raises(error, match="no room"):
+    """Ranks ran no batch beside the KV cache; a policy that takes too much fails, however its steps went."""
+    sizing, generate = make_sizing(TOGETHER, policy=Pinned(tokens=MIB)), Group()
+    await sizing.publish("encode", Group(growth_bytes=growth_mib * MIB))  # type: ignore[arg-type]
+    words = "batch of images does not fit beside the KV"
+    with nullcontext() if fits else pytest.raises(DeviceOutOfMemory, match=words):
         await sizing.lead("generate", generate)  # type: ignore[arg-type]
-    assert generate.accepted == []
-    assert sizing.ledger is not None
-    assert sizing.ledger.totals == {LOADED.pool: LOADED.total_bytes}
+    assert generate.accepted == [MIB // LOAD.block_size] * fits
 
 
 async def turns(count: int = 20) -> None:
@@ -193,13 +159,10 @@ async def test_sizing_waits_for_the_encoders_of_all_groups() -> None:
     await sizing.publish("encode-1", Group())  # type: ignore[arg-type]
     await sizing.publish("encode-1", Group())  # type: ignore[arg-type]
     await turns()
-    reported = sizing.waited_for(["generate-0"])
     assert (
-        "encode-0 rank 0 did not: value 1 of 2 reservations, limit all of them, within" in reported
-    )
-    assert (
-        "deadlines.ready_s. Remedy: look for the reason in the log of the encode group" in reported
-    )
+        "encode-0 rank 0 did not: value 1 of 2 reservations, limit all of them, within deadlines.ready_s. "
+        "Remedy: look for the reason in the log of the encode group"
+    ) in sizing.waited_for(["generate-0"])
     assert not any(group.orders for group in generators.values())
     await sizing.publish("encode-0", Group())  # type: ignore[arg-type]
     await asyncio.gather(*leading)
@@ -210,53 +173,32 @@ async def test_sizing_waits_for_the_encoders_of_all_groups() -> None:
 async def test_sizing_of_groups_apart_overlaps() -> None:
     """Groups on separate memories carry an order out at the same time."""
     sizing = make_sizing([["generate-0"], ["generate-1"]])
-    held = asyncio.Event()
-    groups = [Group(), Group(ranks=[msgspec.structs.replace(LOADED, pool="cpu limit of 2")])]
-    for group in groups:
-
-        async def size(order: SizeKv, group: Group = group) -> list[Sized]:
-            group.orders.append(order)
-            await held.wait()
-            return [Sized("fits", "", group.loaded.complete.result()[0].memory)]
-
-        group.size = size  # type: ignore[method-assign]
-    leading = [
-        asyncio.ensure_future(sizing.lead(f"generate-{number}", group))  # type: ignore[arg-type]
-        for number, group in enumerate(groups)
-    ]
+    groups = [Group(), Group(msgspec.structs.replace(LOADED, pool="cpu limit of 2"))]
+    leading = []
+    for number, group in enumerate(groups):
+        group.going.clear()
+        leading.append(asyncio.ensure_future(sizing.lead(f"generate-{number}", group)))  # type: ignore[arg-type]
     await turns()
     assert [len(group.orders) for group in groups] == [1, 1]
-    held.set()
+    for group in groups:
+        group.going.set()
     await asyncio.gather(*leading)
     assert groups[0].accepted == groups[1].accepted != []
 
 
-async def test_sizing_gives_all_groups_the_size_of_the_smallest_and_builds_it_again() -> None:
-    """The kernel uses the smallest; a group that comes back gets its old size, and the others get no order."""
+async def test_sizing_gives_all_groups_the_size_of_the_smallest() -> None:
+    """The kernel uses the smallest. A group that comes back must have room for it again."""
     sizing = make_sizing([["generate-0"], ["generate-1"]], policy=AutoProfile(headroom_bytes=0))
     small = msgspec.structs.replace(LOADED, pool="small", total_bytes=60 * MIB)
-    small = msgspec.structs.replace(small, available_bytes=50 * MIB)
-
-    def group(rank: RankMemory) -> Group:
-        return Group(
-            lambda order: [_of(rank, measured(order, activations_bytes=MIB))], ranks=[rank]
-        )
-
-    first = {"generate-0": group(LOADED), "generate-1": group(small)}
-    await asyncio.gather(*(sizing.lead(name, one) for name, one in first.items()))  # type: ignore[arg-type]
+    groups = [Group(), Group(msgspec.structs.replace(small, available_bytes=50 * MIB))]
+    await asyncio.gather(*(sizing.lead(f"generate-{n}", one) for n, one in enumerate(groups)))  # type: ignore[arg-type]
     expected = 0.95 * (60 - 10 - 1) * MIB / 8 // LOAD.block_size
-    assert [one.accepted for one in first.values()] == [[expected], [expected]]
-    orders = len(first["generate-0"].orders)
-    again = group(small)
-    await sizing.lead("generate-1", again)  # type: ignore[arg-type]
-    assert again.accepted == [expected]
-    assert [order.profile for order in again.orders] == [False]
-    assert len(first["generate-0"].orders) == orders
-
-
-def _of(rank: RankMemory, sized: Sized) -> Sized:
-    memory = msgspec.structs.replace(sized.memory, pool=rank.pool, total_bytes=rank.total_bytes)
-    return msgspec.structs.replace(sized, memory=memory)
+    assert [one.accepted for one in groups] == [[expected], [expected]]
+    full = Group()
+    full.vote = Sized("out_of_memory", "no room", LOADED)
+    words = r"had before it was lost \(no room\): value \d+ tok"
+    with pytest.raises(DeviceOutOfMemory, match=words):
+        await sizing.lead("generate-1", full)  # type: ignore[arg-type]
 
 
 async def test_sizing_keeps_what_an_encoder_published_at_its_first_start() -> None:
@@ -265,9 +207,7 @@ async def test_sizing_keeps_what_an_encoder_published_at_its_first_start() -> No
     assert sizing.reserved_bytes("encode", 0) is None
     for number, growth_bytes in ((7, 5), (8, 50)):
         memory = msgspec.structs.replace(LOADED, pool=f"cpu limit of {number}")
-        reservation = Reservation(rank=0, pool=memory.pool, growth_bytes=growth_bytes, held=False)
-        encode = Group()
-        encode.loaded = Roll([Loaded(memory, reservation)])
+        encode = Group(memory, growth_bytes=growth_bytes)
         await sizing.publish("encode", encode)  # type: ignore[arg-type]
         assert sizing.reserved_bytes("encode", 0) == 5
         await sizing.lead("generate", Group())  # type: ignore[arg-type]

@@ -81,23 +81,21 @@ def sizing_of(
     return Sizing(policy, view, encode={}, generate=dict.fromkeys(names, ""), **changes)  # type: ignore[arg-type]
 
 
-async def lead_all(sizing: Sizing, groups: dict[str, Group], order: Sequence[str] = NAMES) -> None:
+async def lead_all(sizing: Sizing, groups: dict[str, Group], order: Sequence[str] = ()) -> None:
     leading = []
-    for name in order:
+    for name in order or groups:
         leading.append(asyncio.ensure_future(sizing.lead(name, groups[name])))  # type: ignore[arg-type]
         await turns()
     try:
-        done, _ = await asyncio.wait(leading, return_when=asyncio.FIRST_EXCEPTION)
-        for one in done:
-            one.result()
+        await asyncio.gather(*leading)
     finally:
         for one in leading:
             one.cancel()
         await asyncio.gather(*leading, return_exceptions=True)
 
 
-def groups_on(device: OneDevice, names: Sequence[str] = NAMES) -> dict[str, Group]:
-    return {name: Group(device, size) for name, size in zip(names, ROW_BYTES, strict=False)}
+def groups_on(device: OneDevice) -> dict[str, Group]:
+    return {name: Group(device, size) for name, size in zip(NAMES, ROW_BYTES, strict=True)}
 
 
 @pytest.mark.parametrize("order", [NAMES, NAMES[::-1]])
@@ -152,6 +150,8 @@ async def test_sizing_together_that_does_not_fit_names_all_and_what_to_do() -> N
     for words in ("value 8192 tokens", "limit ", "Remedy: ", "fewer generate.replicas need less"):
         assert words in message
     assert not any(one.accepted for one in groups.values())
+    assert sizing.ledger is not None, "it can still be read"
+    assert sizing.ledger.totals == {"device": 144 * MIB}
 
 
 async def test_sizing_together_drops_all_caches_before_one_is_built_again() -> None:
@@ -184,16 +184,18 @@ async def test_sizing_together_finds_a_leak_of_any_group() -> None:
     assert [order.tokens for order in groups["generate-0"].orders] == [8192, 0]
 
 
+def groups_on_a_host() -> dict[str, Group]:
+    """Groups with limits of their own, in the memory of one host."""
+    devices = [OneDevice(1024 * MIB, pool=f"cpu limit of {number}") for number in (1, 2)]
+    return {name: Group(device, ROW_BYTES[0]) for name, device in zip(NAMES, devices, strict=False)}
+
+
 async def test_sizing_together_shares_out_the_memory_of_a_host() -> None:
     """If the limits of ranks exceed the memory of their host together, the free memory there bounds them."""
-    names = NAMES[:2]
-    devices = [OneDevice(1024 * MIB, pool=f"cpu limit of {number}") for number in (1, 2)]
-    groups = {
-        name: Group(device, ROW_BYTES[0]) for name, device in zip(names, devices, strict=True)
-    }
+    groups = groups_on_a_host()
     engine = [LedgerLine("host", "engine", "arena", 100 * MIB)]
-    sizing = sizing_of(names, more=engine, host_free=lambda: 900 * MIB)
-    await lead_all(sizing, groups, names)
+    sizing = sizing_of([*groups], more=engine, host_free=lambda: 900 * MIB)
+    await lead_all(sizing, groups)
     kv_bytes = [one.accepted[0] * 16 * KV_BYTES for one in groups.values()]
     assert kv_bytes[0] == kv_bytes[1]
     assert 0.9 * 400 * MIB < kv_bytes[0] + HEADROOM <= 400 * MIB
@@ -205,14 +207,9 @@ async def test_sizing_together_shares_out_the_memory_of_a_host() -> None:
 
 
 async def test_sizing_together_on_a_host_that_is_too_small_says_who_shares_it() -> None:
-    names = NAMES[:2]
-    devices = [OneDevice(1024 * MIB, pool=f"cpu limit of {number}") for number in (1, 2)]
-    groups = {
-        name: Group(device, ROW_BYTES[0]) for name, device in zip(names, devices, strict=True)
-    }
-    sizing = sizing_of(names, host_free=lambda: 30 * MIB)
+    groups = groups_on_a_host()
     with pytest.raises(DeviceOutOfMemory) as caught:
-        await lead_all(sizing, groups, names)
+        await lead_all(sizing_of([*groups], host_free=lambda: 30 * MIB), groups)
     message = str(caught.value)
     assert "The host has 30.0 MiB free" in message
     assert "generate-0 rank 0, generate-1 rank 0 may take 15.0 MiB each" in message

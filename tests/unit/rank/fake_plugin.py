@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from vsched.errors import CheckpointError, ConfigError, DeviceOutOfMemory
+from vsched.errors import DeviceOutOfMemory
 from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.sim.ranks.symbolic_workers import StandInEncoder, StandInGenerator, stand_in_info
 from vsched.types import ArenaLayout, ModelInfo
@@ -40,7 +40,7 @@ class Behaviour(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         load_s: Time to load.
-        load_error: An error to fail with while loading: `CheckpointError`, `DeviceOutOfMemory` or another.
+        load_error: An error to fail with while loading: `DeviceOutOfMemory`, `MemoryError` or another.
         load_signal: A signal that kills the process while it loads, as if out of memory; 0 for none.
         meet: A directory in which this many ranks must meet while they load.
         step_s: Time of a generate step; if `slow_at` is given, only of steps with a sequence of that many tokens.
@@ -62,8 +62,7 @@ class Behaviour(msgspec.Struct, frozen=True, kw_only=True):
 def model_info(behaviour: Behaviour | None = None) -> ModelInfo:
     """Return the facts of a model with this behaviour."""
     return stand_in_info(
-        path=msgspec.json.encode(behaviour or Behaviour()).decode(),
-        kv_bytes_per_token=KV_BYTES,
+        path=msgspec.json.encode(behaviour or Behaviour()).decode(), kv_bytes_per_token=KV_BYTES
     )
 
 
@@ -82,14 +81,8 @@ def expected_tokens(prompt: Sequence[int], count: int) -> list[int]:
 
 def raise_named(name: str) -> NoReturn:
     """Raise the error of this name."""
-    message = "weights.safetensors is not there"
-    known: dict[str, type[Exception]] = {
-        "CheckpointError": CheckpointError,
-        "ConfigError": ConfigError,
-        "DeviceOutOfMemory": DeviceOutOfMemory,
-        "MemoryError": MemoryError,
-    }
-    raise known.get(name, RuntimeError)(message)
+    known = {"DeviceOutOfMemory": DeviceOutOfMemory, "MemoryError": MemoryError}
+    raise known.get(name, RuntimeError)("weights.safetensors is not there")
 
 
 class FakeEncoder(StandInEncoder):
@@ -155,19 +148,13 @@ class FakePlugin(WorkerPlugin):
         raise NotImplementedError
 
     def load_encoder(
-        self,
-        info: ModelInfo,
-        settings: WorkerSettings,
-        progress: Progress,
+        self, info: ModelInfo, settings: WorkerSettings, progress: Progress
     ) -> FakeEncoder:
         _load(info, progress)
         return FakeEncoder()
 
     def load_generator(
-        self,
-        info: ModelInfo,
-        settings: WorkerSettings,
-        progress: Progress,
+        self, info: ModelInfo, settings: WorkerSettings, progress: Progress
     ) -> FakeGenerator:
         return FakeGenerator(_load(info, progress))
 

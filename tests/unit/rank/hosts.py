@@ -72,10 +72,9 @@ class Hosts:
         generate: Sequence[str] = (),
         deadlines: DeadlinesConfig = PATIENT,
         open_s: float = 60,
-        shared: bytes = b"",
     ) -> PlacedLauncher:
         """Have the worker groups of a place run on hosts."""
-        keys = curve_keys(shared or self.shared, "engine")
+        keys = curve_keys(self.shared, "engine")
         hosts = {
             name: partial(EngineSocket, self._context, address, keys)
             for name, address in self._addresses.items()

@@ -8,61 +8,63 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.unit.worker.test_member import Link
+from tests.unit.worker.test_member import FakeWorker, Link
 from vsched import rank as rank_module
-from vsched.errors import RankDesync
+from vsched.errors import GroupLostError, RankDesync
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision
-from vsched.wire import (
-    Continue,
-    EncodeResult,
-    GenerateResult,
-    Heartbeat,
-    LeaderLog,
-    LogEntry,
-    Stop,
-)
+from vsched.wire import Continue, EncodeResult, Heartbeat, LeaderLog, LogEntry, Stop
 from vsched.worker.member import Member, Rank
+from vsched.worker.stage_rank import StageRank
 
 Done = list[tuple[str, int]]
 
 
-class Noting:
-    """The rank of one log, which records its steps, and its worker."""
+class Noting(StageRank):
+    """The rank of one log, which records its steps."""
 
     def __init__(self, name: str, done: Done) -> None:
-        self.worker = self
+        super().__init__(FakeWorker())
         self._name = name
         self._done = done
 
-    def carry_out(self, entry: LogEntry) -> GenerateResult | EncodeResult:
+    def carry_out(self, entry: LogEntry) -> EncodeResult:
         assert isinstance(entry, GenerateDecision | EncodeDecision | Continue)
         self._done.append((self._name, entry.step))
         return EncodeResult(entry.step, None, 0)
 
-    def look_ahead(self) -> None:
-        """The next step is unknown."""
 
-    def kernels_late(self) -> int:
-        return 0
+class SlowLink(Link):
+    """A link whose frames arrive when they are waited for."""
 
-    def threads_here(self) -> int:
-        return 0
+    def __init__(self, following: Following) -> None:
+        super().__init__()
+        self._following = following
+
+    def receive(self, timeout_s: float = 0.0) -> bytes | None:
+        if timeout_s:
+            self._following.wait([self], timeout_s)
+        return super().receive()
 
 
 class Following:
-    """Two members of one process; `late` holds frames that the links have not delivered yet."""
+    """Two members of one process; `late` holds frames that the links have not delivered yet.
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(rank_module, "wait_readable", self._wait)
+    Attributes:
+        waits: Timeout of each wait; in the one of the number `silent_at` nothing arrives.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, silent_at: int = 0) -> None:
+        monkeypatch.setattr(rank_module, "wait_readable", self.wait)
         self.done: Done = []
         self.late: list[tuple[str, bytes]] = []
+        self.waits: list[float] = []
         self.turns = itertools.count(1)
         self.logs = {name: LeaderLog(self.turns) for name in ("encode", "generate")}
+        self._silent_at = silent_at
         spec = SimpleNamespace(rank=0, secret="sesame")
-        self.members = {name: Member(spec, Link()) for name in self.logs}  # type: ignore[arg-type]
+        self.members = {name: Member(spec, SlowLink(self)) for name in self.logs}  # type: ignore[arg-type]
         for name, member in self.members.items():
-            member.stage = Noting(name, self.done)  # type: ignore[assignment]
-            member.listen = self._deliver(member, member.listen)  # type: ignore[method-assign]
+            member.stage = Noting(name, self.done)
 
     def decide(self, name: str, entry: LogEntry) -> None:
         self.late.append((name, self.logs[name].append(entry)))
@@ -75,26 +77,16 @@ class Following:
         while not rank.over:
             rank_module.step(rank, 60.0)  # type: ignore[arg-type]
 
-    def _deliver_next(self) -> bool:
-        if self.late:
+    def wait(self, links: list[SlowLink], timeout_s: float) -> bool:
+        """Deliver frames until one of these links has one."""
+        self.waits.append(timeout_s)
+        assert len(self.waits) < 1000, "it waits for ever"
+        while not any(link.frames for link in links):
+            if not self.late or len(self.waits) == self._silent_at:
+                return False
             name, frame = self.late.pop(0)
             self.members[name].link.frames.append(frame)
-            return True
-        return False
-
-    def _wait(self, links: list[Link], _timeout_s: float) -> bool:
-        while not any(link.frames for link in links):
-            if not self._deliver_next():
-                return False
         return True
-
-    def _deliver(self, member: Member[Link], listen):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-        def delivered(timeout_s: float) -> bool:
-            if timeout_s:
-                self._wait([member.link], timeout_s)
-            return bool(listen(timeout_s))
-
-        return delivered
 
 
 def shuffled(late: list[tuple[str, bytes]], seed: int) -> list[tuple[str, bytes]]:
@@ -146,36 +138,18 @@ def test_follow_stops_where_no_log_has_the_next_turn(monkeypatch: pytest.MonkeyP
     assert following.done == []
 
 
-@pytest.mark.parametrize("logs", [1, 2])
+@pytest.mark.parametrize("names", [["generate"], ["encode", "generate"]])
 def test_follow_listens_once_more_after_the_timeout(
-    monkeypatch: pytest.MonkeyPatch, logs: int
+    monkeypatch: pytest.MonkeyPatch, names: list[str]
 ) -> None:
-    """After a stop of the whole machine, the timeout has passed before a live engine could send anything."""
-    following = Following(monkeypatch)
+    """After a stop of the whole machine, the timeout has passed before a live engine could send anything.
+
+    A rank whose engine stays silent stops.
+    """
+    following = Following(monkeypatch, silent_at=2)
     following.decide("generate", GenerateDecision(1))
     following.decide("generate", Heartbeat())
-    following.decide("generate", Stop())
-    waits: list[float] = []
-
-    def wait(links: list[Link], timeout_s: float) -> bool:
-        waits.append(timeout_s)
-        if len(waits) == 2:
-            return False
-        return following._wait(links, timeout_s)
-
-    monkeypatch.setattr(rank_module, "wait_readable", wait)
-    members = following.members
-    if logs == 1:
-        member = members["generate"]
-        listen = member.listen
-
-        def late(timeout_s: float) -> bool:
-            waits.append(timeout_s)
-            return False if len(waits) == 2 else bool(listen(timeout_s))
-
-        member.listen = late  # type: ignore[method-assign]
-        following.follow("generate")
-    else:
-        following.follow()
+    with pytest.raises(GroupLostError, match="heard nothing from the engine for 60 s"):
+        following.follow(*names)
     assert following.done == [("generate", 1)]
-    assert waits[2] == 15.0
+    assert following.waits[2] == 15.0

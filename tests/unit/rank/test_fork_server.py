@@ -13,10 +13,10 @@ from typing import NoReturn
 import msgspec
 import pytest
 
-from tests.patience import patience, until
+from tests.patience import until
 from tests.unit.rank.fake_plugin import NAME, Behaviour
 from tests.unit.rank.test_worker_group import one_request, process_names
-from tests.unit.rank.worker_groups import Place, Received, is_running
+from tests.unit.rank.worker_groups import Place, Received, is_running, started
 from vsched import fork_server
 from vsched.aio import launcher
 from vsched.aio.launcher import LocalLauncher, early_fork_servers
@@ -122,37 +122,32 @@ def test_fork_server_is_not_begun_if_ranks_cannot_be_forked(sets: list[str]) -> 
 
 
 async def test_fork_server_that_dies_is_replaced_and_takes_no_rank_along(place: Place) -> None:
-    received = Received()
-    worker_group = place.worker_group(received.events, behaviour=FORKED)
-    await worker_group.start()
-    server = the_server(place)
-    killed = server.pid
-    os.kill(killed, signal.SIGKILL)
-    worker_group.leader("generate").decide(one_request())
-    await received.wait_until(lambda: received.results)
-    await worker_group.stop()
-    await worker_group.start()
-    assert server.pid not in (0, killed)
-    assert parent_of(*worker_group.pids) == os.getpid()
-    await worker_group.stop()
-    assert received.lost == []
+    async with started(place, behaviour=FORKED) as (worker_group, received):
+        server = the_server(place)
+        killed = server.pid
+        os.kill(killed, signal.SIGKILL)
+        worker_group.leader("generate").decide(one_request())
+        await received.wait_until(lambda: received.results)
+        await worker_group.stop()
+        await worker_group.start()
+        assert server.pid not in (0, killed)
+        assert parent_of(*worker_group.pids) == os.getpid()
+        assert received.lost == []
 
 
+@pytest.mark.thorough
 async def test_fork_server_that_hangs_costs_a_deadline(
     place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The rank becomes a new process, and the server is replaced."""
-    worker_group = place.worker_group(Received().events, behaviour=FORKED)
-    await worker_group.start()
-    await worker_group.stop()
-    server = the_server(place)
-    hung = server.pid
-    os.kill(hung, signal.SIGSTOP)
-    monkeypatch.setattr(fork_server, "FORK_S", 0.01)
-    await worker_group.start()
-    assert "generate rank 0: a new process instead: the fork server said nothing" in caplog.text
-    await until(lambda: not server.pid, "it is killed, and replaced at the next request")
-    await worker_group.stop()
+    async with started(place, behaviour=FORKED) as (worker_group, _):
+        await worker_group.stop()
+        server = the_server(place)
+        os.kill(server.pid, signal.SIGSTOP)
+        monkeypatch.setattr(fork_server, "FORK_S", 0.01)
+        await worker_group.start()
+        assert "generate rank 0: a new process instead: the fork server said nothing" in caplog.text
+        await until(lambda: not server.pid, "it is killed, and replaced at the next request")
 
 
 async def test_rank_is_a_new_process_if_the_fork_server_cannot_be_started(
@@ -164,46 +159,40 @@ async def test_rank_is_a_new_process_if_the_fork_server_cannot_be_started(
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(ForkServer, "start", start)
-    worker_group = place.worker_group(Received().events, behaviour=FORKED)
-    async with patience():
-        await worker_group.start()
-    assert "a new process instead: [Errno 24] Too many open files" in caplog.text
-    await worker_group.stop()
+    async with started(place, behaviour=FORKED):
+        assert "a new process instead: [Errno 24] Too many open files" in caplog.text
 
 
-@pytest.mark.parametrize("value", ["\udcff", "x" * (1 << 16)], ids=["no text", "large"])
+@pytest.mark.thorough
 async def test_fork_server_starts_with_any_environment(
-    place: Place, monkeypatch: pytest.MonkeyPatch, value: str
+    place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A variable may have bytes that are not UTF-8, and all together may be larger than a message."""
+    monkeypatch.setenv("NO_TEXT", "\udcff")
     for index in range(4):
-        monkeypatch.setenv(f"ODD_{index}", value)
-    server = ForkServer(FORKED.forkable)
-    server.begin()
-    server.close()
-    worker_group = place.worker_group(Received().events, behaviour=FORKED)
-    await worker_group.start()
-    await worker_group.stop()
+        monkeypatch.setenv(f"LARGE_{index}", "x" * (1 << 16))
+    async with started(place, behaviour=FORKED):
+        assert the_server(place).pid
 
 
 @pytest.mark.parametrize(
     ("module", "said"),
     [
-        ("tests.unit.rank.no_such_module", "ModuleNotFoundError"),
+        pytest.param(
+            *("tests.unit.rank.no_such_module", "ModuleNotFoundError"), marks=pytest.mark.thorough
+        ),
         ("tests.unit.rank.thread_at_import", "starts threads when it is imported"),
     ],
 )
 async def test_ranks_are_new_processes_if_nothing_can_be_forked(
     module: str, said: str, place: Place, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    received = Received()
-    worker_group = place.worker_group(received.events, behaviour=Behaviour(forkable=(module,)))
-    await worker_group.start()
-    assert said in capfd.readouterr().err
-    worker_group.leader("generate").decide(one_request())
-    await received.wait_until(lambda: received.results)
-    await until(lambda: the_server(place).pid == 0, "the end of the server is seen")
-    await worker_group.stop()
+    behaviour = Behaviour(forkable=(module,))
+    async with started(place, behaviour=behaviour) as (worker_group, received):
+        assert said in capfd.readouterr().err
+        worker_group.leader("generate").decide(one_request())
+        await received.wait_until(lambda: received.results)
+        await until(lambda: the_server(place).pid == 0, "the end of the server is seen")
 
 
 async def test_start_that_is_given_up_waits_for_no_imports(place: Place) -> None:

@@ -3,48 +3,39 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import msgspec
 import pytest
 
-from tests.machines import pretend_cores
 from tests.patience import until
 from tests.unit.rank.fake_plugin import Behaviour, expected_tokens
 from tests.unit.rank.hosts import PATIENT, cable_to, host_process, hosts_of
 from tests.unit.rank.worker_groups import Place, generate, read, shell_of
-from vsched.aio.hosts import server
-from vsched.aio.launcher import LocalLauncher, RankProcess
 from vsched.aio.shell import Shell
 from vsched.errors import GroupLostError, StartFailedError
 from vsched.testing import make_request
-from vsched.worker.spec import HostShare, RankSpec
 
 pytestmark = pytest.mark.slow
-SEPARATE = (("encode",), ("generate",))
 TOGETHER = (("encode", "generate"),)
 TWO_OF_EACH = (("encode-0",), ("encode-1",), ("generate-0",), ("generate-1",))
-PLACES = {
-    "both there": (SEPARATE, ["far"], ["far"]),
-    "each on its own": (SEPARATE, ["far"], ["farther"]),
-    "together there": (TOGETHER, [], ["far"]),
-    "replicas on both and here": (TWO_OF_EACH, ["local", "far"], ["far", "farther"]),
-}
 
 
 @pytest.mark.parametrize(
-    ("where", "ranks"),
+    ("groups", "encode", "generators", "ranks"),
     [
-        ("both there", 1),
-        ("each on its own", 1),
-        ("replicas on both and here", 1),
-        ("together there", 2),
+        pytest.param(TWO_OF_EACH, ["local", "far"], ["far", "farther"], 1, id="apart"),
+        pytest.param(TOGETHER, [], ["far"], 2, id="together", marks=pytest.mark.thorough),
     ],
 )
-async def test_hosts_yield_the_tokens_of_one_host(place: Place, where: str, ranks: int) -> None:
+async def test_hosts_yield_the_tokens_of_one_host(
+    place: Place,
+    groups: Sequence[Sequence[str]],
+    encode: list[str],
+    generators: list[str],
+    ranks: int,
+) -> None:
     """A step finds its embeddings, on whichever host they were computed."""
-    groups, encode, generators = PLACES[where]
     async with hosts_of("far", "farther") as hosts:
         hosts.launcher(place, encode=encode, generate=generators)
         async with shell_of(place, groups=groups, ranks=ranks) as shell:
@@ -97,6 +88,7 @@ async def test_hosts_stream_goes_on_when_a_host_is_killed_and_comes_back(place: 
                 assert "host far" in row["last_loss"]["reason"]
 
 
+@pytest.mark.thorough
 async def test_hosts_stream_goes_on_when_a_cable_is_pulled(place: Place) -> None:
     """A half-open connection: both sides detect it, and the host's ranks end without the engine."""
     async with hosts_of("far") as hosts, cable_to(hosts, "far") as cable:
@@ -108,6 +100,7 @@ async def test_hosts_stream_goes_on_when_a_cable_is_pulled(place: Place) -> None
             )
 
 
+@pytest.mark.thorough
 async def test_hosts_next_host_takes_over(place: Place) -> None:
     """A replica whose host is lost starts on the next of the list."""
     async with hosts_of("far", "farther") as hosts:
@@ -122,38 +115,11 @@ async def test_hosts_next_host_takes_over(place: Place) -> None:
             assert hosts.running["farther"].server.pids
 
 
-@pytest.mark.parametrize(("shared", "said"), [(b"", "did not answer"), (b"x" * 32, "the same key")])
-async def test_hosts_first_start_fails_without_its_host(
-    place: Place, shared: bytes, said: str
-) -> None:
-    """A missing host or another key is an error at once, without waiting."""
+async def test_hosts_first_start_fails_without_its_host(place: Place) -> None:
+    """A missing host is an error at once, without waiting."""
     async with hosts_of("far") as hosts:
-        if not shared:
-            await hosts.running.pop("far").close()
-        open_s = 1.0 if shared else 0.1
-        hosts.launcher(place, generate=["far"], open_s=open_s, shared=shared)
-        with pytest.raises((GroupLostError, StartFailedError), match=f"host far .*{said}"):
+        await hosts.running.pop("far").close()
+        hosts.launcher(place, generate=["far"], open_s=0.1)
+        with pytest.raises((GroupLostError, StartFailedError), match="host far .*did not answer"):
             async with shell_of(place):
                 pass
-
-
-async def test_hosts_say_what_a_rank_may_take_of_them(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Defaults come from the host that starts a rank, not from the engine's host."""
-    launched: list[tuple[int, int]] = []
-    start = LocalLauncher.start
-
-    def spied(launcher: LocalLauncher, spec: RankSpec, **options: Any) -> RankProcess:
-        launched.append((options["threads"], spec.memory_limit_bytes))
-        return start(launcher, spec, **options)
-
-    monkeypatch.setattr(LocalLauncher, "start", spied)
-    monkeypatch.setattr(server, "host_available", lambda: 400 << 30)
-    pretend_cores(monkeypatch, 12)
-    place.share = HostShare(processes=3, threads=("generate",), memory=1, memory_bytes=1 << 30)
-    async with hosts_of("far") as hosts:
-        hosts.launcher(place, generate=["far"])
-        async with shell_of(place, groups=(("generate",),)):
-            pass
-    assert launched == [(4, 51 << 30)]

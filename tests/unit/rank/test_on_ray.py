@@ -1,10 +1,9 @@
-"""Bundles and actors are requested from Ray, and replicas run on them; nothing imports Ray without its extra."""
+"""Bundles and actors are requested from Ray, and replicas run on them."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -12,19 +11,16 @@ from typing import Any
 
 import pytest
 
-from tests.machines import pretend_cores
 from tests.patience import NEVER_S, until
 from tests.unit.rank.fake_plugin import Behaviour, expected_tokens
 from tests.unit.rank.hosts import RunningHost
-from tests.unit.rank.worker_groups import ROOT, Place, generate, python_path, read, shell_of
+from tests.unit.rank.worker_groups import Place, generate, read, shell_of
 from vsched.aio.hosts.ray_hosts import InstalledRay, RayHosts, Resources
 from vsched.aio.hosts.remote import placed
-from vsched.aio.launcher import LocalLauncher, RankProcess
 from vsched.config import Config, load_config
 from vsched.config.sections import ClusterConfig
 from vsched.errors import ConfigError
 from vsched.testing import make_request
-from vsched.worker.spec import HostShare, RankSpec
 
 pytestmark = pytest.mark.slow
 ON_RAY = ("cluster.ray=auto", f"deadlines.rank_timeout_s={NEVER_S}")
@@ -121,32 +117,6 @@ async def test_ray_hosts_run_replicas_and_are_found_where_they_went(place: Place
     assert ray.closed == [(1, "made")]
 
 
-async def test_ray_ranks_share_the_cpus_of_their_bundle(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not the cores of the node, which other bundles use too."""
-    launched: list[int] = []
-    start = LocalLauncher.start
-
-    def spied(launcher: LocalLauncher, spec: RankSpec, **options: Any) -> RankProcess:
-        launched.append(options["threads"])
-        return start(launcher, spec, **options)
-
-    monkeypatch.setattr(LocalLauncher, "start", spied)
-    pretend_cores(monkeypatch, 12)
-    ray = FakeRay()
-    config = config_of("encode.replicas=0", "cluster.generate_resources={CPU=6}")
-    place.launcher = placed(config, place.launcher, ray=ray)
-    place.share = HostShare(processes=2, threads=("generate",))
-    try:
-        ray.run(ray.actors[0], "127.0.0.2")
-        async with shell_of(place, groups=(("generate",),)):
-            pass
-    finally:
-        await ray.stop()
-    assert launched == [3]
-
-
 @pytest.mark.parametrize(
     ("sets", "bundles"),
     [
@@ -173,20 +143,24 @@ def hosts(ray: FakeRay, **settings: Any) -> RayHosts:
     return RayHosts(ray, cluster, replicas, b"s" * 32)
 
 
-def test_ray_hosts_know_the_secret_and_the_cores_of_their_bundle() -> None:
-    ray = FakeRay()
-    hosts(ray, ray_strategy="strict-spread")
-    assert (ray.address, ray.strategy) == ("head:6379", "strict-spread")
-    assert [(actor.bundle, actor.cores) for actor in ray.actors] == [(0, 1), (1, 2)]
+@pytest.mark.parametrize(
+    ("bundles", "settings", "cores", "group"),
+    [
+        ([], {"ray_strategy": "strict-spread"}, [1, 2], "made"),
+        ([{"CPU": 3.0}, {"GPU": 1.0}, {"CPU": 1.0}], {"ray_group": "mine"}, [3, 1], None),
+    ],
+    ids=["a group of its own", "a group that is there is left"],
+)
+def test_ray_hosts_know_the_secret_and_the_cores_of_their_bundle(
+    bundles: list[Resources], settings: dict[str, Any], cores: list[int], group: str | None
+) -> None:
+    ray = FakeRay(bundles)
+    made = hosts(ray, **settings)
+    assert (ray.address, ray.strategy) == ("head:6379", settings.get("ray_strategy", ""))
+    assert [(actor.bundle, actor.cores) for actor in ray.actors] == [*enumerate(cores)]
     assert {actor.secret for actor in ray.actors} == {b"s" * 32}
-
-
-def test_ray_group_that_is_there_is_used_and_left() -> None:
-    ray = FakeRay([{"CPU": 3.0}, {"GPU": 1.0}, {"CPU": 1.0}])
-    found = hosts(ray, ray_group="mine")
-    assert [actor.cores for actor in ray.actors] == [3, 1]
-    found.close()
-    assert ray.closed == [(2, None)]
+    made.close()
+    assert ray.closed == [(2, group)]
 
 
 def test_ray_group_with_too_few_bundles_is_refused() -> None:
@@ -226,9 +200,12 @@ class InstalledStandIn(ModuleType):
         self.shut_down += 1
 
 
-def test_ray_leaves_signals_to_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("initialized", [False, True])
+def test_ray_leaves_signals_to_the_server_and_other_connections_open(
+    monkeypatch: pytest.MonkeyPatch, *, initialized: bool
+) -> None:
     """Ray installs its own handlers when it connects; SIGTERM must drain."""
-    module = InstalledStandIn()
+    module = InstalledStandIn(initialized=initialized)
     monkeypatch.setitem(sys.modules, "ray", module)
     before = signal.getsignal(signal.SIGTERM)
     ray = InstalledRay()
@@ -237,41 +214,13 @@ def test_ray_leaves_signals_to_the_server(monkeypatch: pytest.MonkeyPatch) -> No
         assert signal.getsignal(signal.SIGTERM) is before
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert (module.inits[0]["address"], module.inits[0]["namespace"]) == ("head:6379", "vsched")
+    connected = [] if initialized else [("head:6379", "vsched")]
+    assert [(one["address"], one["namespace"]) for one in module.inits] == connected
     ray.close([], None)
-    assert module.shut_down == 1
-
-
-def test_ray_that_this_process_is_part_of_is_used_and_not_left(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    module = InstalledStandIn(initialized=True)
-    monkeypatch.setitem(sys.modules, "ray", module)
-    ray = InstalledRay()
-    ray.connect("auto")
-    ray.close([], None)
-    assert (module.inits, module.shut_down) == ([], 0)
+    assert module.shut_down == len(connected)
 
 
 def test_ray_cluster_that_is_not_there_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", InstalledStandIn(ConnectionError("nobody")))
     with pytest.raises(ConfigError, match="no Ray cluster at 'head:6379': nobody. Remedy"):
         InstalledRay().connect("head:6379")
-
-
-def test_ray_is_not_needed_without_it() -> None:
-    """Every module of vsched can be imported, and a launcher created, without Ray."""
-    program = """
-import importlib, pkgutil, sys
-sys.modules["ray"] = None
-import vsched
-for module in pkgutil.walk_packages(vsched.__path__, "vsched."):
-    if module.name.startswith("vsched.aio") or module.name.startswith("vsched.cli"):
-        importlib.import_module(module.name)
-from vsched.engine import make_launcher
-from vsched.config import load_config
-make_launcher(load_config(None, sets=[], environ={}).config).close()
-"""
-    subprocess.run(
-        [sys.executable, "-c", program], check=True, env={"PYTHONPATH": python_path()}, cwd=ROOT
-    )

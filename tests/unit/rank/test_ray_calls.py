@@ -94,9 +94,7 @@ async def test_calls_start_a_host_that_is_listened_to_until_all_is_given_back(
         await asyncio.open_connection(ip, int(port))
 
 
-async def test_calls_report_restarted_and_lost_actors(
-    calls: InstalledRay,
-) -> None:
+async def test_calls_report_restarted_and_lost_actors(calls: InstalledRay) -> None:
     group = calls.make_group([BUNDLE], "pack")
     actor = calls.start_host(group, 0, BUNDLE, SECRET, 1)
     async with patience():

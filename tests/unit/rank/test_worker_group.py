@@ -20,15 +20,15 @@ from tests.unit.rank.worker_groups import (
     Received,
     is_running,
     limits,
-    make_sizing,
     python_path,
     shell_of,
+    started,
 )
+from tests.unit.worker.test_generate_rank import join, prefill
 from vsched.aio.launcher import RankProcess
-from vsched.errors import CheckpointError, DeviceOutOfMemory, GroupLostError
-from vsched.kernel.decisions import ChunkPlan, GenerateDecision, Join, RequestData
+from vsched.errors import DeviceOutOfMemory, GroupLostError
+from vsched.kernel.decisions import ChunkPlan, GenerateDecision
 from vsched.transport.zmq_link import LeaderLink
-from vsched.types import SamplingParams
 
 pytestmark = pytest.mark.slow
 QUIET = limits(heartbeat_s=60)
@@ -36,35 +36,39 @@ QUIET = limits(heartbeat_s=60)
 
 
 def one_request() -> GenerateDecision:
-    tokens = (7).to_bytes(4, "little") * 3
-    data = RequestData(tokens, 3, [], SamplingParams(temperature=0.0), ())
-    return GenerateDecision(
-        1, joined=[Join(1, 0, 0, 3, [0, 1], data)], chunks=[ChunkPlan(0, 0, 3, [])]
-    )
+    return prefill(join(1, 0, [7, 7, 7], blocks=[0, 1]))
 
 
 async def test_worker_group_starts_all_ranks_in_parallel(place: Place, tmp_path: Path) -> None:
-    """Every rank waits for the others while it loads; started one by one they would never be ready."""
+    """Every rank waits for the others while it loads; started one by one they would never be ready.
+
+    `Stop` in the log ends every rank with code 0, without waiting for the grace period.
+    """
     meet = tmp_path / "meet"
     meet.mkdir()
     received = Received()
     worker_group = place.worker_group(
-        received.events, ranks=3, behaviour=Behaviour(meet=str(meet), meet_ranks=3, hook_s=5.0)
+        received.events, ranks=2, behaviour=Behaviour(meet=str(meet), meet_ranks=2, hook_s=5.0)
     )
     ready = await worker_group.start()
-    assert [one.kv_blocks for one in ready["generate"]] == [KV_TOKENS // 4] * 3
-    assert [one.hooks for one in ready["generate"]] == [{"balance": 5.0}] * 3
-    assert len(set(worker_group.pids)) == 3
-    assert [process_names(pid) for pid in worker_group.pids] == [
-        ("vsched: generat", f"vsched: generate rank {rank}") for rank in range(3)
+    assert [one.kv_blocks for one in ready["generate"]] == [KV_TOKENS // 4] * 2
+    assert [one.hooks for one in ready["generate"]] == [{"balance": 5.0}] * 2
+    pids = worker_group.pids
+    assert [process_names(pid) for pid in pids] == [
+        ("vsched: generat", f"vsched: generate rank {rank}") for rank in range(2)
     ]
     assert ("generate", "weights", 1.0) in received.progress
-    assert worker_group.leader("generate").memory.keys() == {0, 1, 2}
-    assert worker_group.leader("generate").memory[2]["kv"] == KV_TOKENS * 8
-    worker_group.leader("generate").decide(one_request())
+    leader = worker_group.leader("generate")
+    assert [leader.memory[rank]["kv"] for rank in (0, 1)] == [KV_TOKENS * 8] * 2
+    leader.decide(one_request())
     await received.wait_until(lambda: received.results)
-    pids = worker_group.pids
-    await worker_group.stop()
+    codes: list[int] = []
+    for process in worker_group._processes:
+        assert isinstance(process, RankProcess)
+        process._on_exit = codes.append
+    async with patience():
+        await worker_group.stop(grace_s=NEVER_S)
+    assert codes == [0, 0]
     assert not any(is_running(pid) for pid in pids)
     assert received.lost == []
 
@@ -99,39 +103,30 @@ async def test_worker_group_rank_that_dies_while_it_loads_names_phase_limit_and_
     assert f"Remedy: raise {keys}; " in message
 
 
-async def test_worker_group_rank_that_is_never_ready_is_given_up(place: Place) -> None:
-    """The deadline for readiness passes, and the message names its setting; nothing is left running."""
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_start_that_ends_early_leaves_no_process(place: Place, *, cancelled: bool) -> None:
+    """The deadline for readiness passes, and the message names its setting; or the start is cancelled."""
     received = Received()
     worker_group = place.worker_group(
-        received.events, behaviour=Behaviour(load_s=60), limits=limits(ready_s=0.6)
+        received.events,
+        behaviour=Behaviour(load_s=60),
+        limits=limits(ready_s=NEVER_S if cancelled else 0.2),
     )
     starting = asyncio.ensure_future(worker_group.start())
-    await asyncio.sleep(0)
+    await asyncio.sleep(0.05)
     pids = worker_group.pids
-    with pytest.raises(
-        GroupLostError, match=r"generate: not ready after 0\.6 s \(deadlines\.ready_s\)"
-    ):
-        await starting
+    if cancelled:
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        await worker_group.stop(grace_s=0)
+    else:
+        late = r"generate: not ready after 0\.2 s \(deadlines\.ready_s\)"
+        with pytest.raises(GroupLostError, match=late):
+            await starting
     assert pids
     assert not any(is_running(pid) for pid in pids)
     assert received.lost == []
-
-
-async def test_worker_group_starts_an_encoder_again_with_its_share(place: Place) -> None:
-    """Only the first start measures the needs of the worst batch."""
-    sizing = make_sizing([["encode"]])
-    worker_group = place.worker_group(Received().events, groups=["encode"], sizing=sizing)
-    first = worker_group._spec(0, "secret").encode
-    assert first is not None
-    assert first.reserved_bytes is None
-    async with patience():
-        await worker_group.start()
-        await worker_group.stop(grace_s=0)
-        again = worker_group._spec(0, "secret").encode
-        assert again is not None
-        assert again.reserved_bytes == sizing.reserved_bytes("encode", 0) is not None
-        await worker_group.start()
-        await worker_group.stop(grace_s=0)
 
 
 BOTH = ["encode", "generate"]
@@ -140,19 +135,21 @@ BOTH = ["encode", "generate"]
 @pytest.mark.parametrize(
     ("groups", "limit_bytes", "name", "error", "message"),
     [
-        (["generate"], 0, "DeviceOutOfMemory", DeviceOutOfMemory, "^weights.* is not there$"),
-        (["generate"], 0, "RuntimeError", GroupLostError, "rank 0 stopped with RuntimeError: wei"),
-        # An error that no worker has turned into one of vsched's names its setting.
-        (["encode"], 0, "MemoryError", DeviceOutOfMemory, r"starting\. .* encode\.memory_limit\.$"),
+        (["generate"], 1 << 40, "DeviceOutOfMemory", DeviceOutOfMemory, "^weights.* is not there$"),
         # The worker names the limit of its own stage; with both stages, raising the other one helps, too.
-        (
-            BOTH,
-            1 << 40,
-            "DeviceOutOfMemory",
-            DeviceOutOfMemory,
-            "raise encode.* for the two add up",
+        pytest.param(
+            *(BOTH, 1 << 40, "DeviceOutOfMemory", DeviceOutOfMemory, "encode.* for the two add up"),
+            marks=pytest.mark.thorough,
         ),
-        (["generate"], 1 << 40, "DeviceOutOfMemory", DeviceOutOfMemory, "^weights.* there$"),
+        pytest.param(
+            *(["generate"], 0, "RuntimeError", GroupLostError, "stopped with RuntimeError: wei"),
+            marks=pytest.mark.thorough,
+        ),
+        # An error that no worker has turned into one of vsched's names its setting.
+        pytest.param(
+            *(["encode"], 0, "MemoryError", DeviceOutOfMemory, r"starting\. .* encode\.memory_li"),
+            marks=pytest.mark.thorough,
+        ),
     ],
 )
 async def test_worker_group_reports_why_a_rank_cannot_load(
@@ -175,139 +172,57 @@ async def test_worker_group_reports_why_a_rank_cannot_load(
     assert received.lost == []
 
 
-async def test_worker_group_one_failing_rank_stops_the_others(place: Place, tmp_path: Path) -> None:
-    """A group without one of its ranks does not linger until the deadline."""
-    meet = tmp_path / "meet"
-    meet.mkdir()
-    behaviour = Behaviour(meet=str(meet), meet_ranks=2, load_error="CheckpointError")
-    worker_group = place.worker_group(Received().events, ranks=2, behaviour=behaviour)
-    async with patience():
-        with pytest.raises(CheckpointError):
-            await worker_group.start()
-    assert worker_group.pids == []
-
-
-async def test_worker_group_stop_lets_ranks_end_by_themselves(place: Place) -> None:
-    """`Stop` in the log ends every rank with code 0, without waiting for the grace period."""
-    codes: list[int] = []
-    worker_group = place.worker_group(Received().events, ranks=2)
-    await worker_group.start()
-    for process in worker_group._processes:
-        assert isinstance(process, RankProcess)
-        process._on_exit = codes.append
-    async with patience():
-        await worker_group.stop(grace_s=NEVER_S)
-    assert codes == [0, 0]
-
-
-async def test_worker_group_rank_that_ends_by_itself_as_it_is_killed_fails_no_stop(
-    place: Place,
-) -> None:
+async def test_rank_that_ends_by_itself_as_it_is_killed_fails_no_stop(place: Place) -> None:
     """Such as the peer of a killed rank: it is reaped in the turn of the loop in which its time is over."""
-    worker_group = place.worker_group(Received().events, limits=QUIET)
-    await worker_group.start()
-    (process,) = worker_group._processes
-    os.kill(process.pid, signal.SIGKILL)
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # noqa: ASYNC222 - the loop must not see its end
-    await process.end(grace_s=0)
-    assert not is_running(process.pid)
-    await worker_group.stop(grace_s=0)
+    async with started(place, limits=QUIET) as (worker_group, _):
+        (process,) = worker_group._processes
+        os.kill(process.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # noqa: ASYNC222 - the loop must not see its end
+        await process.end(grace_s=0)
+        assert not is_running(process.pid)
 
 
-async def test_worker_group_hears_the_last_word_of_a_rank_whose_exit_comes_first(
-    place: Place,
-) -> None:
+async def test_worker_group_hears_the_last_word_of_a_rank_that_exits_first(place: Place) -> None:
     """On a busy machine, the last report is still in flight when the process has ended."""
-    received = Received()
-    worker_group = place.worker_group(received.events, limits=QUIET)
-    await worker_group.start()
-    (process,) = worker_group._processes
-    assert isinstance(process, RankProcess)
-    link = worker_group.leader("generate")._link
-    assert isinstance(link, LeaderLink)
-    late: list[partial[None]] = []
-    take = link._on_frame
-    link._on_frame = lambda identity, frame: late.append(partial(take, identity, frame))
-    process._exited.add_done_callback(lambda _: [word() for word in late])
-    worker_group.leader("generate").decide(GenerateDecision(1, chunks=[ChunkPlan(2, 0, 3, [])]))
-    await received.wait_until(lambda: received.lost)
-    assert "RankDesync" in received.lost[0][1]
-    await worker_group.stop(grace_s=0)
+    async with started(place, limits=QUIET) as (worker_group, received):
+        (process,) = worker_group._processes
+        assert isinstance(process, RankProcess)
+        leader = worker_group.leader("generate")
+        assert isinstance(leader._link, LeaderLink)
+        late: list[partial[None]] = []
+        take = leader._link._on_frame
+        leader._link._on_frame = lambda sender, frame: late.append(partial(take, sender, frame))
+        process._exited.add_done_callback(lambda _: [word() for word in late])
+        leader.decide(GenerateDecision(1, chunks=[ChunkPlan(2, 0, 3, [])]))
+        await received.wait_until(lambda: received.lost)
+        assert "RankDesync" in received.lost[0][1]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-async def test_worker_group_ranks_leave_signals_to_the_engine(
-    place: Place, number: signal.Signals
-) -> None:
+async def test_worker_group_ranks_leave_signals_to_the_engine(place: Place) -> None:
     """A service manager sends its signal to all processes at once; the engine drains with its ranks."""
-    received = Received()
-    worker_group = place.worker_group(received.events)
-    await worker_group.start()
-    (pid,) = worker_group.pids
-    os.kill(pid, number)
-    worker_group.leader("generate").decide(one_request())
-    await received.wait_until(lambda: received.results or received.lost)
-    assert received.lost == []
-    await worker_group.stop()
+    async with started(place) as (worker_group, received):
+        (pid,) = worker_group.pids
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(pid, number)
+        worker_group.leader("generate").decide(one_request())
+        await received.wait_until(lambda: received.results or received.lost)
+        assert received.lost == []
 
 
-async def test_worker_group_rank_stops_when_the_leader_falls_silent(place: Place) -> None:
-    """After its first entry: until all ranks are ready the leader sends nothing, and loading may take longer."""
-    received = Received()
-    worker_group = place.worker_group(
-        received.events,
-        behaviour=Behaviour(load_s=1.8),
-        limits=limits(rank_timeout_s=1.5, heartbeat_s=0.1),
-    )
-    await worker_group.start()
-    worker_group.leader("generate").decide(one_request())
-    await received.wait_until(lambda: received.results)
-    leader = worker_group._leaders["generate"]
-    assert leader._timer is not None
-    leader._timer.cancel()
-    await received.wait_until(lambda: received.lost)
-    reason = received.lost[0][1]
-    assert (
-        "GroupLostError: heard nothing from the engine for 1.5 s (deadlines.rank_timeout_s)"
-        in reason
-    )
-    await worker_group.stop(grace_s=0)
-
-
-async def test_worker_group_start_that_is_cancelled_can_be_cleaned_up(place: Place) -> None:
-    """Cancelling a start and then stopping leaves no process."""
-    worker_group = place.worker_group(Received().events, behaviour=Behaviour(load_s=60))
-    starting = asyncio.ensure_future(worker_group.start())
-    await asyncio.sleep(0.05)
-    pids = worker_group.pids
-    starting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await starting
-    await worker_group.stop(grace_s=0)
-    assert pids
-    assert not any(is_running(pid) for pid in pids)
-
-
+@pytest.mark.thorough
 async def test_worker_group_rank_that_is_stopped_in_a_step_is_found(place: Place) -> None:
     """The rank timeout finds it, not the step timeout; a long step is not killed."""
-    received = Received()
-    worker_group = place.worker_group(
-        received.events,
-        ranks=2,
-        behaviour=Behaviour(step_s=NEVER_S, slow_at=5),
-        limits=limits(rank_timeout_s=1.5, heartbeat_s=0.1),
-    )
-    await worker_group.start()
-    leader = worker_group.leader("generate")
-    for decision in (one_request(), GenerateDecision(2), GenerateDecision(3)):
-        leader.decide(decision)
-    await received.wait_until(lambda: len(received.results) == 2)
-    await asyncio.sleep(0.1)
-    pids = worker_group.pids
-    os.kill(pids[1], signal.SIGSTOP)
-    await received.wait_until(lambda: received.lost)
-    assert received.lost[0][1].startswith("generate: rank 1 was silent for ")
-    await worker_group.stop(grace_s=0)
+    slow, quick = Behaviour(step_s=NEVER_S, slow_at=5), limits(rank_timeout_s=1.5, heartbeat_s=0.1)
+    async with started(place, ranks=2, behaviour=slow, limits=quick) as (worker_group, received):
+        leader = worker_group.leader("generate")
+        for decision in (one_request(), GenerateDecision(2), GenerateDecision(3)):
+            leader.decide(decision)
+        await received.wait_until(lambda: len(received.results) == 2)
+        await asyncio.sleep(0.1)
+        pids = worker_group.pids
+        os.kill(pids[1], signal.SIGSTOP)
+        await received.wait_until(lambda: received.lost)
+        assert received.lost[0][1].startswith("generate: rank 1 was silent for ")
     assert not any(is_running(pid) for pid in pids)
 
 

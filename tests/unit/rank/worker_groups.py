@@ -7,6 +7,7 @@ import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -25,7 +26,7 @@ from vsched.transport.arena import Arena
 from vsched.types import Request, SamplingParams, stage_of
 from vsched.wire import EncodeResult, GenerateResult
 from vsched.worker.contract import WorkerSettings
-from vsched.worker.spec import EncodeRole, GenerateRole, HostShare, RankSpec, StepLimits
+from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec, StepLimits
 from vsched_policies.memory import Pinned
 
 ROOT = Path(__file__).parents[3]
@@ -108,7 +109,6 @@ class Place:
         self.run_dir = run_dir
         self.arena = Arena.create(LAYOUT)
         self.launcher = launcher or LocalLauncher(str(run_dir))
-        self.share = HostShare()
 
     def worker_group(
         self,
@@ -133,7 +133,6 @@ class Place:
             info=model_info(behaviour),
             timeout_s=limits.rank_timeout_s,
             memory_limit_bytes=memory_limit_bytes,
-            share=self.share,
             encode=encode if stage_of(groups[0]) == "encode" else None,
             generate=generate if stage_of(groups[-1]) == "generate" else None,
         )
@@ -151,6 +150,19 @@ class Place:
     def close(self) -> None:
         self.launcher.close()
         self.arena.close()
+
+
+@asynccontextmanager
+async def started(place: Place, **options: Any) -> AsyncIterator[tuple[WorkerGroup, Received]]:
+    """Yield a worker group that has started, and its events."""
+    received = Received()
+    worker_group = place.worker_group(received.events, **options)
+    async with patience():
+        await worker_group.start()
+    try:
+        yield worker_group, received
+    finally:
+        await worker_group.stop(grace_s=0)
 
 
 def python_path() -> str:
@@ -196,12 +208,7 @@ async def shell_of(
     def worker_groups(events: WorkerGroupEvents) -> list[WorkerGroup]:
         return [
             place.worker_group(
-                events,
-                groups=names,
-                behaviour=behaviour,
-                ranks=ranks,
-                limits=limits,
-                sizing=sizing,
+                events, groups=names, behaviour=behaviour, ranks=ranks, limits=limits, sizing=sizing
             )
             for names in groups
         ]
@@ -218,30 +225,44 @@ async def shell_of(
         await shell.stop()
 
 
-class NoText:
-    """A detokenizer for tests that read tokens only."""
+class Text:
+    """A detokenizer that raises after this many tokens, or at the end."""
+
+    def __init__(self, *, push_at: int = 0, flush: Exception | None = None) -> None:
+        self._push_at = push_at
+        self._flush = flush
+        self._taken = 0
 
     def push(self, token_ids: Sequence[int]) -> str:
-        return ""
+        self._taken += len(token_ids)
+        if self._taken == self._push_at:
+            raise ValueError("no such token")
+        return "." * len(token_ids)
 
     def flush(self) -> str:
+        if self._flush is not None:
+            raise self._flush
         return ""
 
 
-def generate(shell: Shell, request: Request, *, max_tokens: int) -> TokenStream:
+def generate(
+    shell: Shell,
+    request: Request,
+    *,
+    max_tokens: int,
+    text: Text | None = None,
+    on_end: Callable[[], None] = lambda: None,
+) -> TokenStream:
     """Submit a request to this shell and return its stream."""
     sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-    request = msgspec.structs.replace(request, sampling=sampling)
-    generation = TokenStream(
-        ChoiceInputs(
-            request_id=request.request_id,
-            prompt_token_ids=request.prompt_token_ids,
-            on_stop=shell.end,
-            on_end=lambda: None,
-        ),
-        lambda **_: NoText(),
+    inputs = ChoiceInputs(
+        request_id=request.request_id,
+        prompt_token_ids=request.prompt_token_ids,
+        on_stop=shell.end,
+        on_end=on_end,
     )
-    shell.submit(request, (), generation)
+    generation = TokenStream(inputs, lambda **_: text or Text())
+    shell.submit(msgspec.structs.replace(request, sampling=sampling), (), generation)
     return generation
 
 

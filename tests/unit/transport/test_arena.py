@@ -3,30 +3,17 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 
-from tests.patience import PATIENCE_S
 from vsched.errors import ConfigError
 from vsched.transport.arena import Arena
 from vsched.types import ArenaLayout, Extent
 
 LAYOUT = ArenaLayout(pixel_bytes=1000, pages=6, page_rows=4, row_bytes=32)
-CHILD = """
-import sys, msgspec
-from vsched.transport.arena import Arena
-from vsched.types import ArenaLayout, Extent
-arena = Arena(int(sys.argv[1]), msgspec.json.decode(sys.argv[2], type=ArenaLayout))
-pixels = arena.read(Extent(64, 48)).view("float32")
-print(pixels.shape, float(pixels.sum()))
-arena.embeddings[5, 3, :] = 77
-"""
 
 
 @pytest.fixture
@@ -52,23 +39,6 @@ def test_arena_reads_are_views(arena: Arena) -> None:
     assert read.dtype == np.uint8
     arena.pixels[128:132] = np.float32(2.5).tobytes()
     assert read.view(np.float32)[0] == 2.5
-
-
-@pytest.mark.slow
-def test_arena_is_shared_with_a_child(arena: Arena) -> None:
-    """Both directions: a rank reads the pixels and writes embeddings that the engine sees."""
-    arena.pixels[64:112] = np.ones(12, np.float32).tobytes()
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD, str(arena.fd), msgspec.json.encode(LAYOUT).decode()],
-        pass_fds=(arena.fd,),
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=PATIENCE_S,
-    )
-    assert done.stdout.strip() == "(12,) 12.0"
-    assert (arena.embeddings[5, 3] == 77).all()
-    assert not arena.embeddings[5, 2].any()
 
 
 def test_arena_has_no_name() -> None:

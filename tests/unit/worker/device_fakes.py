@@ -70,6 +70,11 @@ class MeasuredGenerator(StandInGenerator):
             self._kv = []
         super().drop_kv()
 
+    @contextmanager
+    def first_layers(self, count: int) -> Iterator[None]:
+        self.events.append(f"layers {count} of step {len(self.batches)}")
+        yield
+
     def prepare(self, sequence: SequenceState) -> None:
         sequence.state = RequestMark()
         self.sampling.append(sequence.sampling)
@@ -90,17 +95,6 @@ class MeasuredGenerator(StandInGenerator):
         self.tables.append(int(batch.block_tables.max()))
         count = len(contexts) + sum(chunk.samples for chunk in batch.chunks)
         return Sampled(np.ones(count, np.int32))
-
-
-class FrugalGenerator(MeasuredGenerator):
-    """A generator that can be shallow."""
-
-    frugal = True
-
-    @contextmanager
-    def first_layers(self, count: int) -> Iterator[None]:
-        self.events.append(f"layers {count}")
-        yield
 
 
 def plan_of(tokens: int) -> ImagePlan:

@@ -12,7 +12,7 @@ import pytest
 
 from vsched.errors import DeviceOutOfMemory, RankDesync
 from vsched.failures import EncodeErrorKind
-from vsched.kernel.decisions import EncodeDecision, EncodeTask, GenerateDecision
+from vsched.kernel.decisions import EncodeDecision, EncodeTask
 from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.types import ArraySpec, Extent
 from vsched.wire import EncodeResult, Paused
@@ -53,19 +53,6 @@ def rank_of(encoder: Encoder, *, rank: int = 0) -> tuple[EncodeRank, npt.NDArray
 def task(key: bytes, pages: list[int], *, offset: int = 0, size: int = 32) -> EncodeTask:
     arrays = (ArraySpec("pixels", "float32", (size // 8, 2)),)
     return EncodeTask(key, 4 * len(pages), Extent(offset, size), pages, arrays, b"of " + key)
-
-
-def test_encode_rank_hands_over_one_batch() -> None:
-    """All items of a decision in one call, in its order, each with its pixels and pages."""
-    encoder = Encoder()
-    rank, embeddings = rank_of(encoder)
-    result = rank.apply(EncodeDecision(7, [task(b"a", [3, 1]), task(b"b", [0], offset=16, size=8)]))
-    assert result == EncodeResult(7, None, 0)
-    ((first, second),) = encoder.batches
-    assert (first.key, first.tokens, first.metadata, first.pages) == (b"a", 8, b"of a", [3, 1])
-    assert first.arrays["pixels"].tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert second.arrays["pixels"].tolist() == [[4, 5]]
-    assert embeddings[:, 0, 0].tolist() == [9, 28, 0, 28, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -137,11 +124,13 @@ def test_encode_rank_pauses_and_goes_on() -> None:
 
 
 def test_encode_rank_that_failed_has_nothing_to_go_on_with() -> None:
-    """The batch fails in any layer; its rank takes the next one."""
+    """The batch fails in any layer; its rank takes the next one, but none while another is not done."""
     encoder = PausingEncoder()
     rank, _ = rank_of(encoder)
     tasks = [task(b"a", [0])]
     assert rank.apply(EncodeDecision(1, tasks, 100, layers=1)) == Paused(1, 1, 0)
+    with pytest.raises(RankDesync, match="step 2 came while step 1 is not done"):
+        rank.apply(EncodeDecision(2, tasks))
     encoder.error = DeviceOutOfMemory("")
     assert rank.go_on(1, 1) == EncodeResult(1, EncodeErrorKind.OUT_OF_MEMORY, 0)
     assert rank.go_on(1, 0) is None
@@ -149,52 +138,29 @@ def test_encode_rank_that_failed_has_nothing_to_go_on_with() -> None:
     assert rank.apply(EncodeDecision(2, tasks)) == EncodeResult(2, None, 0)
 
 
-def test_encode_rank_refuses_a_batch_while_another_is_not_done() -> None:
-    """No leader sends that."""
-    rank, _ = rank_of(PausingEncoder())
-    tasks = [task(b"a", [0])]
-    rank.apply(EncodeDecision(1, tasks, 100, layers=1))
-    with pytest.raises(RankDesync, match="step 2 came while step 1 is not done"):
-        rank.apply(EncodeDecision(2, tasks))
-
-
-@pytest.mark.parametrize("extent", [Extent(0, 30), Extent(0, 12)])
-def test_encode_rank_survives_pixels_of_a_wrong_size(extent: Extent) -> None:
+def test_encode_rank_survives_pixels_of_a_wrong_size() -> None:
     """An extent that is too short for its arrays fails the batch."""
     encoder = Encoder()
     rank, _ = rank_of(encoder)
-    bad = msgspec.structs.replace(task(b"a", [0]), extent=extent)
-    result = rank.apply(EncodeDecision(1, [bad]))
-    assert result == EncodeResult(1, EncodeErrorKind.FAILED, 0)
+    for size in (30, 12):
+        bad = msgspec.structs.replace(task(b"a", [0]), extent=Extent(0, size))
+        result = rank.apply(EncodeDecision(1, [bad]))
+        assert result == EncodeResult(1, EncodeErrorKind.FAILED, 0)
     assert encoder.batches == []
 
 
-def test_encode_rank_copies_what_is_encoded_already() -> None:
-    """Embeddings sent by the client skip the encoder, mixed freely with raw items."""
+@pytest.mark.parametrize("number", [0, 1])
+def test_encode_rank_copies_what_is_encoded_already(number: int) -> None:
+    """Embeddings sent by the client skip the encoder, mixed freely with raw items; the first rank alone writes them."""
     encoder = Encoder()
-    rank, embeddings = rank_of(encoder)
+    rank, embeddings = rank_of(encoder, rank=number)
     encoded = EncodeTask(b"e", 6, Extent(64, 6 * 8), [5, 2], encoded=True)
-    result = rank.apply(EncodeDecision(1, [encoded, task(b"a", [0])]))
+    result = rank.apply(EncodeDecision(1, [encoded, task(b"a", [3, 1])]))
     assert result == EncodeResult(1, None, 0)
-    assert [job.key for job in encoder.batches[0]] == [b"a"]
-    rows = np.arange(16, 28, dtype=np.float32).view(np.uint8).reshape(6, 8)
+    ((job,),) = encoder.batches
+    assert (job.key, job.tokens, job.metadata, job.pages) == (b"a", 8, b"of a", [3, 1])
+    assert job.arrays["pixels"].tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    rows = np.arange(16, 28, dtype=np.float32).view(np.uint8).reshape(6, 8) * (number == 0)
     assert (embeddings[5] == rows[:4]).all()
     assert (embeddings[2, :2] == rows[4:]).all()
     assert not embeddings[2, 2:].any()
-
-
-def test_encode_rank_copies_on_the_first_rank_alone() -> None:
-    """One rank writes the arena; the others only take part in encoding."""
-    encoder = Encoder()
-    rank, embeddings = rank_of(encoder, rank=1)
-    encoded = EncodeTask(b"e", 6, Extent(64, 6 * 8), [5, 2], encoded=True)
-    result = rank.apply(EncodeDecision(1, [encoded, task(b"a", [0])]))
-    assert result == EncodeResult(1, None, 0)
-    assert [job.key for job in encoder.batches[0]] == [b"a"]
-    assert not embeddings[[5, 2]].any()
-
-
-def test_encode_rank_refuses_decisions_of_the_other_stage() -> None:
-    rank, _ = rank_of(Encoder())
-    with pytest.raises(RankDesync, match="an encode rank heard a decision of a generate group"):
-        rank.carry_out(GenerateDecision(1))

@@ -1,4 +1,4 @@
-"""Expansion of placeholders, named arrays of an image, slots of a rank, and worker plug-ins by name."""
+"""Expansion of placeholders, named arrays of an image, and worker plug-ins by name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from vsched.types import ArraySpec
 from vsched.worker.contract import ImagePlan, extent_bytes, view_arrays
 from vsched.worker.expansion import expand_images, places_of
 from vsched.worker.registry import check_worker_name, load_worker
-from vsched.worker.slots import SlotTable
 
 IMAGE, BREAK, END = 5, 6, 7
 
@@ -45,9 +44,8 @@ def test_arrays_lie_one_after_the_other_each_at_a_cache_line() -> None:
     views = view_arrays(specs, extent)
     begins = [view.__array_interface__["data"][0] - extent.ctypes.data for view in views.values()]
     assert begins == [0, 64, 640]
-    assert [(name, view.dtype.name, view.shape) for name, view in views.items()] == [
-        (spec.name, spec.dtype, spec.shape) for spec in specs
-    ]
+    found = [ArraySpec(name, view.dtype.name, view.shape) for name, view in views.items()]
+    assert found == [*specs]
     views["image_size"][...] = (1, 2)
     assert extent[640:].view(np.int64).tolist() == [1, 2], "views, no copies"
     extent.flags.writeable = False
@@ -57,45 +55,25 @@ def test_arrays_lie_one_after_the_other_each_at_a_cache_line() -> None:
     assert extent_bytes(()) == 0
 
 
-COUNTED = {"tokens": "length", "block_table": "block_count"}
-"""Wide arrays, and the array with the length of their valid part."""
-
-
-def test_slots_reset_covers_every_array() -> None:
-    """A used slot is like a new one; its neighbours keep their state."""
-    table, fresh = (SlotTable(3, context_tokens=200, block_size=4) for _ in range(2))
-    assert (table.tokens.shape, table.block_table.shape) == ((3, 200), (3, 51)), "one block ahead"
-    for rows in vars(table).values():
-        rows[...] = 1
-    table.reset(1)
-    for name, rows in vars(table).items():
-        assert (rows[[0, 2]] == 1).all(), name
-        if name in COUNTED:
-            assert getattr(table, COUNTED[name])[1] == 0
-        else:
-            assert np.array_equal(rows[1], getattr(fresh, name)[1]), name
-
-
-def test_load_worker_refuses_input_other_than_plugins() -> None:
-    with pytest.raises(
-        ConfigError,
-        match="encode.plugin: worker plug-in 'builtins:print' is a builtin_function_or_method",
-    ):
-        load_worker("builtins:print", path="encode.plugin")
-    with pytest.raises(
-        ConfigError, match="x: 'nope' is unknown. Known in vsched.workers: transformers"
-    ):
-        load_worker("nope", path="x")
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("builtins:print", "x: worker plug-in 'builtins:print' is a builtin_function_or_method"),
+        ("nope", "x: 'nope' is unknown. Known in vsched.workers: transformers"),
+    ],
+)
+def test_load_worker_refuses_input_other_than_plugins(name: str, error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        load_worker(name, path="x")
 
 
 def test_load_worker_without_torch_reports_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vsched.plugins._import", _raise_missing_torch)
+    def fail(target: str) -> object:
+        raise ModuleNotFoundError(f"{target} needs torch")
+
+    monkeypatch.setattr("vsched.plugins._import", fail)
     with pytest.raises(ConfigError, match=r"needs torch. Remedy: pip install 'vsched\[workers\]'"):
         load_worker("transformers")
-
-
-def _raise_missing_torch(target: str) -> object:
-    raise ModuleNotFoundError(f"{target} needs torch")
 
 
 def test_check_worker_name_imports_nothing() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from types import SimpleNamespace
-from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from vsched.errors import CheckpointError, GroupLostError, RankDesync
 from vsched.kernel.decisions import EncodeDecision
 from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.sim.ranks.symbolic_workers import StandInEncoder, StandInWorker
-from vsched.transport.arena import Arena
 from vsched.types import ModelInfo
 from vsched.wire import (
     ON_THE_WAY,
@@ -39,12 +37,11 @@ from vsched.wire import (
     ThreadsInUse,
     decode_report,
 )
-from vsched.worker.contract import Progress, WorkerPlugin, WorkerSettings
+from vsched.worker.contract import Progress, WorkerSettings
 from vsched.worker.member import Member, Rank, RankHost
 from vsched.worker.spec import GenerateRole, RankSpec
 from vsched.worker.stage_rank import EncodeRank, StageRank
 
-_Worker = TypeVar("_Worker", bound=StandInWorker)
 EMBEDDINGS, NO_BYTES = np.zeros((1, 1, 1), np.uint8), np.zeros(0, np.uint8)
 
 
@@ -65,22 +62,41 @@ class Link:
         """No-op."""
 
 
-class ThreadedWorker(StandInWorker):
-    """A worker with a number of threads."""
+class FakeWorker(StandInEncoder):
+    """A worker with a number of threads, compiled kernels, and space for one adapter."""
 
-    threads = 0
+    adapter_bytes = 8
+
+    def __init__(self) -> None:
+        super().__init__(SimulatedMemory(1 << 20))
+        self.threads = 0
+        self.kernels = {"norm.add": 1}
+        self.paths: dict[int, str] = {}
 
     def threads_here(self) -> int:
         return self.threads
+
+    def kernels_here(self) -> dict[str, int]:
+        return dict(self.kernels)
+
+    def add_adapter(self, number: int, path: str) -> None:
+        if path == "huge":
+            raise MemoryError
+        if self.paths:
+            raise CheckpointError("no room. Remedy: take one away.")
+        self.paths[number] = path
+
+    def remove_adapter(self, number: int) -> None:
+        self.paths.pop(number, None)
 
 
 class Stage(StageRank):
     """Returns its given results one by one, each after its own time."""
 
-    worker: ThreadedWorker
+    worker: FakeWorker
 
     def __init__(self, *said: tuple[int, EncodeResult | Paused | None]) -> None:
-        super().__init__(worker(ThreadedWorker))
+        super().__init__(FakeWorker())
         self.now_ns = 0
         self.hooks_run: list[str] = []
         self._said = deque(said)
@@ -100,10 +116,6 @@ class Stage(StageRank):
         self.now_ns += took_ns
         self.order.append("carries out")
         return said
-
-
-def worker(kind: type[_Worker] = StandInWorker) -> _Worker:  # type: ignore[assignment]
-    return kind(SimulatedMemory(1 << 20))
 
 
 def member_of(side: Stage, rank: int = 0) -> Member[Link]:
@@ -126,6 +138,14 @@ def receive(member: Member[Link], log: LeaderLog, entry: LogEntry) -> None:
     member.listen(0)
 
 
+def carry_out(member: Member[Link], *entries: LogEntry, log: LeaderLog | None = None) -> None:
+    """Have a rank carry out entries of a new log, or of this one."""
+    log = log or LeaderLog()
+    for entry in entries:
+        receive(member, log, entry)
+        assert member.carry_out()
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_member_reports_pauses_and_what_the_whole_step_took(rank: int) -> None:
     """The first rank reports the time of each time slice, and in the end of all; the others report at the end."""
@@ -142,29 +162,18 @@ def test_member_reports_pauses_and_what_the_whole_step_took(rank: int) -> None:
         receive(member, log, entry)
         assert member.log.turn == log.seq, "each has a turn"
         assert member.carry_out()
-    steps = [3 * ["carries out"], 2 * ["carries out"]]
-    assert side.order == [*steps[0], "looks ahead", *steps[1], "looks ahead"], (
-        "once a step is complete"
-    )
-    assert member.link.sent == [Hello(rank, "sesame")] + (
-        [StepCheck(1, b""), StepCheck(2, b"")]
-        if rank
-        else [
-            Paused(1, 1, 5),
-            Paused(1, 2, 7),
-            EncodeResult(1, None, 21),
-            EncodeResult(2, None, 3),
-        ]
-    )
+    steps = [*3 * ["carries out"], "looks ahead", *2 * ["carries out"], "looks ahead"]
+    assert side.order == steps, "once a step is complete"
+    slices = [Paused(1, 1, 5), Paused(1, 2, 7), EncodeResult(1, None, 21), EncodeResult(2, None, 3)]
+    checks = [StepCheck(1, b""), StepCheck(2, b"")]
+    assert member.link.sent == [Hello(rank, "sesame"), *(checks if rank else slices)]
 
 
 def test_member_answers_heartbeats_and_hooks_by_their_place_in_the_log() -> None:
     """Each with the memory of the process; a hook once it has run."""
     side = Stage()
-    member, log = member_of(side), LeaderLog()
-    for entry in (Heartbeat(), RunHook("balance"), Heartbeat()):
-        receive(member, log, entry)
-        assert member.carry_out()
+    member = member_of(side)
+    carry_out(member, Heartbeat(), RunHook("balance"), Heartbeat())
     assert side.hooks_run == ["balance"]
     beats = [Beat(seq, {"resident": 5}, late) for seq, late in ((1, 0), (2, 1), (3, 1))]
     assert member.link.sent == [Hello(0, "sesame"), *beats]
@@ -182,11 +191,9 @@ def test_member_reports_its_threads_when_their_number_changes() -> None:
     member.report_ready(Ready(8, {}))
     for step, threads in ((1, 4), (2, 3), (3, 3)):
         side.worker.threads = threads
-        receive(member, log, EncodeDecision(step, []))
-        assert member.carry_out()
+        carry_out(member, EncodeDecision(step, []), log=log)
     side.worker.threads = 4
-    receive(member, log, Heartbeat())
-    assert member.carry_out()
+    carry_out(member, Heartbeat(), log=log)
     assert [type(one).__name__ for one in member.link.sent[1:]] == [
         *("Ready", "EncodeResult", "EncodeResult", "ThreadsInUse"),
         *("EncodeResult", "Beat", "ThreadsInUse"),
@@ -196,21 +203,10 @@ def test_member_reports_its_threads_when_their_number_changes() -> None:
     assert reports == [ready, ThreadsInUse(3, 4), ThreadsInUse(4, 4)]
 
 
-class CompilingWorker(StandInWorker):
-    """A worker with a kernel for one kind of arguments, and later for others."""
-
-    def __init__(self, memory: SimulatedMemory) -> None:
-        super().__init__(memory)
-        self.kernels = {"norm.add": 1}
-
-    def kernels_here(self) -> dict[str, int]:
-        return dict(self.kernels)
-
-
 def test_executor_counts_what_is_compiled_once_it_serves_and_reports_it_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    compiling = worker(CompilingWorker)
+    compiling = FakeWorker()
     side = StageRank(compiling)
     compiling.kernels["norm.add"] = 2
     side.begin()
@@ -220,35 +216,12 @@ def test_executor_counts_what_is_compiled_once_it_serves_and_reports_it_once(
     assert caplog.messages == ["requests have waited for kernels: norm.add, rope.turn"]
 
 
-class AdapterWorker(StandInEncoder):
-    """A worker with space for one adapter."""
-
-    adapter_bytes = 8
-
-    def __init__(self, memory: SimulatedMemory) -> None:
-        super().__init__(memory)
-        self.paths: dict[int, str] = {}
-
-    def add_adapter(self, number: int, path: str) -> None:
-        if path == "huge":
-            raise MemoryError
-        if self.paths:
-            raise CheckpointError("no room. Remedy: take one away.")
-        self.paths[number] = path
-
-    def remove_adapter(self, number: int) -> None:
-        self.paths.pop(number, None)
-
-
 def test_member_adds_and_removes_adapters_and_reports_why_one_cannot_be_added() -> None:
     """A rank that cannot add one keeps all the others, and goes on."""
-    adapting, log = worker(AdapterWorker), LeaderLog()
-    member = member_of(Stage())
+    adapting, member = FakeWorker(), member_of(Stage())
     side = member.stage = EncodeRank(adapting, EMBEDDINGS, read=lambda _: NO_BYTES)
-    entries: list[LogEntry] = [AddAdapter(1, "huge"), AddAdapter(2, "a"), AddAdapter(3, "b")]
-    for entry in (*entries, RemoveAdapter(3), RemoveAdapter(2), AddAdapter(4, "b")):
-        receive(member, log, entry)
-        assert member.carry_out()
+    adds = AddAdapter(1, "huge"), AddAdapter(2, "a"), AddAdapter(3, "b")
+    carry_out(member, *adds, RemoveAdapter(3), RemoveAdapter(2), AddAdapter(4, "b"))
     (_, huge, *others) = member.link.sent
     assert isinstance(huge, AdapterChanged)
     assert "Remedy: raise encode.memory_limit" in huge.error
@@ -258,22 +231,21 @@ def test_member_adds_and_removes_adapters_and_reports_why_one_cannot_be_added() 
     assert side.adapters == {4}
 
 
-def test_member_without_adapters_follows_no_leader_that_adds_one() -> None:
-    member = member_of(Stage())
-    receive(member, LeaderLog(), AddAdapter(1, "a"))
-    with pytest.raises(RankDesync, match="takes none"):
-        member.carry_out()
-
-
 @pytest.mark.parametrize(
-    "entry", [SizeKv(64, profile=False, headroom_bytes=0), AcceptKv(1)], ids=repr
+    ("entry", "error"),
+    [
+        (AddAdapter(1, "a"), "takes none"),
+        # Sequences are in the KV cache that was accepted.
+        (SizeKv(64, profile=False, headroom_bytes=0), "came after one was accepted"),
+        (AcceptKv(1), "came after one was accepted"),
+    ],
+    ids=repr,
 )
-def test_member_refuses_another_kv_cache_than_was_accepted(entry: LogEntry) -> None:
-    """Sequences are in the current one."""
+def test_member_follows_no_leader_that_orders_what_cannot_be(entry: LogEntry, error: str) -> None:
     member = member_of(Stage())
-    receive(member, LeaderLog(), entry)
-    with pytest.raises(RankDesync, match="came after one was accepted"):
-        member.carry_out()
+    member.stage.worker = StandInWorker(SimulatedMemory(1 << 20))
+    with pytest.raises(RankDesync, match=error):
+        carry_out(member, entry)
 
 
 SECOND_NS = 1_000_000_000
@@ -283,17 +255,13 @@ def test_rank_gives_leaders_the_whole_time_from_what_was_heard_last() -> None:
     """Of two leaders, the one that is silent for longer counts, and one that has never sent anything does not."""
     side = Stage()
     side.now_ns = 50 * SECOND_NS
-    members, log = (member_of(side), member_of(side)), LeaderLog()
+    members = member_of(side), member_of(side)
     rank = rank_of(*members)
     assert rank.left_s() == 20.0
-    receive(members[0], log, Heartbeat())
-    members[0].carry_out()
-    side.now_ns += 5 * SECOND_NS
-    assert rank.left_s() == 15.0
-    receive(members[1], LeaderLog(), Heartbeat())
-    members[1].carry_out()
-    side.now_ns += 5 * SECOND_NS
-    assert rank.left_s() == 10.0
+    for member, left_s in zip(members, (15.0, 10.0), strict=True):
+        carry_out(member, Heartbeat())
+        side.now_ns += 5 * SECOND_NS
+        assert rank.left_s() == left_s
     side.now_ns += 50 * SECOND_NS
     assert rank.left_s() == 0.0
 
@@ -309,11 +277,15 @@ def test_rank_counts_from_the_end_of_a_step() -> None:
 
 
 def test_rank_waits_for_what_is_on_the_way() -> None:
-    """A notice of data in transit resets the silence of a leader; before its first entry, no silence counts."""
+    """A notice of data in transit resets the silence of a leader, which counts from its first entry on.
+
+    Until every rank of a group is ready, its leader is silent.
+    """
     side = Stage()
     member, log = member_of(side), LeaderLog()
     rank = rank_of(member)
     assert not member.listen(0)
+    rank.received_nothing()
     member.link.frames.append(ON_THE_WAY)
     assert member.listen(0)
     side.now_ns += 50 * SECOND_NS
@@ -324,19 +296,9 @@ def test_rank_waits_for_what_is_on_the_way() -> None:
     member.link.frames.append(ON_THE_WAY)
     assert member.listen(0)
     assert rank.left_s() == 20.0
-    assert rank.next is None
+    assert rank.next is None, "it is not an entry of the log"
     receive(member, log, Heartbeat())
-    assert rank.advance(), "it is not an entry of the log"
-
-
-def test_rank_waits_for_leaders_that_have_not_spoken() -> None:
-    """Until every rank of a group is ready, its leader is silent; the first entry starts the clock."""
-    member, log = member_of(Stage()), LeaderLog()
-    rank = rank_of(member)
-    rank.received_nothing()
-    receive(member, log, Heartbeat())
-    assert member.received_ns is not None
-    rank.advance()
+    assert rank.advance()
     with pytest.raises(GroupLostError, match="heard nothing from the engine for 20 s"):
         rank.received_nothing()
 
@@ -370,13 +332,7 @@ def test_a_draft_model_is_loaded_first_so_that_the_process_is_as_the_model_wants
         rank=0, secret="", layout=LAYOUT, info=model_info(), timeout_s=60, generate=role
     )
 
-    def found(_name: str) -> WorkerPlugin:
-        return plugin
-
-    arena, host = Arena.create(LAYOUT), RankHost(load_worker=found)
-    try:
-        with pytest.raises(CheckpointError, match="that was the model"):
-            Rank(spec, arena, [Member(spec, Link(), host)], host).load()
-    finally:
-        arena.close()
+    host = RankHost(load_worker=lambda _name: plugin)
+    with pytest.raises(CheckpointError, match="that was the model"):
+        Rank(spec, None, [Member(spec, Link(), host)], host).load()  # type: ignore[arg-type]
     assert plugin.requested == [False, True]

@@ -2,49 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.rank.fake_plugin import FakePlugin
-from tests.unit.worker.device_fakes import (
-    LOAD,
-    MIB,
-    FrugalGenerator,
-    MeasuredGenerator,
-    model_info,
-)
+from tests.unit.worker.device_fakes import LOAD, MIB, MeasuredGenerator, model_info
 from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.types import ModelInfo
 from vsched.wire import SizeKv
 from vsched.worker.contract import Batch, ImagePlan, Sampled
-from vsched.worker.sizing import (
-    KvBuilder,
-    beside_decodes,
-    heap,
-    image_for,
-    run_profile,
-    spread,
-)
+from vsched.worker.sizing import KvBuilder, beside_decodes, heap, image_for, run_profile, spread
 from vsched.worker.spec import StepLimits
 
 IMAGE = ImagePlan((), 6)
 
 
-def run(load: StepLimits, *, image: ImagePlan | None = None, blocks: int = 3) -> MeasuredGenerator:
-    worker = MeasuredGenerator(SimulatedMemory(1024 * MIB))
+class FrugalGenerator(MeasuredGenerator):
+    frugal = True
+
+
+class Skipping(MeasuredGenerator):
+    skips_layers = True
+
+
+def run(
+    load: StepLimits = LOAD,
+    *,
+    kind: type[MeasuredGenerator] = MeasuredGenerator,
+    image: ImagePlan | None = None,
+    blocks: int = 3,
+    state_bytes: int = 0,
+) -> MeasuredGenerator:
+    worker = kind(SimulatedMemory(1024 * MIB))
     worker.build_kv(blocks=blocks, block_size=load.block_size)
-    run_profile(worker, model_info(), load, blocks=blocks, image=image)
+    info = msgspec.structs.replace(model_info(), state_bytes=state_bytes)
+    run_profile(worker, info, load, blocks=blocks, image=image)
     return worker
 
 
 def test_profiling_run_prefills_the_whole_budget_and_decodes_every_slot() -> None:
     """As many rows and slots as the kernel enforces, at the longest context, sampler included."""
-    worker = run(LOAD)
+    worker = run()
     prefill, decode, mixed = worker.batches
     longest = LOAD.context_tokens - 3
     assert [stop for _, stop, _ in prefill[2]] == [longest] * LOAD.slots
@@ -56,28 +56,24 @@ def test_profiling_run_prefills_the_whole_budget_and_decodes_every_slot() -> Non
     assert all(one.temperature and one.top_p < 1 and one.logprobs for one in worker.sampling)
 
 
-def test_profiling_run_begins_a_sequence_if_layers_keep_a_state() -> None:
+@pytest.mark.parametrize("kind", [MeasuredGenerator, FrugalGenerator])
+def test_profiling_run_begins_a_sequence_if_layers_keep_a_state(
+    kind: type[MeasuredGenerator],
+) -> None:
     """With the longest chunk; the other chunks continue at the longest context."""
-    info = msgspec.structs.replace(model_info(), state_bytes=8)
-    for worker in (
-        MeasuredGenerator(SimulatedMemory(1024 * MIB)),
-        FrugalGenerator(SimulatedMemory(1024 * MIB)),
-    ):
-        worker.build_kv(blocks=3, block_size=LOAD.block_size)
-        run_profile(worker, info, LOAD, blocks=3, image=None)
-        assert worker.batches[-1][2] == [(0, LOAD.chunk_tokens, 0)]
+    assert run(kind=kind, state_bytes=8).batches[-1][2] == [(0, LOAD.chunk_tokens, 0)]
 
 
 def test_profiling_run_fills_chunks_with_image_rows() -> None:
     """Rows of images cost more than rows of text; one token of text stays between two images."""
-    prefill, _, mixed = run(LOAD, image=IMAGE).batches
+    prefill, _, mixed = run(image=IMAGE).batches
     for start, stop, rows in [*prefill[2], *mixed[2]]:
         assert rows >= (stop - start) * 6 // 7 - 1
 
 
 def test_profiling_run_aliases_blocks_so_that_any_cache_does() -> None:
     """A probe is smaller than the sequences it is run with."""
-    assert max(run(LOAD, blocks=2).tables) == 1
+    assert max(run(blocks=2).tables) == 1
 
 
 @pytest.mark.parametrize("context_tokens", [1, 2, 4, 5, 16, 17])
@@ -88,11 +84,9 @@ def test_profiling_run_runs_the_shortest_contexts(context_tokens: int) -> None:
 
 def test_profiling_run_of_a_frugal_worker_is_short() -> None:
     """One chunk at the longest context stands for all; rows and slots are all there."""
-    worker = FrugalGenerator(SimulatedMemory(1024 * MIB))
-    worker.build_kv(blocks=3, block_size=16)
-    run_profile(worker, model_info(), LOAD, blocks=3, image=IMAGE)
+    worker = run(kind=FrugalGenerator, image=IMAGE)
     joining, decode, mixed = worker.batches
-    assert worker.events[1:] == ["layers 0", "layers 2", "layers 2"]
+    assert worker.events[1:] == [f"layers {n} of step {step}" for step, n in enumerate((0, 2, 2))]
     assert len(joining[2]) == LOAD.slots
     assert decode[:2] == (LOAD.slots, LOAD.context_tokens - 2)
     assert mixed[0] + sum(stop - start for start, stop, _ in mixed[2]) == LOAD.batch_tokens
@@ -102,21 +96,10 @@ def test_profiling_run_of_a_frugal_worker_is_short() -> None:
 
 def test_profiling_run_skips_layers_in_the_step_with_a_chunk_in_every_slot() -> None:
     """On a GPU, each of its chunks gathers a long context in every layer; other steps prove all layers."""
-
-    class Skipping(MeasuredGenerator):
-        skips_layers = True
-
-        @contextmanager
-        def first_layers(self, count: int) -> Iterator[None]:
-            self.events.append(f"layers {count} of step {len(self.batches)}")
-            yield
-
-    worker = Skipping(SimulatedMemory(1024 * MIB))
-    worker.build_kv(blocks=3, block_size=16)
-    run_profile(worker, model_info(), LOAD, blocks=3, image=None)
+    worker = run(kind=Skipping)
     assert worker.events[1:] == ["layers 2 of step 0"]
     assert [len(chunks) for _, _, chunks, _ in worker.batches] == [LOAD.slots, 0, 3]
-    assert worker.batches == run(LOAD).batches
+    assert worker.batches == run().batches
 
 
 @given(

@@ -5,13 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tests.unit.worker.device_fakes import (
-    KV_BYTES,
-    LOAD,
-    MIB,
-    MeasuredGenerator,
-    model_info,
-)
+from tests.unit.worker.device_fakes import KV_BYTES, LOAD, MIB, MeasuredGenerator, model_info
 from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.wire import SizeKv
 from vsched.worker.sizing import KvBuilder
@@ -20,9 +14,12 @@ PROBE = SizeKv(4096, profile=True, headroom_bytes=0, probe=True)
 BUILD = SizeKv(8192, profile=True, headroom_bytes=16 * MIB)
 
 
-def sizing_on(total_bytes: int = 256 * MIB) -> tuple[KvBuilder, MeasuredGenerator]:
-    worker = MeasuredGenerator(SimulatedMemory(total_bytes))
-    return KvBuilder(worker, model_info(), LOAD, rank=3), worker
+def sizing_on(
+    kind: type[MeasuredGenerator] = MeasuredGenerator, *, state_bytes: int = 0
+) -> tuple[KvBuilder, MeasuredGenerator]:
+    worker = kind(SimulatedMemory(256 * MIB), state_bytes=LOAD.slots * state_bytes)
+    info = msgspec.structs.replace(model_info(), state_bytes=state_bytes)
+    return KvBuilder(worker, info, LOAD, rank=3), worker
 
 
 def test_carry_out_measures_an_attempt() -> None:
@@ -42,9 +39,7 @@ def test_carry_out_measures_an_attempt() -> None:
 
 def test_carry_out_counts_the_states_of_all_slots() -> None:
     """They are allocated and freed with the KV cache, and are not part of its bytes."""
-    info = msgspec.structs.replace(model_info(), state_bytes=MIB)
-    worker = MeasuredGenerator(SimulatedMemory(256 * MIB), state_bytes=LOAD.slots * MIB)
-    sizing = KvBuilder(worker, info, LOAD)
+    sizing, worker = sizing_on(state_bytes=MIB)
     assert sizing.measure().state_bytes == 0
     memory = sizing.carry_out(PROBE).memory
     assert (memory.kv_bytes, memory.state_bytes) == (4096 * KV_BYTES, LOAD.slots * MIB)
@@ -127,24 +122,18 @@ def test_carry_out_takes_a_memory_error_for_what_it_is_and_lets_a_defect_pass() 
         sizing.carry_out(PROBE)
 
 
-def test_carry_out_calls_a_leak_a_leak() -> None:
-    """Memory that does not come back is not out-of-memory, and nothing is built on top of it."""
+@pytest.mark.parametrize("failed", [False, True])
+def test_carry_out_calls_a_leak_a_leak(*, failed: bool) -> None:
+    """Memory that does not come back is not out-of-memory, even after such a failure; nothing is built on top of it."""
     sizing, worker = sizing_on()
+    if failed:
+        worker.memory.fail_at(3)
     worker.leaks = True
-    assert sizing.carry_out(PROBE).outcome == "fits"
+    assert sizing.carry_out(PROBE).outcome == ("out_of_memory" if failed else "fits")
     sized = sizing.carry_out(BUILD)
     assert (sized.outcome, sized.memory.released_bytes) == ("leak", 0)
     assert f"value 0, limit at least {4096 * KV_BYTES}" in sized.message
     assert worker.events[-1].startswith("drop kv")
-
-
-def test_carry_out_checks_for_leaks_after_a_failure_too() -> None:
-    """On every attempt, including those after an out-of-memory."""
-    sizing, worker = sizing_on()
-    worker.memory.fail_at(3)
-    assert sizing.carry_out(BUILD).outcome == "out_of_memory"
-    worker.leaks = True
-    assert sizing.carry_out(PROBE).outcome == "leak"
 
 
 def test_carry_out_stresses_contexts_that_the_cache_can_hold() -> None:
@@ -167,8 +156,7 @@ def test_carry_out_reports_its_failure_to_peers() -> None:
 
     When ranks disagreed, successful ones also meet their peers again before anything is built.
     """
-    worker = Sharing(SimulatedMemory(256 * MIB))
-    sizing = KvBuilder(worker, model_info(), LOAD)
+    sizing, worker = sizing_on(Sharing)
     for order, outcome, aborts in (
         (SizeKv(4096, profile=True, headroom_bytes=0), "fits", 0),
         (SizeKv(4096, profile=True, headroom_bytes=0, renew=True), "fits", 1),

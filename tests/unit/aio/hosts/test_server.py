@@ -6,9 +6,14 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
 
+import msgspec
 import pytest
 
+from tests.machines import pretend_cores
+from tests.unit.aio.hosts.test_stream import Side
+from tests.unit.aio.leader.leader_harness import FakeLink
 from tests.unit.rank.fake_plugin import NAME, model_info
+from vsched.aio.hosts import server
 from vsched.aio.hosts.link import (
     PIECE_BYTES,
     VERSION,
@@ -20,7 +25,6 @@ from vsched.aio.hosts.link import (
     FromRank,
     Launch,
     OpenGroups,
-    Stream,
     ToEngine,
     ToRank,
     Write,
@@ -28,12 +32,11 @@ from vsched.aio.hosts.link import (
 from vsched.aio.hosts.server import HostServer
 from vsched.aio.launcher import OnExit
 from vsched.failures import EncodeErrorKind
-from vsched.transport.arena import Arena
 from vsched.transport.zmq_link import OnFrame, pulse_identity, rank_identity
 from vsched.types import ArenaLayout
-from vsched.wire import ON_THE_WAY, EncodeResult, LogEntry, Pulse, encode_report
+from vsched.wire import ON_THE_WAY, EncodeResult, Pulse, encode_report
 from vsched.worker.contract import WorkerSettings
-from vsched.worker.spec import EncodeRole, RankSpec
+from vsched.worker.spec import EncodeRole, HostShare, RankSpec
 
 LAYOUT = ArenaLayout(pixel_bytes=2 * WINDOW_BYTES, pages=0, page_rows=4, row_bytes=16)
 ROLE = EncodeRole(
@@ -41,27 +44,6 @@ ROLE = EncodeRole(
 )
 SPEC = RankSpec(rank=0, secret="", layout=LAYOUT, info=model_info(), timeout_s=60, encode=ROLE)
 FIRST = rank_identity(0)
-
-
-class Link:
-    """The leader's end of a rank's link; keeps the frames for the rank."""
-
-    def __init__(self, on_frame: OnFrame) -> None:
-        self.report = on_frame
-        self.received: list[bytes] = []
-
-    def carry(self, _entry: LogEntry) -> None:
-        """No-op."""
-
-    def send(self, _rank: int, frame: bytes) -> bool:
-        self.received.append(frame)
-        return True
-
-    def read(self) -> None:
-        """No-op."""
-
-    def close(self) -> None:
-        """No-op."""
 
 
 class Rank:
@@ -87,16 +69,19 @@ class Home:
     def __init__(self) -> None:
         self.places = 0
         self.rank = Rank()
+        self.launched: list[tuple[int, int]] = []
+        """Threads and memory limit of each rank."""
 
     def choose_host(self, *_: object) -> Home:
         self.places += 1
         return self
 
-    def open_link(self, _group: str, on_frame: OnFrame) -> Link:
-        self.link = Link(on_frame)
+    def open_link(self, _group: str, on_frame: OnFrame) -> FakeLink:
+        self.link = FakeLink(on_frame)
         return self.link
 
-    def launch(self, _spec: RankSpec, *, threads: int, on_exit: OnExit) -> Rank:
+    def launch(self, spec: RankSpec, *, threads: int, on_exit: OnExit) -> Rank:
+        self.launched.append((threads, spec.memory_limit_bytes))
         return self.rank
 
     def close(self) -> None:
@@ -106,76 +91,66 @@ class Home:
 class Wire:
     """An engine's stream to a host with one rank, frame by frame."""
 
-    def __init__(self) -> None:
+    def __init__(self, spec: RankSpec = SPEC, cores: int | None = None) -> None:
         self.home = Home()
-        self.there: deque[bytes] = deque()
-        self.back: deque[bytes] = deque()
-        self.received: list[object] = []
-        self.server = HostServer(self.home, send=self._answer, read=lambda: None, name="far")
-        self.engine = Stream(
-            ToEngine,
-            Arena.create(LAYOUT),
-            send=self._send,
-            take=self.received.append,
-            write=self.received.append,
-            on_broken=self.received.append,
+        self.engine = Side(ToEngine, layout=LAYOUT)
+        self.answers: deque[bytes] = deque()
+        self.server = HostServer(
+            self.home, send=self._answer, read=lambda: None, name="far", cores=cores
         )
-        self.engine.put(OpenGroups(VERSION, "engine", ["encode"], LAYOUT, 0.0, 60.0))
-        self.engine.put(Launch(SPEC))
+        self.engine.stream.put(OpenGroups(VERSION, "engine", ["encode"], LAYOUT, 0.0, 60.0))
+        self.opening = self.engine.frames[0]
+        self.engine.stream.put(Launch(spec))
         self.deliver()
 
-    def _send(self, frame: bytes) -> bool:
-        self.there.append(frame)
+    def _answer(self, _peer: bytes, frame: bytes) -> bool:
+        self.answers.append(frame)
         return True
 
-    def _answer(self, _peer: bytes, frame: bytes) -> bool:
-        self.back.append(frame)
-        return True
+    def reach_server(self) -> None:
+        """Deliver all frames to the host."""
+        while self.engine.frames:
+            self.server.receive(b"peer", self.engine.frames.popleft())
 
     def deliver(self) -> None:
         """Deliver all frames in flight."""
-        while self.there or self.back:
-            while self.there:
-                self.server.receive(b"peer", self.there.popleft())
-            while self.back:
-                self.engine.receive(self.back.popleft())
+        while self.engine.frames or self.answers:
+            self.reach_server()
+            while self.answers:
+                self.engine.stream.receive(self.answers.popleft())
 
 
 @pytest.fixture
 async def wire() -> AsyncIterator[Wire]:
     wire = Wire()
     yield wire
-    wire.engine.close()
+    wire.engine.stream.close()
     await wire.server.close()
 
 
 async def test_server_reports_pending_bytes_to_ranks(wire: Wire) -> None:
     """Once per piece of bytes."""
-    wire.engine.put_range(ByteRange(0, PIECE_BYTES))
-    wire.engine.put(ToRank("encode", 0, b"order"))
-    wire.deliver()
-    assert wire.home.link.received == [ON_THE_WAY, b"order"]
-    wire.home.link.received.clear()
-    wire.engine.put_range(ByteRange(0, 3 * PIECE_BYTES))
-    wire.engine.put(ToRank("encode", 0, b"entry"))
-    wire.deliver()
-    assert wire.home.link.received == [*[ON_THE_WAY] * 3, b"entry"]
+    for pieces, frame in ((1, b"order"), (3, b"entry")):
+        wire.home.link.sent.clear()
+        wire.engine.stream.put_range(ByteRange(0, pieces * PIECE_BYTES))
+        wire.engine.stream.put(ToRank("encode", 0, frame))
+        wire.deliver()
+        assert wire.home.link.sent[0] == [*[ON_THE_WAY] * pieces, frame]
 
 
 async def test_server_lets_pulses_go_ahead_of_rows(wire: Wire) -> None:
     """Rows fill the window and wait; the engine still learns that the rank is alive."""
-    report = wire.home.link.report
-    wire.engine.put(Fetch("encode", 1, [ByteRange(0, 2 * WINDOW_BYTES)]))
-    while wire.there:
-        wire.server.receive(b"peer", wire.there.popleft())
-    wire.received.clear()
+    report, received = wire.home.link.on_frame, wire.engine.received
+    wire.engine.stream.put(Fetch("encode", 1, [ByteRange(0, 2 * WINDOW_BYTES)]))
+    wire.reach_server()
+    received.clear()
     report(FIRST, encode_report(EncodeResult(1, None, 0)))
     pulse = FromRank("encode", pulse_identity(0), encode_report(Pulse()))
     report(pulse.identity, pulse.frame)
     wire.deliver()
-    kinds = [type(one) for one in wire.received]
-    assert wire.received.count(pulse) == 1
-    behind = kinds[wire.received.index(pulse) :].count(Write)
+    kinds = [type(one) for one in received]
+    assert received.count(pulse) == 1
+    behind = kinds[received.index(pulse) :].count(Write)
     assert behind * PIECE_BYTES >= WINDOW_BYTES
     assert kinds[-2:] == [Fetched, FromRank], "its result comes after its rows"
 
@@ -185,53 +160,35 @@ async def test_server_sends_the_rows_of_a_step_that_succeeded(
     wire: Wire, failure: EncodeErrorKind | None, rows: int
 ) -> None:
     """Each step's rows precede its result; a failed step has none."""
-    report = wire.home.link.report
     for step in (1, 2):
-        wire.engine.put(Fetch("encode", step, [ByteRange(100 * step, 8)]))
+        wire.engine.stream.put(Fetch("encode", step, [ByteRange(100 * step, 8)]))
     wire.deliver()
-    wire.received.clear()
     for step in (1, 2):
-        report(FIRST, encode_report(EncodeResult(step, failure, 0)))
+        wire.engine.received.clear()
+        wire.home.link.on_frame(FIRST, encode_report(EncodeResult(step, failure, 0)))
         wire.deliver()
-        *written, fetched, result = wire.received
-        assert [(one.offset, len(one.data)) for one in written if isinstance(one, Write)] == (
-            [(100 * step, 8)] * rows
-        )
+        *written, fetched, result = wire.engine.received
+        assert [one for one in written if isinstance(one, Write)] == [
+            Write(100 * step, bytes(8))
+        ] * rows
         assert fetched == Fetched("encode", step)
         assert isinstance(result, FromRank)
-        wire.received.clear()
 
 
 async def test_closing_server_accepts_no_new_request(wire: Wire) -> None:
     """An engine may reconnect while ranks are ending; nothing would end the ranks that it starts then."""
-    said: list[bytes] = []
-
-    def say(frame: bytes) -> bool:
-        said.append(frame)
-        return True
-
-    again = Stream(
-        ToEngine,
-        None,
-        send=say,
-        take=wire.received.append,
-        write=wire.received.append,
-        on_broken=wire.received.append,
-    )
-    again.put(OpenGroups(VERSION, "engine", ["encode"], LAYOUT, 0.0, 60.0))
     wire.home.rank.may_end.clear()
     closing = asyncio.create_task(wire.server.close())
     await asyncio.sleep(0)
-    wire.server.receive(b"another peer", said.pop())
+    wire.server.receive(b"another peer", wire.opening)
     wire.home.rank.may_end.set()
     await closing
     assert wire.home.places == 1
-    again.close()
 
 
 async def test_server_that_closes_waits_for_ranks_of_starts_that_are_over(wire: Wire) -> None:
     wire.home.rank.may_end.clear()
-    wire.engine.put(Bye())
+    wire.engine.stream.put(Bye())
     wire.deliver()
     closing = asyncio.create_task(wire.server.close())
     await asyncio.sleep(0)
@@ -239,3 +196,17 @@ async def test_server_that_closes_waits_for_ranks_of_starts_that_are_over(wire: 
     wire.home.rank.may_end.set()
     await closing
     assert wire.home.rank.ended
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(None, 4), (6, 2)])
+async def test_server_says_what_a_rank_may_take_of_its_host(
+    monkeypatch: pytest.MonkeyPatch, cores: int | None, threads: int
+) -> None:
+    """Defaults come from the host that starts a rank, or from its bundle of Ray, not from the engine's host."""
+    monkeypatch.setattr(server, "host_available", lambda: 400 << 30)
+    pretend_cores(monkeypatch, 12)
+    share = HostShare(processes=3, threads=("encode",), memory=1, memory_bytes=1 << 30)
+    wire = Wire(msgspec.structs.replace(SPEC, share=share), cores)
+    assert wire.home.launched == [(threads, 51 << 30)]
+    wire.engine.stream.close()
+    await wire.server.close()

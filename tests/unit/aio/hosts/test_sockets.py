@@ -14,6 +14,7 @@ from tests.cable import Cable
 from tests.patience import until
 from vsched.aio.hosts.link import (
     Context,
+    CurveKeys,
     EngineSocket,
     HostSocket,
     curve_keys,
@@ -24,6 +25,7 @@ from vsched.aio.hosts.link import (
 from vsched.errors import ConfigError
 
 SHARED = make_secret()
+KEYS = curve_keys(SHARED, "engine")
 
 
 class Received:
@@ -44,6 +46,15 @@ class Received:
         self.context.destroy(linger=0)
 
 
+class Sending:
+    """An engine's socket, the messages it received, and why it was cut."""
+
+    def __init__(self, context: Context, address: str, keys: CurveKeys = KEYS) -> None:
+        self.received: list[bytes] = []
+        self.cut: list[str] = []
+        self.socket = EngineSocket(context, address, keys, self.received.append, self.cut.append)
+
+
 @pytest.fixture
 async def host() -> AsyncIterator[Received]:
     host = Received()
@@ -59,61 +70,44 @@ async def context() -> AsyncIterator[Context]:
 
 
 async def test_sockets_carry_frames_of_peers_with_the_key(host: Received, context: Context) -> None:
-    received: list[bytes] = []
-    cut: list[str] = []
-    keys = curve_keys(SHARED, "engine")
-    engine = EngineSocket(context, host.link.address, keys, received.append, cut.append)
-    for index in range(100):
-        assert engine.send(b"%d" % index)
-    await until(lambda: len(received) == 100)
-    assert received == host.frames == [b"%d" % index for index in range(100)]
-    host.link.close()
-    await until(lambda: cut)
-    assert cut == ["closed the connection"]
-    engine.close()
+    """The wire shows nothing of what is sent."""
+    async with Cable(host.link.address) as cable:
+        cable.read = bytearray()
+        engine = Sending(context, cable.address)
+        frames = [b"what is in picture %d? " % index for index in range(100)]
+        for frame in frames:
+            assert engine.socket.send(frame)
+        await until(lambda: len(engine.received) == 100)
+        assert engine.received == host.frames == frames
+        assert cable.read
+        assert b"picture" not in cable.read
+        host.link.close()
+        await until(lambda: engine.cut)
+        assert engine.cut == ["closed the connection"]
+        engine.socket.close()
 
 
 async def test_sockets_refuse_peers_without_the_key(host: Received, context: Context) -> None:
     """Another secret, only the host's key, or no CURVE at all."""
     other = curve_keys(make_secret(), "engine")
-    known_server = other._replace(peer=curve_keys(SHARED, "engine").peer)
-    received: list[bytes] = []
-    cut: list[str] = []
-    strangers = [
-        EngineSocket(context, host.link.address, keys, received.append, cut.append)
-        for keys in (other, known_server)
-    ]
+    known_server = other._replace(peer=KEYS.peer)
+    strangers = [Sending(context, host.link.address, keys) for keys in (other, known_server)]
     plain = context.socket(zmq.DEALER)
     plain.connect(host.link.address)
     plain.send(b"let me in", zmq.DONTWAIT)
     for stranger in strangers:
-        stranger.send(b"let me in")
-    await until(lambda: cut)
-    keys = curve_keys(SHARED, "engine")
-    engine = EngineSocket(context, host.link.address, keys, received.append, cut.append)
-    engine.send(b"me")
-    await until(lambda: received)
+        stranger.socket.send(b"let me in")
+    await until(lambda: strangers[1].cut)
+    engine = Sending(context, host.link.address)
+    engine.socket.send(b"me")
+    await until(lambda: engine.received)
     await asyncio.sleep(0)
-    assert host.frames == received == [b"me"]
-    assert "does not take the key" in cut[0]
-    for socket in (*strangers, engine):
-        socket.close()
+    assert host.frames == engine.received == [b"me"]
+    assert not any(stranger.received for stranger in strangers)
+    assert "does not take the key" in strangers[1].cut[0]
+    for one in (*strangers, engine):
+        one.socket.close()
     plain.close(linger=0)
-
-
-async def test_wire_shows_nothing_of_what_is_sent(host: Received, context: Context) -> None:
-    received: list[bytes] = []
-    cut: list[str] = []
-    async with Cable(host.link.address) as cable:
-        cable.read = bytearray()
-        keys = curve_keys(SHARED, "engine")
-        engine = EngineSocket(context, cable.address, keys, received.append, cut.append)
-        engine.send(b"what is in the picture? " * 4)
-        await until(lambda: received)
-        engine.close()
-    assert received == host.frames == [b"what is in the picture? " * 4]
-    assert cable.read
-    assert b"picture" not in cable.read
 
 
 def test_key_file_is_for_its_owner_alone(tmp_path: Path) -> None:

@@ -8,9 +8,10 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from tests.patience import until
+from tests.unit.aio.hosts.test_stream import Side
 from tests.unit.rank.fake_plugin import LAYOUT
 from vsched.aio.hosts import remote
-from vsched.aio.hosts.link import Connect, Kill, Opened, OpenGroups, Stream, ToHost
+from vsched.aio.hosts.link import Connect, Kill, Opened, OpenGroups
 from vsched.aio.hosts.remote import RemoteHost
 from vsched.config.sections import DeadlinesConfig
 from vsched.errors import ConfigError
@@ -82,16 +83,9 @@ class Search:
 
     def answer(self, end: End) -> None:
         """Have the host answer."""
-        stream = Stream(
-            ToHost,
-            None,
-            send=lambda frame: end.say(frame) is None,
-            take=print,
-            write=print,
-            on_broken=print,
-        )
-        stream.put(Opened())
-        stream.close()
+        there = Side()
+        there.stream.put(Opened())
+        end.say(there.frames[0])
 
 
 @pytest.fixture
@@ -109,20 +103,11 @@ async def test_sought_host_hears_everything_once_it_is_found(seen: Search) -> No
     assert not seen.ends
     end = await seen.found()
     seen.host.stream.put(Kill(0))
-    received: list[object] = []
-    stream = Stream(
-        ToHost,
-        None,
-        send=lambda _: True,
-        take=received.append,
-        write=received.append,
-        on_broken=received.append,
-    )
+    there = Side()
     for frame in end.frames:
-        stream.receive(frame)
-    stream.close()
+        there.stream.receive(frame)
     assert end.address == "there"
-    assert [type(one) for one in received] == [OpenGroups, Kill]
+    assert [type(one) for one in there.received] == [OpenGroups, Kill]
     seen.host.read()
     assert end.reads == 1
     seen.answer(end)

@@ -10,6 +10,7 @@ import pytest
 
 from vsched.aio.hosts.link import (
     PIECE_BYTES,
+    WINDOW_BYTES,
     Bye,
     ByteRange,
     Kill,
@@ -17,7 +18,7 @@ from vsched.aio.hosts.link import (
     ToHost,
     Write,
 )
-from vsched.aio.hosts.remote import Traffic, row_ranges, written_by
+from vsched.aio.hosts.remote import Traffic, written_by
 from vsched.kernel.decisions import (
     ChunkItem,
     ChunkPlan,
@@ -37,23 +38,28 @@ WINDOW = 2 * PIECE_BYTES
 
 
 class Side:
-    """One side, and the frames it has sent that are not delivered yet."""
+    """One side of a stream, and the frames it has sent that are not delivered yet."""
 
-    def __init__(self) -> None:
-        self.arena = Arena.create(LAYOUT)
+    def __init__(
+        self,
+        messages: Any = ToHost,
+        *,
+        layout: ArenaLayout = LAYOUT,
+        window_bytes: int = WINDOW_BYTES,
+    ) -> None:
+        self.arena = Arena.create(layout)
         self.frames: deque[bytes] = deque()
         self.received: list[Any] = []
-        self.written: list[Write] = []
         self.broken: list[str] = []
         self.reachable = True
         self.stream = Stream(
-            ToHost,
+            messages,
             self.arena,
             send=self._send,
             take=self.received.append,
-            write=self.written.append,
+            write=self.received.append,
             on_broken=self.broken.append,
-            window_bytes=WINDOW,
+            window_bytes=window_bytes,
         )
 
     def _send(self, frame: bytes) -> bool:
@@ -66,6 +72,12 @@ def deliver(source: Side, sink: Side) -> None:
         sink.stream.receive(source.frames.popleft())
 
 
+def deliver_all(engine: Side, host: Side) -> None:
+    while engine.frames or host.frames:
+        deliver(engine, host)
+        deliver(host, engine)
+
+
 async def test_stream_keeps_order_between_messages_and_bytes() -> None:
     """So bytes arrive before the decision that reads them."""
     engine, host = Side(), Side()
@@ -73,48 +85,32 @@ async def test_stream_keeps_order_between_messages_and_bytes() -> None:
     engine.stream.put(Kill(1))
     engine.stream.put_range(ByteRange(100, 3))
     engine.stream.put(Kill(2))
-    kinds = []
-    while engine.frames:
-        before = len(host.received), len(host.written)
-        host.stream.receive(engine.frames.popleft())
-        kinds.append((len(host.received) - before[0], len(host.written) - before[1]))
-    assert kinds == [(1, 0), (0, 1), (1, 0)]
-    assert (host.written[0].offset, host.written[0].data) == (100, b"abc")
+    deliver(engine, host)
+    assert host.received == [Kill(1), Write(100, b"abc"), Kill(2)]
 
 
 async def test_stream_has_a_window_under_way_and_no_more() -> None:
-    """Data to a peer that does not read is bounded; arena bytes wait in the arena and go out when it reads again."""
-    engine, host = Side(), Side()
+    """Data to a peer that does not read is bounded; arena bytes wait in the arena and go out when it reads again.
+
+    A sign of life goes ahead of them: on a slow link, bytes take longer than a failure timeout.
+    """
+    engine, host = Side(window_bytes=WINDOW), Side()
     engine.arena.put(0, b"x" * (1 << 20))
     engine.stream.put_range(ByteRange(0, 1 << 20))
     assert engine.stream.put(Kill(1))
-    assert sum(map(len, engine.frames)) <= WINDOW + 1000
-    assert not host.received
-    while engine.frames or host.frames:
-        deliver(engine, host)
-        deliver(host, engine)
-    assert b"".join(one.data for one in host.written) == b"x" * (1 << 20)
-    assert host.received == [Kill(1)]
-
-
-async def test_stream_lets_a_sign_of_life_go_ahead_of_bytes_that_wait() -> None:
-    """On a slow link, bytes take longer than a failure timeout; all other data keeps its order."""
-    engine, host = Side(), Side()
-    engine.stream.put_range(ByteRange(0, 1 << 20))
-    engine.stream.put(Kill(1))
     engine.stream.put_ahead(Kill(2))
-    deliver(engine, host)
-    assert host.received == [Kill(2)]
-    while engine.frames or host.frames:
-        deliver(engine, host)
-        deliver(host, engine)
-    assert host.received == [Kill(2), Kill(1)]
+    assert sum(map(len, engine.frames)) <= WINDOW + 1000
+    deliver_all(engine, host)
+    *written, last = [one for one in host.received if one != Kill(2)]
+    assert b"".join(one.data for one in written) == b"x" * (1 << 20)
+    assert last == Kill(1)
+    assert host.received.index(Kill(2)) * PIECE_BYTES == WINDOW
     assert not host.broken
 
 
 async def test_stream_refuses_when_too_much_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vsched.aio.hosts.link.WAITING_MAX", 10)
-    engine = Side()
+    engine = Side(window_bytes=WINDOW)
     engine.stream.put_range(ByteRange(0, 1 << 20))
     taken = [engine.stream.put(Kill(1)) for _ in range(20)]
     assert taken.count(False) > 8
@@ -153,8 +149,11 @@ async def test_stream_ends_when_the_other_is_gone() -> None:
 
 
 SMALL = ArenaLayout(pixel_bytes=100, pages=8, page_rows=4, row_bytes=16)
-BASE = SMALL.embedding_offset
-PAGE = 64
+
+
+def rows(page: int, first: int, count: int) -> ByteRange:
+    """Range of embedding rows that begin in a page."""
+    return ByteRange(SMALL.embedding_offset + 64 * page + 16 * first, 16 * count)
 
 
 def joined(number: int, slot: int, items: list[ItemPlace] | None) -> Join:
@@ -169,31 +168,28 @@ def test_traffic_of_a_batch_is_its_pixels_there_and_its_rows_back() -> None:
     batch = EncodeDecision(1, [task])
     traffic = Traffic(SMALL)
     assert traffic.read_by(batch) == [ByteRange(10, 30)]
-    assert written_by(SMALL, batch.tasks) == [
-        ByteRange(BASE + 5 * PAGE, PAGE),
-        ByteRange(BASE + 2 * PAGE, 2 * 16),
-    ]
+    assert written_by(SMALL, batch.tasks) == [rows(5, 0, 4), rows(2, 0, 2)]
 
 
-def test_traffic_of_a_chunk_is_the_rows_that_it_covers() -> None:
-    """Rows 2 to 6 of an item at position 10: the end of its first page, and the beginning of its second."""
+@pytest.mark.parametrize(
+    ("place", "span", "pages", "ranges"),
+    [
+        # The end of the first page, and the beginning of the second.
+        (ItemPlace(10, 8), (12, 17), [6, 1], [rows(6, 2, 2), rows(1, 0, 3)]),
+        # Row numbers of an item with separators count placeholders only.
+        (ItemPlace(10, 4, b"", ((10, 12), (13, 15))), (12, 14), [3], [rows(3, 2, 1)]),
+        # Neighbouring pages are one range.
+        (ItemPlace(10, 12), (10, 22), [2, 3, 5], [rows(2, 0, 8), rows(5, 0, 4)]),
+    ],
+)
+def test_traffic_of_a_chunk_is_the_rows_that_it_covers(
+    place: ItemPlace, span: tuple[int, int], pages: list[int], ranges: list[ByteRange]
+) -> None:
     traffic = Traffic(SMALL)
-    chunk = ChunkPlan(3, 12, 17, [ChunkItem(10, 8, [6, 1])])
-    decision = GenerateDecision(1, joined=[joined(7, 3, [ItemPlace(10, 8)])], chunks=[chunk])
-    assert traffic.read_by(decision) == [
-        ByteRange(BASE + 6 * PAGE + 2 * 16, 2 * 16),
-        ByteRange(BASE + 1 * PAGE, 3 * 16),
-    ]
+    chunk = ChunkPlan(3, *span, [ChunkItem(10, place.tokens, pages)])
+    decision = GenerateDecision(1, joined=[joined(7, 3, [place])], chunks=[chunk])
+    assert traffic.read_by(decision) == ranges
     assert traffic.read_by(Heartbeat()) == []
-
-
-def test_traffic_of_spans_leaves_out_what_is_no_placeholder() -> None:
-    """Row numbers of an item with separators count placeholders only."""
-    traffic = Traffic(SMALL)
-    place = ItemPlace(10, 4, b"", ((10, 12), (13, 15)))
-    chunk = ChunkPlan(0, 12, 14, [ChunkItem(10, 4, [3])])
-    decision = GenerateDecision(1, joined=[joined(1, 0, [place])], chunks=[chunk])
-    assert traffic.read_by(decision) == [ByteRange(BASE + 3 * PAGE + 2 * 16, 16)]
 
 
 def test_traffic_knows_who_came_back_and_forgets_who_is_gone() -> None:
@@ -203,7 +199,7 @@ def test_traffic_knows_who_came_back_and_forgets_who_is_gone() -> None:
     traffic.read_by(GenerateDecision(1, joined=[joined(5, 1, here)]))
     traffic.read_by(GenerateDecision(2, left=[Leave(5, 1, keep=True)]))
     back = GenerateDecision(3, joined=[joined(5, 1, None)], chunks=[chunk])
-    assert traffic.read_by(back) == [ByteRange(BASE, PAGE)]
+    assert traffic.read_by(back) == [rows(0, 0, 4)]
     # It finishes, which no decision says, and another request takes its slot.
     traffic.read_by(GenerateDecision(4, joined=[joined(6, 1, here)]))
     assert set(traffic._items) == {6}
@@ -211,11 +207,3 @@ def test_traffic_knows_who_came_back_and_forgets_who_is_gone() -> None:
     traffic.read_by(GenerateDecision(6, forgotten=[6]))
     assert not traffic._items
     assert not traffic._slots
-
-
-def test_row_ranges_join_neighbouring_pages() -> None:
-    assert row_ranges(SMALL, [2, 3, 5], 0, 12) == [
-        ByteRange(BASE + 2 * PAGE, 2 * PAGE),
-        ByteRange(BASE + 5 * PAGE, PAGE),
-    ]
-    assert row_ranges(SMALL, [2], 1, 1) == []

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
 from vsched.aio.leader import Leader, ProcessLiveness
 from vsched.config.sections import DeadlinesConfig
+from vsched.kernel.decisions import GenerateDecision
 from vsched.transport.zmq_link import pulse_identity, rank_identity
 from vsched.wire import (
+    Beat,
     EncodeResult,
     FollowerLog,
     GenerateResult,
@@ -22,6 +25,8 @@ from vsched.wire import (
     Pulse,
     RankReport,
     Ready,
+    StepCheck,
+    check_of,
     encode_report,
 )
 
@@ -55,11 +60,11 @@ class FakeLink:
         self.closed = True
 
 
+@dataclass
 class FakeTimer:
-    def __init__(self, deadline_s: float, call: object) -> None:
-        self.deadline_s = deadline_s
-        self.call = call
-        self.cancelled = False
+    deadline_s: float
+    call: Callable[[], object]
+    cancelled: bool = False
 
     def cancel(self) -> None:
         self.cancelled = True
@@ -90,8 +95,14 @@ class FakeLoop:
             timer = min(due, key=lambda one: one.deadline_s)
             self.timers.remove(timer)
             self.now_s = max(timer.deadline_s, self.now_s)
-            timer.call()  # type: ignore[operator]
+            timer.call()
         self.now_s = until_s
+
+
+def said(rank: int, step: int, token: bytes = b"\1\0\0\0") -> GenerateResult | StepCheck:
+    """A rank's report on a step that produced this token."""
+    result = GenerateResult(step, token, b"\0\0\0\0", [], [], 0)
+    return StepCheck(step, check_of(result)) if rank else result
 
 
 class LeaderHarness:
@@ -99,9 +110,8 @@ class LeaderHarness:
 
     def __init__(
         self,
-        monkeypatch: pytest.MonkeyPatch,
+        ranks: int = 1,
         *,
-        ranks: int,
         name: str = "generate",
         liveness: ProcessLiveness | None = None,
         loop: FakeLoop | None = None,
@@ -110,20 +120,20 @@ class LeaderHarness:
         self.lost: list[str] = []
         self.progress: list[tuple[str, float]] = []
         self.loop = loop or FakeLoop()
-        self.ranks = ranks
-        monkeypatch.setattr(asyncio, "get_running_loop", lambda: self.loop)
-        self.leader = Leader(
-            name,
-            self._open,
-            secret="sesame",
-            ranks=ranks,
-            deadlines=LIMITS,
-            on_result=lambda _group, result: self.results.append(result),
-            on_lost=lambda failure: self.lost.append(str(failure)),
-            on_progress=lambda what, fraction: self.progress.append((what, fraction)),
-            liveness=liveness,
-        )
-        monkeypatch.undo()
+        self.ranks = range(ranks)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(asyncio, "get_running_loop", lambda: self.loop)
+            self.leader = Leader(
+                name,
+                self._open,
+                secret="sesame",
+                ranks=ranks,
+                deadlines=LIMITS,
+                on_result=lambda _group, result: self.results.append(result),
+                on_lost=lambda failure: self.lost.append(str(failure)),
+                on_progress=lambda what, fraction: self.progress.append((what, fraction)),
+                liveness=liveness,
+            )
 
     def _open(self, on_frame: Callable[[bytes, bytes], None]) -> FakeLink:
         self.link = FakeLink(on_frame)
@@ -138,17 +148,34 @@ class LeaderHarness:
             for report in (Hello(rank, "sesame"), Pulse()):
                 self.link.on_frame(pulse_identity(rank), encode_report(report))
 
-    def enter(self, *ranks: int, hooks: dict[str, float] | None = None) -> None:
-        for rank in ranks:
+    def enter(self, *ranks: int, hooks: dict[str, float] | None = None) -> Self:
+        """Have these ranks, or all, be ready."""
+        entering = ranks or self.ranks
+        for rank in entering:
             self.receive(rank, Hello(rank, "sesame"))
-        for rank in ranks:
+        for rank in entering:
             self.receive(rank, Ready(10, {"kv": rank}, hooks or {}))
+        return self
+
+    def decide(self, *steps: int) -> None:
+        for step in steps:
+            self.leader.decide(GenerateDecision(step))
+
+    def answer(self, step: int, *ranks: int) -> None:
+        """Have these ranks, or all, report a step."""
+        for rank in ranks or self.ranks:
+            self.receive(rank, said(rank, step))
+
+    def beat(self, seq: int) -> None:
+        """Have all ranks answer the entry of this number."""
+        for rank in self.ranks:
+            self.receive(rank, Beat(seq, {}))
 
     def advance(self, seconds: float, *, pulses: Sequence[int] | None = None) -> None:
         """Advance the clock while these ranks, or all, send pulses."""
         until_s = self.loop.now_s + seconds
         while self.loop.now_s < until_s:
-            self.pulse(*(range(self.ranks) if pulses is None else pulses))
+            self.pulse(*(self.ranks if pulses is None else pulses))
             self.loop.advance(min(1.0, until_s - self.loop.now_s))
 
     def turns(self, rank: int = 0) -> list[int]:

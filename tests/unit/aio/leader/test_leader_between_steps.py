@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-
 import pytest
 
-from tests.unit.aio.leader.leader_harness import LIMITS, LeaderHarness
+from tests.unit.aio.leader.leader_harness import LIMITS, LeaderHarness, said
 from vsched.aio.leader import EncodeSlices, ProcessLiveness
 from vsched.failures import EncodeErrorKind
 from vsched.kernel.decisions import EncodeDecision, EncodeTask, GenerateDecision
@@ -14,17 +12,14 @@ from vsched.types import Extent
 from vsched.wire import (
     AdapterChanged,
     AddAdapter,
-    Beat,
     Continue,
     EncodeResult,
-    GenerateResult,
     Heartbeat,
     LogEntry,
     Paused,
     RemoveAdapter,
     RunHook,
     StepCheck,
-    check_of,
 )
 
 MS = 1_000_000
@@ -42,11 +37,8 @@ def layers(entries: list[LogEntry]) -> list[int]:
 
 
 @pytest.fixture
-async def led(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[LeaderHarness]:
-    led = LeaderHarness(monkeypatch, ranks=2, name="encode")
-    led.enter(0, 1, hooks={"balance": 10.0})
-    yield led
-    led.leader.close()
+async def led() -> LeaderHarness:
+    return LeaderHarness(2, name="encode").enter(hooks={"balance": 10.0})
 
 
 def test_encode_slices_follow_what_parts_took() -> None:
@@ -62,55 +54,25 @@ def test_encode_slices_follow_what_parts_took() -> None:
     assert encode_slices.begin(batch(3, 100_000)).layers == 1
     assert encode_slices.begin(batch(4, 100, time_slice_ms=1000)).layers == 80
     assert encode_slices.go_on(Paused(4, 80, 400 * MS)) == 200, "another batch, another cost"
-
-
-@pytest.mark.parametrize(
-    "decision",
-    [
-        batch(1, 200, time_slice_ms=0),
-        EncodeDecision(1, [EncodeTask(b"", 200, Extent(0, 8), [0], encoded=True)], MS),
-    ],
-    ids=["nothing waits", "nothing to compute"],
-)
-def test_encode_slices_leave_alone_what_need_not_pause(decision: EncodeDecision) -> None:
-    encode_slices = EncodeSlices()
-    assert encode_slices.begin(decision) == decision
-    assert not encode_slices.open
+    encoded = EncodeDecision(5, [EncodeTask(b"", 200, Extent(0, 8), [0], encoded=True)], MS)
+    assert encode_slices.begin(encoded) == encoded, "nothing to compute"
     assert not encode_slices.end()
 
 
-async def test_leader_sends_time_slices_between_the_steps_of_the_other_group(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_leader_sends_time_slices_between_the_steps_of_the_other_group() -> None:
     """Each time slice comes after the steps that were decided while the previous slice ran."""
     liveness = ProcessLiveness()
-    encode = LeaderHarness(monkeypatch, ranks=1, name="encode", liveness=liveness)
-    generate = LeaderHarness(monkeypatch, ranks=1, liveness=liveness, loop=encode.loop)
-    encode.enter(0)
-    generate.enter(0)
+    encode = LeaderHarness(name="encode", liveness=liveness).enter()
+    generate = LeaderHarness(liveness=liveness, loop=encode.loop).enter()
     encode.leader.decide(batch(1, 200))
-    generate.leader.decide(GenerateDecision(1))
+    generate.decide(1)
     encode.receive(0, Paused(1, 1, 50 * MS))
-    generate.leader.decide(GenerateDecision(2))
+    generate.decide(2)
     encode.receive(0, Paused(1, 2, 100 * MS))
     encode.receive(0, EncodeResult(1, None, 0))
     assert layers(encode.entries()) == [1, 2, 2]
     assert [encode.turns(), generate.turns()] == [[1, 3, 5], [2, 4]]
     assert (encode.lost, encode.results) == ([], [EncodeResult(1, None, 0)])
-    encode.leader.close()
-    generate.leader.close()
-
-
-async def test_leader_of_processes_apart_sends_whole_batches(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    led = LeaderHarness(monkeypatch, ranks=1, name="encode")
-    led.enter(0)
-    led.leader.decide(batch(1, 200, time_slice_ms=0))
-    assert layers(led.entries()) == [0]
-    led.receive(0, Paused(1, 1, MS))
-    assert led.lost == ["encode: rank 0 paused in step 1, which is not encoded in time slices"]
-    led.leader.close()
 
 
 async def test_leader_has_the_others_go_on_when_the_first_rank_failed(led: LeaderHarness) -> None:
@@ -126,13 +88,20 @@ async def test_leader_has_the_others_go_on_when_the_first_rank_failed(led: Leade
 
 
 @pytest.mark.parametrize(
-    ("rank", "paused"), [(1, Paused(1, 1, MS)), (0, Paused(2, 1, MS)), (0, Paused(1, 0, MS))]
+    ("slice_ms", "rank", "paused"),
+    [
+        (100, 1, Paused(1, 1, MS)),
+        (100, 0, Paused(2, 1, MS)),
+        (100, 0, Paused(1, 0, MS)),
+        (0, 0, Paused(1, 1, MS)),
+    ],
 )
 async def test_leader_gives_up_a_rank_that_pauses_out_of_order(
-    led: LeaderHarness, rank: int, paused: Paused
+    led: LeaderHarness, slice_ms: int, rank: int, paused: Paused
 ) -> None:
-    """Only the first rank may report a pause, of the step in flight, with progress."""
-    led.leader.decide(batch(1, 200))
+    """Only the first rank may report a pause, of the step in flight, with progress, and of no whole batch."""
+    led.leader.decide(batch(1, 200, time_slice_ms=slice_ms))
+    assert layers(led.entries()) == [bool(slice_ms)]
     led.receive(rank, paused)
     assert led.lost == [
         f"encode: rank {rank} paused in step {paused.step}, which is not encoded in time slices"
@@ -172,8 +141,7 @@ async def test_leader_runs_no_hook_within_a_batch(led: LeaderHarness) -> None:
     led.advance(5)
     hooks = [index for index, one in enumerate(led.entries(), 1) if isinstance(one, RunHook)]
     assert len(hooks) == 1
-    for rank in (0, 1):
-        led.receive(rank, Beat(hooks[0], {}))
+    led.beat(hooks[0])
     assert led.lost == []
 
 
@@ -193,9 +161,7 @@ async def test_leader_changes_no_adapter_within_a_batch(led: LeaderHarness) -> N
     assert [one.result() for one in changes] == [["", ""]] * 2
 
 
-async def test_leader_that_loses_its_ranks_within_a_batch_changes_no_adapter(
-    led: LeaderHarness,
-) -> None:
+async def test_leader_lost_within_a_batch_changes_no_adapter(led: LeaderHarness) -> None:
     led.leader.decide(batch(1, 200))
     change = led.leader.change_adapters(AddAdapter(1, "a"))
     led.receive(1, Paused(1, 1, MS))
@@ -203,96 +169,74 @@ async def test_leader_that_loses_its_ranks_within_a_batch_changes_no_adapter(
     assert change.cancelled()
 
 
-@pytest.fixture
-async def led_generate(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[LeaderHarness]:
-    led_generate = LeaderHarness(monkeypatch, ranks=2)
-    yield led_generate
-    led_generate.leader.close()
-
-
-def result(step: int) -> GenerateResult:
-    return GenerateResult(step, b"", b"", [], [], 0)
-
-
-async def test_leader_puts_due_hooks_before_a_step(led_generate: LeaderHarness) -> None:
+async def test_leader_puts_due_hooks_before_a_step() -> None:
     """Every rank runs a hook between the same two steps, an interval after the end of its last run."""
-    led_generate.enter(0, 1, hooks={"balance": 10.0, "tidy": 25.0})
+    led = LeaderHarness(2).enter(hooks={"balance": 10.0, "tidy": 25.0})
     ran: list[tuple[str, int]] = []
     for step in range(1, 41):
-        known = len(led_generate.entries())
-        led_generate.leader.decide(GenerateDecision(step))
-        for seq, entry in enumerate(led_generate.entries()[known:], known + 1):
+        known = len(led.entries())
+        led.decide(step)
+        for seq, entry in enumerate(led.entries()[known:], known + 1):
             if isinstance(entry, RunHook):
                 ran.append((entry.name, step))
-                led_generate.advance(3 if step == 21 else 0)
-                for rank in (0, 1):
-                    led_generate.receive(rank, Beat(seq, {}))
-        led_generate.receive(0, result(step))
-        led_generate.receive(1, StepCheck(step, check_of(result(step))))
-        led_generate.advance(1)
+                led.advance(3 if step == 21 else 0)
+                led.beat(seq)
+        led.answer(step)
+        led.advance(1)
     assert [step for name, step in ran if name == "balance"] == [11, 21, 31]
     assert [step for name, step in ran if name == "tidy"] == [23]
-    assert led_generate.link.sent[0] == led_generate.link.sent[1]
-    assert led_generate.lost == []
+    assert led.link.sent[0] == led.link.sent[1]
+    assert led.lost == []
 
 
-async def test_leader_runs_no_hook_that_runs_or_in_an_idle_group(
-    led_generate: LeaderHarness,
-) -> None:
+async def test_leader_runs_no_hook_that_runs_or_in_an_idle_group() -> None:
     """After a step a hook is due once; then heartbeats are sent, and nothing else."""
-    led_generate.enter(0, 1, hooks={"balance": 1.0})
+    led = LeaderHarness(2).enter(hooks={"balance": 1.0})
     for steps in range(3):
-        before = led_generate.entries().count(RunHook("balance"))
-        for seq in range(60):
-            led_generate.loop.advance(1)
-            for rank in (0, 1):
-                led_generate.receive(rank, Beat(len(led_generate.link.sent.get(rank, [])), {}))
-            if seq == 10 and steps:
-                led_generate.leader.decide(GenerateDecision(steps))
-                led_generate.receive(0, result(steps))
-                led_generate.receive(1, StepCheck(steps, check_of(result(steps))))
-        assert led_generate.entries().count(RunHook("balance")) == before + bool(steps)
-    assert {*map(type, led_generate.entries())} == {Heartbeat, RunHook, GenerateDecision}
-    assert led_generate.lost == []
+        before = led.entries().count(RunHook("balance"))
+        for second in range(60):
+            led.loop.advance(1)
+            led.beat(len(led.entries()))
+            if second == 10 and steps:
+                led.decide(steps)
+                led.answer(steps)
+        assert led.entries().count(RunHook("balance")) == before + bool(steps)
+    assert {*map(type, led.entries())} == {Heartbeat, RunHook, GenerateDecision}
+    assert led.lost == []
 
 
-def hook_is_out(led_generate: LeaderHarness) -> int:
-    """Have a hook follow a step; return the number of its entry."""
-    led_generate.enter(0, 1, hooks={"balance": 1.0})
-    led_generate.leader.decide(GenerateDecision(1))
-    led_generate.receive(0, result(1))
-    led_generate.receive(1, StepCheck(1, check_of(result(1))))
-    led_generate.advance(LIMITS.heartbeat_s + 1)
-    return led_generate.entries().index(RunHook("balance")) + 1
+def led_with_a_hook() -> tuple[LeaderHarness, int]:
+    """Return a leader whose ranks run a hook after a step, and the number of its entry."""
+    led = LeaderHarness(2).enter(hooks={"balance": 1.0})
+    led.decide(1)
+    led.answer(1)
+    led.advance(LIMITS.heartbeat_s + 1)
+    return led, led.entries().index(RunHook("balance")) + 1
 
 
-async def test_leader_deadline_of_a_hook(led_generate: LeaderHarness) -> None:
+async def test_leader_deadline_of_a_hook() -> None:
     """A hook that does not end is subject to the step deadline.
 
     A reply to a heartbeat that was sent before the hook may arrive after it.
     """
-    seq = hook_is_out(led_generate)
-    for rank in (0, 1):
-        led_generate.receive(rank, Beat(seq - 1, {}))
-    led_generate.advance(LIMITS.step_s + 2 * LIMITS.heartbeat_s)
-    assert "limit 30 (deadlines.step_s)" in led_generate.lost[0]
+    led, seq = led_with_a_hook()
+    led.beat(seq - 1)
+    led.advance(LIMITS.step_s + 2 * LIMITS.heartbeat_s)
+    assert "limit 30 (deadlines.step_s)" in led.lost[0]
 
 
-async def test_leader_result_is_no_answer_to_the_hook_at_a_place_of_the_same_number(
-    led_generate: LeaderHarness,
-) -> None:
-    led_generate.receive(0, result(hook_is_out(led_generate)))
-    assert led_generate.lost == ["generate: rank 0 sent a result of no step that is out"]
+async def test_leader_result_is_no_answer_to_the_hook_at_a_place_of_the_same_number() -> None:
+    led, seq = led_with_a_hook()
+    led.receive(0, said(0, seq))
+    assert led.lost == ["generate: rank 0 sent a result of no step that is out"]
 
 
-async def test_leader_runs_what_is_due_by_its_interval_before_a_step_and_not_after_a_result(
-    led_generate: LeaderHarness,
-) -> None:
+async def test_leader_runs_a_due_hook_before_a_step_and_not_after_a_result() -> None:
     """A result may trigger the next step at once; a hook that is due runs right before that step."""
-    led_generate.enter(0, 1, hooks={"balance": LIMITS.heartbeat_s / 4})
-    led_generate.leader.decide(GenerateDecision(1))
-    led_generate.loop.advance(LIMITS.heartbeat_s / 2)
-    led_generate.receive(0, result(1))
-    assert led_generate.entries() == [GenerateDecision(1)]
-    led_generate.leader.decide(GenerateDecision(2))
-    assert led_generate.entries() == [GenerateDecision(1), RunHook("balance"), GenerateDecision(2)]
+    led = LeaderHarness(2).enter(hooks={"balance": LIMITS.heartbeat_s / 4})
+    led.decide(1)
+    led.loop.advance(LIMITS.heartbeat_s / 2)
+    led.answer(1, 0)
+    assert led.entries() == [GenerateDecision(1)]
+    led.decide(2)
+    assert led.entries() == [GenerateDecision(1), RunHook("balance"), GenerateDecision(2)]

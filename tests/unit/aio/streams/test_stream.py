@@ -8,13 +8,7 @@ from typing import Any
 import pytest
 
 from tests.patience import patience
-from vsched.aio.streams import (
-    ChoiceInputs,
-    OutputDelta,
-    StopMatcher,
-    TokenLogprob,
-    TokenStream,
-)
+from vsched.aio.streams import ChoiceInputs, OutputDelta, StopMatcher, TokenLogprob, TokenStream
 from vsched.errors import RequestFailed
 from vsched.kernel.commands import Finish, RequestTimes
 from vsched.types import FinishReason, SamplingParams
@@ -36,11 +30,7 @@ from vsched.types import FinishReason, SamplingParams
     ],
 )
 def test_stop_matcher_finds_stop_strings_across_pieces(
-    stops: tuple[str, ...],
-    pieces: list[str],
-    out: list[str],
-    stopped: bool,
-    flushed: str,
+    stops: tuple[str, ...], pieces: list[str], out: list[str], stopped: bool, flushed: str
 ) -> None:
     """Text that may begin a stop string is held back until that is decided."""
     matcher = StopMatcher(stops)
@@ -107,7 +97,7 @@ class Letters:
 
 
 class Ended:
-    """Calls of a generation to its replica."""
+    """Calls of a stream to its replica."""
 
     def __init__(self) -> None:
         self.stops: list[tuple[str, FinishReason]] = []
@@ -120,81 +110,64 @@ class Ended:
         self.ends += 1
 
 
-def generation(
-    *,
-    stop: tuple[str, ...] = (),
-    stop_token_ids: frozenset[int] = frozenset(),
-    include_stop: bool = False,
-    min_tokens: int = 0,
-    logprobs: bool = False,
-    prompt_only: bool = False,
-) -> tuple[TokenStream, Ended]:
-    ended = Ended()
-    made = TokenStream(
-        ChoiceInputs(
+class Made(Ended):
+    """A stream, and its calls to its replica."""
+
+    def __init__(self, *, stop_token_ids: frozenset[int] = frozenset(), **sampling: Any) -> None:
+        super().__init__()
+        inputs = ChoiceInputs(
             request_id="r",
             prompt_token_ids=[1, 2, 3],
-            sampling=SamplingParams(
-                stop=stop,
-                include_stop=include_stop,
-                min_tokens=min_tokens,
-                logprobs=1 if logprobs else None,
-                prompt_only=prompt_only,
-            ),
+            sampling=SamplingParams(**sampling),
             stop_token_ids=stop_token_ids,
-            on_stop=ended.on_stop,
-            on_end=ended.on_end,
-        ),
-        lambda **_: Letters(),
-    )
-    return made, ended
+            on_stop=self.on_stop,
+            on_end=self.on_end,
+        )
+        self.stream = TokenStream(inputs, lambda **_: Letters())
 
+    def push(self, *tokens: int) -> None:
+        for token in tokens:
+            self.stream.push(token, None)
 
-def finish(
-    reason: FinishReason = FinishReason.LENGTH, *, message: str = "", code: str = ""
-) -> Finish:
-    return Finish("r", 1, reason, RequestTimes(cached_tokens=2), message, code)
+    def finish(
+        self, reason: FinishReason = FinishReason.LENGTH, *, message: str = "", code: str = ""
+    ) -> None:
+        times = RequestTimes(cached_tokens=2)
+        self.stream.finish(Finish("r", 1, reason, times, message, code))
 
-
-async def read(made: TokenStream) -> list[OutputDelta]:
-    async with patience():
-        return [delta async for delta in made]
+    async def read(self) -> list[OutputDelta]:
+        async with patience():
+            return [delta async for delta in self.stream]
 
 
 async def test_generation_merges_what_comes_faster_than_it_is_read() -> None:
-    made, _ = generation()
-    for token in (0, 1, 2):
-        made.push(token, None)
-    delta = await anext(made)
+    made = Made()
+    made.push(0, 1, 2)
+    delta = await anext(made.stream)
     assert (delta.text, delta.token_ids, delta.finish_reason) == ("abc", [0, 1, 2], None)
-    made.push(3, None)
-    made.finish(finish())
-    assert await read(made) == [OutputDelta("d", [3], finish_reason="length")]
-    assert (made.output_tokens, made.cached_tokens) == (4, 2)
+    made.push(3)
+    made.finish()
+    assert await made.read() == [OutputDelta("d", [3], finish_reason="length")]
+    assert (made.stream.output_tokens, made.stream.cached_tokens) == (4, 2)
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 3, 6])
-async def test_generation_one_by_one_has_the_same_deltas_however_fast_they_come(
-    at_once: int,
-) -> None:
+async def test_generation_one_by_one_has_equal_deltas_however_fast_they_come(at_once: int) -> None:
     """Each delta has one token with its text and log-probability; the last has the held-back text, and the end."""
-    made, _ = generation(stop=("ex",), logprobs=True, stop_token_ids=frozenset({9}))
-    made.one_by_one()
+    made = Made(stop=("ex",), logprobs=1, stop_token_ids=frozenset({9}))
+    made.stream.one_by_one()
+    tokens = [0, 1, 4, 2, 4, 9]
     found: list[OutputDelta] = []
-    for index, token in enumerate((0, 1, 4, 2, 4, 9)):
-        made.push(token, TokenLogprob(token, -1.0, []))
-        if index == 5:
-            made.finish(finish(FinishReason.STOP))
-        if (index + 1) % at_once == 0:
-            while (delta := made.take()) is not None:
+    for index, token in enumerate(tokens, 1):
+        made.stream.push(token, TokenLogprob(token, -1.0, []))
+        if index == len(tokens):
+            made.finish(FinishReason.STOP)
+        if index % at_once == 0:
+            while (delta := made.stream.take()) is not None:
                 found.append(delta)
-    texts = ["a", "b", "", "ec", "", "e"]
-    assert [(one.text, one.token_ids) for one in found] == list(
-        zip(texts, [[0], [1], [4], [2], [4], [9]], strict=True)
-    )
-    assert [one.logprobs for one in found] == [
-        [TokenLogprob(token, -1.0, [])] for token in (0, 1, 4, 2, 4, 9)
-    ]
+    assert [one.text for one in found] == ["a", "b", "", "ec", "", "e"]
+    assert [one.token_ids for one in found] == [[token] for token in tokens]
+    assert [one.logprobs for one in found] == [[TokenLogprob(token, -1.0, [])] for token in tokens]
     assert [one.finish_reason for one in found] == [None] * 5 + ["stop"]
 
 
@@ -205,7 +178,8 @@ STOP, LENGTH, ABORT = FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT
 @pytest.mark.parametrize(
     ("options", "tokens", "ended", "expected"),
     [
-        # The stop string, which the text then ends with, or the text of the stop token.
+        # The text ends before the stop string, or with it, or with the text of the stop token; none counts after it.
+        ({"stop": BC}, [0, 1, 2, 3], STOP, ("a", 3, "stop", "bc")),
         ({"stop": BC, "include_stop": True}, [0, 1, 2, 3], ABORT, ("abc", 3, "abort", "bc")),
         ({"stop_token_ids": ONE, "include_stop": True}, [0, 1], STOP, ("ab", 2, "stop", None)),
         # A stop token is counted and not shown.
@@ -217,30 +191,22 @@ STOP, LENGTH, ABORT = FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT
     ],
 )
 async def test_generation_ends_its_text_at_what_stopped_it(
-    options: dict[str, Any], tokens: list[int], ended: FinishReason, expected: tuple[object, ...]
+    options: dict[str, Any],
+    tokens: list[int],
+    ended: FinishReason,
+    expected: tuple[str, int, str, str | None],
 ) -> None:
-    made, _ = generation(**options)
-    for token in tokens:
-        made.push(token, None)
-    made.finish(finish(ended))
-    (delta,) = await read(made)
+    """The replica is informed of a stop string, once."""
+    made = Made(**options)
+    made.push(*tokens)
+    assert made.stops == [("r", STOP)] * (options.get("stop") == BC)
+    made.finish(ended)
+    (delta,) = await made.read()
     text, count, reason, stop_string = expected
     assert (delta.text, delta.finish_reason, delta.stop_string) == (text, reason, stop_string)
-    assert delta.token_ids == tokens[: made.output_tokens]
-    assert made.output_tokens == count
-    assert made.reason == reason
-
-
-async def test_generation_stop_string_across_tokens_ends_it() -> None:
-    """The text ends before the stop string, the replica is informed, and later tokens are dropped."""
-    made, ended = generation(stop=("bc",))
-    for token in (0, 1, 2, 3):
-        made.push(token, None)
-    assert ended.stops == [("r", FinishReason.STOP)]
-    made.finish(finish(FinishReason.STOP))
-    assert await read(made) == [OutputDelta("a", [0, 1, 2], finish_reason="stop", stop_string="bc")]
-    assert made.output_tokens == 3
-    assert made.reason is FinishReason.STOP
+    assert delta.token_ids == tokens[:count]
+    assert made.stream.output_tokens == count
+    assert made.stream.reason == reason
 
 
 @pytest.mark.parametrize(
@@ -251,35 +217,33 @@ async def test_generation_finds_no_stop_string_before_min_tokens(
     min_tokens: int, tokens: int, text: str
 ) -> None:
     """As in vLLM: the token that completes a stop string must come after the first `min_tokens`."""
-    made, ended = generation(stop=("a", "cab"), min_tokens=min_tokens)
-    for token in (0, 1, 2, 0, 1)[:tokens]:
-        made.push(token, None)
+    made = Made(stop=("a", "cab"), min_tokens=min_tokens)
+    made.push(*(0, 1, 2, 0, 1)[:tokens])
     stopped = len(text) < tokens
-    assert bool(ended.stops) is stopped
-    made.finish(finish())
-    (delta,) = await read(made)
+    assert bool(made.stops) is stopped
+    made.finish()
+    (delta,) = await made.read()
     assert (delta.text, delta.finish_reason) == (text, "stop" if stopped else "length")
 
 
 async def test_generation_held_text_goes_out_at_the_end() -> None:
     """The beginning of a stop string that was never completed, and half a character."""
-    made, _ = generation(stop=("bcd",))
-    for token in (0, 1, 2):
-        made.push(token, None)
-    assert (await anext(made)).text == "a"
-    made.push(99, None)
-    made.finish(finish())
-    assert "".join(delta.text for delta in await read(made)) == "bc?"
+    made = Made(stop=("bcd",))
+    made.push(0, 1, 2)
+    assert (await anext(made.stream)).text == "a"
+    made.push(99)
+    made.finish()
+    assert "".join(delta.text for delta in await made.read()) == "bc?"
 
 
 async def test_generation_logprobs_go_with_their_tokens() -> None:
-    made, _ = generation(logprobs=True)
+    made = Made(logprobs=1)
     first, second = (TokenLogprob(token, -0.5, [(token, -0.5)]) for token in (0, 1))
-    made.push(0, first)
-    assert (await anext(made)).logprobs == [first]
-    made.push(1, second)
-    made.finish(finish())
-    assert [delta.logprobs for delta in await read(made)] == [[second]]
+    made.stream.push(0, first)
+    assert (await anext(made.stream)).logprobs == [first]
+    made.stream.push(1, second)
+    made.finish()
+    assert [delta.logprobs for delta in await made.read()] == [[second]]
 
 
 @pytest.mark.parametrize(
@@ -287,57 +251,52 @@ async def test_generation_logprobs_go_with_their_tokens() -> None:
     [
         (FinishReason.ERROR, "encode_failed", 500),
         (FinishReason.ERROR, "grammar_failed", 400),
-        (FinishReason.ABORT, "cleared", 503),
-        (FinishReason.ABORT, "stopping", 503),
+        (ABORT, "cleared", 503),
+        (ABORT, "stopping", 503),
     ],
 )
-async def test_generation_error_reaches_the_reader(
-    reason: FinishReason, code: str, status: int
-) -> None:
+async def test_error_reaches_the_reader(reason: FinishReason, code: str, status: int) -> None:
     """The failure reaches the caller, once."""
-    made, ended = generation()
-    made.push(0, None)
-    made.finish(finish(reason, message="why", code=code))
+    made = Made()
+    made.push(0)
+    made.finish(reason, message="why", code=code)
     with pytest.raises(RequestFailed, match="why") as caught:
-        await anext(made)
+        await anext(made.stream)
     assert (caught.value.code, caught.value.status) == (code, status)
-    assert await read(made) == []
-    assert ended.ends == 1
+    assert await made.read() == []
+    assert made.ends == 1
 
 
 async def test_generation_abort_asks_once_it_matters() -> None:
     """Leaving frees the resources of the request; after its end there is nothing to free."""
-    made, ended = generation()
-    made.push(0, None)
-    made.abort()
-    assert ended.stops == [("r", FinishReason.ABORT)]
-    made.finish(finish(FinishReason.ABORT))
-    made.abort()
-    assert len(ended.stops) == 1
-    assert [delta.finish_reason for delta in await read(made)] == ["abort"]
+    made = Made()
+    made.push(0)
+    made.stream.abort()
+    made.finish(ABORT)
+    made.stream.abort()
+    assert made.stops == [("r", ABORT)]
+    assert [delta.finish_reason for delta in await made.read()] == ["abort"]
 
 
 async def test_generation_has_exactly_one_end() -> None:
     """A second terminal reply is a programming error; tokens after the first are dropped."""
-    made, ended = generation()
-    made.finish(finish())
-    made.push(0, None)
+    made = Made()
+    made.finish()
+    made.push(0)
     with pytest.raises(AssertionError, match="two terminal replies"):
-        made.finish(finish())
-    assert await read(made) == [OutputDelta("", [], finish_reason="length")]
-    assert await read(made) == []
-    assert ended.ends == 1
+        made.finish()
+    assert await made.read() == [OutputDelta("", [], finish_reason="length")]
+    assert await made.read() == []
+    assert made.ends == 1
 
 
-@pytest.mark.parametrize("reason", [FinishReason.LENGTH, FinishReason.STOP])
+@pytest.mark.parametrize("reason", [LENGTH, STOP])
 async def test_generation_of_a_prompt_alone_has_no_output(reason: FinishReason) -> None:
     """The token sampled at the end of every prompt is dropped, even if it is a stop token."""
-    made, ended = generation(
-        stop=("a",), stop_token_ids=frozenset({0}), logprobs=True, prompt_only=True
-    )
-    made.push(0, None)
-    made.finish(finish(reason))
-    (delta,) = await read(made)
+    made = Made(stop=("a",), stop_token_ids=frozenset({0}), logprobs=1, prompt_only=True)
+    made.push(0)
+    made.finish(reason)
+    (delta,) = await made.read()
     assert (delta.text, delta.token_ids, delta.logprobs) == ("", [], [])
-    assert (delta.finish_reason, made.output_tokens, ended.ends) == ("length", 0, 1)
-    assert not ended.stops
+    assert (delta.finish_reason, made.stream.output_tokens, made.ends) == ("length", 0, 1)
+    assert not made.stops

@@ -10,8 +10,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from tests.patience import patience
-from tests.unit.aio.ranks import Text
+from tests.unit.rank.worker_groups import Text, read
 from vsched.aio.streams import (
     ChoiceInputs,
     OutputDelta,
@@ -33,27 +32,22 @@ Pairs = Sequence[tuple[int, int]]
 class Table:
     """A table of streams `r1`, `r2`, …, numbered so."""
 
-    def __init__(self, *texts: Text, logprobs: bool = False) -> None:
+    def __init__(self, count: int, *, logprobs: int | None = None) -> None:
         self.broken: list[str] = []
         self.ends: list[str] = []
         self.end_error: Exception | None = None
         self.streams = StreamTable(self.broken.append)
         self.generations: dict[int, TokenStream] = {}
-        for number, text in enumerate(texts, 1):
-            self.generations[number] = self._generation(f"r{number}", text, logprobs=logprobs)
-            self.streams.add(number, self.generations[number])
-
-    def _generation(self, name: str, text: Text, *, logprobs: bool) -> TokenStream:
-        return TokenStream(
-            ChoiceInputs(
-                request_id=name,
+        for number in range(1, count + 1):
+            inputs = ChoiceInputs(
+                request_id=f"r{number}",
                 prompt_token_ids=[1] * 5,
-                sampling=SamplingParams(logprobs=1 if logprobs else None),
+                sampling=SamplingParams(logprobs=logprobs),
                 on_stop=lambda *_: None,
-                on_end=lambda: self._on_end(name),
-            ),
-            lambda **_: text,
-        )
+                on_end=partial(self._on_end, f"r{number}"),
+            )
+            self.generations[number] = TokenStream(inputs, lambda **_: Text())
+            self.streams.add(number, self.generations[number])
 
     def _on_end(self, name: str) -> None:
         self.ends.append(name)
@@ -65,13 +59,12 @@ class Table:
         numbers, tokens = (array("i", column).tobytes() for column in zip(*pairs, strict=True))
         self.streams.emit(GenerateResult(1, tokens, numbers, [], list(logprobs), 0))
 
-    def finish(self, number: int, reason: FinishReason = FinishReason.LENGTH) -> None:
-        self.streams.finish(Finish(f"r{number}", number, reason, RequestTimes()))
+    def finish(self, number: int) -> None:
+        reason, times = FinishReason.LENGTH, RequestTimes()
+        self.streams.finish(Finish(f"r{number}", number, reason, times))
 
     async def tokens(self, number: int) -> list[int]:
-        async with patience():
-            deltas = [delta async for delta in self.generations[number]]
-        return [token for delta in deltas for token in delta.token_ids]
+        return await read(self.generations[number])
 
 
 @pytest.mark.parametrize(
@@ -88,7 +81,7 @@ async def test_stream_table_gives_each_stream_its_token(
     pairs: Pairs, first: list[int], second: list[int]
 ) -> None:
     """By the number of the request; tokens without a stream are dropped."""
-    table = Table(Text(), Text())
+    table = Table(2)
     table.emit(pairs)
     for number in (1, 2):
         table.finish(number)
@@ -100,7 +93,7 @@ async def test_stream_table_gives_each_stream_its_token(
 @pytest.mark.parametrize("finished", [False, True])
 async def test_stream_table_reports_no_answer_before_all_of_its_prompt(finished: bool) -> None:
     """Once another choice completes the prompt report, waiting readers are called, even if their choice has ended."""
-    table = Table(Text(), Text(), Text())
+    table = Table(3)
     report = PromptReport([1] * 3, 0)
     for number in (1, 2):
         table.generations[number].prompt_report = report
@@ -124,7 +117,7 @@ async def test_stream_table_reports_no_answer_before_all_of_its_prompt(finished:
 
 
 async def test_stream_table_reports_a_failure_before_the_end_of_a_prompt_at_once() -> None:
-    table = Table(Text())
+    table = Table(1)
     table.generations[1].prompt_report = PromptReport([1] * 3, 0)
     table.streams.fail_all("lost", code="stopping")
     with pytest.raises(RequestFailed, match="lost"):
@@ -132,7 +125,7 @@ async def test_stream_table_reports_a_failure_before_the_end_of_a_prompt_at_once
 
 
 async def test_stream_table_gives_logprobs_by_slot() -> None:
-    table = Table(Text(), Text(), logprobs=True)
+    table = Table(2, logprobs=1)
     table.emit([(2, 8), (1, 7)], [SlotLogprob(1, -0.5, [(7, -0.5)])])
     delta = await anext(table.generations[1])
     assert delta.logprobs is not None
@@ -144,7 +137,7 @@ async def test_stream_table_gives_logprobs_by_slot() -> None:
 
 async def test_stream_table_gives_the_tokens_of_drafts_one_by_one_with_their_logprobs() -> None:
     """Clients count tokens by events. Broken streams, and readers that iterate, get complete deltas as well."""
-    table = Table(Text(), Text(), logprobs=True)
+    table = Table(2, logprobs=1)
     taken: list[OutputDelta | None] = []
     table.generations[1].subscribe(lambda: taken.append(table.generations[1].take()))
     numbers, tokens = array("i", [2, 1]).tobytes(), array("i", [8, 7]).tobytes()
@@ -169,7 +162,7 @@ async def test_stream_table_gives_the_tokens_of_drafts_one_by_one_with_their_log
 
 async def test_stream_table_is_idle_when_the_last_has_ended() -> None:
     """A drain waits for exactly that, also past an end that raises."""
-    table = Table(Text(), Text())
+    table = Table(2)
     table.end_error = RuntimeError("a lease")
     idle = asyncio.ensure_future(table.streams.wait_idle())
     table.emit([(1, 7), (2, 8)])
@@ -193,7 +186,7 @@ def test_int32_array_refuses_partial_values() -> None:
 
 async def test_stream_table_gives_each_prompt_what_is_told_of_it() -> None:
     """A gap ends the request; reports without a request are dropped."""
-    table = Table(Text(), Text(), Text())
+    table = Table(3)
     reports = [PromptReport([7, 8], 0), PromptReport([7, 8, 9], 0)]
     for number, report in enumerate(reports, 1):
         table.generations[number].prompt_report = report
@@ -251,15 +244,11 @@ def test_prompt_report_keeps_earlier_values() -> None:
     assert [one.logprob for one in found] == [-1, -2, -3.5, -4]
 
 
-def test_prompt_report_refuses_a_gap() -> None:
+def test_prompt_report_is_read_when_it_is_whole() -> None:
     report = PromptReport(PROMPT, 2)
     report.take(prompt_piece(1, 1))
     with pytest.raises(ValueError, match="position 3 of a prompt is told of before 2"):
         report.take(prompt_piece(3, 1))
-
-
-def test_prompt_report_is_read_when_it_is_whole() -> None:
-    report = PromptReport(PROMPT, 2)
-    report.take(prompt_piece(1, 3))
+    report.take(prompt_piece(2, 2))
     with pytest.raises(ValueError, match="4 of 5 prompt tokens are known"):
         list(report.tokens())
