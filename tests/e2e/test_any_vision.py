@@ -5,10 +5,7 @@ Images are bidirectional in Gemma 3, so a chunk contains them completely.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
-import os
-import signal
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,10 +17,11 @@ from transformers import AutoModelForImageTextToText
 
 httpx = pytest.importorskip("httpx")
 
-from tests.e2e.asking import TEXTS, Ask, begin, drawn_image, read  # noqa: E402
+from tests.e2e.asking import TEXTS, Ask, begin, drawn_image  # noqa: E402
 from tests.e2e.conftest import SETTINGS, assert_idle  # noqa: E402
+from tests.e2e.losing import answers_over_a_kill  # noqa: E402
 from tests.parity.vision_checkpoints import make_vision_checkpoint  # noqa: E402
-from tests.patience import PATIENCE_S, until  # noqa: E402
+from tests.patience import PATIENCE_S  # noqa: E402
 from vsched import Config  # noqa: E402
 from vsched.api.server import RunningServer, running_server  # noqa: E402
 from vsched.config import load_config  # noqa: E402
@@ -103,26 +101,6 @@ def generated(
     return found
 
 
-@pytest.fixture(scope="module")
-def wanted(seeing: RunningServer, config: Config) -> list[list[int]]:
-    found = generated(Path(config.model.path), seeing.engine.preprocessor, ASKS)
-    assert found[0] != found[1]
-    return found
-
-
-async def test_a_chat_about_an_image_is_answered_as_generate_does(
-    seeing: RunningServer, wanted: list[list[int]]
-) -> None:
-    options = {"model": "seeing", "temperature": 0, "max_tokens": OUTPUTS, "ignore_eos": True}
-    async with httpx.AsyncClient(base_url=seeing.url, timeout=PATIENCE_S) as client:
-        for ask, tokens in zip(ASKS, wanted, strict=True):
-            body = {"messages": ask.messages, **options}
-            response = await client.post("/v1/chat/completions", json=body)
-            assert response.status_code == 200, response.text
-            text = response.json()["choices"][0]["message"]["content"]
-            assert text == seeing.engine.preprocessor.detokenize(tokens)
-
-
 async def test_attention_spans_are_honoured_or_refused(
     seeing: RunningServer, config: Config
 ) -> None:
@@ -162,12 +140,10 @@ async def test_attention_spans_are_honoured_or_refused(
             assert other != pytest.approx(default, rel=1e-4), "the spans make a difference"
 
 
-async def test_a_killed_rank_loses_no_token(seeing: RunningServer, wanted: list[list[int]]) -> None:
+async def test_a_killed_rank_loses_no_token(seeing: RunningServer, config: Config) -> None:
     engine = seeing.engine
+    wanted = generated(Path(config.model.path), engine.preprocessor, ASKS)
+    assert wanted[0] != wanted[1]
     started = [await begin(engine, ask) for ask in ASKS]
-    await until(lambda: sum(one.output_tokens for one in started) > 20, "streams are running")
-    assert any(one.reason is None for one in started), "too late to lose anything"
-    os.kill(engine.rank_pids[1], signal.SIGKILL)
-    found = await asyncio.gather(*(read(one) for one in started))
+    found = await answers_over_a_kill(engine, started, engine.rank_pids[1])
     assert [one.token_ids for one in found] == wanted
-    await until(lambda: engine.state == "ready", "the lost group is back")

@@ -10,7 +10,6 @@ import pytest
 
 from tests.e2e.asking import read
 from tests.e2e.conftest import SETTINGS, assert_idle
-from tests.e2e.in_process import InProcessEngine
 from tests.patience import patience
 from tests.unit.sim.shapes import COST
 from tests.unseen_policy import (
@@ -111,7 +110,7 @@ async def test_unseen_policy_in_our_engine(
         sets.append(f"model.path={checkpoints('nano25')}")
         config = load_config(tables, sets=sets, environ={}).config
         assert config.generate.memory == {"use": "pinned", "tokens": KV_TOKENS}
-        async with InProcessEngine(config) as engine:
+        async with Engine(config) as engine:
             orders[name] = await served_order(engine)
             calls = engine.statistics()["policy_calls"]
             if name == "turns":
