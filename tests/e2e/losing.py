@@ -15,12 +15,13 @@ from vsched.aio.streams import Generation
 
 
 async def answers_over_a_kill(
-    engine: Engine, started: Sequence[Generation], pid: int, *, tokens: int = 20
+    engine: Engine, started: Sequence[Generation], *pids: int, tokens: int = 20
 ) -> list[Answer]:
-    """Kill a rank after a number of tokens; return the answers once its group is back."""
+    """Kill ranks after a number of tokens; return the answers once their groups are back."""
     await until(lambda: sum(one.output_tokens for one in started) > tokens, "streams are running")
     assert any(one.reason is None for one in started), "too late to lose anything"
-    os.kill(pid, signal.SIGKILL)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
     await until(lambda: engine.state == "degraded", "the loss is detected")
     found = await asyncio.gather(*map(read, started))
     await until(lambda: engine.state == "ready", "the lost group is back")

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shutil
-import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +13,9 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from tests.e2e.asking import TEXTS, Answer, Ask, answer, begin, drawn_image, read
+from tests.e2e.asking import TEXTS, Answer, Ask, answer, begin, drawn_image
 from tests.e2e.conftest import assert_idle
-from tests.patience import until
+from tests.e2e.losing import answers_over_a_kill
 from vsched import Config, Engine, SamplingParams
 from vsched.api.structured_outputs import constraint_from_schema
 from vsched.errors import ConfigError
@@ -139,10 +137,8 @@ async def test_drafts_change_no_answer(
         assert counts["drafts_accepted"] > least, "hardly any draft token was accepted"
         assert counts["drafts_accepted"] < counts["tokens_drafted"]
         started = [await begin(engine, *each) for each in ASKS]
-        await until(lambda: all(one.output_tokens > 4 for one in started), "answers are running")
-        os.kill(engine.rank_pids[1], signal.SIGKILL)
-        await until(lambda: engine.state == "degraded", "the loss is detected")
-        assert said(list(await asyncio.gather(*map(read, started)))) == said(plain.found)
+        found = await answers_over_a_kill(engine, started, engine.rank_pids[1])
+        assert said(found) == said(plain.found)
         await assert_idle(engine)
 
 

@@ -12,23 +12,17 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import pytest_asyncio
-import safetensors.numpy
+from PIL import Image
 
-from tests.e2e.asking import GREEDY, TEXTS, Ask, data_url, drawn_image, read
+from tests.e2e.asking import TEXTS, Ask, drawn_image
 from tests.e2e.conftest import SETTINGS, assert_idle
-from tests.e2e.test_video_pruning import prepare, pruned
 from tests.e2e.tower import Tower, packed
 from tests.e2e.video_asks import SIZE, VideoAsk, ask_video, drawn_frames, of_frames
 from tests.parity.vision_checkpoints import make_vision_checkpoint
-from tests.patience import patience
 from vsched import Config, Engine, RequestRefused
 from vsched.config import load_config
-from vsched.config.sections import PoliciesConfig
-from vsched.errors import ConfigError
-from vsched.media import ImageReference, MediaReference
-from vsched.media.pruning import make_pruning
+from vsched.media import MediaReference
 from vsched.worker.contract import view_arrays
-from vsched_policies.pruning import MostChanged
 from vsched_workers.families.generic import EMBEDDED_SIZE
 from vsched_workers.families.qwen_image import grid_of
 
@@ -47,44 +41,27 @@ class Served:
 @pytest_asyncio.fixture(
     scope="module",
     loop_scope="package",
-    params=[
-        "nano3",
-        pytest.param("nano25", marks=pytest.mark.thorough),
-    ],  # nano3 has deepstack levels
+    # With deepstack levels, and without.
+    params=["nano3", pytest.param("nano25", marks=pytest.mark.thorough)],
 )
 async def served(
-    request: pytest.FixtureRequest,
-    configure: Callable[..., Config],
-    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest, configure: Callable[..., Config]
 ) -> AsyncIterator[Served]:
-    folder = tmp_path_factory.mktemp("embeddings")
-    config = configure(request.param, "media.allow_embeddings=true", f"media.directory={folder}")
+    config = configure(request.param, "media.allow_embeddings=true")
     tower = await asyncio.to_thread(Tower.load, config.model.path)
     async with Engine(config) as engine:
         yield Served(engine, tower)
         await assert_idle(engine)
 
 
-async def ask(engine: Engine, images: Sequence[ImageReference], text: str = TEXTS[0]) -> list[int]:
-    """Return the tokens of a question about images, however they are given."""
-    placeholders = Ask(text, IMAGES[:1] * len(images)).messages
-    async with patience():
-        generation = await engine.generate(
-            prompt=engine.preprocessor.render(placeholders),
-            images=images,
-            sampling=GREEDY,
-            request_id=f"brought-{next(_numbers)}",
-        )
-    return (await read(generation)).token_ids
-
-
-_numbers = iter(range(1 << 30))
-
-
 def media(engine: Engine) -> tuple[int, int]:
     """Number of images that the engine decoded, and of embeddings that it received."""
     counts = engine.statistics()["media"]
     return counts["processed"], counts["embedded"]
+
+
+async def ask(engine: Engine, images: Sequence[Image.Image | MediaReference]) -> list[int]:
+    return await ask_video(engine, VideoAsk([*images, ASK.text]))
 
 
 @pytest.mark.slow
@@ -94,16 +71,14 @@ async def test_embeddings_answer_as_their_images_do(
     """Alone, every mixture of raw and embedded, in order, deepstack levels included."""
     engine, tower = served.engine, served.tower
     [wanted] = generated(engine.model_name, [ASK])
-    urls = [data_url(image) for image in IMAGES]
     brought = [tower.embed(image) for image in IMAGES]
     before = media(engine)
     assert await ask(engine, brought) == wanted
     assert media(engine) == (before[0], before[1] + 2), "no image was sent, none was decoded"
-    mixtures: list[list[ImageReference]] = [[urls[0], brought[1]], [brought[0], urls[1]], [*urls]]
-    for images in mixtures:
+    for images in ([IMAGES[0], brought[1]], [brought[0], IMAGES[1]], IMAGES):
         assert await ask(engine, images) == wanted
     swapped = await ask(engine, brought[::-1])
-    assert swapped == await ask(engine, urls[::-1])
+    assert swapped == await ask(engine, IMAGES[::-1])
     assert swapped != wanted
 
 
@@ -139,13 +114,11 @@ def as_video(tensors: dict[str, npt.NDArray[Any]]) -> MediaReference:
 
 
 async def test_embeddings_of_videos_answer_as_the_videos_do(served: Served) -> None:
-    """In chunks of 48 tokens, mixed with raw videos and images; by value, and from the allowed folder."""
+    """In chunks of 48 tokens, mixed with raw videos and images."""
     engine = served.engine
     videos = [of_frames(drawn_frames(21, 11)), of_frames(drawn_frames(22, 4), fps=0.5)]
     tensors = [await embed_video(engine, served.tower, video) for video in videos]
     long, short = map(as_video, tensors)
-    file = Path(engine.config.media.directory, "short.safetensors")
-    safetensors.numpy.save_file(tensors[1], file)
     text = "What comes first? " * 4
     wanted = await ask_video(engine, VideoAsk([videos[0], text]))
     before = media(engine)
@@ -158,7 +131,6 @@ async def test_embeddings_of_videos_answer_as_the_videos_do(served: Served) -> N
     for first, second, third in (
         (long, videos[1], image),
         (videos[0], short, served.tower.embed(image)),
-        (long, MediaReference(f"file://{file}", is_video=True, is_embedded=True), image),
     ):
         parts: list[Any] = [image, first, second, "and ", third, text]
         assert await ask_video(engine, VideoAsk(parts, count=30)) == wanted
@@ -167,24 +139,12 @@ async def test_embeddings_of_videos_answer_as_the_videos_do(served: Served) -> N
     assert engine.statistics()["encode"]["items_encoded"] == encoded, "each group is cached"
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        "glm4v",
-        pytest.param("smolvlm", marks=pytest.mark.slow),
-        pytest.param("qwen2_vl", marks=pytest.mark.thorough),
-    ],
-)
-async def test_embedded_and_pruned_videos_of_other_families(family: str, tmp_path: Path) -> None:
-    """Embeddings answer as the video does; pruning shortens the prompt, or is refused if frames have no patches."""
+@pytest.mark.parametrize("family", ["glm4v", pytest.param("smolvlm", marks=pytest.mark.thorough)])
+async def test_embedded_videos_of_other_families(family: str, tmp_path: Path) -> None:
+    """Embeddings with the size and the times of their frames answer as the video does."""
     make_vision_checkpoint(family, tmp_path)
-    sets = (
-        *SETTINGS,
-        f"model.path={tmp_path}",
-        "media.allow_embeddings=true",
-        "generate.context_tokens=0",
-    )
-    config = load_config(None, sets=sets, environ={}).config
+    sets = [f"model.path={tmp_path}", "media.allow_embeddings=true", "generate.context_tokens=0"]
+    config = load_config(None, sets=[*SETTINGS, *sets], environ={}).config
     tower = await asyncio.to_thread(Tower.load, str(tmp_path))
     async with Engine(config) as engine:
         video, text = of_frames(drawn_frames(24, 7)), "What comes first?"
@@ -193,55 +153,21 @@ async def test_embedded_and_pruned_videos_of_other_families(family: str, tmp_pat
         before = media(engine)
         assert await ask_video(engine, VideoAsk([as_video(tensors), text])) == wanted
         assert media(engine) == (before[0], before[1] + 1)
-        bad = tensors | {"timestamps": np.zeros(0)}
-        with pytest.raises(RequestRefused, match="0 frames, limit 768 frames") as caught:
-            await ask_video(engine, VideoAsk([as_video(bad), text]))
-        assert caught.value.code == "video_frames_exceeded"
-        policy = MostChanged(rate=0.5)
-        if not engine.preprocessor.prunes_videos:
-            pruning = make_pruning(policy, PoliciesConfig())
-            assert pruning is not None
-            with pytest.raises(ConfigError, match="the videos of this model cannot be pruned"):
-                pruning.check(engine.preprocessor)
-            pruning.close()
-            return
-        still = of_frames(drawn_frames(25, 1) * 8)
-        whole = await prepare(engine, VideoAsk([still, text]))
-        whole.lease.release()
-        with pruned(engine, policy):
-            some = await prepare(engine, VideoAsk([still, text]))
-            some.lease.release()
-            assert await ask_video(engine, VideoAsk([still, text]))
-        rows = sum(item.tokens for item in whole.items)
-        assert len(some.token_ids) == len(whole.token_ids) - rows // 2
-        await assert_idle(engine)
+        bad = as_video(tensors | {"timestamps": np.zeros(0)})
+        with pytest.raises(RequestRefused, match="0 frames, limit 768 frames"):
+            await ask_video(engine, VideoAsk([bad, text]))
 
 
-async def test_bad_embeddings_of_videos_are_refused(served: Served) -> None:
+async def test_grids_of_embedded_videos_are_checked(served: Served) -> None:
+    """However large their numbers are."""
     tensors = await embed_video(served.engine, served.tower, of_frames(drawn_frames(23, 4)))
-    times = served.tower.preprocessor.video_times
-    grid = tensors["grid_thw"]
-    for code, changed in {
-        "grid_thw_invalid": {"grid_thw": grid - [0, 1, 0]},
-        "video_frames_exceeded": {"grid_thw": grid * [1 << 40, 1, 1]},
-        "image_tokens_exceeded": {"grid_thw": grid * [1, 1 << 20, 1]},
-        "embeds_tokens": {"grid_thw": grid * [1, 2, 1]},
-        f"{times}_shape": {times: np.zeros(7)},
-        f"{times}_dtype": {times: np.zeros(2, np.float16)},
-        "embeds_not_finite": {"embeds": tensors["embeds"] * np.float32("inf")},
+    for code, grid in {
+        "grid_thw_invalid": tensors["grid_thw"] - [0, 1, 0],
+        "video_frames_exceeded": tensors["grid_thw"] * [1 << 40, 1, 1],
+        "image_tokens_exceeded": tensors["grid_thw"] * [1, 1 << 20, 1],
+        "embeds_tokens": tensors["grid_thw"] * [1, 2, 1],
     }.items():
+        video = as_video(tensors | {"grid_thw": grid})
         with pytest.raises(RequestRefused, match="video 0: .*Remedy: ") as caught:
-            await ask_video(served.engine, VideoAsk([as_video(tensors | changed), "?"], count=1))
+            await ask_video(served.engine, VideoAsk([video, "?"], count=1))
         assert (caught.value.code, caught.value.status) == (code, 400)
-
-
-async def test_rows_that_came_are_what_the_model_reads(served: Served) -> None:
-    """The output depends on the rows, on every level of them: equality above is no coincidence."""
-    engine, tower = served.engine, served.tower
-    rows, grid = tower.encode(IMAGES[0])
-    hidden = tower.info.hidden_size
-    plain = await ask(engine, [tower.embed(IMAGES[0])])
-    for level in range(tower.info.embedding_levels):
-        changed = rows.copy()
-        changed[:, level * hidden : (level + 1) * hidden] *= -3
-        assert await ask(engine, [packed(embeds=changed, grid_thw=grid)]) != plain

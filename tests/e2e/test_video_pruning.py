@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from PIL import Image
+from transformers import DynamicCache
 
 from tests.e2e.asking import drawn_image
 from tests.e2e.conftest import assert_idle
-from tests.e2e.video_asks import VideoAsk, ask_video, groups_encoded, of_frames
-from tests.parity.video_compare import KEPT, answers_about_pruned_video
-from tests.workers import driver
+from tests.e2e.video_asks import (
+    VideoAsk,
+    ask_video,
+    drawn_frames,
+    groups_encoded,
+    of_frames,
+    question_inputs,
+)
+from tests.parity.compare import library_model, load_on
+from tests.workers.driver import Clip
 from vsched import Engine
 from vsched.config.sections import PoliciesConfig
 from vsched.errors import RequestRefused
@@ -24,6 +35,8 @@ from vsched_policies.pruning import MostChanged
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
 SQUARE = 40
+WITHOUT_PLACE = ("pixel_values_videos", "attention_mask")
+"""Inputs of the model that positions do not depend on."""
 
 
 @contextmanager
@@ -63,27 +76,67 @@ async def prepare(engine: Engine, ask: VideoAsk) -> PreparedRequest:
     return prepared
 
 
-class Masked(PruningPolicy, frozen=True, kw_only=True):
-    """Keeps the tokens of the comparison with transformers: runs of a group, and nothing of another."""
+def kept_mask(groups: int, tokens: int) -> bytes:
+    """Return the mask of the first frame group, and of every third token of the others."""
+    return bytes(at < tokens or at % 3 == 1 for at in range(groups * tokens))
+
+
+class EveryThird(PruningPolicy, frozen=True, kw_only=True):
+    """Keeps the tokens of `kept_mask`."""
 
     def prune(self, view: PruningView) -> bytes:
-        return bytes(map(int, "".join(KEPT)))
+        return kept_mask(view.groups, view.rows * view.columns)
 
 
-@pytest.mark.parametrize(
-    ("family", "size"),
-    [("qwen2_5_vl", "nano25"), pytest.param("qwen3_vl", "nano3", marks=pytest.mark.thorough)],
-)
+@torch.inference_mode()
+def generate_pruned(path: Path, ask: VideoAsk) -> list[int]:
+    """Return the greedy tokens of transformers' own modules without the pruned tokens, at their positions."""
+    model: Any = library_model(path, sees=True)
+    inputs = question_inputs(load_on("cpu", str(path)), model, ask)
+    encoded = model.model.get_video_features(
+        inputs["pixel_values_videos"], inputs["video_grid_thw"], return_dict=True
+    )
+    ids, groups = inputs["input_ids"], int(inputs["video_grid_thw"][0, 0])
+    seen = ids[0] == model.config.video_token_id
+    mask = torch.tensor(list(kept_mask(groups, int(seen.sum()) // groups)), dtype=torch.bool)
+    kept = torch.ones(ids.shape[1], dtype=torch.bool)
+    kept[seen] = mask
+    rope = {name: each for name, each in inputs.items() if name not in WITHOUT_PLACE}
+    positions = model.model.get_rope_index(**rope)[0][:, :, kept]
+    embeds = model.get_input_embeddings()(ids[:, kept])
+    embeds[:, seen[kept]] = torch.cat(list(encoded.pooler_output))[mask]
+    more: dict[str, Any] = {}
+    if levels := getattr(encoded, "deepstack_features", None):
+        more["visual_pos_masks"] = seen[kept][None]
+        more["deepstack_visual_embeds"] = [torch.cat(list(level))[mask] for level in levels]
+    cache, found = DynamicCache(), []
+    for _ in range(ask.count):
+        out = model.model.language_model(
+            inputs_embeds=embeds, position_ids=positions, past_key_values=cache, **more
+        )
+        token = model.lm_head(out.last_hidden_state[:, -1]).argmax(-1)
+        found.append(int(token))
+        embeds = model.get_input_embeddings()(token[None])
+        positions = positions[:, :, -1:].amax(0, keepdim=True).expand(3, 1, 1) + 1
+        more = {}
+    return found
+
+
+@pytest.mark.parametrize("size", ["nano25", "nano3"])
 async def test_answers_equal_transformers_modules_with_the_same_mask(
-    family: str, size: str, shared_engine: Engine, together_engine: Engine
+    size: str,
+    shared_engine: Engine,
+    together_engine: Engine,
+    checkpoints: Callable[[str], Path],
 ) -> None:
+    """In chunks of 48 tokens, which end within groups, and again from the prefix cache."""
     engine = shared_engine if size == "nano25" else together_engine
-    _, wanted = answers_about_pruned_video(family)
-    frames = [driver.drawn_image(100 + index, 112, 56) for index in range(7)]
-    ask = VideoAsk([of_frames(frames), "what moves?"], count=len(wanted))
-    with pruned(engine, Masked(rate=0.5)):
-        assert await ask_video(engine, ask) == wanted
+    ask = VideoAsk([Clip(drawn_frames(21, 15)), "What moves? " * 4], count=40)
+    wanted = generate_pruned(checkpoints(size), ask)
     assert await ask_video(engine, ask) != wanted
+    with pruned(engine, EveryThird(rate=0.4)):
+        for _ in range(2):
+            assert await ask_video(engine, ask) == wanted
     await assert_idle(engine)
 
 

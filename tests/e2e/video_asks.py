@@ -15,7 +15,7 @@ from tests.e2e.asking import data_url, drawn_image
 from tests.parity.compare import expected, library_model, load_on
 from tests.parity.video_compare import inputs_of, prompt_of
 from tests.patience import patience
-from tests.workers.driver import Clip, Question
+from tests.workers.driver import Clip, Question, Stage
 from vsched import Engine, SamplingParams
 from vsched.media import ImageReference, MediaReference
 from vsched.worker.contract import VideoSampling
@@ -100,13 +100,14 @@ async def groups_encoded(engine: Engine, video: MediaReference) -> int:
     return int(engine.statistics()["encode"]["items_encoded"] - before)
 
 
+def question_inputs(stage: Stage, model: Any, ask: VideoAsk) -> dict[str, Any]:
+    """Return the inputs of transformers' model for a question: images and clips, then a text."""
+    *images, text = ask.parts
+    question = Question(str(text), images)
+    return inputs_of(stage, model, question, prompt_of(stage, question))
+
+
 def generate_videos(path: Path, asked: Sequence[VideoAsk]) -> list[list[int]]:
-    """Return the tokens of transformers' `generate`; each question has images and clips, then a text."""
+    """Return the tokens of transformers' `generate` for questions about images and clips."""
     stage, model = load_on("cpu", str(path)), library_model(path, sees=True)
-    found = []
-    for ask in asked:
-        *images, text = ask.parts
-        question = Question(str(text), images)
-        inputs = inputs_of(stage, model, question, prompt_of(stage, question))
-        found.append(expected(model, inputs, ask.count).output)
-    return found
+    return [expected(model, question_inputs(stage, model, ask), ask.count).output for ask in asked]
