@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
 import msgspec
 import pytest
-import pytest_asyncio
 
-from tests.e2e.asking import Answer, Ask, begin, mixed_asks, read
+from tests.e2e.asking import Answer, Ask, answer, begin, mixed_asks
 from tests.e2e.conftest import assert_idle
 from tests.e2e.test_grammars import LIST
 from tests.patience import PATIENCE_S, patience, until
@@ -28,7 +27,6 @@ pytestmark = [
     pytest.mark.slow,
 ]
 
-SIZE = "nano25"
 DRAWN = 8
 GROUPS = (
     "encode.replicas=2",
@@ -66,15 +64,14 @@ class Question:
     finish_reason: str | None
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="package")
-async def questions(configure: Callable[..., Config]) -> list[Question]:
-    """Return greedy, sampled and constrained questions, with the answers of a single undisturbed rank."""
-    requested: list[tuple[Ask, SamplingParams | None]] = [(ask, None) for ask in mixed_asks()]
-    for number, ask in enumerate(mixed_asks()[:DRAWN]):
+async def answered_questions(engine: Engine) -> list[Question]:
+    """Return greedy, sampled and constrained questions, with the answers of single undisturbed ranks."""
+    asks = mixed_asks()
+    requested: list[tuple[Ask, SamplingParams | None]] = [(ask, None) for ask in asks]
+    for number, ask in enumerate(asks[:DRAWN]):
         requested.append((ask, msgspec.structs.replace(DRAWS, seed=number)))
-    requested += [(mixed_asks()[1], CONSTRAINED), (mixed_asks()[2], CONSTRAINED)]
-    async with Engine(configure(SIZE, "placement=together")) as alone:
-        found = [await read(await begin(alone, ask, sampling)) for ask, sampling in requested]
+    requested += [(asks[1], CONSTRAINED), (asks[2], CONSTRAINED)]
+    found = [await answer(engine, ask, sampling) for ask, sampling in requested]
     return [
         Question(ask, sampling, each.token_ids, each.finish_reason)
         for (ask, sampling), each in zip(requested, found, strict=True)
@@ -120,42 +117,35 @@ def row(engine: Engine, group: str) -> dict[str, Any]:
     return next(each for each in engine.groups() if each["name"] == group)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="package")
-async def groups(configure: Callable[..., Config]) -> AsyncIterator[Engine]:
-    """Eight ranks: two groups of two for each stage."""
-    async with Engine(configure(SIZE, *GROUPS)) as engine:
-        yield engine
-        await assert_idle(engine)
-        every = engine.rank_pids
-    assert not any(map(is_alive, every))
+async def test_groups_of_ranks_equal_one_rank_and_lose_no_token_to_faults(
+    configure: Callable[..., Config], engine: Engine
+) -> None:
+    """A rank of each stage exits or hangs under load; diverging ranks are in `tests/unit/rank`.
 
-
-async def test_groups_of_ranks_equal_one_rank(groups: Engine, questions: list[Question]) -> None:
-    """Mixed requests, eight ranks, preempted now and then; each replica had its share."""
-    load = Load(groups, questions)
-    load.over.set()
-    await load.run(clients=16)
+    Eight ranks, two groups of two for each stage; requests are preempted now and then.
+    """
+    questions = await answered_questions(engine)
     drawn = {tuple(one.tokens[:16]) for one in questions if one.sampling not in (None, CONSTRAINED)}
     assert len(drawn) == DRAWN, "equality proves nothing"
     assert [one.finish_reason for one in questions].count("stop") == 2, "the constrained ones"
-    statistics = groups.statistics()
-    for stage in ("encode", "generate"):
-        busy = [statistics["busy_ms"][f"{stage}-{index}"] for index in range(2)]
-        assert min(busy) > 0, busy
-    assert statistics["generate"]["preemptions"] > 0, "the KV cache was not small enough"
-
-
-async def test_groups_lose_no_token_to_faults(groups: Engine, questions: list[Question]) -> None:
-    """A rank of each stage exits or hangs under load; diverging ranks are in `tests/unit/rank`."""
-    load = Load(groups, questions)
-    async with asyncio.TaskGroup() as group:
-        group.create_task(load.run(clients=6))
-        # A decision may find a rank gone before the engine gets the exit of its child.
-        await load.more(200)
-        await lose(groups, "generate-0", 1, signal.SIGKILL, ("killed by SIGKILL", "is gone"))
-        await load.more(200)
-        await lose(groups, "encode-0", 0, signal.SIGSTOP, ("deadlines.", "was silent"))
-        load.over.set()
+    async with Engine(configure("nano25", *GROUPS)) as groups:
+        load = Load(groups, questions)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(load.run(clients=12))
+            # A decision may find a rank gone before the engine gets the exit of its child.
+            await load.more(200)
+            await lose(groups, "generate-0", 1, signal.SIGKILL, ("killed by SIGKILL", "is gone"))
+            await load.more(200)
+            await lose(groups, "encode-0", 0, signal.SIGSTOP, ("deadlines.", "was silent"))
+            load.over.set()
+        statistics = groups.statistics()
+        for stage in ("encode", "generate"):
+            busy = [statistics["busy_ms"][f"{stage}-{index}"] for index in range(2)]
+            assert min(busy) > 0, busy
+        assert statistics["generate"]["preemptions"] > 0, "the KV cache was not small enough"
+        await assert_idle(groups)
+        every = groups.rank_pids
+    assert not any(map(is_alive, every))
 
 
 async def lose(
