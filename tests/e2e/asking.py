@@ -78,7 +78,7 @@ def mixed_asks() -> list[Ask]:
         ]
         system = "You are a helpful assistant. Answer in a word." if number % 3 == 0 else ""
         text = TEXTS[(number + number // 5) % len(TEXTS)]
-        asks.append(Ask(text, images, count=24 + 5 * (number % 7), system=system))
+        asks.append(Ask(text, images, count=16 + 3 * (number % 7), system=system))
     return asks
 
 

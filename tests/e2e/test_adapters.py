@@ -102,7 +102,7 @@ async def loaded(client: Any, name: str = "two", path: str = "two") -> None:
 def asks(seed: int) -> list[Ask]:
     return [
         Ask(TEXTS[n % 5], [drawn_image(seed + 10 * n + k) for k in range(n % 2)], count=24)
-        for n in range(6)
+        for n in range(4)
     ]
 
 

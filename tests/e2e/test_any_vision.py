@@ -30,7 +30,7 @@ from vsched.worker.contract import Preprocessor  # noqa: E402
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
-OUTPUTS = 60
+OUTPUTS = 30
 ASKS = [
     Ask("What is it?", [drawn_image(1)], OUTPUTS),
     Ask("And these?", [drawn_image(2, (33, 64)), drawn_image(3, (112, 40))], OUTPUTS),

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="package")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", ["nano25", "nano3"])
+@pytest.mark.parametrize("size", ["nano25", pytest.param("nano3", marks=pytest.mark.thorough)])
 async def test_engine_equals_generate(
     size: str,
     shared_engine: Engine,

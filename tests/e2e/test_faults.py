@@ -20,7 +20,7 @@ pytestmark = [
 
 Generated = Callable[..., list[list[int]]]
 SAMPLED = SamplingParams(
-    max_tokens=60,
+    max_tokens=40,
     temperature=0.9,
     top_p=0.9,
     min_p=0.01,
@@ -36,14 +36,14 @@ SAMPLED = SamplingParams(
 def asks(seed: int, count: int) -> list[Ask]:
     """Return questions about images that were not sent before."""
     return [
-        Ask(TEXTS[n % 5], [drawn_image(seed + 10 * n + k) for k in range(n % 3)], count=60)
+        Ask(TEXTS[n % 5], [drawn_image(seed + 10 * n + k) for k in range(n % 3)], count=40)
         for n in range(1, count + 1)
     ]
 
 
 async def test_killed_generate_rank_loses_no_token(engine: Engine, generated: Generated) -> None:
     """Streams pause for the restart, and resume at the same token; seeded sampling, too."""
-    questions = asks(2000, 7)
+    questions = asks(2000, 4)
     wanted = generated("nano25", questions)
     drawn = (await answer(engine, questions[1], SAMPLED)).token_ids
     encode_pid, generate_pid = engine.rank_pids
@@ -79,7 +79,7 @@ async def test_a_sampled_placeholder_stands_for_no_image(
 
 async def test_killed_encode_rank_loses_no_image(engine: Engine, generated: Generated) -> None:
     """Killed during a batch; text is served meanwhile, images when it is back."""
-    questions = [ask for ask in asks(3000, 9) if ask.images]
+    questions = [ask for ask in asks(3000, 6) if ask.images]
     text = Ask(TEXTS[4], count=30)
     encode_pid, generate_pid = engine.rank_pids
     os.kill(encode_pid, signal.SIGSTOP)

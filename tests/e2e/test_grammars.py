@@ -46,7 +46,7 @@ ASK = Ask(TEXTS[1], [drawn_image(8100), drawn_image(8101, (64, 64))])
 DRAWN = SamplingParams(
     max_tokens=300, temperature=1.2, seed=11, grammar=constraint_from_schema(LIST)
 )
-DRAWN_DOCUMENTS = 100
+DRAWN_DOCUMENTS = 40
 GREEDY = msgspec.structs.replace(DRAWN, temperature=0.0, repetition_penalty=1.2)
 
 

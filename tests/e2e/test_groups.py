@@ -25,6 +25,7 @@ pytestmark = [
     pytest.mark.asyncio(loop_scope="package"),
     pytest.mark.timeout(5 * PATIENCE_S),
     pytest.mark.slow,
+    pytest.mark.thorough,  # `test_swapping.py` has two ranks, `test_adapters.py` two replicas, both with losses
 ]
 
 DRAWN = 8

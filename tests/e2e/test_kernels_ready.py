@@ -63,7 +63,7 @@ WAYS: dict[str, tuple[str, ...]] = {
 }
 
 
-QUICK = ("nano25 bfloat16, two threads", "nano3 bfloat16")
+QUICK = "nano25 bfloat16, two threads"
 
 
 def requests() -> Iterator[tuple[Ask, SamplingParams]]:
@@ -97,6 +97,7 @@ async def ask_all(engine: Engine, adapter: str = "") -> None:
         assert all(-20 < one.logprob <= 0 for one in answer.logprobs)
 
 
+@pytest.mark.thorough
 async def test_no_request_waits_for_a_kernel_with_adapters(
     configure: Callable[..., Config], checkpoints: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -116,7 +117,7 @@ async def test_no_request_waits_for_a_kernel_with_adapters(
 
 @pytest.mark.parametrize(
     "way",
-    [pytest.param(way, marks=() if way in QUICK else pytest.mark.thorough) for way in WAYS],
+    [pytest.param(way, marks=() if way == QUICK else pytest.mark.thorough) for way in WAYS],
 )
 async def test_no_request_waits_for_a_kernel(way: str, configure: Callable[..., Config]) -> None:
     size = way.split()[0]

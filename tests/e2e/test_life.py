@@ -89,7 +89,6 @@ async def test_long_temporary_path_is_an_error(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("own_fork_server")
 async def test_drained_and_stopped_engine_leaves_nothing(
     configure: Configure, temporary: Path
 ) -> None:
@@ -123,6 +122,7 @@ CHILDREN = 4
 
 
 @pytest.mark.slow
+@pytest.mark.thorough  # `test_resuming.py` kills a server, too
 async def test_killed_server_leaves_no_process(checkpoints: Checkpoints, temporary: Path) -> None:
     """SIGKILL gives the engine no chance to clean up: its children notice, clean up and exit."""
     with ServeProcess(checkpoints("nano25")) as server:

@@ -65,7 +65,8 @@ async def test_adversarial_load_within_a_hard_limit_loses_nothing(
 
 
 @on_one_loop
-@pytest.mark.parametrize("pages", [pytest.param("on_use", marks=pytest.mark.thorough), "at_start"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("pages", ["on_use", "at_start"])
 @pytest.mark.usefixtures("own_fork_server")
 async def test_kv_pages_come_when_the_configuration_says(
     pages: str, checkpoints: Callable[[str], Path]

@@ -139,7 +139,8 @@ async def test_embeddings_of_videos_answer_as_the_videos_do(served: Served) -> N
     assert engine.statistics()["encode"]["items_encoded"] == encoded, "each group is cached"
 
 
-@pytest.mark.parametrize("family", ["glm4v", pytest.param("smolvlm", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", ["glm4v", "smolvlm"])
 async def test_embedded_videos_of_other_families(family: str, tmp_path: Path) -> None:
     """Embeddings with the size and the times of their frames answer as the video does."""
     make_vision_checkpoint(family, tmp_path)

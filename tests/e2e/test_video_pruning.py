@@ -161,13 +161,13 @@ async def test_pruned_videos_share_embeddings_and_left_out_groups_are_not_encode
 
 
 async def test_the_context_is_checked_with_pruned_tokens_before_decoding(engine: Engine) -> None:
-    """A video of 2,200 tokens fits into 2,048 if half are pruned; one of 4,400 is refused, and no frame is decoded."""
+    """A video of 2,400 tokens fits into 2,048 if half are pruned; one of 4,800 is refused, and no frame is decoded."""
     assert engine._running is not None
     media = engine._running.media
-    frames = [drawn_image(71, (140, 140)), drawn_image(72, (140, 140))] * 88
+    frames = drawn_frames(71, 12, (560, 560))
     with pruned(engine, MostChanged(rate=0.5)):
         fits = await prepare(engine, VideoAsk([of_frames(frames), "?"]))
-        assert 1000 < len(fits.token_ids) < 1200
+        assert 1100 < len(fits.token_ids) < 1400
         before = media.statistics().processed
         with pytest.raises(RequestRefused, match="leaves no room"):
             await prepare(engine, VideoAsk([of_frames(frames * 2), "?"]))
