@@ -16,21 +16,20 @@ import pytest
 from tests.e2e.asking import TEXTS, Ask, answer, data_url, drawn_image, read
 from tests.e2e.conftest import SETTINGS
 from tests.e2e.serving import ServeProcess
+from tests.each_case import each_case
 from tests.patience import PATIENCE_S, patience, until
 from tests.traces import abandoned_memory, is_alive
-from vsched import Engine, SamplingParams
-from vsched.errors import RequestRefused
+from vsched import Engine, RequestRefused, SamplingParams
 from vsched.record.journal import PartialOutput, folder_of, prompt_digest
 from vsched.types import Request
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
 ASK = Ask(TEXTS[1], count=40)
-WAYS: dict[str, dict[str, Any]] = {
-    "greedy": {"temperature": 0.0},
-    "drawn": {"temperature": 1.0, "seed": 11},
-    "penalised": {"temperature": 0.7, "seed": 3, "repetition_penalty": 1.3, "top_k": 40},
-}
+WAYS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.7, "seed": 3, "repetition_penalty": 1.3, "top_k": 40},
+]
 
 
 async def go_on(engine: Engine, token_ids: list[int], sampling: SamplingParams) -> Any:
@@ -48,12 +47,12 @@ async def go_on(engine: Engine, token_ids: list[int], sampling: SamplingParams) 
     return await read(stream)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@each_case("way", WAYS)
 async def test_answer_goes_on_with_the_tokens_that_it_would_have_had(
-    engine: Engine, way: str
+    engine: Engine, way: dict[str, Any]
 ) -> None:
     """After any number of tokens; its stream has all of them, with the same text."""
-    sampling = SamplingParams(max_tokens=40, ignore_eos=True, **WAYS[way])
+    sampling = SamplingParams(max_tokens=40, ignore_eos=True, **way)
     whole = await answer(engine, ASK, sampling)
     for known in (0, 1, 17, 39):
         resumed = await go_on(engine, whole.token_ids[:known], sampling)
@@ -74,14 +73,13 @@ async def test_answer_ends_at_a_stop_string_among_the_tokens_that_it_had(engine:
 
 
 async def test_tokens_that_no_model_has_are_refused(engine: Engine) -> None:
-    sampling = SamplingParams(temperature=0.0, max_tokens=40)
     with pytest.raises(RequestRefused, match="a token id"):
-        await go_on(engine, [1 << 30], sampling)
+        await go_on(engine, [1 << 30], SamplingParams(temperature=0.0, max_tokens=40))
 
 
 # --- a server is killed, and started again ---
 
-COUNT = 300
+COUNT = 240
 CHAT = "/v1/chat/completions"
 PICTURE = {"type": "image_url", "image_url": {"url": data_url(drawn_image(77))}}
 QUESTIONS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -192,9 +190,8 @@ async def test_killed_server_goes_on_with_its_streams(
     servers = [await Serving(checkpoint, record).ready()]
     try:
         first = servers[0]
-        undisturbed: dict[str, list[str]] = {}
-        for name in QUESTIONS:
-            undisturbed[name] = await first.post(*requested(name))
+        whole = await asyncio.gather(*(first.post(*requested(name)) for name in QUESTIONS))
+        undisturbed = dict(zip(QUESTIONS, map(reported, whole), strict=True))
         await until(lambda: not kept(record), "delivered requests are forgotten")
         had: dict[str, list[str]] = {name: [] for name in QUESTIONS}
 
@@ -222,9 +219,9 @@ async def test_killed_server_goes_on_with_its_streams(
             complete = [line for line in had[name] if line.startswith("data: ")]
             rest = await second.get(f"{path}/{name}?starting_after={last}")
             assert event_ids(rest)[0] == last + 1
-            whole = [*complete[: last + 1], *rest]
-            assert reported(whole) == reported(undisturbed[name])
-            assert sum("[DONE]" in line for line in whole) == (path != "/v1/responses")
+            resumed = [*complete[: last + 1], *rest]
+            assert reported(resumed) == undisturbed[name]
+            assert sum("[DONE]" in line for line in resumed) == (path != "/v1/responses")
         await until(lambda: not kept(record), "delivered requests are forgotten")
         assert abandoned_memory() <= before
     finally:
