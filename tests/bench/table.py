@@ -165,7 +165,6 @@ def peer_spec(options: argparse.Namespace, side: str, checkpoint: Path) -> Spec:
         checkpoint=checkpoint,
         sizes=sizes_of(options),
         folder=PEERS[side].folder(options.peers),
-        budget=options.budget,
         arguments=VLLM_VIDEOS if has_videos else (),
     )
     return PEERS[side].spec(start)

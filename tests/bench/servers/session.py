@@ -41,6 +41,8 @@ LINE = 118
 """Maximum line length of a page."""
 SETTLE_S = 1.0
 """Before the first request of a load."""
+TIMEOUT_S = 600.0
+"""Deadline for a request."""
 
 Drive = Callable[..., Coroutine[Any, Any, Figures]]
 """Sends a load, given a client and `body`, and returns its figures."""
@@ -71,7 +73,6 @@ class Session:
         self.settings = settings
         self._ready_s: float = options.ready_s
         self._idle_s: float = options.idle_s
-        self._timeout_s: float = options.timeout_s
         self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
 
     def key(
@@ -154,7 +155,7 @@ class Session:
         time.sleep(SETTLE_S)
         server.check_alive()
         watch = OtherLoad(lambda: [*beside, *server.pids()])
-        client = BenchClient(server.spec.url, timeout_s=self._timeout_s)
+        client = BenchClient(server.spec.url, timeout_s=TIMEOUT_S)
         figures = self._runner.run(drive(client, body=server.spec.body))
         server.check_alive()  # failures of a server that has ended say nothing about its speed
         result = msgspec.structs.replace(figures, others=watch.cores())

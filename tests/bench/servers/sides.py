@@ -32,8 +32,8 @@ class ServerSizes:
     """
 
     threads: int
-    slots: int = 64
-    context: int = 8192
+    slots: int = 32
+    context: int = 2048
     kv_bytes: int = 2 << 30
 
     @property
