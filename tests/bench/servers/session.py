@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import msgspec
 import uvloop
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tests.bench import report
 from tests.bench.options import IMAGES, PAGES, SMOLLM2
@@ -75,15 +74,7 @@ class Session:
         self._idle_s: float = options.idle_s
         self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
 
-    def key(
-        self,
-        plan: LoadPlan,
-        spec: Spec,
-        *,
-        purpose: str,
-        repeat: int,
-        neighbours: int = 0,
-    ) -> Key:
+    def key(self, plan: LoadPlan, spec: Spec, *, purpose: str, repeat: int, neighbours: int) -> Key:
         return Key(
             purpose=purpose,
             side=spec.side,
@@ -165,26 +156,15 @@ class Session:
 
     def run_all(self, server: Server, work: Mapping[Key, LoadPlan]) -> None:
         """Run each plan on a server, and store the results."""
-        columns = (
-            TextColumn("{task.description:<44}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-        )
-        with Progress(*columns, console=self.console) as progress:
-            for key, plan in work.items():
-                busy = f" beside {key.neighbours}" if key.neighbours else ""
-                title = f"{key.case} x {key.concurrency}{busy}, {key.repeat + 1}: {key.side}"
-                task = progress.add_task(title, total=plan.requests)
-                finished = functools.partial(progress.advance, task)
-                drive = functools.partial(run, drawn=draw(plan), finished=finished)
-                with neighbours(key.neighbours) as pids:
-                    figures = self.measure(server, drive, pids)
-                self.keep(key, server.spec, figures)
-                progress.remove_task(task)
-                progress.print(
-                    f"{title}: {figures.requests_s:.2f} requests/s, failed {figures.failed}"
-                )
+        for key, plan in work.items():
+            busy = f" beside {key.neighbours}" if key.neighbours else ""
+            title = f"{key.case} x {key.concurrency}{busy}, {key.repeat + 1}: {key.side}"
+            drive = functools.partial(run, drawn=draw(plan), finished=lambda: None)
+            with self.console.status(title), neighbours(key.neighbours) as pids:
+                figures = self.measure(server, drive, pids)
+            self.keep(key, server.spec, figures)
+            result = f"{figures.requests_s:.2f} requests/s, failed {figures.failed}"
+            self.console.print(f"{title}: {result}", markup=False)
 
     def keep(self, key: Key, spec: Spec, figures: Figures, rates: Sequence[float] = ()) -> None:
         self.store.add(
