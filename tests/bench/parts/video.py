@@ -34,7 +34,10 @@ READY_S = 600.0
 DECODER_TOKENS = 2048
 QUIET_S = 5.0
 POLL_S = 0.25
-RATE = 24
+DECODERS = 31
+TURNS = 6
+CLIENTS = 2
+SIZE, RATE = (224, 224), 24
 REPLY_TOKENS = 16
 
 
@@ -47,17 +50,9 @@ class Gaps(msgspec.Struct, frozen=True, kw_only=True):
     worst_ms: float
 
     @property
-    def worst_ratio(self) -> float:
-        """The worst gap as a multiple of the median."""
-        return self.worst_ms / self.p50_ms
-
-    @property
-    def stall_p99_ms(self) -> float:
-        return self.p99_ms - self.p50_ms
-
-    @property
     def text(self) -> str:
-        return f"gap p50 {self.p50_ms} ms, p99 {self.p99_ms}, worst {self.worst_ms} ({self.worst_ratio:.1f}x)"
+        ratio = self.worst_ms / self.p50_ms
+        return f"gap p50 {self.p50_ms} ms, p99 {self.p99_ms}, worst {self.worst_ms} ({ratio:.1f}x)"
 
 
 class BesideVideo(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,7 +81,6 @@ class BesideFiles(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     files: int
-    clients: int
     seconds: float
     statuses: dict[str, int]
     alone: Gaps
@@ -167,13 +161,11 @@ def _about(part: dict[str, Any], text: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [part, {"type": "text", "text": text}]}]
 
 
-async def measure_beside_video(
-    server: Server, *, decoders: int, frames: int, pixels: int
-) -> BesideVideo:
+async def measure_beside_video(server: Server, frames: int) -> BesideVideo:
     """Measure decoding requests next to one video."""
-    file = draw_video(7, (pixels, pixels), frames=frames, rate=RATE)
+    file = draw_video(7, SIZE, frames=frames, rate=RATE)
     client = BenchClient(server.spec.url)
-    async with _decoding(server, decoders) as streams:
+    async with _decoding(server, DECODERS) as streams:
         await asyncio.sleep(POLL_S)
         began = time.perf_counter()
         await asyncio.sleep(QUIET_S)
@@ -183,7 +175,7 @@ async def measure_beside_video(
         if sample.error:
             raise BenchError(f"the video failed: {sample.error}")
         return BesideVideo(
-            decoders=decoders,
+            decoders=DECODERS,
             frames=frames,
             prompt_tokens=sample.prompt_tokens,
             ttft_s=round(sample.ended - sent, 2),
@@ -192,13 +184,13 @@ async def measure_beside_video(
         )
 
 
-async def measure_turns(server: Server, *, turns: int, frames: int, pixels: int) -> list[VideoTurn]:
+async def measure_turns(server: Server, frames: int) -> list[VideoTurn]:
     """Ask about one video again and again, each time with all earlier questions and answers."""
-    file = draw_video(8, (pixels, pixels), frames=frames, rate=RATE)
+    file = draw_video(8, SIZE, frames=frames, rate=RATE)
     client = BenchClient(server.spec.url)
     messages = _about(video_part(file, num_frames=frames), "What happens?")
     found: list[VideoTurn] = []
-    for turn in range(turns):
+    for turn in range(TURNS):
         before = server.statistics()["encode"]["items_encoded"]
         sample = await client.chat(_body(server, messages, REPLY_TOKENS))
         if sample.error:
@@ -218,9 +210,7 @@ async def measure_turns(server: Server, *, turns: int, frames: int, pixels: int)
     return found
 
 
-async def measure_beside_files(
-    server: Server, files: Sequence[tuple[str, bytes]], *, clients: int
-) -> BesideFiles:
+async def measure_beside_files(server: Server, files: Sequence[tuple[str, bytes]]) -> BesideFiles:
     """Measure one decoding request while clients send damaged files."""
     statuses: Counter[str] = Counter()
     client = BenchClient(server.spec.url)
@@ -239,12 +229,11 @@ async def measure_beside_files(
         await asyncio.sleep(QUIET_S)
         sent, before = time.perf_counter(), memory[-1]
         async with asyncio.TaskGroup() as group:
-            for _ in range(clients):
+            for _ in range(CLIENTS):
                 group.create_task(send())
         ended = time.perf_counter()
         return BesideFiles(
             files=len(files),
-            clients=clients,
             seconds=round(ended - sent, 1),
             statuses=dict(sorted(statuses.items())),
             alone=streams.gaps(began, sent),
@@ -277,16 +266,14 @@ async def _memory(server: Server) -> AsyncIterator[list[float]]:
             await task
 
 
-async def _measure(
-    server: Server, *, decoders: int, turns: int, clients: int, **size: int
-) -> dict[str, Any]:
+async def _measure(server: Server, frames: int) -> dict[str, Any]:
     from tests.unit.media.video_files import hostile_files  # PyAV, which other commands do without
 
     files = list(hostile_files())
     return {
-        "beside_video": await measure_beside_video(server, decoders=decoders, **size),
-        "turns": await measure_turns(server, turns=turns, **size),
-        "beside_files": await measure_beside_files(server, files, clients=clients),
+        "beside_video": await measure_beside_video(server, frames),
+        "turns": await measure_turns(server, frames),
+        "beside_files": await measure_beside_files(server, files),
     }
 
 
@@ -303,9 +290,10 @@ def _show(row: dict[str, Any], console: Console) -> None:
         )
     one = row["beside_files"]
     statuses = ", ".join(f"{count} x {status}" for status, count in one.statuses.items())
+    stall_ms = one.beside.p99_ms - one.beside.p50_ms
     console.print(
-        f"{one.files} damaged files from {one.clients} clients in {one.seconds} s ({statuses}): stall of a decoder "
-        f"p99 {one.beside.stall_p99_ms:.1f} ms ({one.beside.text}); alone {one.alone.text}; "
+        f"{one.files} damaged files from {CLIENTS} clients in {one.seconds} s ({statuses}): stall of a decoder "
+        f"p99 {stall_ms:.1f} ms ({one.beside.text}); alone {one.alone.text}; "
         f"memory {one.memory_before_mib:.0f} MiB, at most {one.memory_peak_mib:.0f}"
     )
 
@@ -314,17 +302,12 @@ def video(
     path: Annotated[Path, typer.Argument(help="Folder of the checkpoint.")],
     assignments: SetOption = None,
     frames: Annotated[int, typer.Option(min=2, help="Frames of the video.")] = 256,
-    pixels: Annotated[int, typer.Option(min=28, help="Side of a frame.")] = 224,
-    decoders: Annotated[int, typer.Option(min=1, help="Requests next to the video.")] = 31,
-    turns: Annotated[int, typer.Option(min=0, help="Questions about one video.")] = 6,
-    clients: Annotated[int, typer.Option(min=1, help="Clients that send damaged files.")] = 2,
     repeats: Annotated[int, typer.Option(min=1, help="Servers, one after another.")] = 3,
     out: JsonOption = None,
 ) -> None:
     """Serve a checkpoint, and measure decoding next to a long video, a conversation, and damaged files."""
     console = Console()
     spec = spec_of(path.resolve(), assignments or ())
-    counts = {"decoders": decoders, "turns": turns, "clients": clients}
     rows = []
     for _ in range(repeats):
         with (
@@ -332,7 +315,7 @@ def video(
             serving(spec, Path(folder) / "server.log") as server,
         ):
             server.wait_ready(READY_S)
-            rows.append(asyncio.run(_measure(server, frames=frames, pixels=pixels, **counts)))
+            rows.append(asyncio.run(_measure(server, frames)))
         _show(rows[-1], console)
     if out is not None:
         write_json(out, rows)
