@@ -18,6 +18,19 @@ from vsched.aio.streams import Generation, OutputDelta, TokenLogprob
 from vsched.worker.contract import Preprocessor
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=24)
+DRAWN = SamplingParams(
+    temperature=0.9,
+    top_p=0.9,
+    min_p=0.01,
+    frequency_penalty=0.3,
+    repetition_penalty=1.1,
+    logit_bias=((40, 2.0), (41, -100.0)),
+    bad_words=((45,), (40, 46)),
+    min_tokens=10,
+    max_tokens=40,
+    seed=5,
+    ignore_eos=True,
+)
 
 SIZES = [(90, 60), (33, 33), (140, 100), (60, 170), (200, 70), (112, 112), (64, 40)]
 TEXTS = [

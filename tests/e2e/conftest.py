@@ -149,17 +149,8 @@ async def engine(shared_engine: Engine) -> AsyncIterator[Engine]:
 
 
 @pytest_asyncio.fixture(loop_scope="package")
-async def client(server: RunningServer, engine: Engine) -> AsyncIterator[Any]:
-    """An HTTP client of the shared server; `engine` checks that nothing is held after the test."""
-    del engine
-    httpx = pytest.importorskip("httpx")
-    async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as client:
-        yield client
-
-
-@pytest_asyncio.fixture(loop_scope="package")
 async def sdk(server: RunningServer, engine: Engine) -> AsyncIterator[Any]:
-    """OpenAI's client of the shared server, without retries."""
+    """OpenAI's client of the shared server, without retries; `engine` checks that nothing is held after the test."""
     del engine
     openai = pytest.importorskip("openai")
     async with openai.AsyncOpenAI(

@@ -15,13 +15,17 @@ from vsched.aio.streams import Generation
 
 
 async def answers_over_a_kill(
-    engine: Engine, started: Sequence[Generation], *pids: int, tokens: int = 20
+    engine: Engine,
+    started: Sequence[Generation],
+    *pids: int,
+    tokens: int = 20,
+    number: signal.Signals = signal.SIGKILL,
 ) -> list[Answer]:
-    """Kill ranks after a number of tokens; return the answers once their groups are back."""
+    """Kill or stop ranks after a number of tokens; return the answers once their groups are back."""
     await until(lambda: sum(one.output_tokens for one in started) > tokens, "streams are running")
     assert any(one.reason is None for one in started), "too late to lose anything"
     for pid in pids:
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, number)
     await until(lambda: engine.state == "degraded", "the loss is detected")
     found = await asyncio.gather(*map(read, started))
     await until(lambda: engine.state == "ready", "the lost group is back")

@@ -19,7 +19,6 @@ from tests.e2e.losing import answers_over_a_kill
 from vsched import Config, Engine, SamplingParams
 from vsched.api.structured_outputs import constraint_from_schema
 from vsched.errors import ConfigError
-from vsched_policies.drafting import PromptLookup
 from vsched_workers.checkpoint.random_init import make_checkpoint
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
@@ -104,7 +103,12 @@ async def plain(configure: Callable[..., Config]) -> Plain:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "way", ["lookup", "its own model", pytest.param("another model", marks=pytest.mark.thorough)]
+    "way",
+    [
+        *("lookup", "its own model"),
+        pytest.param("another model", marks=pytest.mark.thorough),
+        pytest.param("two ranks", marks=pytest.mark.thorough),
+    ],
 )
 async def test_drafts_change_no_answer(
     configure: Callable[..., Config],
@@ -115,13 +119,15 @@ async def test_drafts_change_no_answer(
 ) -> None:
     """Concurrently with too few blocks for all, and through the loss of the ranks; in fewer steps than tokens."""
     settings: tuple[str, ...] = (LOOKUP,)
-    if way == "its own model":
+    if way == "two ranks":
+        settings = (LOOKUP, "generate.tensor_parallel=2")
+    elif way == "its own model":
         settings = by_model(checkpoints("nano25"))
     elif way == "another model":
         make_checkpoint(str(tmp_path / "other"), "nano25", dtype="float32", seed=1)
         settings = by_model(tmp_path / "other")
     async with Engine(configure("nano25", *settings)) as engine:
-        if way != "lookup":
+        if way.endswith("model"):
             # The draft model's weights have a line of their own, and its KV is included in the KV.
             lines = lines_of(engine)
             assert "draft model" not in plain.lines
@@ -148,24 +154,6 @@ async def test_tokens_forced_by_a_grammar_take_no_steps(engine: Engine, plain: P
     found, steps = await constrained_steps(engine)
     assert said([found]) == said(plain.found[2:3])
     assert steps < 0.9 * plain.steps
-
-
-@pytest.mark.slow
-@pytest.mark.thorough
-async def test_ranks_of_a_group_draft_the_same(
-    configure: Callable[..., Config], checkpoints: Callable[[str], Path]
-) -> None:
-    """By a model, and then, in the same engine, by lookup."""
-    settings = (*by_model(checkpoints("nano25")), "generate.tensor_parallel=2")
-    async with Engine(configure("nano25", *settings)) as engine:
-        accepted = 0
-        for policy in (None, PromptLookup(ngram=1, gain_min=0.01, speedup_min=0, pause_steps=4)):
-            if policy is not None:
-                engine.replace_policy("generate.drafting", policy)
-            await ask_all(engine)
-            before, accepted = accepted, engine.statistics()["generate"]["drafts_accepted"]
-            assert accepted > before
-        assert not any(group["restarts"] for group in engine.groups())
 
 
 async def test_a_draft_model_of_another_vocabulary_is_refused(

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.e2e.asking import TEXTS, Ask, answer, begin, drawn_image, now_and_then
+from tests.e2e.asking import DRAWN, TEXTS, Ask, answer, begin, drawn_image, now_and_then
 from tests.e2e.losing import answers_over_a_kill
 from tests.patience import until
 from vsched import Engine, SamplingParams
@@ -19,18 +19,6 @@ pytestmark = [
 ]
 
 Generated = Callable[..., list[list[int]]]
-SAMPLED = SamplingParams(
-    max_tokens=40,
-    temperature=0.9,
-    top_p=0.9,
-    min_p=0.01,
-    frequency_penalty=0.3,
-    logit_bias=((40, 2.0),),
-    bad_words=((45,), (40, 46)),
-    min_tokens=10,
-    seed=5,
-    ignore_eos=True,
-)
 
 
 def asks(seed: int, count: int) -> list[Ask]:
@@ -45,10 +33,10 @@ async def test_killed_generate_rank_loses_no_token(engine: Engine, generated: Ge
     """Streams pause for the restart, and resume at the same token; seeded sampling, too."""
     questions = asks(2000, 4)
     wanted = generated("nano25", questions)
-    drawn = (await answer(engine, questions[1], SAMPLED)).token_ids
+    drawn = (await answer(engine, questions[1], DRAWN)).token_ids
     encode_pid, generate_pid = engine.rank_pids
     started = [await begin(engine, ask) for ask in questions]
-    started.append(await begin(engine, questions[1], SAMPLED))
+    started.append(await begin(engine, questions[1], DRAWN))
     found = await answers_over_a_kill(engine, started, generate_pid)
     assert [one.token_ids for one in found] == [*wanted, drawn]
     assert [one.text for one in found[:-1]] == [

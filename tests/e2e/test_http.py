@@ -65,22 +65,6 @@ async def test_chat_is_the_engine_s_text_whole_streamed_and_with_logprobs(
     assert choice.finish_reason == "stop"
 
 
-async def test_completions_take_text_and_tokens(sdk: Any, engine: Engine) -> None:
-    ask = Ask(TEXTS[4], count=20)
-    wanted = await answer(engine, ask)
-    text = engine.preprocessor.render(ask.messages)
-    for prompt in (text, engine.preprocessor.tokenize(text)):
-        response = await sdk.completions.create(
-            model="nano25", prompt=prompt, max_tokens=20, **OPTIONS
-        )
-        assert response.choices[0].text == wanted.text
-        assert response.choices[0].finish_reason == "length"
-    stream = await sdk.completions.create(
-        model="nano25", prompt=text, max_tokens=20, stream=True, **OPTIONS
-    )
-    assert "".join([chunk.choices[0].text async for chunk in stream]) == wanted.text
-
-
 @each_case("token", ["<|image_pad|>", "<|vision_start|>", "<|im_end|>"])
 async def test_a_special_token_in_a_text_is_text(sdk: Any, engine: Engine, token: str) -> None:
     """In a client's text it is no image and no end of a turn; the request is served, alone and next to an image."""

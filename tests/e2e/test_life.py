@@ -20,7 +20,7 @@ from tests.e2e.serving import ServeProcess
 from tests.patience import PATIENCE_S, until
 from tests.traces import is_alive, left_behind, traces
 from vsched import Config, Engine
-from vsched.errors import CheckpointError, ConfigError, DeviceOutOfMemory, RequestRefused
+from vsched.errors import CheckpointError, ConfigError, RequestRefused
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
@@ -59,21 +59,6 @@ async def test_missing_tensor_is_an_error_of_the_rank_and_the_start(
     assert engine.state == "stopped"
     assert lost.partition("visual.")[2] in str(caught.value)
     assert str(tmp_path) not in str(caught.value), "no paths in messages"
-
-
-@pytest.mark.slow
-async def test_kv_cache_that_does_not_fit_is_an_error(
-    configure: Configure, temporary: Path
-) -> None:
-    """Value, limit and remedy."""
-    engine = Engine(
-        configure("nano25", "placement=together", "generate.memory.tokens=1000000000000")
-    )
-    with pytest.raises(
-        DeviceOutOfMemory, match=r"value .*, limit .*\. Remedy: lower generate.memory"
-    ):
-        await engine.start()
-    assert engine.state == "stopped"
 
 
 async def test_long_temporary_path_is_an_error(
