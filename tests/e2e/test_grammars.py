@@ -109,11 +109,20 @@ async def test_plain_completions_keep_to_vllm_s_fields(
     assert reply.choices[0].finish_reason == "stop"
 
 
+def linked(keyword: str, count: int) -> dict[str, Any]:
+    """Return a schema of `count` references, each within this keyword of the one before."""
+    references = [{"$ref": f"#/$defs/d{n + 1}"} for n in range(count)]
+    inner = [{keyword: one if keyword == "items" else [one]} for one in references]
+    defs = {f"d{n}": one for n, one in enumerate(inner)}
+    return {"$ref": "#/$defs/d0", "$defs": {**defs, f"d{count}": {"type": "null"}}}
+
+
 CRASH = {"const": -(2**63)}
 CRASHES: list[Any] = [
     {"enum": [1, -(2**64)]},
     {"type": "number", "minimum": -1e300, "maximum": -1e299},
     {"allOf": [{"multipleOf": 49999}, {"multipleOf": 49998}]},
+    *(linked(one, 1000) for one in ("prefixItems", "items", "oneOf", "anyOf", "allOf")),
 ]
 CHAIN = "start: r0\n" + "\n".join(f"r{n}: r{n + 1}" for n in range(3000)) + '\nr3000: "a"\n'
 GRAMMARS = [CHAIN, "start: " + "(" * 20_000 + '"a"' + ")" * 20_000]
