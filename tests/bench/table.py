@@ -178,7 +178,7 @@ def our_spec(best: Sequence[str], side: str, model: str, checkpoint: Path) -> Sp
         sees = "vision_config" in json.loads((checkpoint / "config.json").read_text())
         stages = ("encode", "generate") if sees else ("generate",)
         sets += [f"{stage}.weights={weights}" for stage in stages]
-    version = f"vsched {sides.described(sides.ROOT)}"
+    version = f"vsched {sides.described()}"
     version = f"{version} with {' '.join(sets)}" if sets else version
     return dataclasses.replace(spec_of(checkpoint, sets), side=side, version=version)
 
