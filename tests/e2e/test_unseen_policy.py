@@ -31,23 +31,14 @@ from vsched.sim.workload.requests import Arrival, Text, workload_of
 IN_FILE = ("generate.slots=", "generate.chunk_tokens=", "generate.max_batch_tokens=")
 
 
-class FirstTokens:
-    """Observes a simulation: the order of first tokens."""
+class FirstTokens(dict[str, int]):
+    """Observes a simulation: the times of first tokens."""
 
-    def __init__(self) -> None:
-        self._times: dict[str, int] = {}
-
-    def see(
-        self, now_ns: int, event: Event, commands: Sequence[Command], kernel: Scheduler
-    ) -> None:
+    def see(self, _now: int, _event: Event, commands: Sequence[Command], _: Scheduler) -> None:
         """Note the first tokens of requests that finish."""
         for command in commands:
             if type(command) is Finish:
-                self._times[command.request_id] = command.times.first_token_ns
-
-    def order(self) -> list[str]:
-        """Return the names of the load in the order of their first tokens."""
-        return sorted(self._times, key=self._times.__getitem__)
+                self[command.request_id] = command.times.first_token_ns
 
 
 def simulated_order(tables: Path) -> list[str]:
@@ -72,7 +63,7 @@ def simulated_order(tables: Path) -> list[str]:
         oracles=True,
     )
     assert not outcome.policy_failure_counts
-    return seen.order()
+    return sorted(seen, key=seen.__getitem__)
 
 
 async def served_order(engine: Engine) -> list[str]:

@@ -54,6 +54,16 @@ def kill_remaining(began: Mapping[int, str]) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
+def end(process: subprocess.Popen[bytes], patience_s: float) -> int:
+    """End a process by SIGTERM, or SIGKILL after some seconds, and its descendants; return its status."""
+    began = identities(family(process.pid))
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(patience_s)
+    kill_remaining(began)
+    return process.wait()
+
+
 def cpu_s(pids: Sequence[int]) -> float:
     """Return the total CPU seconds of these processes."""
     ticks = 0
