@@ -127,8 +127,7 @@ async def begin(
     ask: Ask,
     sampling: SamplingParams | None = None,
     request_id: str = "",
-    *,
-    adapter: str = "",
+    **options: Any,
 ) -> Generation:
     """Submit a question; without `sampling` it is greedy and gets exactly the question's number of tokens."""
     chosen = sampling or SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=ask.count)
@@ -138,7 +137,7 @@ async def begin(
             images=[data_url(image) for image in ask.images],
             sampling=chosen,
             request_id=request_id or f"ask-{next(_numbers)}",
-            adapter=adapter,
+            **options,
         )
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
+import base64
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,17 +12,16 @@ import numpy.typing as npt
 import pytest
 import pytest_asyncio
 from PIL import Image
+from safetensors.numpy import save
 
 from tests.e2e.asking import TEXTS, Ask, drawn_image
-from tests.e2e.conftest import SETTINGS, assert_idle
-from tests.e2e.tower import Tower, packed
-from tests.e2e.video_asks import SIZE, VideoAsk, ask_video, drawn_frames, of_frames
-from tests.parity.vision_checkpoints import make_vision_checkpoint
+from tests.e2e.conftest import assert_idle
+from tests.e2e.video_asks import VideoAsk, ask_video, drawn_frames
+from tests.parity.compare import load_on
+from tests.workers.driver import Clip, Stage
 from vsched import Config, Engine, RequestRefused
-from vsched.config import load_config
 from vsched.media import MediaReference
-from vsched.worker.contract import view_arrays
-from vsched_workers.families.generic import EMBEDDED_SIZE
+from vsched.worker.contract import Arrays, EncodeJob, ImagePlan
 from vsched_workers.families.qwen_image import grid_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
@@ -34,8 +32,40 @@ ASK = Ask(TEXTS[0], IMAGES)
 
 @dataclass
 class Served:
+    """An engine, and the same tower on the client's side."""
+
     engine: Engine
-    tower: Tower
+    stage: Stage
+
+    def rows(self, plan: ImagePlan, arrays: Arrays) -> npt.NDArray[np.float32]:
+        """Encode an image or a frame group."""
+        page = np.zeros((1, plan.tokens, self.stage.info.embedding_row_bytes), np.uint8)
+        job = EncodeJob(b"", plan.tokens, arrays, plan.metadata, [0])
+        self.stage.encoder.encode([job], page)
+        return page[0].view(np.float32)
+
+    def embed(self, image: Image.Image) -> MediaReference:
+        front = self.stage.preprocessor
+        plan = front.plan_image(*image.size)
+        rows = self.rows(plan, front.process_image(image))
+        return packed({"embeds": rows, "grid_thw": np.array(grid_of(plan.metadata))})
+
+    def embed_video(self, video: Clip) -> dict[str, npt.NDArray[Any]]:
+        """Return the rows, grid and times of a video."""
+        groups = video.groups(self.stage.preprocessor)
+        rows = np.concatenate([self.rows(plan, arrays) for plan, arrays in groups])
+        grid = np.array([len(groups), *grid_of(groups[0][0].metadata)[1:]])
+        times = {"second_per_grid_ts": np.array([2 / video.fps])}
+        if self.stage.preprocessor.video_times == "timestamps":
+            last = len(video.frames) - 1
+            pairs = [(2 * at, min(2 * at + 1, last)) for at in range(len(groups))]
+            times = {"timestamps": np.array([sum(pair) / 2 / video.fps for pair in pairs])}
+        return {"embeds": rows, "grid_thw": grid, **times}
+
+
+def packed(tensors: dict[str, npt.NDArray[Any]], *, is_video: bool = False) -> MediaReference:
+    source = base64.b64encode(save(tensors)).decode()
+    return MediaReference(source, is_video=is_video, is_embedded=True)
 
 
 @pytest_asyncio.fixture(
@@ -48,9 +78,8 @@ async def served(
     request: pytest.FixtureRequest, configure: Callable[..., Config]
 ) -> AsyncIterator[Served]:
     config = configure(request.param, "media.allow_embeddings=true")
-    tower = await asyncio.to_thread(Tower.load, config.model.path)
     async with Engine(config) as engine:
-        yield Served(engine, tower)
+        yield Served(engine, load_on("cpu", config.model.path))
         await assert_idle(engine)
 
 
@@ -69,9 +98,9 @@ async def test_embeddings_answer_as_their_images_do(
     served: Served, generated: Callable[[str, Sequence[Ask]], list[list[int]]]
 ) -> None:
     """Alone, every mixture of raw and embedded, in order, deepstack levels included."""
-    engine, tower = served.engine, served.tower
+    engine = served.engine
     [wanted] = generated(engine.model_name, [ASK])
-    brought = [tower.embed(image) for image in IMAGES]
+    brought = [served.embed(image) for image in IMAGES]
     before = media(engine)
     assert await ask(engine, brought) == wanted
     assert media(engine) == (before[0], before[1] + 2), "no image was sent, none was decoded"
@@ -82,55 +111,24 @@ async def test_embeddings_answer_as_their_images_do(
     assert swapped != wanted
 
 
-async def embed_video(
-    engine: Engine, tower: Tower, video: MediaReference
-) -> dict[str, npt.NDArray[Any]]:
-    """Return the rows, grid or size, and times of a video that is sent as its frames."""
-    assert engine._running is not None
-    prompt = engine.preprocessor.render(VideoAsk([video]).messages)
-    prepared = await engine._running.media.prepare(prompt, [video])
-    rows = []
-    for item in prepared.items:
-        assert item.extent is not None
-        arrays = view_arrays(item.arrays, engine._running.arena.read(item.extent))
-        rows.append(tower.encode_item(arrays, item.tokens, item.metadata))
-    prepared.lease.release()
-    fps, count = video.sampling.fps, len(video.sources)
-    assert fps is not None
-    if tower.preprocessor.companion == EMBEDDED_SIZE:
-        size = {"image_size": np.array(SIZE[::-1])}
-        seconds = np.array([index / fps for index in range(count)])
-        return {"embeds": np.concatenate(rows), **size, "timestamps": seconds}
-    grid = np.array([len(rows), *grid_of(prepared.items[0].metadata)[1:]])
-    times = {"second_per_grid_ts": np.array([2 / fps])}
-    if tower.preprocessor.video_times == "timestamps":
-        pairs = [(2 * group, min(2 * group + 1, count - 1)) for group in range(len(rows))]
-        times = {"timestamps": np.array([(first / fps + end / fps) / 2 for first, end in pairs])}
-    return {"embeds": np.concatenate(rows), "grid_thw": grid, **times}
-
-
-def as_video(tensors: dict[str, npt.NDArray[Any]]) -> MediaReference:
-    return MediaReference(packed(**tensors).source, is_video=True, is_embedded=True)
-
-
 async def test_embeddings_of_videos_answer_as_the_videos_do(served: Served) -> None:
     """In chunks of 48 tokens, mixed with raw videos and images."""
     engine = served.engine
-    videos = [of_frames(drawn_frames(21, 11)), of_frames(drawn_frames(22, 4), fps=0.5)]
-    tensors = [await embed_video(engine, served.tower, video) for video in videos]
-    long, short = map(as_video, tensors)
+    videos = [Clip(drawn_frames(21, 11)), Clip(drawn_frames(22, 4), fps=0.5)]
+    tensors = [served.embed_video(video) for video in videos]
+    long, short = (packed(each, is_video=True) for each in tensors)
     text = "What comes first? " * 4
     wanted = await ask_video(engine, VideoAsk([videos[0], text]))
     before = media(engine)
     assert await ask_video(engine, VideoAsk([long, text])) == wanted
     assert media(engine) == (before[0], before[1] + 1)
-    other = {name: tensor[::-1].copy() for name, tensor in tensors[0].items() if name == "embeds"}
-    assert await ask_video(engine, VideoAsk([as_video(tensors[0] | other), text])) != wanted
+    other = packed(tensors[0] | {"embeds": tensors[0]["embeds"][::-1].copy()}, is_video=True)
+    assert await ask_video(engine, VideoAsk([other, text])) != wanted
     image = IMAGES[0]
     wanted = await ask_video(engine, VideoAsk([image, *videos, "and ", image, text], count=30))
     for first, second, third in (
         (long, videos[1], image),
-        (videos[0], short, served.tower.embed(image)),
+        (videos[0], short, served.embed(image)),
     ):
         parts: list[Any] = [image, first, second, "and ", third, text]
         assert await ask_video(engine, VideoAsk(parts, count=30)) == wanted
@@ -139,36 +137,16 @@ async def test_embeddings_of_videos_answer_as_the_videos_do(served: Served) -> N
     assert engine.statistics()["encode"]["items_encoded"] == encoded, "each group is cached"
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("family", ["glm4v", "smolvlm"])
-async def test_embedded_videos_of_other_families(family: str, tmp_path: Path) -> None:
-    """Embeddings with the size and the times of their frames answer as the video does."""
-    make_vision_checkpoint(family, tmp_path)
-    sets = [f"model.path={tmp_path}", "media.allow_embeddings=true", "generate.context_tokens=0"]
-    config = load_config(None, sets=[*SETTINGS, *sets], environ={}).config
-    tower = await asyncio.to_thread(Tower.load, str(tmp_path))
-    async with Engine(config) as engine:
-        video, text = of_frames(drawn_frames(24, 7)), "What comes first?"
-        wanted = await ask_video(engine, VideoAsk([video, text]))
-        tensors = await embed_video(engine, tower, video)
-        before = media(engine)
-        assert await ask_video(engine, VideoAsk([as_video(tensors), text])) == wanted
-        assert media(engine) == (before[0], before[1] + 1)
-        bad = as_video(tensors | {"timestamps": np.zeros(0)})
-        with pytest.raises(RequestRefused, match="0 frames, limit 768 frames"):
-            await ask_video(engine, VideoAsk([bad, text]))
-
-
 async def test_grids_of_embedded_videos_are_checked(served: Served) -> None:
     """However large their numbers are."""
-    tensors = await embed_video(served.engine, served.tower, of_frames(drawn_frames(23, 4)))
+    tensors = served.embed_video(Clip(drawn_frames(23, 4)))
     for code, grid in {
         "grid_thw_invalid": tensors["grid_thw"] - [0, 1, 0],
         "video_frames_exceeded": tensors["grid_thw"] * [1 << 40, 1, 1],
         "image_tokens_exceeded": tensors["grid_thw"] * [1, 1 << 20, 1],
         "embeds_tokens": tensors["grid_thw"] * [1, 2, 1],
     }.items():
-        video = as_video(tensors | {"grid_thw": grid})
+        video = packed(tensors | {"grid_thw": grid}, is_video=True)
         with pytest.raises(RequestRefused, match="video 0: .*Remedy: ") as caught:
             await ask_video(served.engine, VideoAsk([video, "?"], count=1))
         assert (caught.value.code, caught.value.status) == (code, 400)
