@@ -121,8 +121,6 @@ class Session:
             checkpoint=self.checkpoint,
             settings=self.settings,
             version=spec.version,
-            command=spec.command,
-            environment=spec.environment,
             ready_s=round(ready_s, 2),
             answered_s=round(answered_s, 2),
             idle_cores=idle,
