@@ -111,7 +111,7 @@ async def test_killed_server_leaves_no_process(checkpoints: Checkpoints, tempora
         children: list[int] = []
         url = await asyncio.to_thread(lambda: server.url)
         body = {"prompt": "1", "guided_regex": "ab"}
-        await asyncio.to_thread(httpx.post, f"{url}/v1/completions", json=body)
+        await asyncio.to_thread(httpx.post, f"{url}/v1/completions", json=body, timeout=PATIENCE_S)
 
         def all_started() -> bool:
             children[:] = server.children

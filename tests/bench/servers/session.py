@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import functools
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -32,7 +31,7 @@ from tests.bench.servers.server import Server, ServerError, Spec, serving
 from vsched.bench.load.client import BenchClient
 from vsched.bench.load.generator import WARMUP, Figures, LoadPlan, draw, run, sessions_for
 from vsched.bench.load.shapes import Case, shape_of
-from vsched.bench.machine import PROCESSOR, OtherLoad
+from vsched.bench.machine import OtherLoad, describe_machine
 from vsched.errors import ConfigError
 
 IMAGE_PIXELS = 448
@@ -231,9 +230,8 @@ def checkpoint_of(path: Path, console: Console) -> Path:
 
 
 def machine() -> str:
-    lines = PROCESSOR.read_text().splitlines() if PROCESSOR.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{len(os.sched_getaffinity(0))} cores of {names[0] if names else platform.machine()}"
+    found = describe_machine(others=0.0)
+    return f"{found.cores} cores of {found.processor}"
 
 
 def plan_of(
