@@ -55,40 +55,6 @@ class Gaps(msgspec.Struct, frozen=True, kw_only=True):
         return f"gap p50 {self.p50_ms} ms, p99 {self.p99_ms}, worst {self.worst_ms} ({ratio:.1f}x)"
 
 
-class BesideVideo(msgspec.Struct, frozen=True, kw_only=True):
-    """Gaps of decoding requests alone, and from the arrival of a video to its first token."""
-
-    decoders: int
-    frames: int
-    prompt_tokens: int
-    ttft_s: float
-    alone: Gaps
-    beside: Gaps
-
-
-class VideoTurn(msgspec.Struct, frozen=True, kw_only=True):
-    """A question about the video of a conversation; the first turn encodes it."""
-
-    prompt_tokens: int
-    encoded: int
-    ttft_ms: float
-
-
-class BesideFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """Gaps of one decoding request alone, and while damaged files arrive; memory of all processes of the server.
-
-    `statuses` counts the responses to the files.
-    """
-
-    files: int
-    seconds: float
-    statuses: dict[str, int]
-    alone: Gaps
-    beside: Gaps
-    memory_before_mib: float
-    memory_peak_mib: float
-
-
 class _Streams:
     """Arrival times of text of some requests."""
 
@@ -161,8 +127,8 @@ def _about(part: dict[str, Any], text: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [part, {"type": "text", "text": text}]}]
 
 
-async def measure_beside_video(server: Server, frames: int) -> BesideVideo:
-    """Measure decoding requests next to one video."""
+async def measure_beside_video(server: Server, frames: int) -> dict[str, Any]:
+    """Measure the gaps of decoding requests alone, and from the arrival of a video to its first token."""
     file = draw_video(7, SIZE, frames=frames, rate=RATE)
     client = BenchClient(server.spec.url)
     async with _decoding(server, DECODERS) as streams:
@@ -174,34 +140,32 @@ async def measure_beside_video(server: Server, frames: int) -> BesideVideo:
         sample = await client.chat(_body(server, _about(part, "What happens?"), 1))
         if sample.error:
             raise BenchError(f"the video failed: {sample.error}")
-        return BesideVideo(
-            decoders=DECODERS,
-            frames=frames,
-            prompt_tokens=sample.prompt_tokens,
-            ttft_s=round(sample.ended - sent, 2),
-            alone=streams.gaps(began, sent),
-            beside=streams.gaps(sent, sample.ended),
-        )
+        return {
+            "frames": frames,
+            "prompt_tokens": sample.prompt_tokens,
+            "ttft_s": round(sample.ended - sent, 2),
+            "alone": streams.gaps(began, sent),
+            "beside": streams.gaps(sent, sample.ended),
+        }
 
 
-async def measure_turns(server: Server, frames: int) -> list[VideoTurn]:
-    """Ask about one video again and again, each time with all earlier questions and answers."""
+async def measure_turns(server: Server, frames: int) -> list[dict[str, Any]]:
+    """Ask about one video again and again, with all earlier questions and answers; the first turn encodes it."""
     file = draw_video(8, SIZE, frames=frames, rate=RATE)
     client = BenchClient(server.spec.url)
     messages = _about(video_part(file, num_frames=frames), "What happens?")
-    found: list[VideoTurn] = []
+    found = []
     for turn in range(TURNS):
         before = server.statistics()["encode"]["items_encoded"]
         sample = await client.chat(_body(server, messages, REPLY_TOKENS))
         if sample.error:
             raise BenchError(f"turn {turn + 1} failed: {sample.error}")
-        found.append(
-            VideoTurn(
-                prompt_tokens=sample.prompt_tokens,
-                encoded=server.statistics()["encode"]["items_encoded"] - before,
-                ttft_ms=round((sample.stamps[0] - sample.started) * 1e3, 1),
-            )
-        )
+        turned = {
+            "prompt_tokens": sample.prompt_tokens,
+            "encoded": server.statistics()["encode"]["items_encoded"] - before,
+            "ttft_ms": round((sample.stamps[0] - sample.started) * 1e3, 1),
+        }
+        found.append(turned)
         messages = [
             *messages,
             {"role": "assistant", "content": sample.text},
@@ -210,8 +174,10 @@ async def measure_turns(server: Server, frames: int) -> list[VideoTurn]:
     return found
 
 
-async def measure_beside_files(server: Server, files: Sequence[tuple[str, bytes]]) -> BesideFiles:
-    """Measure one decoding request while clients send damaged files."""
+async def measure_beside_files(
+    server: Server, files: Sequence[tuple[str, bytes]]
+) -> dict[str, Any]:
+    """Measure one decoding request, and the memory of all processes of the server, while damaged files arrive."""
     statuses: Counter[str] = Counter()
     client = BenchClient(server.spec.url)
     waiting = iter(files)
@@ -232,15 +198,15 @@ async def measure_beside_files(server: Server, files: Sequence[tuple[str, bytes]
             for _ in range(CLIENTS):
                 group.create_task(send())
         ended = time.perf_counter()
-        return BesideFiles(
-            files=len(files),
-            seconds=round(ended - sent, 1),
-            statuses=dict(sorted(statuses.items())),
-            alone=streams.gaps(began, sent),
-            beside=streams.gaps(sent, ended),
-            memory_before_mib=before,
-            memory_peak_mib=max(memory),
-        )
+        return {
+            "files": len(files),
+            "seconds": round(ended - sent, 1),
+            "statuses": dict(sorted(statuses.items())),
+            "alone": streams.gaps(began, sent),
+            "beside": streams.gaps(sent, ended),
+            "memory_before_mib": before,
+            "memory_peak_mib": max(memory),
+        }
 
 
 @asynccontextmanager
@@ -280,21 +246,21 @@ async def _measure(server: Server, frames: int) -> dict[str, Any]:
 def _show(row: dict[str, Any], console: Console) -> None:
     one = row["beside_video"]
     console.print(
-        f"{one.decoders} decoders beside a video of {one.frames} frames, {one.prompt_tokens} tokens, "
-        f"first token after {one.ttft_s} s: {one.beside.text}; alone {one.alone.text}"
+        f"{DECODERS} decoders beside a video of {one['frames']} frames, {one['prompt_tokens']} tokens, "
+        f"first token after {one['ttft_s']} s: {one['beside'].text}; alone {one['alone'].text}"
     )
     for number, turn in enumerate(row["turns"], 1):
         console.print(
-            f"turn {number}: {turn.prompt_tokens} prompt tokens, {turn.encoded} frame groups encoded, "
-            f"first token after {turn.ttft_ms:.0f} ms"
+            f"turn {number}: {turn['prompt_tokens']} prompt tokens, {turn['encoded']} frame groups encoded, "
+            f"first token after {turn['ttft_ms']:.0f} ms"
         )
     one = row["beside_files"]
-    statuses = ", ".join(f"{count} x {status}" for status, count in one.statuses.items())
-    stall_ms = one.beside.p99_ms - one.beside.p50_ms
+    beside: Gaps = one["beside"]
+    statuses = ", ".join(f"{count} x {status}" for status, count in one["statuses"].items())
     console.print(
-        f"{one.files} damaged files from {CLIENTS} clients in {one.seconds} s ({statuses}): stall of a decoder "
-        f"p99 {stall_ms:.1f} ms ({one.beside.text}); alone {one.alone.text}; "
-        f"memory {one.memory_before_mib:.0f} MiB, at most {one.memory_peak_mib:.0f}"
+        f"{one['files']} damaged files from {CLIENTS} clients in {one['seconds']} s ({statuses}): stall of a decoder "
+        f"p99 {beside.p99_ms - beside.p50_ms:.1f} ms ({beside.text}); alone {one['alone'].text}; "
+        f"memory {one['memory_before_mib']:.0f} MiB, at most {one['memory_peak_mib']:.0f}"
     )
 
 
