@@ -12,7 +12,6 @@ import torch
 from PIL import Image
 from transformers import DynamicCache
 
-from tests.e2e.asking import drawn_image
 from tests.e2e.conftest import assert_idle
 from tests.e2e.video_asks import (
     VideoAsk,
@@ -34,7 +33,6 @@ from vsched_policies.pruning import MostChanged
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
-SQUARE = 40
 WITHOUT_PLACE = ("pixel_values_videos", "attention_mask")
 """Inputs of the model that positions do not depend on."""
 
@@ -54,17 +52,6 @@ def pruned(engine: Engine, policy: PruningPolicy) -> Iterator[None]:
         if made is not None:
             assert made.figures()["policy_faults"] == {}
             made.close()
-
-
-def moving_frames(seed: int, count: int, size: tuple[int, int] = (168, 128)) -> list[Image.Image]:
-    """Return frames of a square that rests for four frames, then moves; every 16 frames again."""
-    picture, square = drawn_image(seed, size), drawn_image(seed + 1, (SQUARE, SQUARE))
-    frames = []
-    for index in range(count):
-        frame = picture.copy()
-        frame.paste(square, (7 * max(index % 16 - 3, 0), 5 * (index // 8)))
-        frames.append(frame)
-    return frames
 
 
 async def prepare(engine: Engine, ask: VideoAsk) -> PreparedRequest:
@@ -148,12 +135,13 @@ async def test_pruned_videos_share_embeddings_and_left_out_groups_are_not_encode
     async def encoded(frames: Sequence[Image.Image]) -> int:
         return await groups_encoded(engine, of_frames(frames))
 
-    frames = moving_frames(51, 12)
+    pictures = drawn_frames(51, 6, (168, 128))
+    frames = [pictures[at] for at in (0, 0, 1, 2, 3, 4) for _ in range(2)]
     with pruned(engine, MostChanged(rate=0.4, threshold=0.004)):
         assert await encoded(frames) == 5, "the second group equals the first"
         assert await encoded(frames) == 0
         assert await encoded(frames[:8]) == 0
-        assert await encoded([*frames, *moving_frames(51, 14)[12:]]) == 1
+        assert await encoded([*frames, *pictures[5:], *pictures[5:]]) == 1
         assert await encoded([frames[0]] * 8) == 0
     with pruned(engine, MostChanged(rate=0.0)):
         assert await encoded(frames) == 0
