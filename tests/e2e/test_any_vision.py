@@ -11,17 +11,21 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+import torch
 
 httpx = pytest.importorskip("httpx")
 
 from tests.e2e.asking import TEXTS, Ask, begin, drawn_image  # noqa: E402
 from tests.e2e.conftest import SETTINGS, assert_idle  # noqa: E402
 from tests.e2e.losing import answers_over_a_kill  # noqa: E402
-from tests.parity.compare import expected, library_model, load_on  # noqa: E402
-from tests.parity.video_compare import inputs_of, types_of  # noqa: E402
+from tests.parity.compare import (  # noqa: E402
+    expected,
+    inputs_of_text,
+    library_model,
+    load_on,
+)
 from tests.parity.vision_checkpoints import make_vision_checkpoint  # noqa: E402
 from tests.patience import PATIENCE_S  # noqa: E402
-from tests.workers.driver import Question  # noqa: E402
 from vsched import Config  # noqa: E402
 from vsched.api.server import RunningServer, running_server  # noqa: E402
 from vsched.config import load_config  # noqa: E402
@@ -67,11 +71,14 @@ def generated(
     stage, model = load_on("cpu", path), library_model(path, sees=True)
     found = []
     for ask in asks:
-        question = Question(ask.text, ask.images)
-        ids = stage.prompt(question)[0]
-        inputs = inputs_of(stage, model, question, ids)
+        ids = ask.prompt(stage.preprocessor)
+        inputs = inputs_of_text(ids)
+        if ask.images:
+            arrays = map(stage.preprocessor.process_image, ask.images)
+            pixels = [torch.tensor(each["pixel_values"]) for each in arrays]
+            inputs["pixel_values"] = torch.cat(pixels)
         if "token_type_ids" in inspect.signature(model.model.forward).parameters:
-            kinds = types_of(stage, ids)
+            kinds = (inputs["input_ids"] == stage.info.placeholder).int()
             numbers = kinds.cumsum(1)
             for start, stop in spans or ():
                 kinds += (numbers > start) & (numbers <= stop)

@@ -41,10 +41,11 @@ def asks() -> list[VideoAsk]:
     long, slow = Clip(drawn_frames(1, 15)), Clip(drawn_frames(1, 15), fps=0.5)
     text = "What comes first? " * 4
     return [
-        VideoAsk([long, text]),
-        VideoAsk([drawn_image(7), long, drawn_image(8), text], count=30),
-        VideoAsk([Clip(drawn_frames(3, 4)), Clip(drawn_frames(4, 1)), text]),
-        VideoAsk([slow, text], count=40),
+        VideoAsk([long, text], count=60),
+        VideoAsk([Clip(drawn_frames(2, 16), fps=4.0), text], count=60),
+        VideoAsk([drawn_image(7), long, drawn_image(8), text], count=60),
+        VideoAsk([Clip(drawn_frames(3, 4)), Clip(drawn_frames(4, 1)), text], count=60),
+        VideoAsk([slow, text], count=60),
         VideoAsk([slow, "?"], count=8),
     ]
 
@@ -56,7 +57,7 @@ async def test_answers_about_videos_equal_generate(
     together_engine: Engine,
     checkpoints: Callable[[str], Path],
 ) -> None:
-    """Twice 5 requests at a time, in chunks of 48 tokens, which end within groups, with preemptions."""
+    """Twice 6 requests at a time, in chunks of 48 tokens, which end within groups, with preemptions."""
     engine = shared_engine if size == "nano25" else together_engine
     expected = generate_videos(checkpoints(size), asks())
     assert len({tuple(tokens[:8]) for tokens in expected}) == len(expected)

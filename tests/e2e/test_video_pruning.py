@@ -149,13 +149,13 @@ async def test_pruned_videos_share_embeddings_and_left_out_groups_are_not_encode
 
 
 async def test_the_context_is_checked_with_pruned_tokens_before_decoding(engine: Engine) -> None:
-    """A video of 2,400 tokens fits into 2,048 if half are pruned; one of 4,800 is refused, and no frame is decoded."""
+    """A video of 2,560 tokens fits into 2,048 if half are pruned; one of 5,120 is refused, and no frame is decoded."""
     assert engine._running is not None
     media = engine._running.media
-    frames = drawn_frames(71, 12, (560, 560))
+    frames = drawn_frames(71, 20, (448, 448))
     with pruned(engine, MostChanged(rate=0.5)):
         fits = await prepare(engine, VideoAsk([of_frames(frames), "?"]))
-        assert 1100 < len(fits.token_ids) < 1400
+        assert 1280 < len(fits.token_ids) < 1400
         before = media.statistics().processed
         with pytest.raises(RequestRefused, match="leaves no room"):
             await prepare(engine, VideoAsk([of_frames(frames * 2), "?"]))
