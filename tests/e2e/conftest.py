@@ -44,6 +44,7 @@ SETTINGS = (
     "arena.embedding_bytes=8388608",
     f"media.images_max={IMAGES_MAX}",
     "media.threads=1",
+    "media.prepare_s=300",  # a busy machine decodes the largest frames slowly
     # Their loop does not run during synchronous tests.
     "deadlines.rank_timeout_s=3600",
     "server.port=0",
