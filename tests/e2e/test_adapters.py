@@ -180,13 +180,17 @@ async def test_every_dialect_takes_an_adapter_as_its_model_and_reports_it(
     options = {"model": "two", "temperature": 0, "ignore_eos": True, "max_tokens": ask.count}
     chat = {"messages": ask.messages, **options}
     plain = {"prompt": engine.preprocessor.render(ask.messages), **options}
-    for path, body, said in (
-        ("chat/completions", chat, lambda reply: reply["choices"][0]["message"]["content"]),
-        ("completions", plain, lambda reply: reply["choices"][0]["text"]),
-        ("messages", chat, lambda reply: reply["content"][0]["text"]),
-    ):
+    dialects: list[tuple[str, dict[str, Any], list[str | int]]] = [
+        ("chat/completions", chat, ["choices", 0, "message", "content"]),
+        ("completions", plain, ["choices", 0, "text"]),
+        ("messages", chat, ["content", 0, "text"]),
+    ]
+    for path, body, place in dialects:
         reply = (await client.post(f"/v1/{path}", json=body)).json()
-        assert (reply["model"], said(reply)) == ("two", text)
+        assert reply["model"] == "two"
+        for key in place:
+            reply = reply[key]
+        assert reply == text
     requested = {"model": "two", "input": ask.text, "max_output_tokens": 12}
     assert (await client.post("/v1/responses", json=requested)).json()["model"] == "two"
     refused = await client.post("/v1/chat/completions", json=chat | {"model": "three"})

@@ -93,9 +93,12 @@ async def test_combination_of_policies_equals_generate(
     gate = asyncio.Semaphore(CLIENTS)
 
     async def ask(engine: Engine, number: int) -> list[int]:
-        options = {"priority": number % 3, "ttft_target_ms": 50 if number % 4 else None}
+        target_ms = 50 if number % 4 else None
         async with gate:
-            return (await read(await begin(engine, asks[number], **options))).token_ids
+            stream = await begin(
+                engine, asks[number], priority=number % 3, ttft_target_ms=target_ms
+            )
+            return (await read(stream)).token_ids
 
     async with Engine(configure(family, *settings)) as engine, patience():
         found = await asyncio.gather(*(ask(engine, number) for number in range(len(asks))))

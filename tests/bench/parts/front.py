@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -43,7 +43,7 @@ _ROOM = (
 """Enough slots that no request waits long for one; further settings may change it."""
 
 
-Row = dict[str, int | float | str]
+Row = dict[str, Any]
 """Result of one load, by the headings of `HEADINGS`."""
 HEADINGS = {
     "processes": "processes",
