@@ -49,6 +49,23 @@ async def test_deltas_are_the_text_of_the_tokens(engine: Engine) -> None:
     assert len(found.token_ids) == 200
 
 
+async def test_special_tokens_are_text_where_they_are_requested(engine: Engine) -> None:
+    """Stop strings find them, and the stop reason is reported as for any other stop."""
+    end, *_ = engine.info.stop_token_ids
+    name = engine.preprocessor.token_bytes(end).decode()
+    shown = greedy(logit_bias=((end, 100.0),), max_tokens=3, show_special=True)
+    cases: list[tuple[dict[str, Any], tuple[str, str, int]]] = [
+        ({"show_special": False}, ("", "length", 3)),
+        ({}, (3 * name, "length", 3)),
+        ({"stop": (name,)}, ("", "stop", 1)),
+        ({"ignore_eos": False}, ("", "stop", 1)),
+        ({"ignore_eos": False, "include_stop": True}, (name, "stop", 1)),
+    ]
+    for changes, wanted in cases:
+        found = await answer(engine, ASK, msgspec.structs.replace(shown, **changes))
+        assert (found.text, found.finish_reason, len(found.token_ids)) == wanted, changes
+
+
 @pytest.mark.slow
 async def test_seeded_sampling_is_the_same_alone_and_preempted_in_a_crowd(engine: Engine) -> None:
     """Neither other requests nor a forced preemption change the tokens of a seed."""
