@@ -107,11 +107,11 @@ async def test_combination_of_policies_equals_generate(
     assert found == expected(family)
     encode, generate = counts["encode"], counts["generate"]
     images = len({data_url(image) for ask in asks for image in ask.images})
-    if thrashes:
-        assert encode["items_encoded"] > images, "no image was encoded again"
-        assert (encode["cache_evictions"] > 0) == (combination["eviction"] != "none")
-    elif combination["eviction"] != "none":
-        assert encode["items_encoded"] == images
+    keeps = combination["eviction"] != "none"
+    assert (encode["cache_evictions"] > 0) == (thrashes and keeps)
+    assert encode["items_encoded"] >= images
+    if keeps and not thrashes:
+        assert encode["items_encoded"] == images, "an image was encoded again"
     assert (encode["cache_preemptions"] > 0) <= thrashes
     assert generate["preemptions"] > 0, "no request was preempted"
     assert (generate["tokens_cached"] > 0) <= (combination["prefix"] == "on")

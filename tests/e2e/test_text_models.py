@@ -19,10 +19,10 @@ from vsched.record import replay
 
 pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.slow]
 
-OUTPUTS = 40
+OUTPUTS = 60
 SHARED = list(range(20, 68))
 """Three blocks, which every prompt begins with."""
-PROMPTS = [SHARED + list(range(100, 100 + 25 * n)) for n in range(1, 6)]
+PROMPTS = [SHARED + list(range(100, 100 + 25 * n)) for n in range(1, 7)]
 
 
 async def begin(engine: Engine, prompt: list[int], name: str) -> Generation:
