@@ -1,7 +1,7 @@
 """A policy outside vsched, with one configuration and one load, for the simulator, our engine and vLLM.
 
 `tests/e2e/test_unseen_policy.py` runs it in the simulator and in our engine, and
-`tests/vllm/test_engine.py` in vLLM.
+`tests/vllm/test_unseen_policy.py` in vLLM.
 """
 
 from __future__ import annotations

@@ -16,16 +16,6 @@ from vllm import LLM, SamplingParams
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from tests.unseen_policy import (
-    BLOCK_TOKENS,
-    KV_TOKENS,
-    LOAD,
-    SEATS,
-    STEP_TOKENS,
-    check_orders,
-    configurations,
-    prompt_of,
-)
 from tests.vllm.driving import write_model
 from tests.vllm.test_scheduler import BAD, FAIR, LAST, SHORTEST
 from vsched.sim.cost.host_runs import read_run, run_file
@@ -33,13 +23,6 @@ from vsched.sim.workload.traces import load_trace
 from vsched_workers.checkpoint.random_init import make_checkpoint
 
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
-LIMITS = {
-    "max_model_len": 640,
-    "max_num_seqs": 6,
-    "max_num_batched_tokens": 128,
-    "num_gpu_blocks_override": 24,
-    "block_size": BLOCK_TOKENS,
-}
 Prompts = Sequence[Mapping[str, Any]]
 
 
@@ -76,14 +59,13 @@ def pictures() -> Prompts:
 def generate(
     model: str,
     prompts: Prompts,
-    tables: Mapping[str, Any] | str | None,
+    tables: Mapping[str, Any] | None,
     *,
     outputs: int,
     repetition_penalty: float = 1.0,
-    tenants: Sequence[str] = (),
     **settings: Any,
 ) -> tuple[list[list[int]], Any]:
-    """Return the tokens, and the engine; without tables, or their file, it is vLLM's own.
+    """Return the tokens, and the engine; without tables, it is vLLM's own.
 
     A model without a tokenizer has no weights either.
     """
@@ -98,22 +80,23 @@ def generate(
         model,
         dtype="float32",
         seed=0,
+        max_model_len=640,
+        max_num_seqs=6,
+        max_num_batched_tokens=128,
+        num_gpu_blocks_override=24,
+        block_size=32,
         enforce_eager=True,
         enable_prefix_caching=True,
-        **{**LIMITS, **settings},
+        **settings,
     )
-    samplings = [
-        SamplingParams(
-            temperature=0,
-            repetition_penalty=repetition_penalty,
-            max_tokens=outputs,
-            ignore_eos=True,
-            detokenize=False,
-            extra_args={"tenant": tenant},
-        )
-        for tenant in tenants or [""] * len(prompts)
-    ]
-    done = llm.generate(prompts, samplings, use_tqdm=False)
+    sampling = SamplingParams(
+        temperature=0,
+        repetition_penalty=repetition_penalty,
+        max_tokens=outputs,
+        ignore_eos=True,
+        detokenize=False,
+    )
+    done = llm.generate(prompts, sampling, use_tqdm=False)
     core = llm.llm_engine.engine_core
     engine = core.engine_core
     core.shutdown()  # the garbage collector would do it later, and end the next engine's groups
@@ -223,37 +206,3 @@ def test_tokens_are_those_of_vllm_with_images(tmp_path: Path) -> None:
     assert run.header.depth == 1
     different = {image.key for one in arrivals for image in one.images}
     assert sum(one.images for one in run.steps) >= len(different) > 3
-
-
-def test_unseen_policy_in_vllm(model: str, tmp_path: Path) -> None:
-    """A policy outside vsched makes the same decisions as in our server, from one configuration file."""
-    prompts = [{"prompt_token_ids": prompt_of(n, ask.prompt)} for n, ask in enumerate(LOAD)]
-    common: dict[str, Any] = {
-        "outputs": LOAD[0].outputs,
-        "tenants": [ask.tenant for ask in LOAD],
-        "max_model_len": KV_TOKENS,
-        "max_num_batched_tokens": STEP_TOKENS,
-        "num_gpu_blocks_override": KV_TOKENS // BLOCK_TOKENS + 1,
-        "skip_tokenizer_init": True,
-    }
-    wanted, _ = generate(model, prompts, None, max_num_seqs=4, **common)
-    assert len({tuple(one) for one in wanted}) > len(LOAD) // 2
-    names = {ask.prompt: ask.name for ask in LOAD}
-    orders = {}
-    for name, tables in configurations(tmp_path).items():
-        trace = tmp_path / f"{name}.jsonl"
-        tables.write_text(f'{tables.read_text()}[vllm]\ntrace = "{trace}"\n')
-        slots = 1 if name == "alone" else 4
-        tokens, engine = generate(model, prompts, str(tables), max_num_seqs=slots, **common)
-        assert tokens == wanted
-        check_engine(engine, ())
-        figures = engine.scheduler.host.figures()
-        assert not figures["policy_faults"]
-        firsts = {
-            names[one.prompt_tokens]: one.ended_ns - one.total_ns + one.ttft_ns
-            for one in read_run(run_file(trace)).requests
-        }
-        orders[name] = sorted(firsts, key=firsts.__getitem__)
-        if name == "turns":
-            assert {seat for seat, one in figures["policy_calls"].items() if one["calls"]} == SEATS
-    check_orders(orders)
