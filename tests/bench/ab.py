@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import operator
 import os
 import statistics
 import time
@@ -135,11 +136,9 @@ def line(
     rates = [
         statistics.median(each.requests_s for each in side) for side in zip(*pairs, strict=True)
     ]
-    answers = [
-        mine == theirs
-        for first, second in pairs
-        for mine, theirs in zip(first.answers, second.answers, strict=True)
-    ]
+    answers: list[bool] = []
+    for first, second in pairs:
+        answers += map(operator.eq, first.answers, second.answers)
     drafted, accepted, preemptions = counts
     cells = (
         *(kind, str(clients), *(f"{rate:.3f}" for rate in rates)),

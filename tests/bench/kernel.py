@@ -91,7 +91,7 @@ class Fleet:
         for index in range(replicas * running):
             # Lengths differ, so that requests allocate new blocks in different steps.
             length = PROMPT_TOKENS + index // replicas % 16
-            request = one_request(index, self._rng, images=0, tokens=length, max_tokens=outputs)
+            request = one_request(index, self._rng, tokens=length, max_tokens=outputs)
             self.tell(Submitted(request))
         while self.kernel.statistics()["generate"]["decoding"] < replicas * running:
             for name in self.names:
@@ -122,7 +122,7 @@ class Fleet:
     def visit(self) -> Visit:
         """Run a one-image request from arrival through encoding and prefill to its first token."""
         number = self._visits = self._visits + 1
-        request = one_request(number, self._rng, images=1, tokens=VISIT_TOKENS, max_tokens=1)
+        request = one_request(number, self._rng, tokens=VISIT_TOKENS, max_tokens=1, has_image=True)
         arrived = Arrived(
             arrival_id=number,
             tenant="",
@@ -179,31 +179,25 @@ HEAD = (
 
 
 def one_request(
-    index: int, rng: random.Random, *, images: int, tokens: int, max_tokens: int
+    index: int, rng: random.Random, *, tokens: int, max_tokens: int, has_image: bool = False
 ) -> Request:
-    """Return a request of `tokens` tokens with evenly spaced images; nothing of it is cached."""
+    """Return a request of `tokens` tokens, with an image in the middle or without; nothing of it is cached."""
     prompt = [rng.randrange(10, 4000) for _ in range(tokens)]
-    gap = (tokens - images * IMAGE_TOKENS) // (images + 1)
-    items = []
-    for number in range(images):
-        offset = gap + number * (gap + IMAGE_TOKENS)
+    offset = (tokens - IMAGE_TOKENS) // 2
+    item = MediaItem(
+        key=index.to_bytes(32, "little"),
+        tokens=IMAGE_TOKENS,
+        offset=offset,
+        arrays=(ArraySpec("pixel_values", "float32", (4 * IMAGE_TOKENS, 1176)),),
+        metadata=bytes(24),
+        extent=Extent(0, 1024),
+    )
+    if has_image:
         prompt[offset : offset + IMAGE_TOKENS] = [5] * IMAGE_TOKENS
-        key = (index * 8 + number).to_bytes(32, "little")
-        extent = Extent(0, 1024)
-        items.append(
-            MediaItem(
-                key=key,
-                tokens=IMAGE_TOKENS,
-                offset=offset,
-                arrays=(ArraySpec("pixel_values", "float32", (4 * IMAGE_TOKENS, 1176)),),
-                metadata=bytes(24),
-                extent=extent,
-            )
-        )
     return Request(
         request_id=f"r{index}",
         prompt_token_ids=prompt,
-        items=tuple(items),
+        items=(item,) if has_image else (),
         sampling=SamplingParams(max_tokens=max_tokens),
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,35 +20,9 @@ PAGES = ROOT / "docs" / "benchmarks"
 IMAGES = ROOT / "docs" / "images"
 
 
-def numbers(text: str, *, least: int = 1) -> list[int]:
+def numbers(text: str) -> list[int]:
     """Parse numbers separated by commas, without duplicates and sorted."""
-    found = _integers(text)
-    if not found or min(found) < least:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a list of numbers from {least}, such as {least},8"
-        )
-    return sorted(set(found))
-
-
-neighbours = functools.partial(numbers, least=0)
-"""Parse numbers of neighbours; 0 is a quiet machine."""
-
-
-def stretches(text: str) -> tuple[int, int, int]:
-    """Parse the seconds before, with and after the neighbours."""
-    found = _integers(text)
-    if len(found) != 3 or min(found) < 3:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not three numbers of seconds, each 3 or more, such as 10,20,15"
-        )
-    return found[0], found[1], found[2]
-
-
-def _integers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        return []
+    return sorted({int(part) for part in text.split(",")})
 
 
 def among(names: Sequence[str]) -> Callable[[str], list[str]]:
@@ -72,31 +45,20 @@ def assignment(text: str) -> str:
     return text
 
 
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value}: give 1 or more")
-    return value
-
-
 def _add_command(commands: Any, name: str, description: str) -> Callable[..., object]:
     """Add a command that measures servers, with the options of all such commands."""
     add: Callable[..., object] = commands.add_parser(name, help=description).add_argument
     cores = len(os.sched_getaffinity(0))
     add("--checkpoints", type=Path, default=ROOT / "checkpoints", help="folder of checkpoints")
     add("--peers", type=Path, required=True, help="folder of `setup`")
-    add("--threads", type=_count, default=cores, help="threads of each side")
-    add("--slots", type=_count, default=32, help="maximum running requests, both sides")
-    add("--context", type=_count, default=2048, help="longest prompt and output, both sides")
-    add("--kv-gib", type=_count, default=2, help="GiB of KV cache, both sides")
-    add("--budget", type=_count, default=2048, help="of vLLM's steps, in tokens")
+    add("--threads", type=int, default=cores, help="threads of each side")
+    add("--slots", type=int, default=32, help="maximum running requests, both sides")
     best = "a setting of the tuned vsched sides; prefix MODEL: for one model"
     add("--best", type=assignment, action="append", default=[], help=best)
-    add("--repeats", type=_count, default=3, help="pairs of runs")
+    add("--repeats", type=int, default=3, help="pairs of runs")
     add("--out", type=Path, required=True, help="folder for all runs; earlier runs are kept")
     add("--ready-s", type=float, default=600.0, help="deadline for a server to be ready")
     add("--idle-s", type=float, default=5.0, help="how long each idle server is watched")
-    add("--timeout-s", type=float, default=600.0, help="deadline for a request")
     add("--report-only", action="store_true", help="make no runs, write tables of those there are")
     add("--write-docs", action="store_true", help="put tables and plots into docs/benchmarks/")
     return add
@@ -121,24 +83,16 @@ def make_parser() -> argparse.ArgumentParser:
     add("--cases", type=among(cases), default=["text", "image"], help=videos)
     add("--concurrency", type=numbers, default=[1, 8, 32])
     loops = "busy loops during measurements: 1, or 0,1 for both in turns"
-    add("--neighbours", type=neighbours, default=[0], help=loops)
+    add("--neighbours", type=numbers, default=[0], help=loops)
 
     add = _add_command(commands, "timeline", "requests/s with temporary neighbours")
     add("--checkpoint", choices=TABLED, default="mid25")
     add("--sides", type=among(SIDES), default=["vsched", "vllm", "llamacpp", "openvino"])
     add("--case", choices=("text", "image"), default="text")
-    add("--clients", type=_count, default=8)
-    add("--neighbours", type=_count, default=1, help="number of temporary busy loops")
-    seconds = "seconds before, with and after them"
-    add("--seconds", type=stretches, default=(10, 20, 15), help=seconds)
-    add("--sessions", type=_count, help="drawn requests; more than a side can serve")
+    add("--clients", type=int, default=8)
+    add("--neighbours", type=int, default=1, help="number of temporary busy loops")
     return parser
 
 
 def sizes_of(options: argparse.Namespace) -> ServerSizes:
-    return ServerSizes(
-        threads=options.threads,
-        slots=options.slots,
-        context=options.context,
-        kv_bytes=options.kv_gib << 30,
-    )
+    return ServerSizes(threads=options.threads, slots=options.slots)

@@ -61,8 +61,6 @@ class Started(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint: str
     settings: str
     version: str
-    command: list[str]
-    environment: dict[str, str]
     ready_s: float
     answered_s: float
     idle_cores: float

@@ -67,11 +67,6 @@ def quantile(times: str, name: str) -> Read:
     return read
 
 
-def columns(*times: tuple[str, str]) -> Sequence[tuple[str, Read]]:
-    """Return headings and readers of some quantiles of durations."""
-    return [(f"{time[:4].strip('_').upper()} {name}", quantile(time, name)) for time, name in times]
-
-
 def requests_s(figures: Figures) -> float:
     return figures.requests_s
 

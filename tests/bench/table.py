@@ -165,7 +165,6 @@ def peer_spec(options: argparse.Namespace, side: str, checkpoint: Path) -> Spec:
         checkpoint=checkpoint,
         sizes=sizes_of(options),
         folder=PEERS[side].folder(options.peers),
-        budget=options.budget,
         arguments=VLLM_VIDEOS if has_videos else (),
     )
     return PEERS[side].spec(start)
@@ -179,7 +178,7 @@ def our_spec(best: Sequence[str], side: str, model: str, checkpoint: Path) -> Sp
         sees = "vision_config" in json.loads((checkpoint / "config.json").read_text())
         stages = ("encode", "generate") if sees else ("generate",)
         sets += [f"{stage}.weights={weights}" for stage in stages]
-    version = f"vsched {sides.described(sides.ROOT)}"
+    version = f"vsched {sides.described()}"
     version = f"{version} with {' '.join(sets)}" if sets else version
     return dataclasses.replace(spec_of(checkpoint, sets), side=side, version=version)
 
@@ -214,14 +213,12 @@ LEGEND = """\
 Times in ms. Ratios are of requests/s, round by round: median, least and greatest. Columns without a figure, and counts
 of failed requests and wrong lengths that are 0, are left out."""
 _TPOT = report.quantile("tpot_ms", "p50")
-_TIMES = report.columns(
-    ("ttft_ms", "p50"),
-    ("ttft_ms", "p99"),
-    ("itl_ms", "p99"),
-    ("tpot_ms", "p50"),
-)
-
-
+_TIMES = {
+    "TTFT p50": report.quantile("ttft_ms", "p50"),
+    "TTFT p99": report.quantile("ttft_ms", "p99"),
+    "ITL p99": report.quantile("itl_ms", "p99"),
+    "TPOT p50": _TPOT,
+}
 _TOTALS = ("failed", "wrong_length")
 BySide = Mapping[str, Sequence[Run]]
 
@@ -287,7 +284,7 @@ def cells(by_side: BySide, model: str) -> str:
                 pairs.append(report.ratios(mine, runs, report.requests_s))
             found = [kept_of(by_side, side, place), *pairs]
             kept, *shares = (_text(one) if one else "-" for one in found)
-            reads = (*(read for _, read in _TIMES), _prompt_tokens)
+            reads = (*_TIMES.values(), _prompt_tokens)
             totals = (sum(getattr(run.figures, name) for run in runs) for name in _TOTALS)
             lines.append(
                 [
@@ -301,7 +298,7 @@ def cells(by_side: BySide, model: str) -> str:
         *("case x clients", "side", "requests/s"),
         "kept of quiet",
         *("defaults / it", "best of its precision / it"),
-        *(name for name, _ in _TIMES),
+        *_TIMES,
         *("prompt tokens", "failed", "wrong length", "rounds"),
     )
     return report.markdown(*report.without_empty(headings, lines))

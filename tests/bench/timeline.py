@@ -38,6 +38,8 @@ PURPOSE = "timeline"
 INTERVAL_S = 0.5
 SETTLE_S = 2.0
 """Minimum time for clients to spread over prefill and decode before the first interval."""
+SECONDS = (10, 20, 15)
+"""Seconds before, with and after the neighbours."""
 SESSIONS_S = {"tiny25": 40, "mid25": 10, "smollm2": 20}
 """Requests drawn per second: more than any side serves."""
 
@@ -61,7 +63,7 @@ def timeline(options: argparse.Namespace, console: Console) -> None:
 def settings_of(options: argparse.Namespace) -> str:
     """Describe everything that figures depend on beyond their keys."""
     size = SIZES[options.checkpoint][options.case]
-    before, beside, after = options.seconds
+    before, beside, after = SECONDS
     return (
         f"{sizes_of(options).text} {size.words}words/{size.tokens}tokens "
         f"{before} s quiet, {beside} s next to busy loops, {after} s quiet"
@@ -94,24 +96,22 @@ def run_side(
             load,
             sessions=[turns[0] for turns in draw(plan).sessions],
             plan=plan,
-            seconds=options.seconds,
             count=options.neighbours,
             note=stamps.append,
         )
         figures = session.measure(server, drive)
-        session.keep(key, server.spec, figures, rates_of(stamps, sum(options.seconds)))
+        session.keep(key, server.spec, figures, rates_of(stamps, sum(SECONDS)))
 
 
 def plan_for(options: argparse.Namespace, repeat: int) -> LoadPlan:
     """Return the requests of a round, more than a side can serve."""
     size = SIZES[options.checkpoint][options.case]
-    wanted = options.sessions or SESSIONS_S[options.checkpoint] * sum(options.seconds)
     return plan_of(
         options.case,
         options.clients,
         words=size.words,
         tokens=size.tokens,
-        sessions=max(wanted, 2 * options.clients),
+        sessions=SESSIONS_S[options.checkpoint] * sum(SECONDS),
         seed=f"{PURPOSE}/{repeat}",
     )
 
@@ -122,7 +122,6 @@ async def load(
     *,
     sessions: Sequence[list[Message]],
     plan: LoadPlan,
-    seconds: tuple[int, int, int],
     count: int,
     note: Callable[[tuple[float, float]], None],
 ) -> Figures:
@@ -142,9 +141,7 @@ async def load(
     async def ask(length: int) -> Sample:
         messages = next(requests, None)
         if messages is None:
-            raise ConfigError(
-                f"all {len(sessions)} requests ended too early. Remedy: raise --sessions"
-            )
+            raise ConfigError(f"all {len(sessions)} requests ended too early")
         sample = await client.chat_when_ready(body(messages, length))
         samples.append(sample)
         wanted.append(length)
@@ -155,7 +152,7 @@ async def load(
         while time.perf_counter() < until_s:
             await ask(tokens)
 
-    before, beside, after = seconds
+    before, beside, after = SECONDS
     await ask(tokens)
     first = len(samples)
     single_s = samples[0].ended - samples[0].started
@@ -214,13 +211,13 @@ def write_timeline(options: argparse.Namespace, session: Session) -> None:
     file = f"bench-{name}.png"
     title = (
         f"{options.checkpoint}, {options.case} x {options.clients}, {options.neighbours} busy "
-        f"{'loop' if options.neighbours == 1 else 'loops'} for {options.seconds[1]} s"
+        f"{'loop' if options.neighbours == 1 else 'loops'} for {SECONDS[1]} s"
     )
-    draw_rates(by_side, options.seconds, title, options.out / file)
+    draw_rates(by_side, title, options.out / file)
     runs = [run for mine in by_side.values() for run in mine]
     parts = [
         f"{title}:",
-        lines(by_side, options.seconds),
+        lines(by_side),
         f"Requests/s. *Back*: the mean of the next {WINDOW_S:g} s is {BACK_MIN} of the rate before, each round.",
         context_line(session.store.report.machine, session.settings, runs),
     ]
@@ -259,20 +256,18 @@ def _index(rates: Sequence[float], seconds: Seconds, second: float) -> int:
     return round(second * len(rates) / sum(seconds))
 
 
-def lines(by_side: Mapping[str, Sequence[Run]], seconds: Seconds) -> str:
+def lines(by_side: Mapping[str, Sequence[Run]]) -> str:
     headings = ("side", "before", "busy", "after", "kept", "back after, s", "failed", "rounds")
     rows = []
     for side, runs in by_side.items():
-        found = [stretch_rates(run.rates, seconds) for run in runs]
-        back = sorted(
-            float("inf") if (after := back_s(run.rates, seconds)) is None else after for run in runs
-        )
+        found = [stretch_rates(run.rates, SECONDS) for run in runs]
+        back = [back_s(run.rates, SECONDS) for run in runs]
         rows.append(
             [
                 side,
                 *(report.number(statistics.median(each)) for each in zip(*found, strict=True)),
                 report.spread([beside / before for before, beside, _ in found if before] or [0.0]),
-                ", ".join(f"{value:.1f}" if value < seconds[2] else "not" for value in back),
+                ", ".join("not" if value is None else f"{value:.1f}" for value in back),
                 str(sum(run.figures.failed for run in runs)),
                 str(len(runs)),
             ]
@@ -280,9 +275,7 @@ def lines(by_side: Mapping[str, Sequence[Run]], seconds: Seconds) -> str:
     return report.markdown(headings, rows)
 
 
-def draw_rates(
-    by_side: Mapping[str, Sequence[Run]], seconds: Seconds, title: str, path: Path
-) -> None:
+def draw_rates(by_side: Mapping[str, Sequence[Run]], title: str, path: Path) -> None:
     """Draw requests/s over time, the median of the rounds; neighbours run in the grey interval."""
     from matplotlib.figure import Figure
 
@@ -292,15 +285,14 @@ def draw_rates(
         middle = [
             statistics.median(each) for each in zip(*(run.rates for run in runs), strict=True)
         ]
-        interval_s = sum(seconds) / len(middle)
-        half = max(round(WINDOW_S / interval_s / 2), 1)
+        half = round(WINDOW_S / INTERVAL_S / 2)
         smooth = [
             statistics.mean(middle[max(place - half, 0) : place + half])
             for place in range(1, len(middle) + 1)
         ]
-        places = [place * interval_s for place in range(1, len(middle) + 1)]
+        places = [place * INTERVAL_S for place in range(1, len(middle) + 1)]
         axes.plot(places, smooth, linewidth=1.4, label=side)
-    axes.axvspan(seconds[0], seconds[0] + seconds[1], color="grey", alpha=0.15)
+    axes.axvspan(SECONDS[0], SECONDS[0] + SECONDS[1], color="grey", alpha=0.15)
     axes.set_title(title, size=9)
     axes.set_xlabel("s", size=8)
     axes.set_ylabel(f"requests/s, mean of {WINDOW_S:g} s", size=8)

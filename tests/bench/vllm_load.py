@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 from vsched.bench.load.client import BenchClient, Sample, chat_body
 from vsched.bench.load.generator import draw_image, draw_text
 
+RATE, SECONDS = 4.0, 20.0
+
 
 class Ask(NamedTuple):
     """A request, and the second at which it is sent."""
@@ -47,9 +49,9 @@ def burst() -> list[Ask]:
     ]
 
 
-def mixed(rate: float, seconds: float, *, images: bool = False) -> list[Ask]:
+def mixed(*, images: bool) -> list[Ask]:
     rng, at_s, found = random.Random(7), 0.0, list[Ask]()
-    while (at_s := at_s + rng.expovariate(rate)) < seconds:
+    while (at_s := at_s + rng.expovariate(RATE)) < SECONDS:
         if rng.random() < 0.33:
             found.append(Ask(at_s, "heavy", rng.randrange(300, 1000), rng.randrange(8, 32)))
         else:
@@ -77,13 +79,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("urls", nargs="+")
     parser.add_argument("--load", choices=["burst", "mixed", "images"], default="mixed")
-    parser.add_argument("--rate", type=float, default=4.0)
-    parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     asks = burst()
     if options.load != "burst":
-        asks = mixed(options.rate, options.seconds, images=options.load == "images")
+        asks = mixed(images=options.load == "images")
     for number in range(options.rounds):
         for url in options.urls[:: -1 if number % 2 else 1]:
             samples = asyncio.run(send(url, asks, f"{number}"))

@@ -42,20 +42,10 @@ class Told(NamedTuple):
 
 
 def ask(
-    path: str,
-    kind: str,
-    group: int,
-    *,
-    activations: str = "float",
-    kv_dtype: str = "auto",
+    path: str, kind: str, group: int, *, activations: str = "float", kv_dtype: str = "auto"
 ) -> Told:
     """Run the first questions of all exam tasks; both models are fed the quantized model's output."""
-    settings = WorkerSettings(
-        threads=1,
-        weights=kind,
-        weights_group=group,
-        activations=activations,
-    )
+    settings = WorkerSettings(threads=1, weights=kind, weights_group=group, activations=activations)
     plain = Stage.load(path, attention="auto", dtype="float32")
     made = Stage.load(path, attention="auto", dtype="float32", settings=settings, kv_dtype=kv_dtype)
     twins = Twins(made.generator, plain.generator)
@@ -85,13 +75,9 @@ def logits_table(path: str) -> Table:
         for activations, suffix in (("float", ""), ("int8", ", rows int8")):
             reported = ask(path, kind, group, activations=activations)
             lines.append((f"{kind}, {group}{suffix}", reported))
-    for name, reported in lines:
-        row = (
-            f"{100 * reported.apart:.2f} %",
-            f"{100 * reported.same:.2f} %",
-            f"{reported.right} of {reported.requested}",
-        )
-        table.add_row(name, *row)
+    for name, (apart, same, right, requested) in lines:
+        shares = (f"{100 * share:.2f} %" for share in (apart, same))
+        table.add_row(name, *shares, f"{right} of {requested}")
     return table
 
 

@@ -26,7 +26,6 @@ pytest.importorskip("playwright.sync_api")
 from PIL import Image
 from playwright.sync_api import Browser, Locator, Page, expect
 
-from tests.e2e.video_asks import video_file
 from tests.patience import PATIENCE_S
 from tests.trace_format import check_trace_events
 
@@ -223,9 +222,10 @@ def test_playground_takes_a_dropped_image(page: Page) -> None:
 
 def test_playground_takes_a_dropped_video(page: Page) -> None:
     pytest.importorskip("av")
-    frames = [Image.new("RGB", (112, 112), color) for color in ("red", "blue", "green", "white")]
+    from tests.unit.media.video_files import video
+
     show(page, "Playground")
-    drop(page, "colors.mp4", "video/mp4", video_file(frames, rate=2))
+    drop(page, "colors.mp4", "video/mp4", video(4, size=(112, 112), rate=2))
     expect(page.get_by_label("The video of the message")).to_be_visible()
     page.get_by_label("Output tokens at most").fill("10")
     page.get_by_role("button", name="Send").click()

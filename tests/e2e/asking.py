@@ -18,6 +18,19 @@ from vsched.aio.streams import Generation, OutputDelta, TokenLogprob
 from vsched.worker.contract import Preprocessor
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=24)
+DRAWN = SamplingParams(
+    temperature=0.9,
+    top_p=0.9,
+    min_p=0.01,
+    frequency_penalty=0.3,
+    repetition_penalty=1.1,
+    logit_bias=((40, 2.0), (41, -100.0)),
+    bad_words=((45,), (40, 46)),
+    min_tokens=10,
+    max_tokens=40,
+    seed=5,
+    ignore_eos=True,
+)
 
 SIZES = [(90, 60), (33, 33), (140, 100), (60, 170), (200, 70), (112, 112), (64, 40)]
 TEXTS = [
@@ -78,7 +91,7 @@ def mixed_asks() -> list[Ask]:
         ]
         system = "You are a helpful assistant. Answer in a word." if number % 3 == 0 else ""
         text = TEXTS[(number + number // 5) % len(TEXTS)]
-        asks.append(Ask(text, images, count=24 + 5 * (number % 7), system=system))
+        asks.append(Ask(text, images, count=16 + 3 * (number % 7), system=system))
     return asks
 
 
@@ -114,8 +127,7 @@ async def begin(
     ask: Ask,
     sampling: SamplingParams | None = None,
     request_id: str = "",
-    *,
-    adapter: str = "",
+    **options: Any,
 ) -> Generation:
     """Submit a question; without `sampling` it is greedy and gets exactly the question's number of tokens."""
     chosen = sampling or SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=ask.count)
@@ -125,7 +137,7 @@ async def begin(
             images=[data_url(image) for image in ask.images],
             sampling=chosen,
             request_id=request_id or f"ask-{next(_numbers)}",
-            adapter=adapter,
+            **options,
         )
 
 

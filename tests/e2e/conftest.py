@@ -44,6 +44,7 @@ SETTINGS = (
     "arena.embedding_bytes=8388608",
     f"media.images_max={IMAGES_MAX}",
     "media.threads=1",
+    "media.prepare_s=300",  # a busy machine decodes the largest frames slowly
     # Their loop does not run during synchronous tests.
     "deadlines.rank_timeout_s=3600",
     "server.port=0",
@@ -149,17 +150,8 @@ async def engine(shared_engine: Engine) -> AsyncIterator[Engine]:
 
 
 @pytest_asyncio.fixture(loop_scope="package")
-async def client(server: RunningServer, engine: Engine) -> AsyncIterator[Any]:
-    """An HTTP client of the shared server; `engine` checks that nothing is held after the test."""
-    del engine
-    httpx = pytest.importorskip("httpx")
-    async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as client:
-        yield client
-
-
-@pytest_asyncio.fixture(loop_scope="package")
 async def sdk(server: RunningServer, engine: Engine) -> AsyncIterator[Any]:
-    """OpenAI's client of the shared server, without retries."""
+    """OpenAI's client of the shared server, without retries; `engine` checks that nothing is held after the test."""
     del engine
     openai = pytest.importorskip("openai")
     async with openai.AsyncOpenAI(

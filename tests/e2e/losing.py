@@ -1,13 +1,36 @@
-"""A host is lost in the middle of a stream, and comes back: invariants for any kind of host."""
+"""A rank or a host is lost in the middle of a stream, and comes back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Sequence
 
-from tests.e2e.asking import Answer, Ask, begin, choices, drawn_image
+from tests.e2e.asking import Answer, Ask, begin, choices, drawn_image, read
 from tests.e2e.conftest import assert_idle
 from tests.patience import PATIENCE_S, patience, until
 from vsched import Config, Engine
+from vsched.aio.streams import Generation
+
+
+async def answers_over_a_kill(
+    engine: Engine,
+    started: Sequence[Generation],
+    *pids: int,
+    tokens: int = 20,
+    number: signal.Signals = signal.SIGKILL,
+) -> list[Answer]:
+    """Kill or stop ranks after a number of tokens; return the answers once their groups are back."""
+    await until(lambda: sum(one.output_tokens for one in started) > tokens, "streams are running")
+    assert any(one.reason is None for one in started), "too late to lose anything"
+    for pid in pids:
+        os.kill(pid, number)
+    await until(lambda: engine.state == "degraded", "the loss is detected")
+    found = await asyncio.gather(*map(read, started))
+    await until(lambda: engine.state == "ready", "the lost group is back")
+    return found
+
 
 ASKS = [
     Ask("What is in the image?", [drawn_image(1)]),
@@ -24,7 +47,7 @@ async def check_host_loss(
     strike: Callable[[], object],
     mend: Callable[[], object],
 ) -> None:
-    """Serve with ranks on other hosts, and lose the host of the generate stage.
+    """Serve with ranks on other hosts of any kind, and lose the host of the generate stage.
 
     All tokens are those of the engine `here`. The stream resumes, questions asked meanwhile are answered, the host is
     used again, and the loss leaves nothing behind.

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from tests.patience import PATIENCE_S
+from tests.e2e.command_line import run_vsched
 from vsched import Engine
 from vsched.cli import app, demo_command
 from vsched.cli.demo_command import data_url, is_answer
@@ -25,20 +22,14 @@ TRAINED = Path(__file__).parents[2] / "workers" / "demo-model"
 
 
 @pytest.mark.slow
-def test_demo_answers_right_and_encodes_each_picture_once(tmp_path: Path) -> None:
+def test_demo_answers_right_and_encodes_each_picture_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the checkpoint of the repository every answer is right, and a turn encodes only its own picture."""
-    done = subprocess.run(
-        [sys.executable, "-c", "from vsched.cli.main import main; main()", "demo"],
-        cwd=tmp_path,
-        env={**os.environ, "COLUMNS": "100", "NO_COLOR": "1"},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
-    lines = done.stdout.splitlines()
+    pytest.importorskip("openai")
+    monkeypatch.chdir(tmp_path)
+    printed = run_vsched("demo", columns=100)
+    lines = printed.splitlines()
     assert "(right)" in next(line for line in lines if line.startswith("assistant"))
     turns = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
     turns = [cells for cells in turns if len(cells) == 6 and cells[0].isdigit()]
@@ -48,7 +39,7 @@ def test_demo_answers_right_and_encodes_each_picture_once(tmp_path: Path) -> Non
     for name in ("picture", "turn-1", "turn-2", "turn-3"):
         assert (tmp_path / ".demo" / f"{name}.png").exists()
     for wanted in ("Serving at http://127.0.0.1:", "prefill", "generate rank 0", "Stopped"):
-        assert wanted in done.stdout
+        assert wanted in printed
 
 
 @pytest.mark.parametrize(

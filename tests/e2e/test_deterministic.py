@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
-import signal
 from collections.abc import Callable
 
 import pytest
 
 pytest.importorskip("numba")
 
-from tests.e2e.asking import TEXTS, Ask, answer, begin, drawn_image, read
+from tests.e2e.asking import TEXTS, Ask, answer, begin, drawn_image
 from tests.e2e.conftest import assert_idle
-from tests.patience import until
+from tests.e2e.losing import answers_over_a_kill
 from vsched import Config, Engine, SamplingParams
 from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
 from vsched_workers.plugin import TRAINED
@@ -46,14 +43,9 @@ async def test_tokens_are_the_same_alone_among_others_and_after_a_kill(
     async with Engine(configure("nano25", *settings)) as engine:
         assert engine.info.dtype == "bfloat16"
         wanted = [await answer(engine, ask, SAMPLING) for ask in asks]
-        _, generate_pid = engine.rank_pids
         started = [await begin(engine, ask, SAMPLING) for ask in asks]
-        await until(lambda: sum(one.output_tokens for one in started) > 120, "streams are running")
-        assert all(one.reason is None for one in started), "too late to lose anything"
-        os.kill(generate_pid, signal.SIGKILL)
-        found = await asyncio.gather(*(read(one) for one in started))
+        found = await answers_over_a_kill(engine, started, engine.rank_pids[1], tokens=120)
         assert [one.token_ids for one in found] == [one.token_ids for one in wanted]
         # The trained model is sure of its tokens; its log-probabilities show every bit.
         assert [one.logprobs for one in found] == [one.logprobs for one in wanted]
-        await until(lambda: engine.state == "ready", "the lost group is back")
         await assert_idle(engine)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 from collections.abc import Callable
 
 import pytest
 
-from tests.e2e.asking import TEXTS, Ask, answer, begin, drawn_image, now_and_then, read
+from tests.e2e.asking import DRAWN, TEXTS, Ask, answer, begin, drawn_image, now_and_then
+from tests.e2e.losing import answers_over_a_kill
 from tests.patience import until
 from vsched import Engine, SamplingParams
 
@@ -19,50 +19,29 @@ pytestmark = [
 ]
 
 Generated = Callable[..., list[list[int]]]
-SAMPLED = SamplingParams(
-    max_tokens=60,
-    temperature=0.9,
-    top_p=0.9,
-    min_p=0.01,
-    frequency_penalty=0.3,
-    logit_bias=((40, 2.0),),
-    bad_words=((45,), (40, 46)),
-    min_tokens=10,
-    seed=5,
-    ignore_eos=True,
-)
 
 
 def asks(seed: int, count: int) -> list[Ask]:
     """Return questions about images that were not sent before."""
     return [
-        Ask(TEXTS[n % 5], [drawn_image(seed + 10 * n + k) for k in range(n % 3)], count=60)
+        Ask(TEXTS[n % 5], [drawn_image(seed + 10 * n + k) for k in range(n % 3)], count=40)
         for n in range(1, count + 1)
     ]
 
 
-async def back(engine: Engine) -> None:
-    await until(lambda: engine.state == "ready", "the lost group is back")
-
-
 async def test_killed_generate_rank_loses_no_token(engine: Engine, generated: Generated) -> None:
     """Streams pause for the restart, and resume at the same token; seeded sampling, too."""
-    questions = asks(2000, 7)
+    questions = asks(2000, 4)
     wanted = generated("nano25", questions)
-    drawn = (await answer(engine, questions[1], SAMPLED)).token_ids
+    drawn = (await answer(engine, questions[1], DRAWN)).token_ids
     encode_pid, generate_pid = engine.rank_pids
     started = [await begin(engine, ask) for ask in questions]
-    sampled = await begin(engine, questions[1], SAMPLED)
-    await until(lambda: sum(one.output_tokens for one in started) > 20, "streams are running")
-    assert sum(one.reason is None for one in [*started, sampled]) > 1, "too late to lose anything"
-    os.kill(generate_pid, signal.SIGKILL)
-    await until(lambda: engine.state == "degraded", "the loss is detected")
-    found = await asyncio.gather(*(read(one) for one in started), read(sampled))
+    started.append(await begin(engine, questions[1], DRAWN))
+    found = await answers_over_a_kill(engine, started, generate_pid)
     assert [one.token_ids for one in found] == [*wanted, drawn]
     assert [one.text for one in found[:-1]] == [
         engine.preprocessor.detokenize(ids) for ids in wanted
     ]
-    await back(engine)
     assert engine.rank_pids[0] == encode_pid, "the encoder was not affected"
     assert engine.rank_pids[1] != generate_pid
 
@@ -81,16 +60,14 @@ async def test_a_sampled_placeholder_stands_for_no_image(
     sampling = SamplingParams(
         temperature=0.0, ignore_eos=True, max_tokens=ask.count, logit_bias=((placeholder, bias),)
     )
-    started = await begin(engine, ask, sampling)
-    await until(lambda: started.output_tokens > ask.count // 2, "the stream is running")
-    os.kill(engine.rank_pids[1], signal.SIGKILL)
-    assert (await read(started)).token_ids == tokens
-    await back(engine)
+    started = [await begin(engine, ask, sampling)]
+    [found] = await answers_over_a_kill(engine, started, engine.rank_pids[1], tokens=ask.count // 2)
+    assert found.token_ids == tokens
 
 
 async def test_killed_encode_rank_loses_no_image(engine: Engine, generated: Generated) -> None:
     """Killed during a batch; text is served meanwhile, images when it is back."""
-    questions = [ask for ask in asks(3000, 9) if ask.images]
+    questions = [ask for ask in asks(3000, 6) if ask.images]
     text = Ask(TEXTS[4], count=30)
     encode_pid, generate_pid = engine.rank_pids
     os.kill(encode_pid, signal.SIGSTOP)
@@ -100,9 +77,7 @@ async def test_killed_encode_rank_loses_no_image(engine: Engine, generated: Gene
     )
     assert (await answer(engine, text)).token_ids == generated("nano25", [text])[0]
     assert not any(one.output_tokens for one in started)
-    os.kill(encode_pid, signal.SIGKILL)
-    found = await asyncio.gather(*(read(one) for one in started))
+    found = await answers_over_a_kill(engine, started, encode_pid, tokens=-1)
     assert [one.token_ids for one in found] == generated("nano25", questions)
-    await back(engine)
     assert engine.rank_pids[1] == generate_pid, "the language model was not affected"
     assert engine.rank_pids[0] != encode_pid

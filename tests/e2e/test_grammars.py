@@ -46,7 +46,7 @@ ASK = Ask(TEXTS[1], [drawn_image(8100), drawn_image(8101, (64, 64))])
 DRAWN = SamplingParams(
     max_tokens=300, temperature=1.2, seed=11, grammar=constraint_from_schema(LIST)
 )
-DRAWN_DOCUMENTS = 100
+DRAWN_DOCUMENTS = 40
 GREEDY = msgspec.structs.replace(DRAWN, temperature=0.0, repetition_penalty=1.2)
 
 
@@ -120,20 +120,12 @@ def linked(keyword: str, count: int) -> dict[str, Any]:
 CRASH = {"const": -(2**63)}
 CRASHES: list[Any] = [
     {"enum": [1, -(2**64)]},
-    {"anyOf": [CRASH, {"type": "string"}]},
-    {"type": "integer", "minimum": -(2**63), "maximum": -(2**63)},
     {"type": "number", "minimum": -1e300, "maximum": -1e299},
     {"allOf": [{"multipleOf": 49999}, {"multipleOf": 49998}]},
     *(linked(one, 1000) for one in ("prefixItems", "items", "oneOf", "anyOf", "allOf")),
 ]
 CHAIN = "start: r0\n" + "\n".join(f"r{n}: r{n + 1}" for n in range(3000)) + '\nr3000: "a"\n'
-GRAMMARS = [
-    CHAIN,
-    CHAIN.replace("start:", "root:").replace(":", " ::="),
-    f"start: %json {json.dumps(CRASH)}",
-    "start: " + "(" * 20_000 + '"a"' + ")" * 20_000,
-    f'start: "a" b\nb: %json {json.dumps(CRASH)}',
-]
+GRAMMARS = [CHAIN, "start: " + "(" * 20_000 + '"a"' + ")" * 20_000]
 
 
 async def post_hostile(url: str, requests: Iterable[tuple[str, dict[str, Any]]]) -> None:

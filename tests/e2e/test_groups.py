@@ -1,23 +1,19 @@
-"""Groups of two ranks, two of each stage: equal to one rank, and to themselves when ranks are lost."""
+"""Groups of two ranks, two of each stage: equal to one rank, also when ranks are lost."""
 
 from __future__ import annotations
 
-import asyncio
-import os
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import count
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
-import pytest_asyncio
 
-from tests.e2e.asking import Answer, Ask, begin, mixed_asks, read
+from tests.e2e.asking import DRAWN, Ask, answer, begin, mixed_asks
 from tests.e2e.conftest import assert_idle
+from tests.e2e.losing import answers_over_a_kill
 from tests.e2e.test_grammars import LIST
-from tests.patience import PATIENCE_S, patience, until
+from tests.patience import PATIENCE_S
 from tests.traces import is_alive
 from vsched import Config, Engine, SamplingParams
 from vsched.api.structured_outputs import constraint_from_schema
@@ -26,93 +22,61 @@ pytestmark = [
     pytest.mark.asyncio(loop_scope="package"),
     pytest.mark.timeout(5 * PATIENCE_S),
     pytest.mark.slow,
+    pytest.mark.thorough,  # `test_swapping.py` has two ranks, `test_adapters.py` two replicas, both with losses
 ]
 
-SIZE = "nano25"
-DRAWN = 8
+SEEDS = 6
 GROUPS = (
     "encode.replicas=2",
     "encode.tensor_parallel=2",
     "generate.replicas=2",
     "generate.tensor_parallel=2",
-    # Nothing is kept, so the encoders never run out of work.
+    # Nothing is kept, so the encoders have work for each question.
     "encode.eviction.use=none",
     "deadlines.rank_timeout_s=6",
-)
-DRAWS = SamplingParams(
-    temperature=0.9,
-    top_p=0.9,
-    min_p=0.01,
-    frequency_penalty=0.3,
-    repetition_penalty=1.1,
-    logit_bias=((40, 2.0), (41, -100.0)),
-    bad_words=((45,), (40, 46)),
-    min_tokens=10,
-    max_tokens=60,
-    ignore_eos=True,
 )
 CONSTRAINED = SamplingParams(
     max_tokens=300, temperature=1.2, seed=11, grammar=constraint_from_schema(LIST)
 )
+LOSSES = (
+    # A decision may find a rank gone before the engine gets the exit of its child.
+    ("generate-0", 1, signal.SIGKILL, 100, ("killed by SIGKILL", "is gone")),
+    ("encode-0", 0, signal.SIGSTOP, -1, ("deadlines.", "was silent")),
+)
 
 
-@dataclass(frozen=True)
-class Question:
-    """A question, and the tokens of its answer from one rank."""
-
-    ask: Ask
-    sampling: SamplingParams | None
-    tokens: list[int]
-    finish_reason: str | None
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="package")
-async def questions(configure: Callable[..., Config]) -> list[Question]:
-    """Return greedy, sampled and constrained questions, with the answers of a single undisturbed rank."""
-    requested: list[tuple[Ask, SamplingParams | None]] = [(ask, None) for ask in mixed_asks()]
-    for number, ask in enumerate(mixed_asks()[:DRAWN]):
-        requested.append((ask, msgspec.structs.replace(DRAWS, seed=number)))
-    requested += [(mixed_asks()[1], CONSTRAINED), (mixed_asks()[2], CONSTRAINED)]
-    async with Engine(configure(SIZE, "placement=together")) as alone:
-        found = [await read(await begin(alone, ask, sampling)) for ask, sampling in requested]
-    return [
-        Question(ask, sampling, each.token_ids, each.finish_reason)
-        for (ask, sampling), each in zip(requested, found, strict=True)
-    ]
-
-
-class Load:
-    """Clients that ask one question after the other, and compare each answer."""
-
-    def __init__(self, engine: Engine, questions: Sequence[Question]) -> None:
-        self.tokens = 0
-        self.over = asyncio.Event()
-        self._engine = engine
-        self._questions = questions
-
-    async def run(self, *, clients: int) -> None:
-        """Ask each question at least once, and continue until `over`."""
-        numbers = count()
-        async with asyncio.TaskGroup() as group:
-            for _ in range(clients):
-                group.create_task(self._client(numbers))
-
-    async def more(self, tokens: int) -> None:
-        """Wait for a number of further tokens."""
-        enough = self.tokens + tokens
-        await until(lambda: self.tokens >= enough, "tokens come")
-
-    async def _client(self, numbers: Iterator[int]) -> None:
-        while (number := next(numbers)) < len(self._questions) or not self.over.is_set():
-            question = self._questions[number % len(self._questions)]
-            answer = Answer()
-            async with patience():
-                async for delta in await begin(self._engine, question.ask, question.sampling):
-                    answer.deltas.append(delta)
-                    self.tokens += len(delta.token_ids)
-            assert answer.token_ids == question.tokens
-            assert answer.text == self._engine.preprocessor.detokenize(question.tokens)
-            assert answer.finish_reason == question.finish_reason
+async def test_groups_of_ranks_equal_one_rank_and_lose_no_token_to_faults(
+    configure: Callable[..., Config], engine: Engine
+) -> None:
+    """A rank of each stage exits or hangs under load; diverging ranks are in `tests/unit/rank`."""
+    asks = mixed_asks()
+    questions: list[tuple[Ask, SamplingParams | None]] = [(ask, None) for ask in asks]
+    for seed, ask in enumerate(asks[:SEEDS]):
+        questions.append((ask, msgspec.structs.replace(DRAWN, seed=seed)))
+    questions += [(asks[1], CONSTRAINED), (asks[2], CONSTRAINED)]
+    alone = [await answer(engine, *each) for each in questions]
+    wanted = [(one.token_ids, one.finish_reason) for one in alone]
+    drawn = wanted[len(asks) : len(asks) + SEEDS]
+    assert len({tuple(tokens) for tokens, _ in drawn}) == SEEDS, "equality proves nothing"
+    assert [reason for _, reason in wanted].count("stop") == 2, "the constrained ones"
+    async with Engine(configure("nano25", *GROUPS)) as groups:
+        for name, rank, number, tokens, reasons in LOSSES:
+            before = restarts(groups)
+            pid = row(groups, name)["ranks"][rank]["pid"]
+            started = [await begin(groups, *each) for each in questions]
+            found = await answers_over_a_kill(groups, started, pid, tokens=tokens, number=number)
+            assert [(one.token_ids, one.finish_reason) for one in found] == wanted
+            assert restarts(groups) == before | {name: before[name] + 1}, "no other was lost"
+            reason = row(groups, name)["last_loss"]["reason"]
+            assert any(words in reason for words in reasons), reason
+        statistics = groups.statistics()
+        for stage in ("encode", "generate"):
+            busy = [statistics["busy_ms"][f"{stage}-{index}"] for index in range(2)]
+            assert min(busy) > 0, busy
+        assert statistics["generate"]["preemptions"] > 0, "the KV cache was not small enough"
+        await assert_idle(groups)
+        every = groups.rank_pids
+    assert not any(map(is_alive, every))
 
 
 def row(engine: Engine, group: str) -> dict[str, Any]:
@@ -120,54 +84,5 @@ def row(engine: Engine, group: str) -> dict[str, Any]:
     return next(each for each in engine.groups() if each["name"] == group)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="package")
-async def groups(configure: Callable[..., Config]) -> AsyncIterator[Engine]:
-    """Eight ranks: two groups of two for each stage."""
-    async with Engine(configure(SIZE, *GROUPS)) as engine:
-        yield engine
-        await assert_idle(engine)
-        every = engine.rank_pids
-    assert not any(map(is_alive, every))
-
-
-async def test_groups_of_ranks_equal_one_rank(groups: Engine, questions: list[Question]) -> None:
-    """Mixed requests, eight ranks, preempted now and then; each replica had its share."""
-    load = Load(groups, questions)
-    load.over.set()
-    await load.run(clients=16)
-    drawn = {tuple(one.tokens[:16]) for one in questions if one.sampling not in (None, CONSTRAINED)}
-    assert len(drawn) == DRAWN, "equality proves nothing"
-    assert [one.finish_reason for one in questions].count("stop") == 2, "the constrained ones"
-    statistics = groups.statistics()
-    for stage in ("encode", "generate"):
-        busy = [statistics["busy_ms"][f"{stage}-{index}"] for index in range(2)]
-        assert min(busy) > 0, busy
-    assert statistics["generate"]["preemptions"] > 0, "the KV cache was not small enough"
-
-
-async def test_groups_lose_no_token_to_faults(groups: Engine, questions: list[Question]) -> None:
-    """A rank of each stage exits or hangs under load; diverging ranks are in `tests/unit/rank`."""
-    load = Load(groups, questions)
-    async with asyncio.TaskGroup() as group:
-        group.create_task(load.run(clients=6))
-        # A decision may find a rank gone before the engine gets the exit of its child.
-        await load.more(200)
-        await lose(groups, "generate-0", 1, signal.SIGKILL, ("killed by SIGKILL", "is gone"))
-        await load.more(200)
-        await lose(groups, "encode-0", 0, signal.SIGSTOP, ("deadlines.", "was silent"))
-        load.over.set()
-
-
-async def lose(
-    engine: Engine, name: str, rank: int, number: signal.Signals, reasons: tuple[str, ...]
-) -> None:
-    """Signal a rank, and wait until its group, and no other, has been lost and is back."""
-    before = {each["name"]: each["restarts"] for each in engine.groups()}
-    os.kill(row(engine, name)["ranks"][rank]["pid"], number)
-    await until(lambda: row(engine, name)["state"] == "down", "the loss is noticed")
-    assert engine.state == "degraded"
-    await until(lambda: all(each["state"] == "up" for each in engine.groups()), "it is back")
-    after = {each["name"]: each["restarts"] - before[each["name"]] for each in engine.groups()}
-    assert after == {group: int(group == name) for group in after}
-    reason = row(engine, name)["last_loss"]["reason"]
-    assert any(words in reason for words in reasons), reason
+def restarts(engine: Engine) -> dict[str, int]:
+    return {each["name"]: each["restarts"] for each in engine.groups()}

@@ -17,6 +17,7 @@ pytestmark = [
     pytest.mark.asyncio(loop_scope="package"),
     pytest.mark.timeout(5 * PATIENCE_S),
     pytest.mark.slow,
+    pytest.mark.thorough,  # `tests/unit/rank/test_hosts.py` loses such hosts in every way
 ]
 
 

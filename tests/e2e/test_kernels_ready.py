@@ -60,10 +60,11 @@ WAYS: dict[str, tuple[str, ...]] = {
         *("model.dtype=bfloat16", "generate.weights=int4", "generate.block_size=32", *THREADS),
     ),
     "nano3 bfloat16": ("model.dtype=bfloat16", "placement=together", LOOKUP),
+    "nano25 bfloat16, adapters": (
+        *("model.dtype=bfloat16", *THREADS, "adapters.count_max=2", "adapters.rank_max=4"),
+    ),
 }
-
-
-QUICK = ("nano25 bfloat16, two threads", "nano3 bfloat16")
+QUICK = "nano25 bfloat16, two threads"
 
 
 def requests() -> Iterator[tuple[Ask, SamplingParams]]:
@@ -97,29 +98,22 @@ async def ask_all(engine: Engine, adapter: str = "") -> None:
         assert all(-20 < one.logprob <= 0 for one in answer.logprobs)
 
 
-async def test_no_request_waits_for_a_kernel_with_adapters(
-    configure: Callable[..., Config], checkpoints: Callable[[str], Path], tmp_path: Path
-) -> None:
-    pytest.importorskip("peft")
-    from tests.workers.adapters.peft_adapters import AdaptedReference
-
-    AdaptedReference(checkpoints("nano25"), tmp_path / "one", seed=0)
-    settings = (
-        *("model.dtype=bfloat16", *THREADS, "deadlines.heartbeat_s=0.3"),
-        *("adapters.count_max=2", "adapters.rank_max=4", f"adapters.directory={tmp_path}"),
-        f'adapters.load={{one = "{tmp_path / "one"}"}}',
-    )
-    async with Engine(configure("nano25", *settings)) as engine:
-        found = await late(engine, lambda: ask_all(engine, adapter="one"))
-        assert not any(found.values()), engine.groups()
-
-
 @pytest.mark.parametrize(
     "way",
-    [pytest.param(way, marks=() if way in QUICK else pytest.mark.thorough) for way in WAYS],
+    [pytest.param(way, marks=() if way == QUICK else pytest.mark.thorough) for way in WAYS],
 )
-async def test_no_request_waits_for_a_kernel(way: str, configure: Callable[..., Config]) -> None:
-    size = way.split()[0]
-    config = configure(size, *WAYS[way], "deadlines.heartbeat_s=0.3")
-    async with Engine(config) as engine:
-        assert not any((await late(engine, lambda: ask_all(engine))).values()), engine.groups()
+async def test_no_request_waits_for_a_kernel(
+    way: str, configure: Callable[..., Config], checkpoints: Callable[[str], Path], tmp_path: Path
+) -> None:
+    adapter = ""
+    settings = [*WAYS[way], "deadlines.heartbeat_s=0.3"]
+    if "adapters" in way:
+        pytest.importorskip("peft")
+        from tests.workers.adapters.peft_adapters import AdaptedReference
+
+        adapter = "one"
+        AdaptedReference(checkpoints("nano25"), tmp_path / adapter, seed=0)
+        settings += [f"adapters.directory={tmp_path}", f'adapters.load={{one = "{tmp_path}/one"}}']
+    async with Engine(configure(way.split()[0], *settings)) as engine:
+        found = await late(engine, lambda: ask_all(engine, adapter))
+        assert not any(found.values()), engine.groups()

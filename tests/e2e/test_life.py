@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import shutil
 import signal
 import tempfile
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
+import httpx
 import pytest
 
 from tests.e2e.asking import TEXTS, Ask, begin, drawn_image, read
@@ -20,7 +17,7 @@ from tests.e2e.serving import ServeProcess
 from tests.patience import PATIENCE_S, until
 from tests.traces import is_alive, left_behind, traces
 from vsched import Config, Engine
-from vsched.errors import CheckpointError, ConfigError, DeviceOutOfMemory, RequestRefused
+from vsched.errors import CheckpointError, ConfigError, RequestRefused
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
@@ -61,21 +58,6 @@ async def test_missing_tensor_is_an_error_of_the_rank_and_the_start(
     assert str(tmp_path) not in str(caught.value), "no paths in messages"
 
 
-@pytest.mark.slow
-async def test_kv_cache_that_does_not_fit_is_an_error(
-    configure: Configure, temporary: Path
-) -> None:
-    """Value, limit and remedy."""
-    engine = Engine(
-        configure("nano25", "placement=together", "generate.memory.tokens=1000000000000")
-    )
-    with pytest.raises(
-        DeviceOutOfMemory, match=r"value .*, limit .*\. Remedy: lower generate.memory"
-    ):
-        await engine.start()
-    assert engine.state == "stopped"
-
-
 async def test_long_temporary_path_is_an_error(
     configure: Configure, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,7 +71,6 @@ async def test_long_temporary_path_is_an_error(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("own_fork_server")
 async def test_drained_and_stopped_engine_leaves_nothing(
     configure: Configure, temporary: Path
 ) -> None:
@@ -123,13 +104,14 @@ CHILDREN = 4
 
 
 @pytest.mark.slow
+@pytest.mark.thorough  # `test_resuming.py` kills a server, too
 async def test_killed_server_leaves_no_process(checkpoints: Checkpoints, temporary: Path) -> None:
     """SIGKILL gives the engine no chance to clean up: its children notice, clean up and exit."""
     with ServeProcess(checkpoints("nano25")) as server:
         children: list[int] = []
         url = await asyncio.to_thread(lambda: server.url)
         body = {"prompt": "1", "guided_regex": "ab"}
-        await asyncio.to_thread(urllib.request.urlopen, _post(f"{url}/v1/completions", body))
+        await asyncio.to_thread(httpx.post, f"{url}/v1/completions", json=body, timeout=PATIENCE_S)
 
         def all_started() -> bool:
             children[:] = server.children
@@ -143,35 +125,20 @@ async def test_killed_server_leaves_no_process(checkpoints: Checkpoints, tempora
 @pytest.mark.slow
 async def test_interrupted_server_drains(checkpoints: Checkpoints, temporary: Path) -> None:
     """One Ctrl-C: the running response is completed, and the process exits with 0."""
+    body = {"prompt": "Count.", "max_tokens": 400, "stream": True, "ignore_eos": True}
     with ServeProcess(checkpoints("nano25")) as server:
         url = await asyncio.to_thread(lambda: server.url)
         children = server.children
         assert len(children) == CHILDREN
-        body: dict[str, Any] = {
-            "messages": Ask("Count.").messages,
-            "max_tokens": 400,
-            "stream": True,
-            "ignore_eos": True,
-        }
-        request = _post(f"{url}/v1/chat/completions", body)
-        lines = await asyncio.to_thread(_interrupt_in_mid_stream, request, server.process.pid)
-        assert lines[-1] == "data: [DONE]"
-        assert '"finish_reason":"length"' in lines[-2]
-        assert await asyncio.to_thread(server.process.wait, 20) == 0
+        async with (
+            httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client,
+            client.stream("POST", "/v1/completions", json=body) as response,
+        ):
+            lines = response.aiter_lines()
+            await anext(lines)
+            server.process.send_signal(signal.SIGINT)
+            *_, last, done = [line async for line in lines if line]
+        assert done == "data: [DONE]"
+        assert '"finish_reason":"length"' in last
+        assert await asyncio.to_thread(server.process.wait, PATIENCE_S) == 0
         await until(lambda: not any(map(is_alive, children)), "they end")
-
-
-def _post(url: str, body: dict[str, Any]) -> urllib.request.Request:
-    headers = {"content-type": "application/json"}
-    return urllib.request.Request(url, data=json.dumps(body).encode(), headers=headers)
-
-
-def _interrupt_in_mid_stream(request: urllib.request.Request, pid: int) -> list[str]:
-    lines: list[str] = []
-    with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
-        for line in response:
-            if not lines:
-                os.kill(pid, signal.SIGINT)
-            if line.strip():
-                lines.append(line.decode().strip())
-    return lines

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import threading
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ import msgspec
 import pytest
 from PIL import Image
 
+from tests.each_case import each_case
 from vsched import LLM, Config, RequestRefused, SamplingParams, VschedError
 from vsched.errors import CheckpointError
 
@@ -41,17 +41,11 @@ def test_offline_completions_are_in_the_order_of_the_prompts(llm: LLM) -> None:
     assert llm.generate([], GREEDY) == []
 
 
-def test_offline_prompts_may_be_tokens_or_have_images(llm: LLM) -> None:
+def test_offline_prompts_may_be_tokens(llm: LLM) -> None:
     (text,) = llm.generate("Hello there", GREEDY)
-    token_ids = asyncio.run(_tokens(llm, "Hello there"))
+    token_ids = llm.engine.preprocessor.tokenize("Hello there")
     (tokens,) = llm.generate([token_ids], GREEDY)
     assert (tokens.text, tokens.prompt_tokens) == (text.text, len(token_ids))
-    with pytest.raises(RequestRefused, match="pass prompt, and images"):
-        llm.generate({"prompt": "x", "pictures": []})
-
-
-async def _tokens(llm: LLM, text: str) -> list[int]:
-    return llm.engine.preprocessor.tokenize(text)
 
 
 def test_offline_chat_takes_one_conversation_or_many_with_images(llm: LLM) -> None:
@@ -76,7 +70,7 @@ def test_offline_error_is_raised_or_kept(llm: LLM) -> None:
         llm.chat([{"role": "emperor", "content": "Hello"}])
 
 
-@pytest.mark.parametrize("mode", ["CMYK", "YCbCr", "HSV", "F", "1", "P", "LA"])
+@each_case("mode", ["CMYK", "YCbCr", "HSV", "F", "1", "P", "LA"])
 def test_offline_image_may_have_any_mode(llm: LLM, mode: str) -> None:
     part = {"type": "image_pil", "image_pil": Image.new("RGB", (56, 56), "white").convert(mode)}
     (done,) = llm.chat(picture(part), GREEDY, on_error="keep")
@@ -94,21 +88,22 @@ def test_offline_damaged_image_leaves_other_requests_alone(llm: LLM) -> None:
     assert "cannot be encoded" in refused.error
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("prompts", "wanted"),
     [
         ([1, 2], "prompt is not valid: value 1"),
+        ({"prompt": "x", "pictures": []}, "pass prompt, and images"),
         ({"prompt": "x", "images": "data:,"}, "pass images as such a list"),
         ({"prompt": "x", "images": Image.new("L", (1, 1))}, "pass images as such a list"),
         ({"prompt": "x", "images": None}, "pass images as such a list"),
     ],
 )
-def test_offline_arguments_of_other_types_are_refused(llm: LLM, prompts: Any, wanted: str) -> None:
+def test_offline_prompts_of_other_types_are_refused(llm: LLM, prompts: Any, wanted: str) -> None:
     with pytest.raises(RequestRefused, match=wanted):
         llm.generate(prompts, GREEDY)
 
 
-@pytest.mark.parametrize("messages", ["Hello", ["Hello"], [1], [[Image]]])
+@each_case("messages", ["Hello", ["Hello"], [1], [[Image]]])
 def test_offline_conversations_of_other_types_are_refused(llm: LLM, messages: Any) -> None:
     with pytest.raises(RequestRefused, match="messages: "):
         llm.chat(messages, GREEDY)

@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
+import base64
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import pytest_asyncio
-import safetensors.numpy
+from PIL import Image
+from safetensors.numpy import save
 
-from tests.e2e.asking import GREEDY, TEXTS, Ask, data_url, drawn_image, read
-from tests.e2e.conftest import SETTINGS, assert_idle
-from tests.e2e.test_video_pruning import prepare, pruned
-from tests.e2e.tower import Tower, packed
-from tests.e2e.video_asks import SIZE, VideoAsk, ask_video, drawn_frames, of_frames
-from tests.parity.vision_checkpoints import make_vision_checkpoint
-from tests.patience import patience
+from tests.e2e.asking import TEXTS, Ask, drawn_image
+from tests.e2e.conftest import assert_idle
+from tests.e2e.video_asks import VideoAsk, ask_video, drawn_frames
+from tests.parity.compare import load_on
+from tests.workers.driver import Clip, Stage
 from vsched import Config, Engine, RequestRefused
-from vsched.config import load_config
-from vsched.config.sections import PoliciesConfig
-from vsched.errors import ConfigError
-from vsched.media import ImageReference, MediaReference
-from vsched.media.pruning import make_pruning
-from vsched.worker.contract import view_arrays
-from vsched_policies.pruning import MostChanged
-from vsched_workers.families.generic import EMBEDDED_SIZE
+from vsched.media import MediaReference
+from vsched.worker.contract import Arrays, EncodeJob, ImagePlan
 from vsched_workers.families.qwen_image import grid_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
@@ -40,45 +32,56 @@ ASK = Ask(TEXTS[0], IMAGES)
 
 @dataclass
 class Served:
+    """An engine, and the same tower on the client's side."""
+
     engine: Engine
-    tower: Tower
+    stage: Stage
+
+    def rows(self, plan: ImagePlan, arrays: Arrays) -> npt.NDArray[np.float32]:
+        """Encode an image or a frame group."""
+        page = np.zeros((1, plan.tokens, self.stage.info.embedding_row_bytes), np.uint8)
+        job = EncodeJob(b"", plan.tokens, arrays, plan.metadata, [0])
+        self.stage.encoder.encode([job], page)
+        rows: npt.NDArray[np.float32] = page[0].view(np.float32)
+        return rows
+
+    def embed(self, image: Image.Image) -> MediaReference:
+        front = self.stage.preprocessor
+        plan = front.plan_image(*image.size)
+        rows = self.rows(plan, front.process_image(image))
+        return packed({"embeds": rows, "grid_thw": np.array(grid_of(plan.metadata))})
+
+    def embed_video(self, video: Clip) -> dict[str, npt.NDArray[Any]]:
+        """Return the rows, grid and times of a video."""
+        groups = video.groups(self.stage.preprocessor)
+        rows = np.concatenate([self.rows(plan, arrays) for plan, arrays in groups])
+        grid = np.array([len(groups), *grid_of(groups[0][0].metadata)[1:]])
+        times = {"second_per_grid_ts": np.array([2 / video.fps])}
+        if self.stage.preprocessor.video_times == "timestamps":
+            last = len(video.frames) - 1
+            pairs = [(2 * at, min(2 * at + 1, last)) for at in range(len(groups))]
+            times = {"timestamps": np.array([sum(pair) / 2 / video.fps for pair in pairs])}
+        return {"embeds": rows, "grid_thw": grid, **times}
+
+
+def packed(tensors: dict[str, npt.NDArray[Any]], *, is_video: bool = False) -> MediaReference:
+    source = base64.b64encode(save(tensors)).decode()
+    return MediaReference(source, is_video=is_video, is_embedded=True)
 
 
 @pytest_asyncio.fixture(
     scope="module",
     loop_scope="package",
-    params=[
-        "nano3",
-        pytest.param("nano25", marks=pytest.mark.thorough),
-    ],  # nano3 has deepstack levels
+    # With deepstack levels, and without.
+    params=["nano3", pytest.param("nano25", marks=pytest.mark.thorough)],
 )
 async def served(
-    request: pytest.FixtureRequest,
-    configure: Callable[..., Config],
-    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest, configure: Callable[..., Config]
 ) -> AsyncIterator[Served]:
-    folder = tmp_path_factory.mktemp("embeddings")
-    config = configure(request.param, "media.allow_embeddings=true", f"media.directory={folder}")
-    tower = await asyncio.to_thread(Tower.load, config.model.path)
+    config = configure(request.param, "media.allow_embeddings=true")
     async with Engine(config) as engine:
-        yield Served(engine, tower)
+        yield Served(engine, load_on("cpu", config.model.path))
         await assert_idle(engine)
-
-
-async def ask(engine: Engine, images: Sequence[ImageReference], text: str = TEXTS[0]) -> list[int]:
-    """Return the tokens of a question about images, however they are given."""
-    placeholders = Ask(text, IMAGES[:1] * len(images)).messages
-    async with patience():
-        generation = await engine.generate(
-            prompt=engine.preprocessor.render(placeholders),
-            images=images,
-            sampling=GREEDY,
-            request_id=f"brought-{next(_numbers)}",
-        )
-    return (await read(generation)).token_ids
-
-
-_numbers = iter(range(1 << 30))
 
 
 def media(engine: Engine) -> tuple[int, int]:
@@ -87,78 +90,47 @@ def media(engine: Engine) -> tuple[int, int]:
     return counts["processed"], counts["embedded"]
 
 
+async def ask(engine: Engine, images: Sequence[Image.Image | MediaReference]) -> list[int]:
+    return await ask_video(engine, VideoAsk([*images, ASK.text]))
+
+
 @pytest.mark.slow
 async def test_embeddings_answer_as_their_images_do(
     served: Served, generated: Callable[[str, Sequence[Ask]], list[list[int]]]
 ) -> None:
     """Alone, every mixture of raw and embedded, in order, deepstack levels included."""
-    engine, tower = served.engine, served.tower
+    engine = served.engine
     [wanted] = generated(engine.model_name, [ASK])
-    urls = [data_url(image) for image in IMAGES]
-    brought = [tower.embed(image) for image in IMAGES]
+    brought = [served.embed(image) for image in IMAGES]
     before = media(engine)
     assert await ask(engine, brought) == wanted
     assert media(engine) == (before[0], before[1] + 2), "no image was sent, none was decoded"
-    mixtures: list[list[ImageReference]] = [[urls[0], brought[1]], [brought[0], urls[1]], [*urls]]
-    for images in mixtures:
-        assert await ask(engine, images) == wanted
+    for first in (IMAGES[0], brought[0]):
+        for second in (IMAGES[1], brought[1]):
+            assert await ask(engine, [first, second]) == wanted
     swapped = await ask(engine, brought[::-1])
-    assert swapped == await ask(engine, urls[::-1])
+    assert swapped == await ask(engine, IMAGES[::-1])
     assert swapped != wanted
 
 
-async def embed_video(
-    engine: Engine, tower: Tower, video: MediaReference
-) -> dict[str, npt.NDArray[Any]]:
-    """Return the rows, grid or size, and times of a video that is sent as its frames."""
-    assert engine._running is not None
-    prompt = engine.preprocessor.render(VideoAsk([video]).messages)
-    prepared = await engine._running.media.prepare(prompt, [video])
-    rows = []
-    for item in prepared.items:
-        assert item.extent is not None
-        arrays = view_arrays(item.arrays, engine._running.arena.read(item.extent))
-        rows.append(tower.encode_item(arrays, item.tokens, item.metadata))
-    prepared.lease.release()
-    fps, count = video.sampling.fps, len(video.sources)
-    assert fps is not None
-    if tower.preprocessor.companion == EMBEDDED_SIZE:
-        size = {"image_size": np.array(SIZE[::-1])}
-        seconds = np.array([index / fps for index in range(count)])
-        return {"embeds": np.concatenate(rows), **size, "timestamps": seconds}
-    grid = np.array([len(rows), *grid_of(prepared.items[0].metadata)[1:]])
-    times = {"second_per_grid_ts": np.array([2 / fps])}
-    if tower.preprocessor.video_times == "timestamps":
-        pairs = [(2 * group, min(2 * group + 1, count - 1)) for group in range(len(rows))]
-        times = {"timestamps": np.array([(first / fps + end / fps) / 2 for first, end in pairs])}
-    return {"embeds": np.concatenate(rows), "grid_thw": grid, **times}
-
-
-def as_video(tensors: dict[str, npt.NDArray[Any]]) -> MediaReference:
-    return MediaReference(packed(**tensors).source, is_video=True, is_embedded=True)
-
-
 async def test_embeddings_of_videos_answer_as_the_videos_do(served: Served) -> None:
-    """In chunks of 48 tokens, mixed with raw videos and images; by value, and from the allowed folder."""
+    """In chunks of 48 tokens, mixed with raw videos and images."""
     engine = served.engine
-    videos = [of_frames(drawn_frames(21, 11)), of_frames(drawn_frames(22, 4), fps=0.5)]
-    tensors = [await embed_video(engine, served.tower, video) for video in videos]
-    long, short = map(as_video, tensors)
-    file = Path(engine.config.media.directory, "short.safetensors")
-    safetensors.numpy.save_file(tensors[1], file)
+    videos = [Clip(drawn_frames(21, 11)), Clip(drawn_frames(22, 4), fps=0.5)]
+    tensors = [served.embed_video(video) for video in videos]
+    long, short = (packed(each, is_video=True) for each in tensors)
     text = "What comes first? " * 4
     wanted = await ask_video(engine, VideoAsk([videos[0], text]))
     before = media(engine)
     assert await ask_video(engine, VideoAsk([long, text])) == wanted
     assert media(engine) == (before[0], before[1] + 1)
-    other = {name: tensor[::-1].copy() for name, tensor in tensors[0].items() if name == "embeds"}
-    assert await ask_video(engine, VideoAsk([as_video(tensors[0] | other), text])) != wanted
+    other = packed(tensors[0] | {"embeds": tensors[0]["embeds"][::-1].copy()}, is_video=True)
+    assert await ask_video(engine, VideoAsk([other, text])) != wanted
     image = IMAGES[0]
     wanted = await ask_video(engine, VideoAsk([image, *videos, "and ", image, text], count=30))
     for first, second, third in (
         (long, videos[1], image),
-        (videos[0], short, served.tower.embed(image)),
-        (long, MediaReference(f"file://{file}", is_video=True, is_embedded=True), image),
+        (videos[0], short, served.embed(image)),
     ):
         parts: list[Any] = [image, first, second, "and ", third, text]
         assert await ask_video(engine, VideoAsk(parts, count=30)) == wanted
@@ -167,81 +139,16 @@ async def test_embeddings_of_videos_answer_as_the_videos_do(served: Served) -> N
     assert engine.statistics()["encode"]["items_encoded"] == encoded, "each group is cached"
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        "glm4v",
-        pytest.param("smolvlm", marks=pytest.mark.slow),
-        pytest.param("qwen2_vl", marks=pytest.mark.thorough),
-    ],
-)
-async def test_embedded_and_pruned_videos_of_other_families(family: str, tmp_path: Path) -> None:
-    """Embeddings answer as the video does; pruning shortens the prompt, or is refused if frames have no patches."""
-    make_vision_checkpoint(family, tmp_path)
-    sets = (
-        *SETTINGS,
-        f"model.path={tmp_path}",
-        "media.allow_embeddings=true",
-        "generate.context_tokens=0",
-    )
-    config = load_config(None, sets=sets, environ={}).config
-    tower = await asyncio.to_thread(Tower.load, str(tmp_path))
-    async with Engine(config) as engine:
-        video, text = of_frames(drawn_frames(24, 7)), "What comes first?"
-        wanted = await ask_video(engine, VideoAsk([video, text]))
-        tensors = await embed_video(engine, tower, video)
-        before = media(engine)
-        assert await ask_video(engine, VideoAsk([as_video(tensors), text])) == wanted
-        assert media(engine) == (before[0], before[1] + 1)
-        bad = tensors | {"timestamps": np.zeros(0)}
-        with pytest.raises(RequestRefused, match="0 frames, limit 768 frames") as caught:
-            await ask_video(engine, VideoAsk([as_video(bad), text]))
-        assert caught.value.code == "video_frames_exceeded"
-        policy = MostChanged(rate=0.5)
-        if not engine.preprocessor.prunes_videos:
-            pruning = make_pruning(policy, PoliciesConfig())
-            assert pruning is not None
-            with pytest.raises(ConfigError, match="the videos of this model cannot be pruned"):
-                pruning.check(engine.preprocessor)
-            pruning.close()
-            return
-        still = of_frames(drawn_frames(25, 1) * 8)
-        whole = await prepare(engine, VideoAsk([still, text]))
-        whole.lease.release()
-        with pruned(engine, policy):
-            some = await prepare(engine, VideoAsk([still, text]))
-            some.lease.release()
-            assert await ask_video(engine, VideoAsk([still, text]))
-        rows = sum(item.tokens for item in whole.items)
-        assert len(some.token_ids) == len(whole.token_ids) - rows // 2
-        await assert_idle(engine)
-
-
-async def test_bad_embeddings_of_videos_are_refused(served: Served) -> None:
-    tensors = await embed_video(served.engine, served.tower, of_frames(drawn_frames(23, 4)))
-    times = served.tower.preprocessor.video_times
-    grid = tensors["grid_thw"]
-    for code, changed in {
-        "grid_thw_invalid": {"grid_thw": grid - [0, 1, 0]},
-        "video_frames_exceeded": {"grid_thw": grid * [1 << 40, 1, 1]},
-        "image_tokens_exceeded": {"grid_thw": grid * [1, 1 << 20, 1]},
-        "embeds_tokens": {"grid_thw": grid * [1, 2, 1]},
-        f"{times}_shape": {times: np.zeros(7)},
-        f"{times}_dtype": {times: np.zeros(2, np.float16)},
-        "embeds_not_finite": {"embeds": tensors["embeds"] * np.float32("inf")},
+async def test_grids_of_embedded_videos_are_checked(served: Served) -> None:
+    """However large their numbers are."""
+    tensors = served.embed_video(Clip(drawn_frames(23, 4)))
+    for code, grid in {
+        "grid_thw_invalid": tensors["grid_thw"] - [0, 1, 0],
+        "video_frames_exceeded": tensors["grid_thw"] * [1 << 40, 1, 1],
+        "image_tokens_exceeded": tensors["grid_thw"] * [1, 1 << 20, 1],
+        "embeds_tokens": tensors["grid_thw"] * [1, 2, 1],
     }.items():
+        video = packed(tensors | {"grid_thw": grid}, is_video=True)
         with pytest.raises(RequestRefused, match="video 0: .*Remedy: ") as caught:
-            await ask_video(served.engine, VideoAsk([as_video(tensors | changed), "?"], count=1))
+            await ask_video(served.engine, VideoAsk([video, "?"], count=1))
         assert (caught.value.code, caught.value.status) == (code, 400)
-
-
-async def test_rows_that_came_are_what_the_model_reads(served: Served) -> None:
-    """The output depends on the rows, on every level of them: equality above is no coincidence."""
-    engine, tower = served.engine, served.tower
-    rows, grid = tower.encode(IMAGES[0])
-    hidden = tower.info.hidden_size
-    plain = await ask(engine, [tower.embed(IMAGES[0])])
-    for level in range(tower.info.embedding_levels):
-        changed = rows.copy()
-        changed[:, level * hidden : (level + 1) * hidden] *= -3
-        assert await ask(engine, [packed(embeds=changed, grid_thw=grid)]) != plain

@@ -3,34 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-import threading
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.e2e.asking import TEXTS, Ask, answer, data_url, drawn_image, read
 from tests.e2e.conftest import SETTINGS
 from tests.e2e.serving import ServeProcess
+from tests.each_case import each_case
 from tests.patience import PATIENCE_S, patience, until
 from tests.traces import abandoned_memory, is_alive
-from vsched import Engine, SamplingParams
-from vsched.errors import RequestRefused
+from vsched import Engine, RequestRefused, SamplingParams
 from vsched.record.journal import PartialOutput, folder_of, prompt_digest
 from vsched.types import Request
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
 ASK = Ask(TEXTS[1], count=40)
-WAYS: dict[str, dict[str, Any]] = {
-    "greedy": {"temperature": 0.0},
-    "drawn": {"temperature": 1.0, "seed": 11},
-    "penalised": {"temperature": 0.7, "seed": 3, "repetition_penalty": 1.3, "top_k": 40},
-}
+WAYS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.7, "seed": 3, "repetition_penalty": 1.3, "top_k": 40},
+]
 
 
 async def go_on(engine: Engine, token_ids: list[int], sampling: SamplingParams) -> Any:
@@ -48,12 +46,12 @@ async def go_on(engine: Engine, token_ids: list[int], sampling: SamplingParams) 
     return await read(stream)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@each_case("way", WAYS)
 async def test_answer_goes_on_with_the_tokens_that_it_would_have_had(
-    engine: Engine, way: str
+    engine: Engine, way: dict[str, Any]
 ) -> None:
     """After any number of tokens; its stream has all of them, with the same text."""
-    sampling = SamplingParams(max_tokens=40, ignore_eos=True, **WAYS[way])
+    sampling = SamplingParams(max_tokens=40, ignore_eos=True, **way)
     whole = await answer(engine, ASK, sampling)
     for known in (0, 1, 17, 39):
         resumed = await go_on(engine, whole.token_ids[:known], sampling)
@@ -74,14 +72,13 @@ async def test_answer_ends_at_a_stop_string_among_the_tokens_that_it_had(engine:
 
 
 async def test_tokens_that_no_model_has_are_refused(engine: Engine) -> None:
-    sampling = SamplingParams(temperature=0.0, max_tokens=40)
     with pytest.raises(RequestRefused, match="a token id"):
-        await go_on(engine, [1 << 30], sampling)
+        await go_on(engine, [1 << 30], SamplingParams(temperature=0.0, max_tokens=40))
 
 
 # --- a server is killed, and started again ---
 
-COUNT = 300
+COUNT = 240
 CHAT = "/v1/chat/completions"
 PICTURE = {"type": "image_url", "image_url": {"url": data_url(drawn_image(77))}}
 QUESTIONS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -105,45 +102,24 @@ QUESTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 """By the id that the client gives."""
 
 
-class Serving(ServeProcess):
-    """A server with a record and a journal, and its client."""
+def serve(checkpoint: Path, record: Path, port: int = 0) -> ServeProcess:
+    """Start a server with a record and a journal."""
+    sets = [*SETTINGS, f"server.port={port}"]
+    return ServeProcess(checkpoint, "--record", str(record), "--resume", settings=sets)
 
-    def __init__(self, checkpoint: Path, record: Path, port: int = 0) -> None:
-        sets = [*SETTINGS, f"server.port={port}"]
-        super().__init__(checkpoint, "--record", str(record), "--resume", settings=sets)
 
-    async def ready(self) -> Serving:
-        """Wait until it serves."""
-        await asyncio.to_thread(lambda: self.url)
-        return self
-
-    @property
-    def port(self) -> int:
-        return int(self.url.rpartition(":")[2])
-
-    async def get(self, path: str, **headers: str) -> list[str]:
-        return await asyncio.to_thread(lambda: list(self.lines(path, headers=headers)))
-
-    async def post(self, path: str, body: dict[str, Any]) -> list[str]:
-        return await asyncio.to_thread(lambda: list(self.lines(path, body)))
-
-    def lines(
-        self, path: str, body: dict[str, Any] | None = None, headers: dict[str, str] | None = None
-    ) -> Iterator[str]:
-        """Yield the lines of a response as they come; none after the server is gone."""
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(
-            self.url + path,
-            data=data,
-            headers={"content-type": "application/json", **(headers or {})},
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
-                for line in response:
-                    if line.endswith(b"\n") and line.strip():
-                        yield line.decode().strip()
-        except (ConnectionError, urllib.error.URLError):
-            return
+async def follow(
+    url: str, lines: list[str], path: str, body: dict[str, Any] | None = None, name: str = ""
+) -> list[str]:
+    """Add the lines of a response as they come; none after the server is gone."""
+    headers = {"x-request-id": name} if name else {}
+    method = "GET" if body is None else "POST"
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
+        with contextlib.suppress(httpx.TransportError):
+            async with client.stream(method, path, json=body, headers=headers) as response:
+                async for line in response.aiter_lines():
+                    lines.append(line)  # noqa: PERF401 - each as it comes
+    return lines
 
 
 def requested(name: str) -> tuple[str, dict[str, Any]]:
@@ -189,42 +165,38 @@ async def test_killed_server_goes_on_with_its_streams(
     """
     checkpoint, record = checkpoints("nano25"), tmp_path / "run.vlog"
     before = abandoned_memory()
-    servers = [await Serving(checkpoint, record).ready()]
+    servers = [serve(checkpoint, record)]
     try:
         first = servers[0]
-        undisturbed: dict[str, list[str]] = {}
-        for name in QUESTIONS:
-            undisturbed[name] = await first.post(*requested(name))
+        url = await asyncio.to_thread(lambda: first.url)
+        plain = [follow(url, [], *requested(name)) for name in QUESTIONS]
+        undisturbed = map(reported, await asyncio.gather(*plain))
         await until(lambda: not kept(record), "delivered requests are forgotten")
         had: dict[str, list[str]] = {name: [] for name in QUESTIONS}
-
-        def follow(name: str) -> None:
-            for line in first.lines(*requested(name), {"x-request-id": name}):
-                had[name].append(line)
-
-        following = [threading.Thread(target=follow, args=(name,)) for name in QUESTIONS]
-        for thread in following:
-            thread.start()
+        following = [
+            asyncio.create_task(follow(url, lines, *requested(name), name))
+            for name, lines in had.items()
+        ]
         await until(lambda: all(len(event_ids(one)) > 20 for one in had.values()), "all have begun")
-        ranks, port = first.children, first.port
+        ranks = first.children
         first.kill()
-        servers.append(Serving(checkpoint, record, port))
-        for thread in following:
-            thread.join()
+        servers.append(serve(checkpoint, record, int(url.rpartition(":")[2])))
+        await asyncio.gather(*following)
         assert not any("[DONE]" in line for lines in had.values() for line in lines)
-        second = await servers[1].ready()
+        second = servers[1]
+        url = await asyncio.to_thread(lambda: second.url)
         assert not any(map(is_alive, ranks))
-        assert any(
-            "4 requests were left by a server that died: 4 go on" in line for line in second.log
-        )
-        for name, (path, _) in QUESTIONS.items():
+        left = "4 requests were left by a server that died: 4 go on"
+        assert any(left in line for line in second.log)
+        for name, events in zip(QUESTIONS, undisturbed, strict=True):
+            path, _ = QUESTIONS[name]
             last = event_ids(had[name])[-1]
             complete = [line for line in had[name] if line.startswith("data: ")]
-            rest = await second.get(f"{path}/{name}?starting_after={last}")
+            rest = await follow(url, [], f"{path}/{name}?starting_after={last}")
             assert event_ids(rest)[0] == last + 1
-            whole = [*complete[: last + 1], *rest]
-            assert reported(whole) == reported(undisturbed[name])
-            assert sum("[DONE]" in line for line in whole) == (path != "/v1/responses")
+            resumed = [*complete[: last + 1], *rest]
+            assert reported(resumed) == events
+            assert sum("[DONE]" in line for line in resumed) == (path != "/v1/responses")
         await until(lambda: not kept(record), "delivered requests are forgotten")
         assert abandoned_memory() <= before
     finally:

@@ -10,7 +10,6 @@ import pytest
 
 from tests.e2e.asking import read
 from tests.e2e.conftest import SETTINGS, assert_idle
-from tests.e2e.in_process import InProcessEngine
 from tests.patience import patience
 from tests.unit.sim.shapes import COST
 from tests.unseen_policy import (
@@ -32,23 +31,14 @@ from vsched.sim.workload.requests import Arrival, Text, workload_of
 IN_FILE = ("generate.slots=", "generate.chunk_tokens=", "generate.max_batch_tokens=")
 
 
-class FirstTokens:
-    """Observes a simulation: the order of first tokens."""
+class FirstTokens(dict[str, int]):
+    """Observes a simulation: the times of first tokens."""
 
-    def __init__(self) -> None:
-        self._times: dict[str, int] = {}
-
-    def see(
-        self, now_ns: int, event: Event, commands: Sequence[Command], kernel: Scheduler
-    ) -> None:
+    def see(self, _now: int, _event: Event, commands: Sequence[Command], _: Scheduler) -> None:
         """Note the first tokens of requests that finish."""
         for command in commands:
             if type(command) is Finish:
-                self._times[command.request_id] = command.times.first_token_ns
-
-    def order(self) -> list[str]:
-        """Return the names of the load in the order of their first tokens."""
-        return sorted(self._times, key=self._times.__getitem__)
+                self[command.request_id] = command.times.first_token_ns
 
 
 def simulated_order(tables: Path) -> list[str]:
@@ -73,7 +63,7 @@ def simulated_order(tables: Path) -> list[str]:
         oracles=True,
     )
     assert not outcome.policy_failure_counts
-    return seen.order()
+    return sorted(seen, key=seen.__getitem__)
 
 
 async def served_order(engine: Engine) -> list[str]:
@@ -111,7 +101,7 @@ async def test_unseen_policy_in_our_engine(
         sets.append(f"model.path={checkpoints('nano25')}")
         config = load_config(tables, sets=sets, environ={}).config
         assert config.generate.memory == {"use": "pinned", "tokens": KV_TOKENS}
-        async with InProcessEngine(config) as engine:
+        async with Engine(config) as engine:
             orders[name] = await served_order(engine)
             calls = engine.statistics()["policy_calls"]
             if name == "turns":

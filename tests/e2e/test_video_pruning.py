@@ -7,45 +7,38 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-
-pytest.importorskip("av")
-
 import torch
 from PIL import Image
 from transformers import DynamicCache
 
-from tests.e2e.asking import drawn_image
 from tests.e2e.conftest import assert_idle
 from tests.e2e.video_asks import (
     VideoAsk,
-    assert_answers,
+    ask_video,
     drawn_frames,
     groups_encoded,
-    model_inputs,
     of_frames,
-    visuals_of,
+    question_inputs,
 )
-from tests.workers.reference import Reference
+from tests.parity.compare import library_model, load_on
+from tests.workers.driver import Clip
 from vsched import Engine
 from vsched.config.sections import PoliciesConfig
 from vsched.errors import RequestRefused
 from vsched.media.pipeline import PreparedRequest
 from vsched.media.pruning import make_pruning
-from vsched.types import MediaItem
-from vsched.worker.contract import view_arrays
+from vsched.policy import PruningPolicy, PruningView
 from vsched_policies.pruning import MostChanged
-from vsched_workers.families.qwen_image import PIXELS
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
-SQUARE = 40
-POLICY = MostChanged(rate=0.4, threshold=0.004)
+WITHOUT_PLACE = ("pixel_values_videos", "attention_mask")
+"""Inputs of the model that positions do not depend on."""
 
 
 @contextmanager
-def pruned(engine: Engine, policy: MostChanged) -> Iterator[None]:
+def pruned(engine: Engine, policy: PruningPolicy) -> Iterator[None]:
     """Prune the videos of a running engine, as if it had been started with this policy."""
     assert engine._running is not None
     media = engine._running.media
@@ -61,128 +54,58 @@ def pruned(engine: Engine, policy: MostChanged) -> Iterator[None]:
             made.close()
 
 
-def moving_frames(seed: int, count: int, size: tuple[int, int] = (168, 128)) -> list[Image.Image]:
-    """Return frames of a square that rests for four frames, then moves; every 16 frames again."""
-    picture, square = drawn_image(seed, size), drawn_image(seed + 1, (SQUARE, SQUARE))
-    frames = []
-    for index in range(count):
-        frame = picture.copy()
-        frame.paste(square, (7 * max(index % 16 - 3, 0), 5 * (index // 8)))
-        frames.append(frame)
-    return frames
-
-
-def asks() -> list[VideoAsk]:
-    """Return questions about videos that move, that rest, and that are cut; with other times, and with images."""
-    moving, resting = moving_frames(21, 12), moving_frames(31, 1) * 8
-    text = "What moves? " * 4
-    return [
-        VideoAsk([of_frames(moving), text], count=60),
-        VideoAsk([of_frames(moving, fps=0.5), text], count=60),
-        VideoAsk([of_frames(moving[:7]), text], count=60),
-        VideoAsk(["Look: ", of_frames(resting), text], count=60),
-        VideoAsk([drawn_image(7), of_frames(resting), "and ", of_frames(moving[4:]), text]),
-        VideoAsk([of_frames(moving[2:]), of_frames(drawn_frames(41, 3)), drawn_image(8), text]),
-    ]
-
-
 async def prepare(engine: Engine, ask: VideoAsk) -> PreparedRequest:
+    """Prepare a request, and release it."""
     assert engine._running is not None
     prompt = engine.preprocessor.render(ask.messages)
-    return await engine._running.media.prepare(prompt, ask.references)
+    prepared = await engine._running.media.prepare(prompt, ask.references)
+    prepared.lease.release()
+    return prepared
 
 
-def kept_tokens(
-    engine: Engine, policy: MostChanged, items: Sequence[MediaItem]
-) -> list[np.ndarray[Any, Any]]:
-    """Return the numbers of the tokens to keep of each group of a video, most changed first."""
-    assert engine._running is not None
-    assert policy.rate is not None
-    changes: list[tuple[float, int]] = []
-    before: np.ndarray[Any, Any] | None = None
-    for item in items:
-        assert item.extent is not None
-        arrays = view_arrays(item.arrays, engine._running.arena.read(item.extent))
-        pixels = arrays[PIXELS].astype(np.float64).reshape(2, item.tokens, -1)
-        found = np.ones(item.tokens)
-        if before is not None:
-            found = np.abs(pixels - before).mean(axis=(0, 2)) / 255
-        changes += [(-change, len(changes) + at) for at, change in enumerate(found)]
-        before = pixels
-    most = int(len(changes) * (1 - policy.rate))
-    chosen = sorted(sorted(changes)[: max(most, items[0].tokens)], key=lambda one: one[1])
-    places = np.array([at for change, at in chosen if -change >= policy.threshold])
-    starts = items[0].tokens * np.arange(len(items))
-    return [
-        places[(start <= places) & (places < start + items[0].tokens)] - start for start in starts
-    ]
+def kept_mask(groups: int, tokens: int) -> bytes:
+    """Return the mask of the first frame group, and of every third token of the others."""
+    return bytes(at < tokens or at % 3 == 1 for at in range(groups * tokens))
 
 
-async def generate_pruned(
-    engine: Engine, reference: Reference, ask: VideoAsk, policy: MostChanged
-) -> list[int]:
-    """Return the greedy tokens of transformers' own modules without the pruned tokens.
+class EveryThird(PruningPolicy, frozen=True, kw_only=True):
+    """Keeps the tokens of `kept_mask`."""
 
-    Positions are those of the unpruned prompt; but with timestamps, groups without tokens are left out before.
-    """
-    whole = await prepare(engine, ask)  # the engine prunes nothing now
-    visuals = visuals_of(engine, ask, whole.items)
-    ids, keep = list(whole.token_ids), np.ones(len(whole.token_ids), bool)
-    there = np.ones(len(ids), bool)
-    model = reference.model
-    config, inner = model.config, model.model
-    rows, levels = [], []
-    for visual in visuals:
-        items = [whole.items[at] for at in visual.at]
-        grid = torch.tensor([visual.grid])
-        encode = getattr(inner, f"get_{visual.kind}_features")
-        with torch.inference_mode():
-            out = encode(visual.values, grid, return_dict=True)
-        chosen = [np.arange(item.tokens) for item in items]
-        if visual.kind == "video":
-            chosen = kept_tokens(engine, policy, items)
-            for item, some in zip(items, chosen, strict=True):
-                keep[item.offset : item.end] = False
-                keep[item.offset + some] = True
-                if not len(some) and config.model_type == "qwen3_vl":
-                    start = item.offset - 2
-                    while ids[start] not in {
-                        config.vision_start_token_id,
-                        config.vision_end_token_id,
-                    }:
-                        start -= 1
-                    there[start + 1 : item.end + 1] = False
-                    visual.grid[0] -= 1
-        at = np.concatenate([some + index * items[0].tokens for index, some in enumerate(chosen)])
-        rows.append(torch.cat(list(out.pooler_output))[at])
-        deepstack = getattr(out, "deepstack_features", None) or []
-        levels.append([torch.cat(list(level))[at] for level in deepstack])
-    whole.lease.release()
-    ids, keep = np.array(ids)[there].tolist(), keep[there]
-    inputs = model_inputs(reference, ids, visuals)
-    with torch.inference_mode():
-        positions, _ = inner.get_rope_index(**inputs)
-        positions = positions[:, :, torch.from_numpy(keep)]
-        tokens = inputs["input_ids"][:, keep]
-        seen = inputs["mm_token_type_ids"][:, keep] > 0
-        embeds = model.get_input_embeddings()(tokens)
-        embeds[seen] = torch.cat(rows).to(embeds.dtype)
-        more: dict[str, Any] = {}
-        if levels[0]:
-            more = {"visual_pos_masks": seen}
-            more["deepstack_visual_embeds"] = [
-                torch.cat(each) for each in zip(*levels, strict=True)
-            ]
-        cache, found = DynamicCache(), []
-        for _ in range(ask.count):
-            out = inner.language_model(
-                inputs_embeds=embeds, position_ids=positions, past_key_values=cache, **more
-            )
-            token = model.lm_head(out.last_hidden_state[:, -1]).argmax(-1)
-            found.append(int(token))
-            embeds = model.get_input_embeddings()(token[None])
-            positions = positions[:, :, -1:].amax(0, keepdim=True).expand(3, 1, 1) + 1
-            more = {}
+    def prune(self, view: PruningView) -> bytes:
+        return kept_mask(view.groups, view.rows * view.columns)
+
+
+@torch.inference_mode()
+def generate_pruned(path: Path, ask: VideoAsk) -> list[int]:
+    """Return the greedy tokens of transformers' own modules without the pruned tokens, at their positions."""
+    model: Any = library_model(path, sees=True)
+    inputs = question_inputs(load_on("cpu", str(path)), model, ask)
+    encoded = model.model.get_video_features(
+        inputs["pixel_values_videos"], inputs["video_grid_thw"], return_dict=True
+    )
+    ids, groups = inputs["input_ids"], int(inputs["video_grid_thw"][0, 0])
+    seen = ids[0] == model.config.video_token_id
+    mask = torch.tensor(list(kept_mask(groups, int(seen.sum()) // groups)), dtype=torch.bool)
+    kept = torch.ones(ids.shape[1], dtype=torch.bool)
+    kept[seen] = mask
+    rope = {name: each for name, each in inputs.items() if name not in WITHOUT_PLACE}
+    positions = model.model.get_rope_index(**rope)[0][:, :, kept]
+    embeds = model.get_input_embeddings()(ids[:, kept])
+    embeds[:, seen[kept]] = torch.cat(list(encoded.pooler_output))[mask]
+    more: dict[str, Any] = {}
+    if levels := getattr(encoded, "deepstack_features", None):
+        more["visual_pos_masks"] = seen[kept][None]
+        more["deepstack_visual_embeds"] = [torch.cat(list(level))[mask] for level in levels]
+    cache, found = DynamicCache(), []
+    for _ in range(ask.count):
+        out = model.model.language_model(
+            inputs_embeds=embeds, position_ids=positions, past_key_values=cache, **more
+        )
+        token = model.lm_head(out.last_hidden_state[:, -1]).argmax(-1)
+        found.append(int(token))
+        embeds = model.get_input_embeddings()(token[None])
+        positions = positions[:, :, -1:].amax(0, keepdim=True).expand(3, 1, 1) + 1
+        more = {}
     return found
 
 
@@ -193,24 +116,14 @@ async def test_answers_equal_transformers_modules_with_the_same_mask(
     together_engine: Engine,
     checkpoints: Callable[[str], Path],
 ) -> None:
-    """Twice 6 requests at a time, in chunks of 48 tokens, which end within groups, with preemptions."""
+    """In chunks of 48 tokens, which end within groups, and again from the prefix cache."""
     engine = shared_engine if size == "nano25" else together_engine
-    reference, asked = Reference(checkpoints(size)), asks()
-    expected = [await generate_pruned(engine, reference, ask, POLICY) for ask in asked]
-    whole = [await prepare(engine, ask) for ask in asked]
-    for each in whole:
-        each.lease.release()
-    with pruned(engine, POLICY):
-        await assert_answers(engine, asked, expected)
-        some = [await prepare(engine, ask) for ask in asked]
-        for each in some:
-            each.lease.release()
-    assert all(
-        len(each.token_ids) < len(other.token_ids) for each, other in zip(some, whole, strict=True)
-    )
-    kept = [item for each in some for item in each.items]
-    assert any(len(item.kept) > 1 for item in kept), "no group keeps several runs of tokens"
-    assert len(kept) < sum(len(each.items) for each in whole), "no group is left out"
+    ask = VideoAsk([Clip(drawn_frames(21, 15)), "What moves? " * 4], count=40)
+    wanted = generate_pruned(checkpoints(size), ask)
+    assert await ask_video(engine, ask) != wanted
+    with pruned(engine, EveryThird(rate=0.4)):
+        for _ in range(2):
+            assert await ask_video(engine, ask) == wanted
     await assert_idle(engine)
 
 
@@ -222,12 +135,13 @@ async def test_pruned_videos_share_embeddings_and_left_out_groups_are_not_encode
     async def encoded(frames: Sequence[Image.Image]) -> int:
         return await groups_encoded(engine, of_frames(frames))
 
-    frames = moving_frames(51, 12)
-    with pruned(engine, POLICY):
+    pictures = drawn_frames(51, 6, (168, 128))
+    frames = [pictures[at] for at in (0, 0, 1, 2, 3, 4) for _ in range(2)]
+    with pruned(engine, MostChanged(rate=0.4, threshold=0.004)):
         assert await encoded(frames) == 5, "the second group equals the first"
         assert await encoded(frames) == 0
         assert await encoded(frames[:8]) == 0
-        assert await encoded([*frames, *moving_frames(51, 14)[12:]]) == 1
+        assert await encoded([*frames, *pictures[5:], *pictures[5:]]) == 1
         assert await encoded([frames[0]] * 8) == 0
     with pruned(engine, MostChanged(rate=0.0)):
         assert await encoded(frames) == 0
@@ -235,14 +149,13 @@ async def test_pruned_videos_share_embeddings_and_left_out_groups_are_not_encode
 
 
 async def test_the_context_is_checked_with_pruned_tokens_before_decoding(engine: Engine) -> None:
-    """A video of 2,200 tokens fits into 2,048 if half are pruned; one of 4,400 is refused, and no frame is decoded."""
+    """A video of 2,560 tokens fits into 2,048 if half are pruned; one of 5,120 is refused, and no frame is decoded."""
     assert engine._running is not None
     media = engine._running.media
-    frames = [drawn_image(71, (140, 140)), drawn_image(72, (140, 140))] * 88
+    frames = drawn_frames(71, 20, (448, 448))
     with pruned(engine, MostChanged(rate=0.5)):
         fits = await prepare(engine, VideoAsk([of_frames(frames), "?"]))
-        fits.lease.release()
-        assert 1000 < len(fits.token_ids) < 1200
+        assert 1280 < len(fits.token_ids) < 1400
         before = media.statistics().processed
         with pytest.raises(RequestRefused, match="leaves no room"):
             await prepare(engine, VideoAsk([of_frames(frames * 2), "?"]))

@@ -1,4 +1,4 @@
-"""Policies that fail in each way, and one that holds: for the tests inside vLLM."""
+"""Policies that fail in each way, and one that reorders: for the tests inside vLLM."""
 
 from __future__ import annotations
 
@@ -69,16 +69,3 @@ class LastFirst(RequestPolicy, frozen=True, kw_only=True):
     def victim(self, view: PreemptionView) -> int:
         """Preempt the request with the most tokens that is eligible."""
         return max(view.eligible, key=lambda index: view.running[index].tokens)
-
-
-class Gather(RequestPolicy, frozen=True, kw_only=True):
-    """Holds until `count` requests wait, or `hold_ms` after the first."""
-
-    count: int = 4
-    hold_ms: int = 20
-
-    def admit(self, view: AdmissionView) -> Admission:
-        until_ns = min(one.arrived_ns for one in view.waiting) + self.hold_ms * 1_000_000
-        if len(view.waiting) < self.count and until_ns > view.now_ns:
-            return Admission(hold_until_ns=until_ns)
-        return Admission(range(len(view.waiting)))

@@ -45,7 +45,6 @@ TIMED = {
 }
 BAD = {"policy": {"use": f"{HERE}:Bad"}}
 LAST = {"policy": {"use": f"{HERE}:LastFirst"}}
-GATHER = {"generate": {"admission": {"use": f"{HERE}:Gather"}}}
 SLOW = {
     "policies": {"call_budget_ms": 1, "slow_calls_max": 2},
     "generate": {"admission": {"use": f"{HERE}:Slow", "seconds": 0.2}},
@@ -58,7 +57,6 @@ EVERY: Mapping[str, Mapping[str, Any]] = {
     "timed": TIMED,
     "bad": BAD,
     "last": LAST,
-    "gather": GATHER,
     "slow": SLOW,
 }
 

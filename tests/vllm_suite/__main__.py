@@ -16,6 +16,8 @@ from tests.vllm_suite import adapter, reasons, shim, source, table
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 TESTS = "tests/entrypoints/"
+TEST_S, ALL_S = 300.0, 7200.0
+"""Maximum seconds of a test, with its server, and of all tests."""
 FOLDERS = ("openai", "serve", "anthropic", "multimodal/openai")
 
 
@@ -27,10 +29,7 @@ def parser() -> argparse.ArgumentParser:
     add("--cache", type=Path, default=Path("vllm-suite"), help="folder for sources and results")
     add("--version", default="0.32.0", help="version of vLLM whose tests are run")
     add("--files", default="", help="only files whose path contains one of these, by commas")
-    add("--test-limit", type=float, default=300.0, help="seconds a test may take, with its server")
     add("--context", type=int, default=16384, help="longest context that a test gets")
-    add("--limit", type=float, default=7200.0, help="seconds that all tests may take")
-    add("--again", action="store_true", help="run files that have results again")
     add("--report-only", action="store_true", help="write the table of the results there are")
     return options
 
@@ -89,12 +88,12 @@ def run(files: list[str], options: argparse.Namespace, sources: Path) -> None:
     for plugin in ("pytest_asyncio.plugin", "pytest_timeout", "vllm_suite.shim"):
         command += ["-p", plugin]
     command += ["--asyncio-mode=auto", "--tb=short", "-p", "no:cacheprovider"]
-    command += [f"--timeout={options.test_limit}", "--continue-on-collection-errors"]
+    command += [f"--timeout={TEST_S:g}", "--continue-on-collection-errors"]
     command += [f"--rootdir={sources}", *files]
     with (cache / "log.txt").open("ab") as log:
         process = subprocess.Popen(command, cwd=sources, env=environment, stdout=log, stderr=log)
         try:
-            process.wait(options.limit)
+            process.wait(ALL_S)
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGINT)  # so that its servers end with it
             process.wait()
@@ -117,8 +116,7 @@ def main() -> None:
                 count = text.count("def test_")
                 internal[name] = [table.Outcome("all", "not applicable", reasons.INTERNALS)] * count
     found = table.read(report.read_text().splitlines()) if report.exists() else {}
-    chosen = [name for name in files if any(part in name for part in wanted)]
-    chosen = [name for name in chosen if options.again or name not in found]
+    chosen = [name for name in files if name not in found and any(part in name for part in wanted)]
     if chosen and not options.report_only:
         run(chosen, options, sources)
         found = table.read(report.read_text().splitlines()) if report.exists() else {}

@@ -19,6 +19,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -94,111 +95,100 @@ def ceilings(device: str, dtype: torch.dtype, watch: Watch) -> tuple[float, floa
     return 2 * len(source) / copy_ms * 1e3, 2 * side**3 / product_ms * 1e3
 
 
+@dataclass(kw_only=True)
 class ModelBench:
-    """Measures one model."""
+    """Measures one model.
 
-    def __init__(
-        self,
-        name: str,
-        model: Model,
-        watch: Watch,
-        *,
-        bandwidth: float,
-        rate: float,
-        full: bool,
-        few: bool = False,
-        weights: str = "auto",
-        wrote: Callable[[list[Row]], object] = lambda _: None,
-    ) -> None:
-        """Prepare with the device's rates; `wrote` is called with all rows after each measurement.
+    Attributes:
+        device: This device, with its measured rates.
+        full: False if the shapes are tiny.
+        few: Whether to leave out cases.
+        wrote: Called with all rows after each measurement.
+    """
 
-        `few` leaves out cases; without `full`, the shapes are tiny.
-        """
-        self._name = name
-        self._model = model
-        self._watch = watch
-        self._bandwidth = bandwidth
-        self._rate = rate
-        self._full = full
-        self._few = few
-        self._noted_s = time.monotonic()
-        self._weights = weights
-        self.rows: list[Row] = []
-        self._wrote = wrote
+    name: str
+    model: Model
+    watch: Watch
+    device: Device
+    full: bool
+    few: bool
+    weights: str
+    wrote: Callable[[list[Row]], object]
+    rows: list[Row] = field(default_factory=list)
+    noted_s: float = field(default_factory=time.monotonic)
 
     def run(self, part: str) -> None:
         """Measure a part: single steps, or the turns of conversations."""
         if part == "conversations":
-            sizes = IMAGES if self._full else {"tiny": (112, 112)}
-            turns = costs.TURNS[-1:] if self._few else costs.TURNS
+            sizes = IMAGES if self.full else {"tiny": (112, 112)}
+            turns = costs.TURNS[-1:] if self.few else costs.TURNS
             for (label, size), turn in itertools.product(sizes.items(), turns):
                 self._conversation(label, size, turn)
-        elif self._weights != "auto":  # affects steps with few rows only
-            for batch, context in costs.FEW_BITS if self._full else [(1, 32)]:
+        elif self.weights != "auto":  # affects steps with few rows only
+            for batch, context in costs.FEW_BITS if self.full else [(1, 32)]:
                 self._decode(batch, context)
         else:
             for batch, context in self._decodes():
                 self._decode(batch, context)
-            for first, rows in costs.PREFILLS if self._full else [(0, 32), (32, 32)]:
+            for first, rows in costs.PREFILLS if self.full else [(0, 32), (32, 32)]:
                 self._prefill(first, rows)
-            for label, size in (IMAGES if self._full else {"tiny": (112, 112)}).items():
+            for label, size in (IMAGES if self.full else {"tiny": (112, 112)}).items():
                 self._encode(label, size)
 
     def _decodes(self) -> list[tuple[int, int]]:
-        if not self._full:
+        if not self.full:
             return [(1, 32), (3, 32)]
-        return costs.FEW_DECODES if self._few else costs.DECODES
+        return costs.FEW_DECODES if self.few else costs.DECODES
 
     def _note(self, case: str, found_ms: float, cost: Cost | None, **more: float) -> None:
         floor_ms = None
         if cost is not None:
-            here = Device("here", self._bandwidth, self._rate)
-            floor_ms = cost.least_ms(here)
+            floor_ms = cost.least_ms(self.device)
             more |= {"moved": cost.moved, "operations": cost.operations}
-        self.rows.append(Row(self._name, case, found_ms, floor_ms, more))
-        self._wrote(self.rows)
-        before_s, self._noted_s = self._noted_s, time.monotonic()
-        spent_s = self._noted_s - before_s
-        print(f"{self._name} {case}: {found_ms:.2f} ms, measured in {spent_s:.1f} s", flush=True)
+        self.rows.append(Row(self.name, case, found_ms, floor_ms, more))
+        self.wrote(self.rows)
+        before_s, self.noted_s = self.noted_s, time.monotonic()
+        spent_s = self.noted_s - before_s
+        print(f"{self.name} {case}: {found_ms:.2f} ms, measured in {spent_s:.1f} s", flush=True)
 
     def _decode(self, batch: int, context: int) -> None:
         """Measure a decode step with `batch` rows, with CUDA graphs and eagerly."""
-        model, worker = self._model, self._model.language
-        steps, warm = (64, 8) if self._full else (4, 1)
+        model, worker = self.model, self.model.language
+        steps, warm = (64, 8) if self.full else (4, 1)
         load = Load(model, slots=batch, context=context + 2 * (steps + warm) + 16)
-        found = self._watch.each_ms(load.decode_rows(context).step, count=steps, warm=warm)
+        found = self.watch.each_ms(load.decode_rows(context).step, count=steps, warm=warm)
         worker.drop_graphs()
         rows = load.decode_rows(context)
-        eager = self._watch.each_ms(rows.step, count=EAGER_STEPS, warm=EAGER_WARM)
+        eager = self.watch.each_ms(rows.step, count=EAGER_STEPS, warm=EAGER_WARM)
         size = model.info.itemsize
-        kind = self._weights
+        kind = self.weights
         cost = model.shape.decode(batch, context, bytes_a_value=size, weights=kind)
         case = f"decode {batch} x {context}" + ("" if kind == "auto" else f" {kind}")
         self._note(case, found, cost, eager_ms=eager)
 
     def _prefill(self, first: int, rows: int) -> None:
         """Measure a chunk of `rows` tokens after `first` tokens."""
-        load = Load(self._model, slots=1, context=first + rows + 16)
-        found = self._watch.wall_ms(load.prefill(first, rows), repeats=5)
-        cost = self._model.shape.prefill(first, rows, bytes_a_value=self._model.info.itemsize)
+        load = Load(self.model, slots=1, context=first + rows + 16)
+        found = self.watch.wall_ms(load.prefill(first, rows), repeats=5)
+        cost = self.model.shape.prefill(first, rows, bytes_a_value=self.model.info.itemsize)
         self._note(f"prefill {rows} after {first}", found, cost)
 
     def _encode(self, label: str, size: tuple[int, int]) -> None:
-        load = Load(self._model, slots=1, context=64)
-        found = self._watch.wall_ms(load.encode(size, 1), repeats=5)
+        load = Load(self.model, slots=1, context=64)
+        found = self.watch.wall_ms(load.encode(size, 1), repeats=5)
         patches = patches_of(size)
-        cost = self._model.shape.encode(patches, 1, bytes_a_value=self._model.info.itemsize)
+        cost = self.model.shape.encode(patches, 1, bytes_a_value=self.model.info.itemsize)
         self._note(f"encode {label}", found, cost, tokens=patches // 4)
 
     def _conversation(self, label: str, size: tuple[int, int], turn: int) -> None:
         """Encode and prefill of one turn: everything, with an embedding cache, and with a prefix cache as well."""
         tokens = (patches_of(size) // 4 + TEXT_TOKENS) * turn
-        load = Load(self._model, slots=1, context=tokens + 16)
-        every = self._watch.wall_ms(load.encode(size, turn), repeats=3, warm=1)
-        one = self._watch.wall_ms(load.encode(size, 1), repeats=3, warm=1)
-        whole = self._watch.wall_ms(load.prefill(0, tokens, size), repeats=3, warm=1)
+        load = Load(self.model, slots=1, context=tokens + 16)
+        every = self.watch.wall_ms(load.encode(size, turn), repeats=3, warm=1)
+        one = self.watch.wall_ms(load.encode(size, 1), repeats=3, warm=1)
+        whole = self.watch.wall_ms(load.prefill(0, tokens, size), repeats=3, warm=1)
         new = tokens // turn
-        last = self._watch.wall_ms(load.prefill(tokens - new, new, size), repeats=3, warm=1)
+        last = self.watch.wall_ms(load.prefill(tokens - new, new, size), repeats=3, warm=1)
         self._note(
             f"conversation {label} turn {turn}",
             one,
@@ -243,11 +233,10 @@ def main() -> None:
             model = make_model(one, Path(folder), options.device, dtype, weights=kind)
             print(f"{one}: model in {time.monotonic() - began_s:.1f} s", flush=True)
             bench = ModelBench(
-                one,
-                model,
-                watch,
-                bandwidth=bandwidth,
-                rate=rate,
+                name=one,
+                model=model,
+                watch=watch,
+                device=Device("here", bandwidth, rate),
                 full=one != "nano",
                 few=options.few,
                 weights=kind,

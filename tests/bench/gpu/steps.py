@@ -89,25 +89,8 @@ def _run(step: Step, folder: Path, limit_s: float, environment: Mapping[str, str
             status = process.wait(limit_s)
             ending: Ending = "failed" if status else "done"
         except subprocess.TimeoutExpired:
-            ending, status = "out of time", _end(process)
-        finally:
-            _signal(
-                process.pid, signal.SIGKILL
-            )  # a leftover process would take memory from the next step
+            ending, status = "out of time", processes.end(process, END_S)
+        finally:  # a leftover process would take memory from the next step
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
     return StepResult(step.name, ending, status, round(time.monotonic() - began_s, 1))
-
-
-def _end(process: subprocess.Popen[bytes]) -> int:
-    """End a command and its descendants, including servers with their own sessions; return its status."""
-    began = processes.identities(processes.family(process.pid))
-    _signal(process.pid, signal.SIGTERM)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(END_S)
-    _signal(process.pid, signal.SIGKILL)
-    processes.kill_remaining(began)
-    return process.wait()
-
-
-def _signal(group: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(group, number)

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from demo_training.interval import Share
 from vsched.api.server import running_server
-from vsched.bench.load.client import BenchClient
+from vsched.bench.load.client import BenchClient, chat_body
 from vsched.checkpoint_tools import CheckpointTools, ExamTurn, load_tools
 from vsched.cli.demo_command import data_url, is_answer, user_message
 from vsched.config import load_config
@@ -254,15 +254,7 @@ async def sit(
 
 
 async def _ask(client: BenchClient, model: str, question: Question) -> ExamAnswer:
-    body = {
-        "model": model,
-        "messages": question.messages,
-        "max_tokens": ANSWER_TOKENS,
-        "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    sample = await client.chat(msgspec.json.encode(body))
+    sample = await client.chat(chat_body(model, question.messages, ANSWER_TOKENS, {}))
     if sample.error is not None:
         return ExamAnswer(error=sample.error)
     return ExamAnswer(sample.text, sample.prompt_tokens)
@@ -292,10 +284,9 @@ def accuracy(
         raise ConfigError("CHECKPOINT is missing. Remedy: give a folder, or run from a clone")
     conversations = draw_questions(examiner, count)
     questions = list(itertools.chain.from_iterable(conversations))
-    table = Table(title="right answers, % (Wilson's 95 % interval)", title_justify="left")
     tasks = dict.fromkeys(question.task for question in questions)
-    for name in ("setting", *tasks, "changed", "failed", "cached", "encoded", "preempted", "s"):
-        table.add_column(name, no_wrap=True)
+    names = ("setting", *tasks, "changed", "failed", "cached", "encoded", "preempted", "s")
+    table = Table(*names, title="right answers, % (Wilson's 95 % interval)")
     results: list[Result] = []
     reference: list[ExamAnswer] = []
     for variant in VARIANTS:

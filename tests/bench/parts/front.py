@@ -7,8 +7,8 @@ their own process. With few or busy cores, the CPU time is more reliable than th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -43,32 +43,27 @@ _ROOM = (
 """Enough slots that no request waits long for one; further settings may change it."""
 
 
-class FrontRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of one load.
+Row = dict[str, Any]
+"""Result of one load, by the headings of `HEADINGS`."""
+HEADINGS = {
+    "processes": "processes",
+    "case": "case",
+    "output_tokens": "tokens",
+    "clients": "clients",
+    "requests_s": "requests/s",
+    "output_tokens_s": "tokens/s",
+    "http_ms": "HTTP, ms a request",
+    "engine_ms": "engine",
+    "ranks_ms": "ranks",
+    "client_cpu": "clients' cores",
+}
+"""Milliseconds are CPU time per request of all HTTP processes, of the engine's process, and of all ranks.
 
-    Attributes:
-        processes: `server.processes`; with 1, the engine's process also serves HTTP.
-        http_ms: CPU time per request of all HTTP processes other than the engine's.
-        engine_ms: CPU time per request of the engine's process, all threads.
-        ranks_ms: CPU time per request of all ranks, for decoding messages and writing results.
-        client_cpu: Cores kept busy by the clients; near 1, the clients limited the result.
-    """
-
-    processes: int
-    case: str
-    output_tokens: int
-    clients: int
-    requests_s: float
-    output_tokens_s: float
-    http_ms: float
-    engine_ms: float
-    ranks_ms: float
-    client_cpu: float
+With one process, the engine's also serves HTTP. Near 1 core, the clients limited the result.
+"""
 
 
-async def measure_front(
-    settings: Sequence[str], loads: Sequence[LoadOrder], advanced: Callable[[FrontRow], None]
-) -> list[FrontRow]:
+async def measure_front(settings: Sequence[str], loads: Sequence[LoadOrder]) -> list[Row]:
     """Serve the loads one after another; return a row for each.
 
     Raises:
@@ -76,34 +71,24 @@ async def measure_front(
     """
     config = load_config(None, sets=[*STUBBED, *settings], environ={}).config
     forgo_models(config)
-    rows: list[FrontRow] = []
     async with running_server(config) as server:
         favour_event_loop()  # as `vsched serve` does
-        for load in loads:
-            rows.append(await _measure(server, load))
-            advanced(rows[-1])
-    return rows
+        return [await _measure(server, load) for load in loads]
 
 
-async def _measure(server: RunningServer, load: LoadOrder) -> FrontRow:
+async def _measure(server: RunningServer, load: LoadOrder) -> Row:
     order = msgspec.structs.replace(load, url=server.url, model=server.engine.model_name)
     async with ready_clients(order) as clients:
         before = _spent(server)
         figures = await run_clients(clients)
         spent = [now - then for now, then in zip(_spent(server), before, strict=True)]
-    http_ms, engine_ms, ranks_ms = (round(one / load.requests * 1e3, 2) for one in spent)
-    return FrontRow(
-        processes=server.engine.config.server.processes,
-        case=str(load.case),
-        output_tokens=load.output_tokens or 0,
-        clients=load.clients,
-        requests_s=round(figures.requests_s, 1),
-        output_tokens_s=round(figures.output_tokens_s, 1),
-        http_ms=http_ms,
-        engine_ms=engine_ms,
-        ranks_ms=ranks_ms,
-        client_cpu=round(figures.client_cpu, 2),
+    values = (
+        *(server.engine.config.server.processes, str(load.case), load.output_tokens or 0),
+        *(load.clients, round(figures.requests_s, 1), round(figures.output_tokens_s, 1)),
+        *(round(one / load.requests * 1e3, 2) for one in spent),
+        round(figures.client_cpu, 2),
     )
+    return dict(zip(HEADINGS, values, strict=True))
 
 
 def _spent(server: RunningServer) -> tuple[float, float, float]:
@@ -133,19 +118,14 @@ def front(
         )
     ]
     settings = [*_ROOM, *(assignments or ()), f"model.path={path}"]
-
-    def advanced(row: FrontRow) -> None:
-        console.print(f"[dim]{row.processes} processes, {row.case}: done[/dim]")
-
-    rows: list[FrontRow] = []
+    rows: list[Row] = []
     for count in processes.split(","):
-        one = [*settings, f"server.processes={count.strip()}"]
-        rows += uvloop.run(measure_front(one, loads, advanced))
-    names = ("processes", "case", "tokens", "clients", "requests/s", "tokens/s")
-    costs = ("HTTP, ms a request", "engine", "ranks", "clients' cores")
-    table = Table(*names, *costs, title="A server whose ranks compute nothing")
+        with console.status(f"{count} processes"):
+            one = [*settings, f"server.processes={count.strip()}"]
+            rows += uvloop.run(measure_front(one, loads))
+    table = Table(*HEADINGS.values(), title="A server whose ranks compute nothing")
     for row in rows:
-        table.add_row(*map(str, msgspec.structs.astuple(row)))
+        table.add_row(*map(str, row.values()))
     console.print(table)
     if out is not None:
         write_json(out, rows)

@@ -8,6 +8,7 @@ of them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
 from collections import Counter
@@ -32,6 +33,7 @@ from vsched.memory import size_text
 from vsched.policy import Build, MemoryPlan, MemoryPolicy, MemoryView
 from vsched.terminal.options import JsonOption, SetOption, write_json
 from vsched.types import SamplingParams
+from vsched.worker.memory import status_bytes
 
 SAMPLE_S = 0.05
 PICTURES = 4
@@ -213,11 +215,9 @@ def _request(
 
 def _private_bytes(pid: int) -> int:
     """Return the memory counted by the limit of a process; 0 if it is gone."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:")), 0)
+    with contextlib.suppress(OSError):
+        return status_bytes("VmData", Path(f"/proc/{pid}/status"))
+    return 0
 
 
 def memory(

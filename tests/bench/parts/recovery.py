@@ -9,20 +9,18 @@ import signal
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Annotated
 
 import msgspec
 import typer
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from tests.bench.servers.processes import neighbours
 from vsched.aio.worker_groups import STARTING
 from vsched.bench.load.generator import draw_image
 from vsched.config import load_config
-from vsched.engine import Engine, Environment, make_launcher
+from vsched.engine import Engine
 from vsched.terminal.options import JsonOption, SetOption, write_json
 from vsched.types import SamplingParams
 from vsched.worker.spec import usable_cores
@@ -42,18 +40,15 @@ STATIONS = (
 """Phases after the kill, in order; the KV cache exists when the rank is ready."""
 
 
-class RecoveryCase(msgspec.Struct, frozen=True, kw_only=True):
-    """Conditions of a kill.
-
-    Attributes:
-        dtype: Type of the model.
-        busy: Other processes that occupy a core each.
-        forked: Whether ranks are forked if the plug-in allows it; otherwise each is a new process.
-    """
+class RecoveryCase(msgspec.Struct, frozen=True):
+    """Conditions of a kill: type of the model, and number of other processes that occupy a core each."""
 
     dtype: str
-    busy: int = 0
-    forked: bool = True
+    busy: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.dtype}, {f'{self.busy} busy loops' if self.busy else 'quiet'}"
 
 
 class Recovery(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,28 +120,13 @@ class _Stations:
                 self.sizing_s = self.sizing_s or time.monotonic()
 
 
-async def measure_recovery(
-    settings: Sequence[str],
-    *,
-    cases: Sequence[RecoveryCase],
-    rounds: int,
-    advanced: Callable[[], None] = lambda: None,
-) -> list[Recovery]:
-    """Kill a generate rank while it serves, each time in a new server; the cases take turns, `rounds` times."""
-    found = []
-    for case in [case for _ in range(rounds) for case in cases]:
-        found.append(await _measure(settings, case))
-        advanced()
-    return found
-
-
-async def _measure(settings: Sequence[str], case: RecoveryCase) -> Recovery:
+async def measure_recovery(settings: Sequence[str], case: RecoveryCase) -> Recovery:
+    """Kill a generate rank of a new server while it serves."""
     config = load_config(None, sets=[*settings, f"model.dtype={case.dtype}"], environ={}).config
     stations = _Stations()
-    environment = Environment(make_launcher=partial(make_launcher, forked=case.forked))
     async with (
         asyncio.timeout(DEADLINE_S),
-        Engine(config, on_progress=stations.note, environment=environment) as engine,
+        Engine(config, on_progress=stations.note) as engine,
     ):
         undisturbed = [_Stream(engine, number) for number in range(STREAMS)]
         await asyncio.gather(*(stream.ended for stream in undisturbed))
@@ -203,32 +183,18 @@ def recovery(
             show_default="0, twice the cores",
         ),
     ] = None,
-    new_processes: Annotated[
-        bool, typer.Option(help="Also measure ranks started as new processes instead of forks.")
-    ] = False,
     out: JsonOption = None,
 ) -> None:
     """Kill a generate rank under load; measure the time to the first new token of every stream, by phase."""
     console = Console()
     cores = usable_cores()
-    cases = [
-        RecoveryCase(dtype=one, busy=loops, forked=forked)
-        for one, loops, forked in itertools.product(
-            dtype or ["float32", "bfloat16"],
-            busy or [0, 2 * cores],
-            [True, False] if new_processes else [True],
-        )
-    ]
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("losses", total=rounds * len(cases))
-        found = asyncio.run(
-            measure_recovery(
-                [*(assignments or ()), f"model.path={path}"],
-                cases=cases,
-                rounds=rounds,
-                advanced=lambda: progress.advance(task),
-            )
-        )
+    settings = [*(assignments or ()), f"model.path={path}"]
+    conditions = itertools.product(dtype or ["float32", "bfloat16"], busy or [0, 2 * cores])
+    cases = [RecoveryCase(*one) for one in conditions]
+    found = []
+    for case in cases * rounds:
+        with console.status(case.name):
+            found.append(asyncio.run(measure_recovery(settings, case)))
     _show(found, cases, rounds, console)
     if out is not None:
         write_json(out, found)
@@ -243,9 +209,7 @@ def _show(found: list[Recovery], cases: list[RecoveryCase], rounds: int, console
     for case in cases:
         of_case = [one for one in found if one.case == case]
         same = sum(one.same_tokens for one in of_case)
-        beside = f"{case.busy} busy loops" if case.busy else "quiet"
-        name = f"{case.dtype}, {beside}, {'forked' if case.forked else 'new process'}"
-        table.add_row(name, "", "", "", f"{same} of {len(of_case)}")
+        table.add_row(case.name, "", "", "", f"{same} of {len(of_case)}")
         ends = zip(*(one.ends_s for one in of_case), strict=True)
         for station, values in zip(STATIONS, ends, strict=True):
             figures = (min(values), statistics.median(values), max(values))

@@ -34,7 +34,10 @@ READY_S = 600.0
 DECODER_TOKENS = 2048
 QUIET_S = 5.0
 POLL_S = 0.25
-RATE = 24
+DECODERS = 31
+TURNS = 6
+CLIENTS = 2
+SIZE, RATE = (224, 224), 24
 REPLY_TOKENS = 16
 
 
@@ -47,52 +50,9 @@ class Gaps(msgspec.Struct, frozen=True, kw_only=True):
     worst_ms: float
 
     @property
-    def worst_ratio(self) -> float:
-        """The worst gap as a multiple of the median."""
-        return self.worst_ms / self.p50_ms
-
-    @property
-    def stall_p99_ms(self) -> float:
-        return self.p99_ms - self.p50_ms
-
-    @property
     def text(self) -> str:
-        return f"gap p50 {self.p50_ms} ms, p99 {self.p99_ms}, worst {self.worst_ms} ({self.worst_ratio:.1f}x)"
-
-
-class BesideVideo(msgspec.Struct, frozen=True, kw_only=True):
-    """Gaps of decoding requests alone, and from the arrival of a video to its first token."""
-
-    decoders: int
-    frames: int
-    prompt_tokens: int
-    ttft_s: float
-    alone: Gaps
-    beside: Gaps
-
-
-class VideoTurn(msgspec.Struct, frozen=True, kw_only=True):
-    """A question about the video of a conversation; the first turn encodes it."""
-
-    prompt_tokens: int
-    encoded: int
-    ttft_ms: float
-
-
-class BesideFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """Gaps of one decoding request alone, and while damaged files arrive; memory of all processes of the server.
-
-    `statuses` counts the responses to the files.
-    """
-
-    files: int
-    clients: int
-    seconds: float
-    statuses: dict[str, int]
-    alone: Gaps
-    beside: Gaps
-    memory_before_mib: float
-    memory_peak_mib: float
+        ratio = self.worst_ms / self.p50_ms
+        return f"gap p50 {self.p50_ms} ms, p99 {self.p99_ms}, worst {self.worst_ms} ({ratio:.1f}x)"
 
 
 class _Streams:
@@ -167,13 +127,11 @@ def _about(part: dict[str, Any], text: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [part, {"type": "text", "text": text}]}]
 
 
-async def measure_beside_video(
-    server: Server, *, decoders: int, frames: int, pixels: int
-) -> BesideVideo:
-    """Measure decoding requests next to one video."""
-    file = draw_video(7, (pixels, pixels), frames=frames, rate=RATE)
+async def measure_beside_video(server: Server, frames: int) -> dict[str, Any]:
+    """Measure the gaps of decoding requests alone, and from the arrival of a video to its first token."""
+    file = draw_video(7, SIZE, frames=frames, rate=RATE)
     client = BenchClient(server.spec.url)
-    async with _decoding(server, decoders) as streams:
+    async with _decoding(server, DECODERS) as streams:
         await asyncio.sleep(POLL_S)
         began = time.perf_counter()
         await asyncio.sleep(QUIET_S)
@@ -182,34 +140,32 @@ async def measure_beside_video(
         sample = await client.chat(_body(server, _about(part, "What happens?"), 1))
         if sample.error:
             raise BenchError(f"the video failed: {sample.error}")
-        return BesideVideo(
-            decoders=decoders,
-            frames=frames,
-            prompt_tokens=sample.prompt_tokens,
-            ttft_s=round(sample.ended - sent, 2),
-            alone=streams.gaps(began, sent),
-            beside=streams.gaps(sent, sample.ended),
-        )
+        return {
+            "frames": frames,
+            "prompt_tokens": sample.prompt_tokens,
+            "ttft_s": round(sample.ended - sent, 2),
+            "alone": streams.gaps(began, sent),
+            "beside": streams.gaps(sent, sample.ended),
+        }
 
 
-async def measure_turns(server: Server, *, turns: int, frames: int, pixels: int) -> list[VideoTurn]:
-    """Ask about one video again and again, each time with all earlier questions and answers."""
-    file = draw_video(8, (pixels, pixels), frames=frames, rate=RATE)
+async def measure_turns(server: Server, frames: int) -> list[dict[str, Any]]:
+    """Ask about one video again and again, with all earlier questions and answers; the first turn encodes it."""
+    file = draw_video(8, SIZE, frames=frames, rate=RATE)
     client = BenchClient(server.spec.url)
     messages = _about(video_part(file, num_frames=frames), "What happens?")
-    found: list[VideoTurn] = []
-    for turn in range(turns):
+    found = []
+    for turn in range(TURNS):
         before = server.statistics()["encode"]["items_encoded"]
         sample = await client.chat(_body(server, messages, REPLY_TOKENS))
         if sample.error:
             raise BenchError(f"turn {turn + 1} failed: {sample.error}")
-        found.append(
-            VideoTurn(
-                prompt_tokens=sample.prompt_tokens,
-                encoded=server.statistics()["encode"]["items_encoded"] - before,
-                ttft_ms=round((sample.stamps[0] - sample.started) * 1e3, 1),
-            )
-        )
+        turned = {
+            "prompt_tokens": sample.prompt_tokens,
+            "encoded": server.statistics()["encode"]["items_encoded"] - before,
+            "ttft_ms": round((sample.stamps[0] - sample.started) * 1e3, 1),
+        }
+        found.append(turned)
         messages = [
             *messages,
             {"role": "assistant", "content": sample.text},
@@ -219,9 +175,9 @@ async def measure_turns(server: Server, *, turns: int, frames: int, pixels: int)
 
 
 async def measure_beside_files(
-    server: Server, files: Sequence[tuple[str, bytes]], *, clients: int
-) -> BesideFiles:
-    """Measure one decoding request while clients send damaged files."""
+    server: Server, files: Sequence[tuple[str, bytes]]
+) -> dict[str, Any]:
+    """Measure one decoding request, and the memory of all processes of the server, while damaged files arrive."""
     statuses: Counter[str] = Counter()
     client = BenchClient(server.spec.url)
     waiting = iter(files)
@@ -239,19 +195,18 @@ async def measure_beside_files(
         await asyncio.sleep(QUIET_S)
         sent, before = time.perf_counter(), memory[-1]
         async with asyncio.TaskGroup() as group:
-            for _ in range(clients):
+            for _ in range(CLIENTS):
                 group.create_task(send())
         ended = time.perf_counter()
-        return BesideFiles(
-            files=len(files),
-            clients=clients,
-            seconds=round(ended - sent, 1),
-            statuses=dict(sorted(statuses.items())),
-            alone=streams.gaps(began, sent),
-            beside=streams.gaps(sent, ended),
-            memory_before_mib=before,
-            memory_peak_mib=max(memory),
-        )
+        return {
+            "files": len(files),
+            "seconds": round(ended - sent, 1),
+            "statuses": dict(sorted(statuses.items())),
+            "alone": streams.gaps(began, sent),
+            "beside": streams.gaps(sent, ended),
+            "memory_before_mib": before,
+            "memory_peak_mib": max(memory),
+        }
 
 
 @asynccontextmanager
@@ -277,36 +232,35 @@ async def _memory(server: Server) -> AsyncIterator[list[float]]:
             await task
 
 
-async def _measure(
-    server: Server, *, decoders: int, turns: int, clients: int, **size: int
-) -> dict[str, Any]:
+async def _measure(server: Server, frames: int) -> dict[str, Any]:
     from tests.unit.media.video_files import hostile_files  # PyAV, which other commands do without
 
     files = list(hostile_files())
     return {
-        "beside_video": await measure_beside_video(server, decoders=decoders, **size),
-        "turns": await measure_turns(server, turns=turns, **size),
-        "beside_files": await measure_beside_files(server, files, clients=clients),
+        "beside_video": await measure_beside_video(server, frames),
+        "turns": await measure_turns(server, frames),
+        "beside_files": await measure_beside_files(server, files),
     }
 
 
 def _show(row: dict[str, Any], console: Console) -> None:
     one = row["beside_video"]
     console.print(
-        f"{one.decoders} decoders beside a video of {one.frames} frames, {one.prompt_tokens} tokens, "
-        f"first token after {one.ttft_s} s: {one.beside.text}; alone {one.alone.text}"
+        f"{DECODERS} decoders beside a video of {one['frames']} frames, {one['prompt_tokens']} tokens, "
+        f"first token after {one['ttft_s']} s: {one['beside'].text}; alone {one['alone'].text}"
     )
     for number, turn in enumerate(row["turns"], 1):
         console.print(
-            f"turn {number}: {turn.prompt_tokens} prompt tokens, {turn.encoded} frame groups encoded, "
-            f"first token after {turn.ttft_ms:.0f} ms"
+            f"turn {number}: {turn['prompt_tokens']} prompt tokens, {turn['encoded']} frame groups encoded, "
+            f"first token after {turn['ttft_ms']:.0f} ms"
         )
     one = row["beside_files"]
-    statuses = ", ".join(f"{count} x {status}" for status, count in one.statuses.items())
+    beside: Gaps = one["beside"]
+    statuses = ", ".join(f"{count} x {status}" for status, count in one["statuses"].items())
     console.print(
-        f"{one.files} damaged files from {one.clients} clients in {one.seconds} s ({statuses}): stall of a decoder "
-        f"p99 {one.beside.stall_p99_ms:.1f} ms ({one.beside.text}); alone {one.alone.text}; "
-        f"memory {one.memory_before_mib:.0f} MiB, at most {one.memory_peak_mib:.0f}"
+        f"{one['files']} damaged files from {CLIENTS} clients in {one['seconds']} s ({statuses}): stall of a decoder "
+        f"p99 {beside.p99_ms - beside.p50_ms:.1f} ms ({beside.text}); alone {one['alone'].text}; "
+        f"memory {one['memory_before_mib']:.0f} MiB, at most {one['memory_peak_mib']:.0f}"
     )
 
 
@@ -314,17 +268,12 @@ def video(
     path: Annotated[Path, typer.Argument(help="Folder of the checkpoint.")],
     assignments: SetOption = None,
     frames: Annotated[int, typer.Option(min=2, help="Frames of the video.")] = 256,
-    pixels: Annotated[int, typer.Option(min=28, help="Side of a frame.")] = 224,
-    decoders: Annotated[int, typer.Option(min=1, help="Requests next to the video.")] = 31,
-    turns: Annotated[int, typer.Option(min=0, help="Questions about one video.")] = 6,
-    clients: Annotated[int, typer.Option(min=1, help="Clients that send damaged files.")] = 2,
     repeats: Annotated[int, typer.Option(min=1, help="Servers, one after another.")] = 3,
     out: JsonOption = None,
 ) -> None:
     """Serve a checkpoint, and measure decoding next to a long video, a conversation, and damaged files."""
     console = Console()
     spec = spec_of(path.resolve(), assignments or ())
-    counts = {"decoders": decoders, "turns": turns, "clients": clients}
     rows = []
     for _ in range(repeats):
         with (
@@ -332,7 +281,7 @@ def video(
             serving(spec, Path(folder) / "server.log") as server,
         ):
             server.wait_ready(READY_S)
-            rows.append(asyncio.run(_measure(server, frames=frames, pixels=pixels, **counts)))
+            rows.append(asyncio.run(_measure(server, frames)))
         _show(rows[-1], console)
     if out is not None:
         write_json(out, rows)

@@ -25,6 +25,8 @@ from typing import Any
 HOST = "127.0.0.1"
 IMAGE_TAG = "<ov_genai_image_{}>"
 END = b"data: [DONE]\n\n"
+STEP_TOKENS = 256
+"""As by default."""
 
 
 # --- the pipeline process ---
@@ -37,9 +39,9 @@ def pipeline_process(options: argparse.Namespace, requests: Connection) -> None:
     sizes = genai.SchedulerConfig()
     sizes.cache_size = options.cache_gib
     sizes.max_num_seqs = options.slots
-    sizes.max_num_batched_tokens = options.budget
+    sizes.max_num_batched_tokens = STEP_TOKENS
     sizes.enable_prefix_caching = True
-    properties = {"INFERENCE_NUM_THREADS": options.threads, "KV_CACHE_PRECISION": options.kv}
+    properties = {"INFERENCE_NUM_THREADS": options.threads, "KV_CACHE_PRECISION": "f16"}
     pipeline = genai.ContinuousBatchingPipeline(options.model, sizes, "CPU", properties)
     tokenizer = pipeline.get_tokenizer()
     requests.send("ready")
@@ -238,8 +240,6 @@ def main() -> None:
     parser.add_argument("model")
     for name in ("port", "threads", "slots", "cache-gib"):
         parser.add_argument(f"--{name}", type=int, required=True)
-    parser.add_argument("--budget", type=int, default=256, help="tokens of a step, as by default")
-    parser.add_argument("--kv", default="f16", help="type of the KV cache")
     asyncio.run(serve(parser.parse_args()))
 
 

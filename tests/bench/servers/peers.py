@@ -30,7 +30,7 @@ class PeerStart:
     checkpoint: Path
     sizes: ServerSizes
     folder: Path
-    budget: int = 0
+    budget: int = 2048
     arguments: Sequence[str] = ()
 
 

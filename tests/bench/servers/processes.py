@@ -11,9 +11,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from vsched.bench.machine import process_s
+from vsched.worker.memory import status_bytes
+
 PROC = Path("/proc")
-TICK_S = 1 / os.sysconf("SC_CLK_TCK")
-_PARENT, _SESSION, _USER, _SYSTEM, _BEGAN = 1, 3, 11, 12, 19
+_PARENT, _SESSION, _BEGAN = 1, 3, 19
 """Positions in /proc/PID/stat, after the name."""
 
 
@@ -54,13 +56,23 @@ def kill_remaining(began: Mapping[int, str]) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
+def end(process: subprocess.Popen[bytes], patience_s: float) -> int:
+    """End a process by SIGTERM, or SIGKILL after some seconds, and its descendants; return its status."""
+    began = identities(family(process.pid))
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(patience_s)
+    kill_remaining(began)
+    return process.wait()
+
+
 def cpu_s(pids: Sequence[int]) -> float:
     """Return the total CPU seconds of these processes."""
-    ticks = 0
+    total_s = 0.0
     for pid in pids:
-        if fields := _fields(pid):
-            ticks += int(fields[_USER]) + int(fields[_SYSTEM])
-    return ticks * TICK_S
+        with contextlib.suppress(OSError):
+            total_s += process_s(pid)
+    return total_s
 
 
 def busy_cores(pids: Sequence[int]) -> Callable[[], float]:
@@ -74,10 +86,9 @@ def memory_mib(pids: Sequence[int]) -> dict[str, float]:
     result: dict[str, float] = {}
     for pid in pids:
         with contextlib.suppress(OSError):
-            lines = (PROC / str(pid) / "smaps_rollup").read_text().splitlines()
-            kib = next((int(line.split()[1]) for line in lines if line.startswith("Pss:")), 0)
+            held = status_bytes("Pss", PROC / str(pid) / "smaps_rollup")
             name = (PROC / str(pid) / "comm").read_text().strip()
-            result[f"{name} {pid}"] = round(kib / 1024, 1)
+            result[f"{name} {pid}"] = round(held / (1 << 20), 1)
     return result
 
 

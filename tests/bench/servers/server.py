@@ -6,7 +6,6 @@ import contextlib
 import http.client
 import json
 import os
-import signal
 import socket
 import subprocess
 import time
@@ -140,13 +139,7 @@ class Server:
 
     def end(self) -> None:
         """End it and all its processes."""
-        began = processes.identities(self.pids())
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(END_S)
-        processes.kill_remaining(began)
-        self._process.wait()
+        processes.end(self._process, END_S)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import functools
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -22,7 +21,6 @@ from typing import Any, NamedTuple
 import msgspec
 import uvloop
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tests.bench import report
 from tests.bench.options import IMAGES, PAGES, SMOLLM2
@@ -33,7 +31,7 @@ from tests.bench.servers.server import Server, ServerError, Spec, serving
 from vsched.bench.load.client import BenchClient
 from vsched.bench.load.generator import WARMUP, Figures, LoadPlan, draw, run, sessions_for
 from vsched.bench.load.shapes import Case, shape_of
-from vsched.bench.machine import PROCESSOR, OtherLoad
+from vsched.bench.machine import OtherLoad, describe_machine
 from vsched.errors import ConfigError
 
 IMAGE_PIXELS = 448
@@ -41,6 +39,8 @@ LINE = 118
 """Maximum line length of a page."""
 SETTLE_S = 1.0
 """Before the first request of a load."""
+TIMEOUT_S = 600.0
+"""Deadline for a request."""
 
 Drive = Callable[..., Coroutine[Any, Any, Figures]]
 """Sends a load, given a client and `body`, and returns its figures."""
@@ -71,18 +71,9 @@ class Session:
         self.settings = settings
         self._ready_s: float = options.ready_s
         self._idle_s: float = options.idle_s
-        self._timeout_s: float = options.timeout_s
         self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
 
-    def key(
-        self,
-        plan: LoadPlan,
-        spec: Spec,
-        *,
-        purpose: str,
-        repeat: int,
-        neighbours: int = 0,
-    ) -> Key:
+    def key(self, plan: LoadPlan, spec: Spec, *, purpose: str, repeat: int, neighbours: int) -> Key:
         return Key(
             purpose=purpose,
             side=spec.side,
@@ -129,8 +120,6 @@ class Session:
             checkpoint=self.checkpoint,
             settings=self.settings,
             version=spec.version,
-            command=spec.command,
-            environment=spec.environment,
             ready_s=round(ready_s, 2),
             answered_s=round(answered_s, 2),
             idle_cores=idle,
@@ -154,7 +143,7 @@ class Session:
         time.sleep(SETTLE_S)
         server.check_alive()
         watch = OtherLoad(lambda: [*beside, *server.pids()])
-        client = BenchClient(server.spec.url, timeout_s=self._timeout_s)
+        client = BenchClient(server.spec.url, timeout_s=TIMEOUT_S)
         figures = self._runner.run(drive(client, body=server.spec.body))
         server.check_alive()  # failures of a server that has ended say nothing about its speed
         result = msgspec.structs.replace(figures, others=watch.cores())
@@ -164,26 +153,15 @@ class Session:
 
     def run_all(self, server: Server, work: Mapping[Key, LoadPlan]) -> None:
         """Run each plan on a server, and store the results."""
-        columns = (
-            TextColumn("{task.description:<44}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-        )
-        with Progress(*columns, console=self.console) as progress:
-            for key, plan in work.items():
-                busy = f" beside {key.neighbours}" if key.neighbours else ""
-                title = f"{key.case} x {key.concurrency}{busy}, {key.repeat + 1}: {key.side}"
-                task = progress.add_task(title, total=plan.requests)
-                finished = functools.partial(progress.advance, task)
-                drive = functools.partial(run, drawn=draw(plan), finished=finished)
-                with neighbours(key.neighbours) as pids:
-                    figures = self.measure(server, drive, pids)
-                self.keep(key, server.spec, figures)
-                progress.remove_task(task)
-                progress.print(
-                    f"{title}: {figures.requests_s:.2f} requests/s, failed {figures.failed}"
-                )
+        for key, plan in work.items():
+            busy = f" beside {key.neighbours}" if key.neighbours else ""
+            title = f"{key.case} x {key.concurrency}{busy}, {key.repeat + 1}: {key.side}"
+            drive = functools.partial(run, drawn=draw(plan), finished=lambda: None)
+            with self.console.status(title), neighbours(key.neighbours) as pids:
+                figures = self.measure(server, drive, pids)
+            self.keep(key, server.spec, figures)
+            result = f"{figures.requests_s:.2f} requests/s, failed {figures.failed}"
+            self.console.print(f"{title}: {result}", markup=False)
 
     def keep(self, key: Key, spec: Spec, figures: Figures, rates: Sequence[float] = ()) -> None:
         self.store.add(
@@ -252,9 +230,8 @@ def checkpoint_of(path: Path, console: Console) -> Path:
 
 
 def machine() -> str:
-    lines = PROCESSOR.read_text().splitlines() if PROCESSOR.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{len(os.sched_getaffinity(0))} cores of {names[0] if names else platform.machine()}"
+    found = describe_machine(others=0.0)
+    return f"{found.cores} cores of {found.processor}"
 
 
 def plan_of(

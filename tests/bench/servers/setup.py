@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import shlex
 import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from tests.bench.servers.peers import Peer
 from vsched.errors import ConfigError
@@ -40,27 +37,17 @@ def install(peer: Peer, folder: Path, *, pip_arguments: str, console: Console) -
     constraints = folder / "constraints.txt"
     python = folder / "bin" / "python"
     pip = [str(python), "-m", "pip"]
-    steps: list[tuple[str, Callable[[], None]]] = []
-
-    def step(what: str, command: Sequence[str]) -> None:
-        steps.append((what, lambda: _call(command)))
-
     if not python.exists():
-        step("making the environment", [sys.executable, "-m", "venv", str(folder)])
-    steps.append(("pinning torch", lambda: _write(constraints)))
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    constraints.write_text(CONSTRAINTS)
     wanted = [*peer.packages, "-c", str(constraints), *shlex.split(pip_arguments)]
-    step("installing (takes minutes)", [*pip, "install", "--quiet", *wanted])
+    with console.status(f"{peer.name}: installing (takes minutes)"):
+        subprocess.run([*pip, "install", "--quiet", *wanted], check=True)
     if peer.unwanted:
-        step(
-            "removing packages that need CUDA", [*pip, "uninstall", "--quiet", "-y", *peer.unwanted]
-        )
-    steps += [(what, functools.partial(act, folder)) for what, act in peer.steps]
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        for what, act in steps:
-            task = progress.add_task(f"{peer.name}: {what}", total=1)
-            act()
-            progress.update(task, completed=1)
+        subprocess.run([*pip, "uninstall", "--quiet", "-y", *peer.unwanted], check=True)
+    for what, act in peer.steps:
+        with console.status(f"{peer.name}: {what}"):
+            act(folder)
     stamp.write_text(mark(peer))
 
 
@@ -83,11 +70,3 @@ def check_indexes(pip_arguments: str) -> None:
                 f"{url}: no answer within {ANSWER_S:g} s ({error}). Remedy: leave it out of --pip-arguments, or give "
                 "--find-links with a folder of wheels; pip takes the CPU build of torch wherever it finds it"
             ) from error
-
-
-def _call(command: Sequence[str]) -> None:
-    subprocess.run(command, check=True)
-
-
-def _write(constraints: Path) -> None:
-    constraints.write_text(CONSTRAINTS)

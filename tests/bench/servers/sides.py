@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.bench.gpu.revision import commit_of
 from tests.bench.servers.server import HOST, Spec
 
 ROOT = Path(__file__).parents[3]
@@ -32,8 +33,8 @@ class ServerSizes:
     """
 
     threads: int
-    slots: int = 64
-    context: int = 8192
+    slots: int = 32
+    context: int = 2048
     kv_bytes: int = 2 << 30
 
     @property
@@ -50,16 +51,14 @@ def python_path(tree: Path) -> str:
     return os.pathsep.join(str(tree / part) for part in (".", "policies", "workers"))
 
 
-def described(tree: Path) -> str:
-    """Return the commit of a tree, with `-dirty` if it has changes; without git, its name."""
-    command = ["git", "-C", str(tree), "describe", "--always", "--dirty", "--exclude", "*"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+def described() -> str:
+    """Return the commit of the tree, with a digest of its changes if it has some."""
+    found = commit_of(ROOT)
     if found.endswith("-dirty"):
-        changes = subprocess.run(
-            ["git", "-C", str(tree), "diff", "HEAD"], capture_output=True, check=False
-        ).stdout
+        command = ["git", "-C", str(ROOT), "diff", "HEAD"]
+        changes = subprocess.run(command, capture_output=True, check=False).stdout
         found += f"-{hashlib.blake2b(changes, digest_size=3).hexdigest()}"
-    return found or tree.name
+    return found
 
 
 def spec_of(checkpoint: Path, assignments: Sequence[str]) -> Spec:

@@ -10,25 +10,20 @@ kernels: use `--repeats 2` or more, and look at the later ones.
 from __future__ import annotations
 
 import argparse
-import base64
-import io
+import asyncio
 import json
 import re
-import sys
 import tempfile
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
-
-from PIL import Image
 
 from tests.bench.options import assignment
 from tests.bench.servers import processes
 from tests.bench.servers.server import Server, serving
 from tests.bench.servers.sides import spec_of
+from vsched.bench.load.client import BenchClient, chat_body
+from vsched.bench.load.generator import draw_image
 
 _STAGE = re.compile(r"^\S+ (\d+):(\d+):([\d.]+) INFO \[engine\] vsched\.(?:loading|serve): (.*)$")
 
@@ -52,7 +47,7 @@ def measure(checkpoint: Path, assignments: Sequence[str], ready_s: float) -> dic
             seconds = server.wait_ready(ready_s)
             spent = processes.cpu_s(server.pids())
             texts = [_answer_ms(server, "Hello") for _ in range(3)]
-            pictures = [_answer_ms(server, _with_picture(shade)) for shade in range(2)]
+            pictures = [_answer_ms(server, _with_picture(seed)) for seed in range(2)]
             held = processes.memory_mib(server.pids())
         return {
             "checkpoint": checkpoint.name,
@@ -67,31 +62,16 @@ def measure(checkpoint: Path, assignments: Sequence[str], ready_s: float) -> dic
 
 
 def _answer_ms(server: Server, content: object) -> float | str:
-    """Return the duration of a request for 8 tokens, or the status of its refusal."""
-    body = {"messages": [{"role": "user", "content": content}], "max_tokens": 8, "seed": 7}
-    request = urllib.request.Request(
-        f"{server.spec.url}/v1/chat/completions",
-        json.dumps(body).encode(),
-        {"content-type": "application/json"},
-    )
-    began_s = time.perf_counter()
-    try:
-        with urllib.request.urlopen(request, timeout=600) as answer:
-            answer.read()
-    except urllib.error.HTTPError as error:
-        return f"refused ({error.code})"
-    return round((time.perf_counter() - began_s) * 1000, 1)
+    """Return the duration of a request for 8 tokens, or the reason of its refusal."""
+    body = chat_body(server.spec.model, [{"role": "user", "content": content}], 8, {})
+    sample = asyncio.run(BenchClient(server.spec.url).chat(body))
+    return sample.error or round((sample.ended - sample.started) * 1000, 1)
 
 
-def _with_picture(shade: int) -> list[dict[str, Any]]:
+def _with_picture(seed: int) -> list[dict[str, Any]]:
     """Return a message with a new picture."""
-    buffer = io.BytesIO()
-    Image.new("RGB", (448, 448), (40 * shade, 20, 30)).save(buffer, "PNG")
-    url = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
-    return [
-        {"type": "image_url", "image_url": {"url": url}},
-        {"type": "text", "text": "What is this?"},
-    ]
+    image = {"type": "image_url", "image_url": {"url": draw_image(seed, 448)}}
+    return [image, {"type": "text", "text": "What is this?"}]
 
 
 def main() -> None:
@@ -107,8 +87,7 @@ def main() -> None:
     for _ in range(options.repeats):
         for checkpoint in options.checkpoints:
             found = measure(checkpoint.resolve(), options.set, options.ready_s)
-            sys.stdout.write(json.dumps(found) + "\n")
-            sys.stdout.flush()
+            print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":
