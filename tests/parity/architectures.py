@@ -28,6 +28,7 @@ COMMON: Mapping[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "initializer_range": 0.35,
+    "tie_word_embeddings": False,  # tied ones repeat the last token, whatever attention does
 }
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}{% endfor %}"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vsched.policy_host.step_times import StepTimeModel, pairs_of
+from vsched.policy_host.step_times import StepTimeModel, limit_share, pairs_of
 
 DECODES, DECODE_NS, TOKEN_NS, PAIR_NS = 8, 5_000_000, 60_000, 40
 
@@ -64,6 +64,24 @@ def test_model_reports_how_long_decodes_may_wait_for_something_else() -> None:
     assert learned(DECODE_NS, ratio=1).left_ns(DECODES) >= 1
     assert learned(25_000_000).left_ns(0) == 0
     assert learned(0).left_ns(DECODES) == 0
+
+
+@pytest.mark.parametrize(
+    ("decoding", "waiting", "share"),
+    [
+        *[(0, 1, 1.0), (5, 1, 1.0), (40, 0, 0.125), (40, 1, 0.125), (40, 2, 0.25), (24, 8, 1.0)],
+        *[(2, 4, 1.0), (2, 6, 1.5), (2, 9, 2.0)],
+    ],
+)
+def test_limit_follows_the_waiting_requests_for_each_decoding_one(
+    decoding: int, waiting: int, share: float
+) -> None:
+    assert limit_share(decoding, waiting) == share
+
+
+def test_long_queue_doubles_the_ratio_but_not_the_target() -> None:
+    assert learned(6_000_000, ratio=4).left_ns(DECODES, 2.0) == pytest.approx(35_000_000, rel=0.01)
+    assert learned(50_000_000, ratio=4).left_ns(DECODES, 2.0) == pytest.approx(45_000_000, rel=0.01)
 
 
 def test_share_of_the_limit_leaves_three_quarters_of_the_time_of_the_decodes() -> None:

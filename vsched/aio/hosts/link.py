@@ -560,4 +560,6 @@ def _limit(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
+    # A handshake that a broken connection swallowed is tried again after this time, by default after 30 s.
+    socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
