@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import shutil
@@ -15,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.parity.architectures import make_checkpoint
-from tests.workers.backends.cpu.twins import WITHIN, Twins
-from tests.workers.driver import Driver, Question, Stage, inspect
+from tests.workers.backends.cpu.twins import WITHIN, run_both
+from tests.workers.driver import Question, Stage, inspect
 from vsched.errors import CheckpointError, ConfigError, VschedError
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.checkpoint.description import describe_checkpoint
@@ -264,12 +263,8 @@ def test_published_models_answer_as_their_dequantized_twins(
         Stage.load(path, attention="auto", dtype=kind, settings=settings)
         for path, kind in ((twin, "float32"), (quantized, dtype))
     )
-    twins = Twins(found.generator, wanted.generator)
     questions = [Question(range(3, 3 + length), count=8) for length in (5, 40, 70)]
-    Driver(dataclasses.replace(found, generator=twins), chunk=30).run(questions, arrivals=2)
-    one, other = (torch.cat(each).float() for each in twins.logits)
-    apart = (one - other).square().mean().sqrt() / other.square().mean().sqrt()
-    assert apart < within
+    assert run_both(found, wanted, questions, arrivals=2).apart < within
     assert found.generator.weights_bytes < wanted.generator.weights_bytes
 
 

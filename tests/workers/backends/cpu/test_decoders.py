@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from tests.parity.architectures import make_checkpoint
 from tests.parity.compare import prompts
 from tests.parity.vision_checkpoints import make_vision_checkpoint
-from tests.workers.backends.cpu.twins import Twins, run_twins
+from tests.workers.backends.cpu.twins import run_both, run_twins
 from tests.workers.driver import Driver, Question, Stage, drawn_image
 from tests.workers.parallel.ranks import Ranks
 from tests.workers.properties import thorough
@@ -92,11 +91,8 @@ def test_fused_layers_equal_the_modules(made: str, tmp_path: Path) -> None:
     )
     assert isinstance(exact.generator._layers, ModuleLayers)  # type: ignore[attr-defined]
     assert isinstance(fused.generator._layers, FusedLanguage)  # type: ignore[attr-defined]
-    twins = Twins(exact.generator, fused.generator)
-    stage = Stage(exact.info, exact.preprocessor, None, twins)
     questions = [Question(prompt, count=12) for prompt in prompts()]
-    Driver(stage, chunk=11).run(questions, arrivals=2, preempts=7)
-    twins.check()
+    run_both(exact, fused, questions, chunk=11, arrivals=2, preempts=7).check()
 
 
 @pytest.mark.parametrize("name", ["internvl", "llava", *thorough("mistral3", "smolvlm")])
@@ -115,14 +111,11 @@ def test_language_parts_of_vision_models_are_fused(
     exact = Stage.load(tmp_path, attention="exact", dtype="bfloat16")
     assert isinstance(exact.generator._layers, WholeModel)  # type: ignore[attr-defined]
     assert isinstance(fused.generator._layers, FusedLanguage)  # type: ignore[attr-defined]
-    twins = Twins(exact.generator, fused.generator)
-    stage = dataclasses.replace(exact, generator=twins)
     questions = [
         Question(text, images=[drawn_image(seed, 60, 40) for seed in range(count)], count=12)
         for text, count in (("What is it?", 1), ("And these two?", 2), ("No image.", 0))
     ]
-    Driver(stage, chunk=11).run(questions, arrivals=2, preempts=7)
-    twins.check()
+    run_both(exact, fused, questions, chunk=11, arrivals=2, preempts=7).check()
 
 
 @pytest.mark.parametrize("name", ["gemma3", "glm4v", "paligemma"])

@@ -12,7 +12,7 @@ import torch
 
 from tests.workers import driver
 from tests.workers.backends.cpu.kernels.operands import draw, use_operand
-from tests.workers.backends.cpu.twins import WITHIN, Twins, run_twins
+from tests.workers.backends.cpu.twins import WITHIN, run_both, run_twins
 from tests.workers.driver import Checkpoints, Driver, Stage, drawn_image, encode_jobs
 from tests.workers.parallel.ranks import Ranks
 from tests.workers.test_language import mixed_questions
@@ -46,12 +46,8 @@ def test_fused_layers_equal_the_modules(stages: Stages, size: str, chunk: int) -
     exact, fused = (stages(size, kind, "bfloat16") for kind in ("exact", "auto"))
     assert isinstance(exact.generator._layers, ModuleLayers)  # type: ignore[attr-defined]
     assert isinstance(fused.generator._layers, FusedLanguage)  # type: ignore[attr-defined]
-    twins = Twins(exact.generator, fused.generator)
-    stage = Stage(exact.info, exact.preprocessor, exact.encoder, twins)
-    Driver(stage, chunk=chunk, seed=chunk).run(
-        mixed_questions(), arrivals=2, preempts=7 * (chunk > 5)
-    )
-    twins.check()
+    options = {"chunk": chunk, "seed": chunk, "preempts": 7 * (chunk > 5)}
+    run_both(exact, fused, mixed_questions(), arrivals=2, **options).check()
 
 
 @pytest.mark.slow
@@ -64,10 +60,7 @@ def test_fused_layers_equal_the_modules_without_the_bfloat16_instructions(
     use_operand(monkeypatch, FLOAT32)
     exact, fused = _exact_and_fused(checkpoints("tiny25"))
     assert isinstance(fused.generator._head, QuantizedProduct)  # type: ignore[attr-defined]
-    twins = Twins(exact.generator, fused.generator)
-    stage = Stage(exact.info, exact.preprocessor, exact.encoder, twins)
-    Driver(stage, chunk=300, seed=1).run(mixed_questions(), arrivals=2)
-    twins.check()
+    run_both(exact, fused, mixed_questions(), chunk=300, seed=1, arrivals=2).check()
     _check_images(exact, fused, [(90, 60), (448, 448)])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ pytest.importorskip("numba")
 
 from tests.parity.architectures import make_checkpoint
 from tests.workers.backends.cpu.kernels.operands import bits
-from tests.workers.backends.cpu.twins import Twins
+from tests.workers.backends.cpu.twins import run_both
 from tests.workers.backends.paged import dequantized, filled_cache, written_out
 from tests.workers.driver import Checkpoints, Driver, Question, Stage
 from tests.workers.parallel import ranks as on_rank
@@ -135,20 +134,14 @@ def test_int8_answers_do_not_depend_on_how_prompts_are_cut(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_int8_kernels_and_modules_agree(checkpoints: Checkpoints, size: str, dtype: str) -> None:
     pair = [load(checkpoints(size), dtype, kind, kv_dtype="int8") for kind in ("exact", "auto")]
-    twins = Twins(*(each.generator for each in pair))
-    Driver(dataclasses.replace(pair[0], generator=twins), chunk=30).run(
-        mixed_questions(), arrivals=2, preempts=7
-    )
-    twins.check()
+    run_both(*pair, mixed_questions(), arrivals=2, preempts=7).check()
 
 
 @pytest.mark.slow
 def test_int8_moves_logits_a_little(checkpoints: Checkpoints, size: str) -> None:
     """Equal logits would mean that the cache is not int8."""
     pair = [load(checkpoints(size), kv_dtype=kind) for kind in ("auto", "int8")]
-    twins = Twins(*(each.generator for each in pair))
-    Driver(dataclasses.replace(pair[0], generator=twins), chunk=30).run(mixed_questions())
-    assert 1e-5 < twins.apart < 0.03
+    assert 1e-5 < run_both(*pair, mixed_questions()).apart < 0.03
     plain, small = (each.generator._cache.keys[0] for each in pair)  # type: ignore[attr-defined]
     assert small.nbytes * 2 < plain.nbytes
 
@@ -164,10 +157,8 @@ def test_int8_models_of_any_architecture(tmp_path: Path, name: str) -> None:
     plain = load(source)
     if not plain.info.kv_heads_per_token:
         pytest.skip("nothing is kept of a token")
-    twins = Twins(plain.generator, load(source, kv_dtype="int8").generator)
     questions = [Question(range(3, 3 + length), count=4) for length in (5, 21)]
-    Driver(dataclasses.replace(plain, generator=twins), chunk=30).run(questions)
-    assert 1e-5 < twins.apart < 0.05
+    assert 1e-5 < run_both(plain, load(source, kv_dtype="int8"), questions).apart < 0.05
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 pytest.importorskip("numba")
 
 from tests.parity.architectures import make_checkpoint
-from tests.workers.backends.cpu.twins import WITHIN, Twins
+from tests.workers.backends.cpu.twins import WITHIN, run_both
 from tests.workers.driver import Checkpoints, Driver, Question, Stage
 from tests.workers.properties import thorough
 from tests.workers.quantized.test_weights import dequantized_twin
@@ -37,9 +36,7 @@ def test_quantized_model_equals_its_dequantized_twin(
     settings = WorkerSettings(threads=1, weights=kind, weights_group=group)
     plain = Stage.load(twin)
     quantized = Stage.load(source, attention="auto", dtype="float32", settings=settings)
-    twins = Twins(plain.generator, quantized.generator)
-    stage = dataclasses.replace(plain, generator=twins)
-    Driver(stage, chunk=30).run(mixed_questions(), arrivals=2)
+    twins = run_both(plain, quantized, mixed_questions(), arrivals=2)
     wanted, found = (torch.cat(each) for each in twins.logits)
     torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3 * float(wanted.abs().max()))
     answers = [
@@ -61,11 +58,8 @@ def test_quantized_fused_layers_equal_their_dequantized_twin(
     settings = WorkerSettings(threads=2, weights=kind)
     plain = Stage.load(twin, attention="auto", dtype="float32")
     quantized = Stage.load(source, attention="auto", dtype="bfloat16", settings=settings)
-    twins = Twins(quantized.generator, plain.generator)
-    stage = dataclasses.replace(quantized, generator=twins)
     questions = [Question(range(300, 300 + length), count=12) for length in (5, 40, 70)]
-    Driver(stage, chunk=30).run(questions, arrivals=2)
-    assert twins.apart < WITHIN
+    assert run_both(quantized, plain, questions, arrivals=2).apart < WITHIN
 
 
 def test_quantized_weights_weigh_less(checkpoints: Checkpoints, size: str) -> None:
@@ -90,10 +84,8 @@ def test_quantized_models_of_any_architecture_answer_as_their_twins(
     settings = WorkerSettings(threads=1, weights="int8", weights_group=32)
     stage = Stage.load(source, attention="auto", dtype="float32", settings=settings)
     plain = Stage.load(source)
-    twins = Twins(plain.generator, stage.generator)
     questions = [Question(range(3, 3 + length), count=4) for length in (5, 21)]
-    Driver(dataclasses.replace(plain, generator=twins), chunk=30).run(questions)
-    assert 0 < twins.apart < 0.1
+    assert 0 < run_both(plain, stage, questions).apart < 0.1
     assert stage.generator.weights_bytes < plain.generator.weights_bytes
 
 

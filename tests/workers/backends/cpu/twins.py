@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tests.workers.driver import Question, Stage
+from tests.workers.driver import Driver, Question, Stage
 from tests.workers.parallel.ranks import driver_of
 from vsched.worker.contract import Batch, GenerateWorker, Sampled, SequenceState, WorkerSettings
 from vsched.worker.memory import DeviceMemory
@@ -71,6 +71,22 @@ class Twins(GenerateWorker):
         clear = top[:, 0] - top[:, 1] > 2 * apart
         assert clear.sum() > 10
         assert torch.equal(wanted.argmax(-1)[clear], found.argmax(-1)[clear])
+
+
+def run_both(
+    first: Stage,
+    second: Stage,
+    questions: Sequence[Question],
+    *,
+    chunk: int = 30,
+    seed: int = 0,
+    **options: int,
+) -> Twins:
+    """Run questions by one stage, with the batches of its generator repeated by that of another."""
+    twins = Twins(first.generator, second.generator)
+    stage = dataclasses.replace(first, generator=twins)
+    Driver(stage, chunk=chunk, seed=seed).run(questions, **options)
+    return twins
 
 
 @contextmanager
