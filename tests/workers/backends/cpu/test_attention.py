@@ -91,16 +91,6 @@ def test_numba_survives_scores_far_apart() -> None:
     assert torch.allclose(found, decode_by_gather(query, 0, step, 1.0), atol=1e-5)
 
 
-def test_choose_decode_falls_back_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
-    absent: Any = None
-    monkeypatch.setitem(sys.modules, "vsched_workers.backends.cpu.backend", absent)
-    assert choose_decode(WorkerSettings(attention="auto"), torch.float32) is decode_by_gather
-    assert choose_decode(WorkerSettings(attention="auto"), torch.float16) is decode_by_gather
-    assert choose_prefill(WorkerSettings(attention="auto"), torch.bfloat16) is prefill_by_gather
-
-
 @pytest.mark.parametrize(
     ("kernel", "dtype", "within"),
     [

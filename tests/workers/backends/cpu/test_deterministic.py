@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.parity.architectures import make_checkpoint
@@ -30,9 +29,7 @@ from tests.workers.driver import (
 from vsched.errors import ConfigError
 from vsched.types import SamplingParams
 from vsched.worker.contract import WorkerSettings
-from vsched_workers.backends.choice import choose_backend
 from vsched_workers.backends.cpu import attention, products
-from vsched_workers.backends.cpu.kernels import simd
 from vsched_workers.plugin import TRAINED
 
 Load = Callable[..., Stage]
@@ -224,27 +221,6 @@ def test_logits_differ_without_it(load: Load) -> None:
     requested = [*questions(6), asked("Why? " * 20)]
     together = run(stage, requested, chunk=40, arrivals=1, preempts=4)
     assert [run(stage, [one])[0] for one in requested] != together
-
-
-@pytest.mark.parametrize(
-    ("dtype", "changes"),
-    [
-        (torch.float32, {}),
-        (torch.float16, {}),
-        (torch.bfloat16, {"device": "cuda"}),
-        (torch.bfloat16, {"attention": "exact"}),
-    ],
-)
-def test_refuses_input_that_it_cannot_do(dtype: torch.dtype, changes: dict[str, str]) -> None:
-    settings = WorkerSettings(deterministic=True, **changes)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"model.deterministic: .* Remedy: "):
-        choose_backend(settings, dtype)
-
-
-def test_refuses_a_processor_without_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simd, "has_bf16_dot", lambda: False)
-    with pytest.raises(ConfigError, match="avx512_bf16"):
-        choose_backend(WorkerSettings(deterministic=True), torch.bfloat16)
 
 
 @needs_bf16_dot

@@ -20,9 +20,6 @@ from tests.workers.parallel import ranks as on_rank
 from tests.workers.parallel.ranks import Ranks
 from tests.workers.properties import thorough
 from tests.workers.test_language import mixed_questions, outputs
-from vsched.errors import ConfigError
-from vsched.worker.contract import WorkerSettings
-from vsched_workers.backends.choice import choose_backend
 from vsched_workers.backends.cpu import attention
 from vsched_workers.backends.cpu.attention import NumbaDecode
 from vsched_workers.backends.cpu.kernels.decode_attention import decode
@@ -171,8 +168,3 @@ def test_ranks_keep_int8_heads_as_one_rank_does(
     path = str(checkpoints(size))
     found = ranks.run(on_rank.answer, path, mixed_questions(), "float32", "int8")
     assert [tokens for tokens, _, _ in found] == [wanted, wanted]
-
-
-def test_int8_is_refused_on_a_gpu() -> None:
-    with pytest.raises(ConfigError, match=r"kv_dtype: .*'int8' runs on cpu only, not on cuda. Rem"):
-        choose_backend(WorkerSettings(device="cuda"), torch.bfloat16, "int8")

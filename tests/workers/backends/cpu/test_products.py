@@ -13,9 +13,7 @@ from llvmlite import binding, ir  # type: ignore[import-untyped]
 from torch.nn import functional
 
 from tests.workers.backends.cpu.kernels.operands import needs_bf16_dot
-from vsched.errors import ConfigError
 from vsched.worker.contract import WorkerSettings
-from vsched_workers.backends.choice import choose_backend
 from vsched_workers.backends.cpu import products
 from vsched_workers.backends.cpu.backend import CpuBackend
 from vsched_workers.backends.cpu.products import (
@@ -344,12 +342,3 @@ def test_backend_makes_products_as_the_setting_says(*, deterministic: bool) -> N
         assert torch.equal(made[0](rows), made[1](rows))
         found.append(made[0](rows))
     assert not torch.equal(*found)
-
-
-@pytest.mark.parametrize(
-    "given", [{"attention": "exact"}, {"dtype": torch.float16}, {"device": "cuda:0"}]
-)
-def test_int8_rows_are_refused_if_there_is_no_product(given: dict[str, Any]) -> None:
-    dtype = given.pop("dtype", torch.bfloat16)
-    with pytest.raises(ConfigError, match=r"activations: int8 is not possible on .* Remedy"):
-        choose_backend(WorkerSettings(activations="int8", **given), dtype)

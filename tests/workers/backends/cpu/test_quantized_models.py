@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,9 +15,7 @@ from tests.workers.driver import Checkpoints, Driver, Question, Stage
 from tests.workers.properties import thorough
 from tests.workers.quantized.test_weights import dequantized_twin
 from tests.workers.test_language import mixed_questions
-from vsched.errors import ConfigError
 from vsched.worker.contract import WorkerSettings
-from vsched_workers.backends.choice import choose_backend
 
 pytestmark = pytest.mark.slow
 
@@ -87,11 +84,3 @@ def test_quantized_models_of_any_architecture_answer_as_their_twins(
     questions = [Question(range(3, 3 + length), count=4) for length in (5, 21)]
     assert 0 < run_both(plain, stage, questions).apart < 0.1
     assert stage.generator.weights_bytes < plain.generator.weights_bytes
-
-
-@pytest.mark.parametrize("given", [{"attention": "exact"}, {"dtype": torch.float16}])
-def test_quantized_weights_are_refused_if_there_is_no_product(given: dict[str, Any]) -> None:
-    dtype = given.pop("dtype", torch.bfloat16)
-    settings = WorkerSettings(weights="int8", **given)
-    with pytest.raises(ConfigError, match=r"weights: int8 is not possible on .* Remedy"):
-        choose_backend(settings, dtype)
