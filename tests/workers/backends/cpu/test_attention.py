@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -17,7 +15,14 @@ from tests.workers.backends.cpu.kernels.operands import (
     use_operand,
     with_operand,
 )
-from tests.workers.backends.paged import filled_cache, written_out
+from tests.workers.backends.paged import (
+    chunk_of,
+    dequantized,
+    filled_cache,
+    prefill_in_double,
+    segment_of,
+    written_out,
+)
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.choice import choose_backend
 from vsched_workers.backends.cpu import attention
@@ -25,14 +30,12 @@ from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32
 from vsched_workers.backends.cpu.kernels.prefill_attention import BLOCK
 from vsched_workers.backends.cpu.threads import process_pool
 from vsched_workers.backends.reference.attention import decode_by_gather, prefill_by_gather
-from vsched_workers.batching.kv_cache import KvCache, KvShape
 from vsched_workers.batching.paged_attention import (
     DecodeKernel,
     PagedStep,
     PatchKernel,
     PrefillKernel,
-    Segment,
-    context_slots,
+    ScoreRule,
 )
 from vsched_workers.memory.sparse_runs import sparsely
 
@@ -43,18 +46,17 @@ NO_CACHE: Any = None
 """The backend chooses its kernels independently of the cache."""
 
 
-def choose_decode(settings: WorkerSettings, dtype: torch.dtype) -> DecodeKernel:
-    return choose_backend(settings, dtype).choose_attention(NO_CACHE, 1).decode
-
-
-def choose_prefill(settings: WorkerSettings, dtype: torch.dtype) -> PrefillKernel:
-    return choose_backend(settings, dtype).choose_attention(NO_CACHE, 1).prefill
+def choose_decode(
+    settings: WorkerSettings, dtype: torch.dtype, kv_dtype: str = "auto"
+) -> DecodeKernel:
+    return choose_backend(settings, dtype, kv_dtype).choose_attention(NO_CACHE, 1).decode
 
 
 def filled(dtype: torch.dtype, kv_heads: int, head_dim: int) -> PagedStep:
     return filled_cache(dtype, kv_heads, head_dim, contexts=CONTEXTS, block_size=BLOCK_SIZE)[1]
 
 
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("kernel", ["exact", "auto"])
 @pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 4e-6), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize(
@@ -68,16 +70,21 @@ def test_decode_equals_attention_written_out(
     kv_heads: int,
     head_dim: int,
     threads: int,
+    kv_dtype: str,
 ) -> None:
-    """Grouped heads, contexts from one token to several blocks, tables with unused entries at the end."""
-    step = filled(dtype, kv_heads, head_dim)
-    decode = choose_decode(WorkerSettings(attention=kernel, threads=threads), dtype)
+    """Grouped heads, contexts from one token to several blocks, tables with unused entries at the end.
+
+    An int8 cache is attended to as its dequantized contents are.
+    """
+    step = filled(torch.int8 if kv_dtype == "int8" else dtype, kv_heads, head_dim)
+    decode = choose_decode(WorkerSettings(attention=kernel, threads=threads), dtype, kv_dtype)
     generator = torch.Generator().manual_seed(1)
     query = torch.randn(len(CONTEXTS), heads, head_dim, generator=generator).to(dtype)
     found = decode(query, 1, step, 0.3)
     assert found.dtype == dtype
     assert found.shape == query.shape
-    wanted = written_out(query, step, 1, 0.3)
+    kept = dequantized(step, torch.float32) if kv_dtype == "int8" else step
+    wanted = written_out(query, kept, 1, 0.3)
     assert (found.double() - wanted).abs().max() < within
 
 
@@ -109,7 +116,7 @@ def test_numba_survives_scores_far_apart() -> None:
     ("heads", "kv_heads", "head_dim", "first", "rows"),
     [(4, 2, 16, 0, 9), (3, 3, 8, 31, 6), (7, 1, 128, 36, 1), (4, 4, 112, 4, 33)],
 )
-def test_prefill_equals_attention_written_out(
+def test_prefill_equals_that_by_torch_in_double_precision(
     kernel: PrefillKernel,
     dtype: torch.dtype,
     within: float,
@@ -124,20 +131,9 @@ def test_prefill_equals_attention_written_out(
     Heads of eight values are left to torch.
     """
     step = filled(dtype, kv_heads, head_dim)
-    cache = step.cache
-    segment = Segment(
-        step.tables[3], start=0, first=first, last=first + rows, block_size=BLOCK_SIZE, device="cpu"
-    )
-    slots = torch.from_numpy(context_slots(step.tables[3], first + rows, BLOCK_SIZE))
-    keys, values = cache.keys[1][slots], cache.values[1][slots]
-    query = torch.randn(heads, rows, head_dim, generator=torch.Generator().manual_seed(1)).to(dtype)
-    own = keys[first:].transpose(0, 1), values[first:].transpose(0, 1)
-    got = kernel(query, *own, 1, segment, step, 0.3)
-    repeated = [one.double().repeat_interleave(heads // kv_heads, dim=1) for one in (keys, values)]
-    scores = torch.einsum("hqd,lhd->hql", query.double(), repeated[0]) * 0.3
-    later = torch.ones(rows, first + rows, dtype=torch.bool).triu(first + 1)
-    weights = scores.masked_fill(later, -torch.inf).softmax(-1)
-    expected = torch.einsum("hql,lhd->hqd", weights, repeated[1])
+    segment, (query, key, value) = chunk_of(step, 3, first, rows, heads=heads)
+    got = kernel(query, key, value, 1, segment, step, 0.3)
+    expected = prefill_in_double(query, step, segment, ScoreRule(0.3)).transpose(0, 1)
     assert got.dtype == dtype
     torch.testing.assert_close(got.double(), expected, rtol=within, atol=within)
 
@@ -147,18 +143,14 @@ def test_skipped_rows_of_a_sparse_run_are_valid_numbers(operand: Operand) -> Non
     """Tokens are sampled from it, and logits that are not finite end a rank."""
     rows = BLOCK + 12
     _, step = filled_cache(torch.bfloat16, 2, 16, contexts=[rows], block_size=BLOCK_SIZE)
-    segment = Segment(
-        step.tables[0], start=0, first=0, last=rows, block_size=BLOCK_SIZE, device="cpu"
-    )
-    query = torch.randn(4, rows, 16).bfloat16()
-    own = torch.randn(2, rows, 16).bfloat16()
+    segment, own = chunk_of(step, 0, 0, rows, heads=4)
     patches = torch.randn(4, 1, rows, 16).bfloat16()
     out = torch.full((1, rows, 4, 16), torch.nan, dtype=torch.bfloat16)
     custom = with_operand(operand, attention.prefill)
     torch.use_deterministic_algorithms(True)  # torch's allocations are filled with NaN
     try:
         with sparsely():
-            attended = custom(query, own, own, 1, segment, step, 0.3)
+            attended = custom(*own, 1, segment, step, 0.3)
             with_operand(operand, attention.attend_patches)(patches, patches, patches, 0.3, out)
     finally:
         torch.use_deterministic_algorithms(False)
@@ -235,28 +227,15 @@ def _in_chunks(
     block_size: int,
 ) -> torch.Tensor:
     """Return the result of `attention.prefill` for a prompt in chunks, [rows, heads, head_dim]."""
-    length, kv_heads, head_dim = keys.shape
-    blocks = -(-length // block_size)
-    cache = KvCache(
-        [KvShape(kv_heads, head_dim, head_dim)] * 1,
-        blocks=blocks,
-        block_size=block_size,
-        dtype=torch.bfloat16,
-        allocate=torch.zeros,
-    )
-    table = np.random.default_rng(1).permutation(blocks).astype(np.int32)
-    slots = torch.from_numpy(context_slots(table, length, block_size))
+    length, *shape = keys.shape
+    cache, step = filled_cache(torch.bfloat16, *shape, contexts=[length], block_size=block_size)
+    slots = segment_of(step, 0, 0, length).slots()
     cache.keys[0][slots], cache.values[0][slots] = keys, values
-    step: Any = SimpleNamespace(cache=cache)
     parts = []
     first = 0
     for rows in lengths:
-        last = first + rows
-        segment = Segment(
-            table, start=0, first=first, last=last, block_size=block_size, device="cpu"
-        )
-        queries, *own = (each[first:last].transpose(0, 1) for each in (query, keys, values))
-        made = attention.prefill(queries, own[0], own[1], 0, segment, step, 0.2)
+        own = [each[first : first + rows].transpose(0, 1) for each in (query, keys, values)]
+        made = attention.prefill(*own, 0, segment_of(step, 0, first, rows), step, 0.2)
         parts.append(made.transpose(0, 1))
-        first = last
+        first += rows
     return torch.cat(parts)

@@ -14,39 +14,20 @@ pytest.importorskip("numba")
 from tests.parity.architectures import make_checkpoint
 from tests.workers.backends.cpu.kernels.operands import bits
 from tests.workers.backends.cpu.twins import run_both
-from tests.workers.backends.paged import dequantized, filled_cache, written_out
+from tests.workers.backends.paged import chunk_of, dequantized, filled_cache
 from tests.workers.driver import Checkpoints, Driver, Question, Stage
 from tests.workers.parallel import ranks as on_rank
 from tests.workers.parallel.ranks import Ranks
 from tests.workers.properties import thorough
 from tests.workers.test_language import mixed_questions, outputs
 from vsched_workers.backends.cpu import attention
-from vsched_workers.backends.cpu.attention import NumbaDecode
 from vsched_workers.backends.cpu.kernels.decode_attention import decode
 from vsched_workers.backends.cpu.kernels.rope import RopeRows, heads_of, rope_prefill
-from vsched_workers.backends.reference.attention import decode_by_gather, prefill_by_gather
+from vsched_workers.backends.reference.attention import prefill_by_gather
 from vsched_workers.batching.kv_cache import from_int8, to_int8
-from vsched_workers.batching.paged_attention import ScoreRule, Segment
+from vsched_workers.batching.paged_attention import ScoreRule
 
 CONTEXTS = [1, 4, 5, 37]
-SHAPES = [(4, 2, 16), (3, 3, 8), (7, 1, 128), (9, 3, 64)]
-
-
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), SHAPES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("threads", [0, 1, 2])
-def test_decode_over_int8_equals_attention_written_out(
-    heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, threads: int
-) -> None:
-    """By gather (0 threads) and by the kernel: over the dequantized cache, except for the order of sums."""
-    torch.manual_seed(0)  # in bfloat16 one of many random values deviates further
-    _, step = filled_cache(torch.int8, kv_heads, head_dim, contexts=CONTEXTS, block_size=4)
-    attend = NumbaDecode(dtype, torch.int8, threads) if threads else decode_by_gather
-    query = torch.randn(len(CONTEXTS), heads, head_dim).to(dtype)
-    found = attend(query, 1, step, 0.3)
-    wanted = written_out(query, dequantized(step, torch.float32), 1, 0.3)
-    within = 1e-5 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(found.double(), wanted, rtol=within, atol=within)
 
 
 @pytest.mark.parametrize(
@@ -60,13 +41,7 @@ def test_prefill_over_int8_equals_that_over_the_dequantised_cache(
     heads, kv_heads, head_dim = 4, 2, 16
     _, step = filled_cache(torch.int8, kv_heads, head_dim, contexts=CONTEXTS, block_size=4)
     plain = dequantized(step, torch.bfloat16)
-    last = first + rows
-    segment = Segment(step.tables[3], start=0, first=first, last=last, block_size=4, device="cpu")
-    query = torch.randn(heads, rows, head_dim).bfloat16()
-    own = [
-        each.transpose(0, 1) for each in plain.cache.layers[1].read(segment.slots(), query.dtype)
-    ]
-    key, value = (each[:, first:] for each in own)
+    segment, (query, key, value) = chunk_of(plain, 3, first, rows, heads=heads)
 
     def attended(step: Any) -> torch.Tensor:
         if attend is not attention.prefill_by_rule:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.workers.backends.paged import filled_cache
+from tests.workers.backends.paged import chunk_of, filled_cache, segment_of
 from vsched.errors import DeviceOutOfMemory
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.cuda import attention, attention_trials
@@ -28,7 +28,6 @@ from vsched_workers.batching.kv_cache import KvCache, KvShape
 from vsched_workers.batching.paged_attention import (
     PagedStep,
     ScoreRule,
-    Segment,
     attend_by_rule,
     attend_plainly,
     decode_by_rule,
@@ -236,9 +235,7 @@ def with_chunks(step: PagedStep, *spans: tuple[int, int, int]) -> int:
     """Add chunks, each of a table from a first to a last position, after the decode rows; return the rows."""
     rows = step.decode_rows
     for index, first, last in spans:
-        where = {"start": rows, "first": first, "last": last, "block_size": 4}
-        made: Any = Segment
-        step.segments.append(made(step.tables[index], **where, device="cpu"))
+        step.segments.append(segment_of(step, index, first, last - first, start=rows))
         rows = step.segments[-1].stop
     return rows
 
@@ -260,13 +257,8 @@ def counting(kernel: FlashPrefill) -> list[int]:
 def test_flash_prefill_equals_gather(first: int, rows: int) -> None:
     """A chunk at the end of its context: the causal mask is aligned to the last key."""
     step = step_of([1, 37])
-    segment = Segment(
-        step.tables[1], start=3, first=first, last=first + rows, block_size=4, device="cpu"
-    )
-    slots = segment.slots()[first:]
-    own = [held[1][slots].transpose(0, 1) for held in (step.cache.keys, step.cache.values)]
-    query = torch.randn(6, rows, 16, generator=torch.Generator().manual_seed(1))
-    inputs = (query, own[0], own[1], 1, segment, step, 0.3)
+    segment, own = chunk_of(step, 1, first, rows, heads=6, start=3)
+    inputs = (*own, 1, segment, step, 0.3)
     for kernel in flash_prefills():
         found = kernel(*inputs)
         torch.testing.assert_close(found, prefill_by_gather(*inputs), atol=1e-5, rtol=1e-5)

@@ -14,6 +14,7 @@ from torch.nn import functional
 pytest.importorskip("numba")
 
 from tests.workers.backends.cpu.kernels.operands import OPERANDS, Operand, bits, draw, use_operand
+from tests.workers.backends.paged import chunk_of, filled_cache, prefill_in_double
 from vsched_workers.backends.cpu import attention
 from vsched_workers.backends.cpu.kernels import activation
 from vsched_workers.backends.cpu.kernels.activation import gelu, gelu_tanh, swiglu
@@ -22,13 +23,7 @@ from vsched_workers.backends.cpu.kernels.norm import add_normed, norm_parts
 from vsched_workers.backends.cpu.kernels.rope import RopeRows, heads_of
 from vsched_workers.backends.cpu.layer_parts import Norm
 from vsched_workers.backends.cpu.threads import pool_of
-from vsched_workers.batching.kv_cache import KvCache, KvShape, LayerKv
-from vsched_workers.batching.paged_attention import (
-    ScoreRule,
-    Segment,
-    context_slots,
-    prefill_by_rule,
-)
+from vsched_workers.batching.paged_attention import ScoreRule, context_slots
 from vsched_workers.families.decoders import NormWeights
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, SCALING = 6, 2, 64, 16, 0.125
@@ -119,28 +114,15 @@ def test_prefill_by_rule_is_that_of_torch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     use_operand(monkeypatch, operand)
-    last = first + rows
-    blocks = -(-last // BLOCK_SIZE)
-    cache = KvCache(
-        [KvShape(KV_HEADS, HEAD_DIM, HEAD_DIM)],
-        blocks=blocks,
-        block_size=BLOCK_SIZE,
-        dtype=torch.bfloat16,
-        allocate=torch.zeros,
+    _, step = filled_cache(
+        torch.bfloat16, KV_HEADS, HEAD_DIM, contexts=[first + rows], block_size=BLOCK_SIZE
     )
-    for number, tensor in enumerate((cache.keys[0], cache.values[0])):
-        tensor.copy_(draw(*tensor.shape, seed=number))
-    table = np.random.default_rng(0).permutation(blocks).astype(np.int32)
-    segment = Segment(table, start=0, first=first, last=last, block_size=BLOCK_SIZE, device="cpu")
-    query = draw(HEADS, rows, HEAD_DIM, seed=5)
+    segment, (query, *_) = chunk_of(step, 0, first, rows, heads=HEADS)
     rule = ScoreRule(SCALING, window, softcap)
-    step: Any = SimpleNamespace(cache=cache)
     out = query.new_empty(query.transpose(0, 1).shape)
-    attention.prefill_by_rule(query, 0, segment, step, rule, out)
-    found = out.transpose(0, 1)
-    exact = LayerKv(cache.keys[0].float(), cache.values[0].float())
-    wanted = prefill_by_rule(query.float(), exact, segment.slots(), rule)
-    torch.testing.assert_close(found.float(), wanted.transpose(0, 1), rtol=4e-2, atol=4e-2)
+    attention.prefill_by_rule(query, 1, segment, step, rule, out)
+    wanted = prefill_in_double(query, step, segment, rule)
+    torch.testing.assert_close(out.double(), wanted, rtol=4e-2, atol=4e-2)
 
 
 def norm_written_out(rows: torch.Tensor, weight: torch.Tensor, kind: NormWeights) -> torch.Tensor:
