@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +38,8 @@ from vsched_workers.plugin import plugin
 from vsched_workers.quantized.layers import Quantizer
 from vsched_workers.quantized.weights import quantize
 
+Make = Callable[[str], str]
+
 BLOCK = 16
 ROWS_MAX = 32
 FAR = 1500
@@ -58,22 +60,28 @@ MAKES: Mapping[str, Mapping[str, Any]] = {
 They cover positions on three axes, norms of heads and of all heads at once, biases, norms after attention and MLP,
 soft-capping, sliding windows, rope frequencies by layer kind, and factors.
 """
-_INT8, _INT4, _FLOAT = {"weights": "int8"}, {"weights": "int4"}, {"activations": "float"}
-_INT8_ROWS = {"activations": "int8"}
-FORMATS: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
-    "int8": (multiply_int8, _INT8 | _INT8_ROWS),
-    "int8 32": (multiply_int8, {**_INT8, "weights_group": 32, **_INT8_ROWS}),
-    "int4": (multiply_int8, _INT4 | _INT8_ROWS),
-    "int4 128": (multiply_int8, {**_INT4, "weights_group": 128, **_INT8_ROWS}),
-    "int4 16": (multiply, {**_INT4, "weights_group": 16, **_INT8_ROWS}),
-    "int8, float rows": (multiply, _INT8 | _FLOAT),
-    "int4, float rows": (multiply, _INT4 | _FLOAT),
-}
+
+
+def quantized(weights: str, group: int = 0, activations: str = "int8") -> dict[str, Any]:
+    return {"weights": weights, "weights_group": group, "activations": activations}
+
+
+_INT8_KV: Mapping[str, Any] = {"kv_dtype": "int8"}
+_TWO: Mapping[str, Any] = {"threads": 2}
+QUANTIZED: Sequence[tuple[Any, Mapping[str, Any]]] = (
+    (multiply_int8, {**quantized("int8"), **_INT8_KV}),
+    (multiply_int8, {**quantized("int8", 32), **_TWO}),
+    (multiply_int8, quantized("int4")),
+    (multiply_int8, {**quantized("int4", 128), **_TWO, **_INT8_KV}),
+    (multiply, quantized("int4", 16)),
+    (multiply, {**quantized("int8", activations="float"), **_TWO}),
+    (multiply, {**quantized("int4", activations="float"), **_INT8_KV}),
+)
 """Kernels of products by quantization; groups of 16 are not a multiple of the blocks of int8 activations."""
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Make:
     root = tmp_path_factory.mktemp("makes")
 
     def make(name: str) -> str:
@@ -211,38 +219,26 @@ def kernels_of(worker: Any) -> set[Any]:
 
 
 @pytest.mark.parametrize(
-    ("name", "threads", "kv_dtype"),
+    ("name", "given"),
     [
-        *((name, 1, "auto") for name in MAKES),
-        ("tiny3", 1, "int8"),
-        pytest.param("gemma2", 2, "int8", marks=pytest.mark.slow),
-        pytest.param("tiny25", 2, "auto", marks=pytest.mark.slow),
+        *((name, {}) for name in MAKES),
+        ("tiny3", _INT8_KV),
+        pytest.param("gemma2", {**_TWO, **_INT8_KV}, marks=pytest.mark.slow),
+        pytest.param("tiny25", _TWO, marks=pytest.mark.slow),
     ],
 )
 def test_one_call_has_the_bits_of_many(
-    name: str,
-    threads: int,
-    kv_dtype: str,
-    checkpoint: Callable[[str], str],
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, given: Any, checkpoint: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check(load(checkpoint(name), threads=threads, kv_dtype=kv_dtype), monkeypatch)
+    check(load(checkpoint(name), **given), monkeypatch)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("made", "threads", "kv_dtype"),
-    [(made, 1 + place % 2, ("auto", "int8")[place % 3 == 0]) for place, made in enumerate(FORMATS)],
-)
+@pytest.mark.parametrize(("used", "given"), QUANTIZED)
 def test_one_call_has_the_bits_of_many_with_quantized_weights(
-    made: str,
-    threads: int,
-    kv_dtype: str,
-    checkpoint: Callable[[str], str],
-    monkeypatch: pytest.MonkeyPatch,
+    used: Any, given: Any, checkpoint: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    used, given = FORMATS[made]
-    worker = load(checkpoint("tiny25"), threads=threads, kv_dtype=kv_dtype, **given)
+    worker = load(checkpoint("tiny25"), **given)
     assert kernels_of(worker) == {used}
     check(worker, monkeypatch)
 
@@ -250,7 +246,7 @@ def test_one_call_has_the_bits_of_many_with_quantized_weights(
 @pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2])
 def test_one_call_has_the_bits_of_many_if_bfloat16_is_widened(
-    threads: int, checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+    threads: int, checkpoint: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on processors without VDPBF16PS."""
     monkeypatch.setattr(products, "has_bf16_dot", lambda: False)
@@ -262,8 +258,17 @@ def test_one_call_has_the_bits_of_many_if_bfloat16_is_widened(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2])
+def test_one_call_has_the_bits_of_many_if_attention_runs_on_all_threads(
+    threads: int, checkpoint: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(language_layers, "DECODE_VALUES_MIN", 0)
+    check(load(checkpoint("olmo2"), threads=threads), monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("threads", [1, 2])
 def test_one_call_has_the_bits_of_many_if_formats_mix(
-    threads: int, checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+    threads: int, checkpoint: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All kinds of products, with several group sizes, and with offsets."""
 
@@ -292,25 +297,14 @@ def test_products_of_rows_in_another_order_do_not_fit(kind: str, fit: bool) -> N
     assert not fits([])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("threads", [1, 2])
-def test_one_call_has_the_bits_of_many_if_attention_runs_on_all_threads(
-    threads: int, checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(language_layers, "DECODE_VALUES_MIN", 0)
-    check(load(checkpoint("olmo2"), threads=threads), monkeypatch)
-
-
 def test_positions_behind_images_are_those_of_axes(
-    checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+    checkpoint: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The index of a token in the text differs from its position."""
     check(load(checkpoint("tiny25")), monkeypatch, delta=-9)
 
 
-def test_other_steps_go_layer_by_layer(
-    checkpoint: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_steps_go_layer_by_layer(checkpoint: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps with adapters, too many rows, or a subset of layers."""
     worker = load(checkpoint("tiny25"))
     whole = worker._layers._compiled_step
