@@ -11,7 +11,6 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.bench.gpu.kernels import compiled
 from tests.parity.architectures import make_checkpoint
 from tests.workers.backends.cpu.twins import Twins
 from tests.workers.backends.cuda.on_host import DEVICE
@@ -89,10 +88,3 @@ def test_kernels_that_are_wrong_or_do_not_run_are_not_used(
     broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     check_not_used(fused_layers, broken, DEVICE, monkeypatch, caplog)
-
-
-def test_kernels_compile_for_an_h100_and_spill_nothing() -> None:
-    made = compiled("[*compile_layer('3b'), *compile_layer('80'), *compile_row()]")
-    for name, registers, _, spilled_bytes in made:
-        assert registers <= 128, name
-        assert spilled_bytes == 0, name

@@ -19,7 +19,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests.bench.gpu.kernels import compiled
 from tests.workers.backends.cuda.on_host import DEVICE, backend_here
 from tests.workers.backends.cuda.races import check_not_used
 from tests.workers.backends.cuda.test_attention_trials import varlen_on_cpu
@@ -197,16 +196,6 @@ def test_other_towers_are_not_fused(encoded: Encoded, checkpoints: Checkpoints) 
     assert not fits(own.build_vision(path, "sdpa"))
     encoded.tower.blocks[1].norm2 = nn.Identity()
     assert not fits(encoded.tower)
-
-
-@needs_triton
-@pytest.mark.slow
-def test_kernels_compile_for_an_h100_and_spill_nothing() -> None:
-    """An SM runs three programs with 168 registers at a time, as by Triton 3.6, and two with more, as by 3.7."""
-    made = compiled("[*compile_vision(16, 80, 1280), *compile_vision(16, 72, 1152)]")
-    for name, registers, _, spilled_bytes in made:
-        assert registers <= 192, name
-        assert spilled_bytes == 0, name
 
 
 Stages = Callable[..., Stage]

@@ -13,7 +13,6 @@ from torch import nn
 
 pytest.importorskip("triton")
 
-from tests.bench.gpu.kernels import compiled
 from tests.workers.backends.cuda.on_host import DEVICE, backend_here
 from vsched_workers.backends.cuda.products import FEW_ROWS_MAX, QuantizedLayer, TritonProduct
 from vsched_workers.families.decoders import Decoder
@@ -158,16 +157,3 @@ def test_published_layers_stay_in_their_bits_and_others_as_they_are() -> None:
     with torch.inference_mode():
         found = model.up(model.embed_tokens.weight).cpu()
     torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.slow
-def test_kernels_compile_for_an_h100_and_spill_nothing() -> None:
-    """Values are prefetched: for int8 and FP8, four tiles are in shared memory."""
-    made = compiled(
-        "[compile_multiply('int8', 128, 16), compile_multiply('int4', 32, 16), "
-        "compile_multiply('fp8', 128, 64), compile_widen('int4')]"
-    )
-    for name, registers, _, spilled_bytes in made:
-        assert registers <= 168, name
-        assert spilled_bytes == 0, name
-    assert made[0][2] >= 4 * 64 * 64
