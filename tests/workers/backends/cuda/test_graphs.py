@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from tests.parity.architectures import make_checkpoint
 from tests.parity.compare import OUTPUTS, compare, generated, prompts
 from tests.workers.adapters.random_adapters import add_adapters, random_adapter
-from tests.workers.backends.cuda.races import LateStream
+from tests.workers.backends.cuda.races import CapturingBackend, LateStream
 from tests.workers.driver import BLOCK_SIZE, BLOCKS, Checkpoints, Driver, Question, Running, Stage
 from tests.workers.properties import thorough
 from tests.workers.test_language import mixed_questions, outputs
@@ -23,57 +23,12 @@ from vsched.errors import DeviceOutOfMemory
 from vsched.types import SamplingParams
 from vsched.worker.contract import Batch, WorkerSettings
 from vsched_workers import language
-from vsched_workers.backends.base import RunModel
-from vsched_workers.backends.cuda.graphs import DecodeGraphs
-from vsched_workers.backends.reference.attention import decode_by_gather
-from vsched_workers.backends.reference.backend import Backend
-from vsched_workers.batching.kv_cache import KvCache
-from vsched_workers.batching.paged_attention import AttentionKernels, PagedStep
-from vsched_workers.batching.recurrent_state import RecurrentStates
+from vsched_workers.batching.paged_attention import PagedStep
 
 Stages = Callable[..., Stage]
 SETTINGS = WorkerSettings(threads=1, adapters=1, adapter_rank_max=4)
 TRIED_STEPS = 2
 """Replays in the trial of captured steps, at a load."""
-
-
-class CapturableGather:
-    """Attention by gather in the role of a kernel that can be captured; on a CPU, all memory is the device's."""
-
-    capturable = True
-
-    def __call__(
-        self, query: torch.Tensor, layer: int, step: PagedStep, scaling: float
-    ) -> torch.Tensor:
-        if step.on_device is not None:
-            tables, contexts = (each.numpy() for each in step.on_device)
-            step = dataclasses.replace(step, tables=tables, contexts=contexts)
-        return decode_by_gather(query, layer, step, scaling)
-
-
-class CapturingBackend(Backend):
-    """A host whose decode steps are captured, as on a GPU."""
-
-    spare_blocks = 1
-
-    def __init__(self, settings: WorkerSettings, dtype: torch.dtype) -> None:
-        super().__init__(settings, dtype)
-        self.stream = LateStream()
-
-    def choose_attention(
-        self, cache: KvCache, heads: int, *, ruled: bool = False
-    ) -> AttentionKernels:
-        return super().choose_attention(cache, heads)._replace(decode=CapturableGather())
-
-    def capture_steps(
-        self,
-        cache: KvCache,
-        attention: AttentionKernels,
-        run: RunModel,
-        states: RecurrentStates | None,
-    ) -> DecodeGraphs:
-        reserved = self.memory.reserved
-        return DecodeGraphs(self.stream, cache, attention, run, reserved=reserved, states=states)
 
 
 @dataclasses.dataclass

@@ -10,22 +10,18 @@ import numpy as np
 import pytest
 import torch
 
-from tests.workers.backends.cuda.races import Event, Machine, RaceError, Stream
+from tests.workers.backends.cuda.races import CapturingBackend, Event, Machine, RaceError, Stream
 from tests.workers.batching.test_kv_cache import NOTHING, blocks_of, make_cache, pairs, same
 from tests.workers.driver import BLOCK_SIZE, BLOCKS, Checkpoints, Driver, Question, Stage
 from tests.workers.test_language import mixed_questions, outputs
 from vsched.types import SamplingParams
 from vsched.worker.contract import WorkerSettings
 from vsched_workers import language, vision
-from vsched_workers.backends.base import RunModel
 from vsched_workers.backends.cuda import graphs
 from vsched_workers.backends.cuda.backend import CudaBackend
 from vsched_workers.backends.cuda.device import CudaSwapArea, RowCopies
-from vsched_workers.backends.cuda.graphs import CudaGraphStream, DecodeGraphs
-from vsched_workers.backends.reference.backend import Backend
+from vsched_workers.backends.cuda.graphs import CudaGraphStream
 from vsched_workers.batching.kv_cache import KvCache, SwapArea
-from vsched_workers.batching.paged_attention import AttentionKernels, PagedStep
-from vsched_workers.batching.recurrent_state import RecurrentStates
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -41,9 +37,6 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
 
 def nothing(*_: object, **__: object) -> None:
     """Replace a wait."""
-
-
-# --- the detector itself ---
 
 
 # --- copies of rows, swapping ---
@@ -128,52 +121,14 @@ def test_swap_copies_what_the_host_would(machine: Machine) -> None:
 # --- captured steps that run ahead, with prefill and encoding ---
 
 
-class TensorDecode:
-    """Decode attention with operations that can be captured, on the device alone."""
-
-    capturable = True
-
-    def __call__(
-        self, query: torch.Tensor, layer: int, step: PagedStep, scaling: float
-    ) -> torch.Tensor:
-        if step.on_device is None:
-            step.on_device = (torch.from_numpy(step.tables), torch.from_numpy(step.contexts))
-        tables, contexts = step.on_device
-        size = step.cache.block_size
-        device = query.device
-        slots = (tables.long()[:, :, None] * size + torch.arange(size, device=device)).flatten(1)
-        groups = query.shape[1] // step.cache.keys[layer].shape[1]
-        keys, values = (
-            each[layer][slots].repeat_interleave(groups, 2)
-            for each in (step.cache.keys, step.cache.values)
-        )
-        scores = torch.einsum("rhd,rthd->rht", query, keys) * scaling
-        unseen = torch.arange(slots.shape[1], device=device)[None] >= contexts[:, None]
-        weights = scores.masked_fill(unseen[:, None], -torch.inf).softmax(-1)
-        return torch.einsum("rht,rthd->rhd", weights, values)
-
-
-class GraphBackend(Backend):
+class GraphBackend(CapturingBackend):
     """A host with a GPU's graph stream and sampling."""
 
-    spare_blocks = 1
     argmax = CudaBackend.argmax
     draw = CudaBackend.draw
 
-    def choose_attention(
-        self, cache: KvCache, heads: int, *, ruled: bool = False
-    ) -> AttentionKernels:
-        return super().choose_attention(cache, heads)._replace(decode=TensorDecode())
-
-    def capture_steps(
-        self,
-        cache: KvCache,
-        attention: AttentionKernels,
-        run: RunModel,
-        states: RecurrentStates | None,
-    ) -> DecodeGraphs:
-        stream, reserved = CudaGraphStream("cpu"), self.memory.reserved
-        return DecodeGraphs(stream, cache, attention, run, reserved=reserved, states=states)
+    def graph_stream(self) -> CudaGraphStream:
+        return CudaGraphStream("cpu")
 
     def swap_area(self, cache: KvCache, blocks: int) -> SwapArea:
         return CudaSwapArea(cache, blocks, device="cpu")
@@ -231,11 +186,17 @@ def test_captured_steps_are_no_race(
 
 
 NUMPY = "numpy of the host and aten.copy_"
-LEFT_OUT: dict[str, tuple[object, str, str]] = {
-    "what steps are told before they read it": (CudaGraphStream, "wait_for_others", "zeros"),
-    "steps before what reads their results": (CudaGraphStream, "let_others_wait", "clone"),
-    "what is sent before it is overwritten": (Event, "synchronize", NUMPY),
-    "tokens before they are read": (Event, "record", NUMPY),
+LEFT_OUT: dict[str, tuple[object, str, object, str]] = {
+    "what steps are told before they read it": (
+        CudaGraphStream,
+        "wait_for_others",
+        nothing,
+        "zeros",
+    ),
+    "steps before what reads their results": (CudaGraphStream, "let_others_wait", nothing, "clone"),
+    "what is sent before it is overwritten": (Event, "synchronize", nothing, NUMPY),
+    "tokens before they are read": (Event, "record", nothing, NUMPY),
+    "tokens of a step before those of the next": (graphs, "_HOST_BUFFERS", 1, NUMPY),
 }
 
 
@@ -244,19 +205,9 @@ LEFT_OUT: dict[str, tuple[object, str, str]] = {
 def test_captured_steps_without_a_wait_are_a_race(
     stage: Callable[[], Stage], machine: Machine, monkeypatch: pytest.MonkeyPatch, order: str
 ) -> None:
-    kind, wait, message = LEFT_OUT[order]
-    monkeypatch.setattr(kind, wait, nothing)
+    owner, wait, left_out, message = LEFT_OUT[order]
+    monkeypatch.setattr(owner, wait, left_out)
     with pytest.raises(RaceError, match=message):
-        run_ahead(machine, machine.unseen(stage)(), GREEDY)
-
-
-@pytest.mark.slow
-def test_one_buffer_for_tokens_is_a_race(
-    stage: Callable[[], Stage], machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The next step would overwrite tokens that the host has yet to read."""
-    monkeypatch.setattr(graphs, "_HOST_BUFFERS", 1)
-    with pytest.raises(RaceError, match=NUMPY):
         run_ahead(machine, machine.unseen(stage)(), GREEDY)
 
 
