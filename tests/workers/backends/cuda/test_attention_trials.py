@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import logging
@@ -34,29 +35,23 @@ from vsched_workers.batching.paged_attention import (
 )
 
 
-class Right:
+@dataclasses.dataclass(eq=False)
+class Kernel:
+    """A decode kernel with an error in its results, or in those by rules, or that raises."""
+
+    wrong: float = 0.0
+    wrong_by_rule: float = 0.0
+    error: Exception | None = None
+    takes_rules: bool = True
+
     def __call__(self, *inputs: Any) -> torch.Tensor:
-        return decode_by_gather(*inputs)
+        if self.error is not None:
+            raise self.error
+        return decode_by_gather(*inputs) + self.wrong
 
-
-class Wrong(Right):
-    def __call__(self, *inputs: Any) -> torch.Tensor:
-        return super().__call__(*inputs) + 0.5
-
-
-class NoNumber(Right):
-    def __call__(self, *inputs: Any) -> torch.Tensor:
-        return super().__call__(*inputs) * torch.nan
-
-
-class Broken(Right):
-    def __call__(self, *inputs: Any) -> torch.Tensor:
-        raise RuntimeError("page_block_size must be a multiple of 256")
-
-
-class Greedy(Right):
-    def __call__(self, *inputs: Any) -> torch.Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+    def by_rule(self, query: Any, layer: int, step: PagedStep, rule: ScoreRule) -> torch.Tensor:
+        index = step.context_index(rule.window, query.device)
+        return decode_by_rule(query, step.cache.layers[layer], index, rule) + self.wrong_by_rule
 
 
 def shaped_cache(*shapes: tuple[int, int, int]) -> KvCache:
@@ -73,74 +68,67 @@ def small_trial() -> AttentionTrial:
     return AttentionTrial.over(shaped_cache((2, 8, 8), (2, 8, 8)), 4)
 
 
-def choose(*kernels: Right) -> object:
-    loaded: Sequence[Any] = [functools.partial(lambda each: each, each) for each in kernels]
-    with small_trial() as trial:
-        return first_right("decode", loaded, decode_by_gather, trial.decode)
-
-
-def missing() -> Right:
+def missing() -> Kernel:
     raise KernelMissing("not installed")
 
 
-@pytest.mark.parametrize("bad", [Wrong(), NoNumber(), Broken()])
-def test_first_kernel_that_is_right_is_used(bad: Right, caplog: pytest.LogCaptureFixture) -> None:
-    good = Right()
-    assert choose(bad, good, Right()) is good
-    assert choose(bad) is decode_by_gather
-    assert f"decode without {type(bad).__name__}, which is slower: " in caplog.text
-    assert "attention by gather is used" in caplog.text
-
-
-def test_kernel_that_is_not_installed_is_left_out() -> None:
-    good = Right()
-    loaders: Sequence[Any] = [missing, lambda: good]
+def choose(*kernels: Kernel) -> object:
+    """Choose among these, after one that is not installed."""
+    loaders: Sequence[Any] = [
+        missing,
+        *(functools.partial(lambda each: each, each) for each in kernels),
+    ]
     with small_trial() as trial:
-        found: object = first_right("decode", loaders, decode_by_gather, trial.decode)
-    assert found is good
+        return first_right("decode", loaders, decode_by_gather, trial.decode)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        Kernel(wrong=0.5),
+        Kernel(wrong=torch.nan),
+        Kernel(error=RuntimeError("page_block_size must be a multiple of 256")),
+    ],
+    ids=["wrong", "no number", "broken"],
+)
+def test_first_kernel_that_is_right_is_used(bad: Kernel, caplog: pytest.LogCaptureFixture) -> None:
+    good = Kernel()
+    assert choose(bad, good, Kernel()) is good
+    assert choose(bad) is decode_by_gather
+    assert "decode without Kernel, which is slower: " in caplog.text
+    assert "attention by gather is used" in caplog.text
 
 
 def test_trials_report_out_of_memory() -> None:
     """A cache that leaves no memory for its kernel is too large."""
+    greedy = Kernel(error=torch.OutOfMemoryError("CUDA out of memory"))
     with pytest.raises(DeviceOutOfMemory, match="trying kernels"):
-        choose(Greedy(), Right())
-
-
-class ByRule(Right):
-    """A decode kernel that takes rules, by torch."""
-
-    takes_rules = True
-    wrong = 0.0
-
-    def by_rule(self, query: Any, layer: int, step: PagedStep, rule: ScoreRule) -> torch.Tensor:
-        index = step.context_index(rule.window, query.device)
-        return decode_by_rule(query, step.cache.layers[layer], index, rule) + self.wrong
+        choose(greedy, Kernel())
 
 
 @pytest.mark.parametrize("wrong", [0.0, 0.5])
 def test_kernel_that_is_wrong_by_rules_decodes_plain_layers_alone(
     wrong: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kernel: Any = ByRule()
-    kernel.wrong = wrong
+    kernel = Kernel(wrong_by_rule=wrong)
     monkeypatch.setattr(attention_trials, "_triton_decode", lambda _: kernel)
     cache = shaped_cache((2, 8, 8), (4, 24, 16))
     found: Any = try_kernels(WorkerSettings(), torch.float32, cache, 4, ruled=True).decode
     assert found is kernel
     assert found.takes_rules is (wrong == 0)
-    assert ("decode by score rules without ByRule" in caplog.text) is (wrong > 0)
+    assert ("decode by score rules without Kernel" in caplog.text) is (wrong > 0)
 
 
 def test_steps_use_the_rules_of_a_kernel_for_decode_rows() -> None:
     """With chunks and without; a kernel that takes none is not called."""
-    _, step = filled_cache(torch.float32, 2, 16, contexts=[5, 17, 30], block_size=4, device="cpu")
+    step = step_of([5, 17, 30])
     query = torch.randn(6, 3, 16, generator=torch.Generator().manual_seed(0))
     rule = ScoreRule(0.3, window=9, softcap=2.0)
     wanted = attend_by_rule(query, 1, step, rule)
-    kernel: Any = ByRule()
+    kernel: Any = Kernel()
     step.decode = kernel
     torch.testing.assert_close(attend_by_rule(query, 1, step, rule), wanted)
-    kernel.wrong = 1.0
+    kernel.wrong_by_rule = 1.0
     torch.testing.assert_close(attend_by_rule(query, 1, step, rule), wanted + 1)
     kernel.takes_rules = False
     torch.testing.assert_close(attend_by_rule(query, 1, step, rule), wanted)
