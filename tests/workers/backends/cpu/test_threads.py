@@ -164,18 +164,29 @@ def test_noise_changes_nothing() -> None:
         assert machine.choice.threads == 2
 
 
-def test_trials_that_change_nothing_become_rare() -> None:
+@pytest.mark.parametrize(
+    ("idle_cores", "step_s", "trials_max"),
+    [
+        (1.0, 0.04, 1000 * 0.3 / RETRY_MAX_S + 100 * RETRY_S),
+        (None, 0.1, 1000 * 0.4 / BLIND_MAX_S),
+    ],
+    ids=["a core looks idle", "none does"],
+)
+def test_trials_that_change_nothing_become_rare(
+    idle_cores: float | None, step_s: float, trials_max: float
+) -> None:
     """Cores may be idle because of a quota or other ranks, so that more threads cannot use them."""
     machine = Machine(2)
     machine.neighbours = 1
     machine.run(2.0)
-    machine.choice._idle_cores = lambda: 1.0
+    if idle_cores is not None:
+        machine.choice._idle_cores = lambda: idle_cores
     together = 0
     for _ in range(1000):
-        machine.run(0.04)
+        machine.run(step_s)
         together += machine.choice.next_threads == 2
     assert machine.choice.threads == 1
-    assert together < 1000 * 0.3 / RETRY_MAX_S + 100 * RETRY_S
+    assert together < trials_max
 
 
 def test_more_threads_are_tried_when_no_core_looks_idle() -> None:
@@ -187,18 +198,6 @@ def test_more_threads_are_tried_when_no_core_looks_idle() -> None:
     machine.neighbours = 0
     machine.run(3.0)
     assert machine.choice.threads == 2
-
-
-def test_trials_without_an_idle_core_become_rare() -> None:
-    machine = Machine(2)
-    machine.neighbours = 1
-    machine.run(2.0)
-    together = 0
-    for _ in range(1000):
-        machine.run(0.1)
-        together += machine.choice.next_threads == 2
-    assert machine.choice.threads == 1
-    assert together < 1000 * 0.4 / BLIND_MAX_S
 
 
 def test_waiting_between_steps_starts_no_trial() -> None:

@@ -49,25 +49,18 @@ def differs(weight: QuantizedWeight, rows: int, *, processors: int = 4) -> float
     return float((found - wanted).abs().max() / wanted.abs().max())
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
-@pytest.mark.parametrize("rows", [1, 16, 17, FEW_ROWS_MAX, FEW_ROWS_MAX + 1])
-@pytest.mark.parametrize("offsets", [False, True])
-def test_product_is_that_by_what_the_weight_stands_for(kind: str, rows: int, offsets: bool) -> None:
-    assert differs(drawn(40, 200, kind, 64, offsets=offsets), rows) < 1e-5
-
-
 @pytest.mark.slow
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     outputs=st.integers(1, 80),
     inputs=st.integers(1, 300),
     kind=st.sampled_from(["int8", "int4", "fp8"]),
     group=st.sampled_from([0, 16, 32, 48, 96, 128]),
     offsets=st.booleans(),
-    rows=st.sampled_from([1, 2, 15, 33, 64, 70]),
+    rows=st.sampled_from([1, 2, 15, 16, 17, 33, FEW_ROWS_MAX, FEW_ROWS_MAX + 1]),
     processors=st.integers(1, 140),
 )
-def test_product_is_that_by_what_the_weight_stands_for_in_random_shapes(
+def test_product_is_that_by_what_the_weight_stands_for(
     outputs: int, inputs: int, kind: str, group: int, offsets: bool, rows: int, processors: int
 ) -> None:
     """Odd numbers of inputs, short last groups, groups too small for a tile, few and many processors."""

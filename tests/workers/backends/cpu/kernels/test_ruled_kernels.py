@@ -1,9 +1,8 @@
-"""Sliding windows and soft-capping in attention kernels, norms of all kinds, and activations, against torch."""
+"""Sliding windows and soft-capping in attention kernels, and activations, against torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,12 +18,9 @@ from vsched_workers.backends.cpu import attention
 from vsched_workers.backends.cpu.kernels import activation
 from vsched_workers.backends.cpu.kernels.activation import gelu, gelu_tanh, swiglu
 from vsched_workers.backends.cpu.kernels.decode_attention import decode
-from vsched_workers.backends.cpu.kernels.norm import add_normed, norm_parts
 from vsched_workers.backends.cpu.kernels.rope import RopeRows, heads_of
-from vsched_workers.backends.cpu.layer_parts import Norm
 from vsched_workers.backends.cpu.threads import pool_of
 from vsched_workers.batching.paged_attention import ScoreRule, context_slots
-from vsched_workers.families.decoders import NormWeights
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, SCALING = 6, 2, 64, 16, 0.125
 RULES = [(1, None), (16, None), (37, None), (1000, None), (None, 3.0), (37, 3.0)]
@@ -123,59 +119,6 @@ def test_prefill_by_rule_is_that_of_torch(
     attention.prefill_by_rule(query, 1, segment, step, rule, out)
     wanted = prefill_in_double(query, step, segment, rule)
     torch.testing.assert_close(out.double(), wanted, rtol=4e-2, atol=4e-2)
-
-
-def norm_written_out(rows: torch.Tensor, weight: torch.Tensor, kind: NormWeights) -> torch.Tensor:
-    single = rows.float()
-    single = single * torch.rsqrt(single.pow(2).mean(-1, keepdim=True) + 1e-6)
-    if kind is NormWeights.AFTER_ROUNDING:
-        return weight * single.bfloat16()
-    return (single * (weight.float() + float(kind is NormWeights.PLUS_ONE))).bfloat16()
-
-
-def mostly_equal(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    """Another order of sums may round a value to the neighbouring one."""
-    assert (found == wanted).float().mean() > 0.97
-    torch.testing.assert_close(found, wanted, rtol=0.02, atol=1e-3)
-
-
-@pytest.mark.parametrize("kind", NormWeights)
-@pytest.mark.parametrize("factor", [1.0, 0.22])
-@pytest.mark.parametrize("normed", ["both", "added", "taken", "neither"])
-def test_add_normed_equals_the_modules(kind: NormWeights, factor: float, normed: str) -> None:
-    width, rows = 40, 5
-    hidden, delta = draw(rows, width), draw(rows, width, seed=1)
-    weights = [draw(width, seed=seed) for seed in (2, 3)]
-    modules = [SimpleNamespace(weight=weight, eps=1e-6) for weight in weights]
-    added = Norm.of(modules[0] if normed in {"both", "added"} else None, kind, width=width)
-    taken = Norm.of(modules[1] if normed in {"both", "taken"} else None, kind, width=width)
-    plus = norm_written_out(delta, weights[0], kind) if added.record_at else delta
-    wanted = hidden + plus * factor
-    out = torch.empty_like(hidden)
-    add_normed(
-        0,
-        hidden.data_ptr(),
-        delta.data_ptr(),
-        added.record,
-        np.float32(factor),
-        taken.record,
-        width,
-        out.data_ptr(),
-        rows,
-    )
-    mostly_equal(hidden, wanted)
-    mostly_equal(out, norm_written_out(hidden, weights[1], kind) if taken.record_at else hidden)
-
-
-@pytest.mark.parametrize("kind", NormWeights)
-def test_norm_parts_equals_the_modules_and_leaves_the_rest(kind: NormWeights) -> None:
-    rows = draw(5, 50)
-    before, weight = rows.clone(), draw(32, seed=1)
-    norm = Norm.of(SimpleNamespace(weight=weight, variance_epsilon=1e-6), kind)
-    norm_parts(0, rows.data_ptr() + 2 * 8, 2 * 50, 32, norm.record, 5)
-    mostly_equal(rows[:, 8:40], norm_written_out(before[:, 8:40], weight, kind))
-    assert torch.equal(rows[:, :8], before[:, :8])
-    assert torch.equal(rows[:, 40:], before[:, 40:])
 
 
 def test_loops_of_activations_have_names_of_their_own() -> None:
