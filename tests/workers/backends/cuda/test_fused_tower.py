@@ -156,25 +156,19 @@ def test_quantized_towers_are_fused(encoded: Encoded, monkeypatch: pytest.Monkey
     encoded.check(fused)
 
 
-def test_padded_modules_without_triton_equal_the_modules(
-    encoded: Encoded, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("adapters", "off", "inner"), [(0, "", INNER_MULTIPLE), (1, "", INNER), (0, "tower", INNER)]
+)
+def test_modules_without_triton_are_padded_and_with_adapters_or_turned_off_keep_their_sizes(
+    encoded: Encoded, monkeypatch: pytest.MonkeyPatch, adapters: int, off: str, inner: int
 ) -> None:
-    monkeypatch.setattr(fused_tower, "load_kernels", lambda: None)
-    tower = prepared(encoded.tower)
-    assert not isinstance(tower.forward, FusedTower)
-    for block in tower.blocks:
-        assert INNER_MULTIPLE in {*block.mlp.state_dict()[LAST[encoded.family.name]].shape}
-    encoded.check(tower)
-
-
-@pytest.mark.parametrize(("adapters", "off"), [(1, ""), (0, "tower")])
-def test_towers_with_adapters_or_turned_off_keep_their_modules_and_sizes(
-    encoded: Encoded, monkeypatch: pytest.MonkeyPatch, adapters: int, off: str
-) -> None:
+    if inner == INNER_MULTIPLE:
+        monkeypatch.setattr(fused_tower, "load_kernels", lambda: None)
     monkeypatch.setenv(VARIABLE, off)
     tower = prepared(encoded.tower, adapters=adapters)
     assert not isinstance(tower.forward, FusedTower)
-    assert INNER in {*tower.blocks[0].mlp.state_dict()[LAST[encoded.family.name]].shape}
+    for block in tower.blocks:
+        assert inner in {*block.mlp.state_dict()[LAST[encoded.family.name]].shape}
     encoded.check(tower)
 
 
