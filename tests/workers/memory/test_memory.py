@@ -263,7 +263,13 @@ print(memory.peak() - loaded.reserved_bytes, reservation.growth_bytes)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [*thorough("float32"), "bfloat16"])
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [
+        ("nano25", "bfloat16"),
+        *thorough(("nano3", "bfloat16"), ("nano25", "float32"), ("nano3", "float32")),
+    ],
+)
 def test_a_sparse_reservation_is_what_whole_batches_take(
     checkpoints: Checkpoints, size: str, dtype: str
 ) -> None:

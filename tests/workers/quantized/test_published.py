@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from tests.parity.architectures import make_checkpoint
 from tests.workers.backends.cpu.twins import WITHIN, run_both
 from tests.workers.driver import Question, Stage, inspect
+from tests.workers.properties import thorough
 from vsched.errors import CheckpointError, ConfigError, VschedError
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.checkpoint.description import describe_checkpoint
@@ -246,11 +247,13 @@ def test_published_weight_is_what_its_format_says(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "dtype", "within"),
     [
-        ("compressed int4 with zeros", "float32", 1e-4),
         ("compressed int8", "bfloat16", WITHIN),
-        ("fp8", "float32", 1e-4),
-        ("gptq in order of activations", "bfloat16", WITHIN),
         ("awq", "float32", 1e-4),
+        *thorough(
+            ("compressed int4 with zeros", "float32", 1e-4),
+            ("fp8", "float32", 1e-4),
+            ("gptq in order of activations", "bfloat16", WITHIN),
+        ),
     ],
 )
 def test_published_models_answer_as_their_dequantized_twins(

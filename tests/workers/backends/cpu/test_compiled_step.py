@@ -21,6 +21,7 @@ import numba
 from tests.parity.architectures import make_checkpoint
 from tests.workers.backends.cpu.test_products import weight_of
 from tests.workers.driver import load_generator
+from tests.workers.properties import thorough
 from vsched.types import SamplingParams
 from vsched.worker.contract import Batch, Chunk, SequenceState, WorkerSettings
 from vsched_workers.adapters.places import NOBODY, PassRows
@@ -68,14 +69,16 @@ def quantized(weights: str, group: int = 0, activations: str = "int8") -> dict[s
 
 _INT8_KV: Mapping[str, Any] = {"kv_dtype": "int8"}
 _TWO: Mapping[str, Any] = {"threads": 2}
-QUANTIZED: Sequence[tuple[Any, Mapping[str, Any]]] = (
+QUANTIZED: Sequence[Any] = (
     (multiply_int8, {**quantized("int8"), **_INT8_KV}),
-    (multiply_int8, {**quantized("int8", 32), **_TWO}),
-    (multiply_int8, quantized("int4")),
     (multiply_int8, {**quantized("int4", 128), **_TWO, **_INT8_KV}),
-    (multiply, quantized("int4", 16)),
     (multiply, {**quantized("int8", activations="float"), **_TWO}),
-    (multiply, {**quantized("int4", activations="float"), **_INT8_KV}),
+    *thorough(
+        (multiply_int8, {**quantized("int8", 32), **_TWO}),
+        (multiply_int8, quantized("int4")),
+        (multiply, quantized("int4", 16)),
+        (multiply, {**quantized("int4", activations="float"), **_INT8_KV}),
+    ),
 )
 """Kernels of products by quantization; groups of 16 are not a multiple of the blocks of int8 activations."""
 
@@ -222,9 +225,8 @@ def kernels_of(worker: Any) -> set[Any]:
     ("name", "given"),
     [
         *((name, {}) for name in MAKES),
-        ("tiny3", _INT8_KV),
-        pytest.param("gemma2", {**_TWO, **_INT8_KV}, marks=pytest.mark.slow),
-        pytest.param("tiny25", _TWO, marks=pytest.mark.slow),
+        ("gemma2", {**_TWO, **_INT8_KV}),
+        *thorough(("tiny3", _INT8_KV), ("tiny25", _TWO)),
     ],
 )
 def test_one_call_has_the_bits_of_many(
@@ -244,7 +246,7 @@ def test_one_call_has_the_bits_of_many_with_quantized_weights(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [2, *thorough(1)])
 def test_one_call_has_the_bits_of_many_if_bfloat16_is_widened(
     threads: int, checkpoint: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,7 +259,7 @@ def test_one_call_has_the_bits_of_many_if_bfloat16_is_widened(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [2, *thorough(1)])
 def test_one_call_has_the_bits_of_many_if_attention_runs_on_all_threads(
     threads: int, checkpoint: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,7 +268,7 @@ def test_one_call_has_the_bits_of_many_if_attention_runs_on_all_threads(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [2, *thorough(1)])
 def test_one_call_has_the_bits_of_many_if_formats_mix(
     threads: int, checkpoint: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

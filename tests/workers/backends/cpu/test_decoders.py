@@ -72,6 +72,7 @@ def test_every_architecture_is_tried() -> None:
 
 FURTHER = {"cwm", "vaultgemma", "ministral", "seed_oss", "mistral", "qwen2", "norms after"}
 FURTHER |= {"linear frequencies", "windows in all layers", "llama3 frequencies"}
+FURTHER |= {"rotation in windows alone", "norms after, and windows", "llama with biases"}
 """With the features of others."""
 
 
@@ -95,7 +96,7 @@ def test_fused_layers_equal_the_modules(made: str, tmp_path: Path) -> None:
     run_both(exact, fused, questions, chunk=11, arrivals=2, preempts=7).check()
 
 
-@pytest.mark.parametrize("name", ["internvl", "llava", *thorough("mistral3", "smolvlm")])
+@pytest.mark.parametrize("name", ["llava", *thorough("internvl", "mistral3", "smolvlm")])
 def test_language_parts_of_vision_models_are_fused(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,7 +119,7 @@ def test_language_parts_of_vision_models_are_fused(
     run_both(exact, fused, questions, chunk=11, arrivals=2, preempts=7).check()
 
 
-@pytest.mark.parametrize("name", ["gemma3", "glm4v", "paligemma"])
+@pytest.mark.parametrize("name", ["gemma3", *thorough("glm4v", "paligemma")])
 def test_language_parts_that_see_more_or_have_axes_stay_as_they_are(
     name: str, tmp_path: Path
 ) -> None:
@@ -172,6 +173,7 @@ def test_logits_are_divided_and_bent_as_by_transformers(name: str, tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["gemma2", "granite"])
 def test_ranks_share_layers_with_post_norms_and_factors(
     name: str, tmp_path: Path, ranks: Ranks

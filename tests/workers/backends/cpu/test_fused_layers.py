@@ -15,6 +15,7 @@ from tests.workers.backends.cpu.kernels.operands import draw, use_operand
 from tests.workers.backends.cpu.twins import WITHIN, run_both, run_twins
 from tests.workers.driver import Checkpoints, Driver, Stage, drawn_image, encode_jobs
 from tests.workers.parallel.ranks import Ranks
+from tests.workers.properties import thorough
 from tests.workers.test_language import mixed_questions
 from vsched_workers.backends.cpu import products
 from vsched_workers.backends.cpu.kernels.bf16 import FLOAT32
@@ -70,6 +71,7 @@ def _exact_and_fused(checkpoint: Path) -> list[Stage]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("size", ["nano25", *thorough("nano3")])
 def test_fused_layers_equal_the_modules_on_two_ranks(
     checkpoints: Checkpoints, ranks: Ranks, size: str
 ) -> None:

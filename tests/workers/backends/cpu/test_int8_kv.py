@@ -89,7 +89,10 @@ def load(path: Path, dtype: str = "float32", attention: str = "auto", **given: A
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attention", ["exact", "auto"])
+@pytest.mark.parametrize(
+    ("size", "attention"),
+    [("nano25", "auto"), *thorough(("nano3", "auto"), ("nano25", "exact"), ("nano3", "exact"))],
+)
 def test_int8_answers_do_not_depend_on_how_prompts_are_cut(
     checkpoints: Checkpoints, size: str, attention: str
 ) -> None:
@@ -103,13 +106,20 @@ def test_int8_answers_do_not_depend_on_how_prompts_are_cut(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [
+        *(("nano25", "bfloat16"), ("nano3", "bfloat16")),
+        *thorough(("nano25", "float32"), ("nano3", "float32")),
+    ],
+)
 def test_int8_kernels_and_modules_agree(checkpoints: Checkpoints, size: str, dtype: str) -> None:
     pair = [load(checkpoints(size), dtype, kind, kv_dtype="int8") for kind in ("exact", "auto")]
     run_both(*pair, mixed_questions(), arrivals=2, preempts=7).check()
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("size", ["nano25", *thorough("nano3")])
 def test_int8_moves_logits_a_little(checkpoints: Checkpoints, size: str) -> None:
     """Equal logits would mean that the cache is not int8."""
     pair = [load(checkpoints(size), kv_dtype=kind) for kind in ("auto", "int8")]
@@ -120,7 +130,7 @@ def test_int8_moves_logits_a_little(checkpoints: Checkpoints, size: str) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [*("gemma3_text", "deepseek_v3", "qwen3_next"), *thorough("llama", "gpt2", "qwen3_moe")]
+    "name", ["gemma3_text", "deepseek_v3", *thorough("qwen3_next", "llama", "gpt2", "qwen3_moe")]
 )
 def test_int8_models_of_any_architecture(tmp_path: Path, name: str) -> None:
     """Generic path too: values of other sizes than keys, sliding windows, and recurrent states, left unquantized."""
@@ -134,6 +144,7 @@ def test_int8_models_of_any_architecture(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("size", ["nano25", *thorough("nano3")])
 def test_ranks_keep_int8_heads_as_one_rank_does(
     ranks: Ranks, checkpoints: Checkpoints, size: str
 ) -> None:

@@ -116,7 +116,14 @@ Plain = Callable[..., list[list[int]]]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"arrivals": 2}, {"preempts": 5, "chunk": 1000}])
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        ("nano25", {"arrivals": 2}),
+        ("nano3", {"preempts": 5, "chunk": 1000}),
+        *thorough(("nano3", {"arrivals": 2}), ("nano25", {"preempts": 5, "chunk": 1000})),
+    ],
+)
 def test_captured_steps_equal_eager_ones(
     plain: Plain, captured: Callable[[str], Captured], size: str, options: dict[str, int]
 ) -> None:
@@ -173,7 +180,6 @@ def test_steps_start_early_and_their_results_are_used(
 @pytest.mark.parametrize(
     ("fields", "options"),
     [
-        ({"seed": 3}, {"preempts": 5}),
         ({"seed": 4, "top_p": 0.9, "top_k": 40}, {"arrivals": 7}),
         (
             # The last token matters: two likely tokens alternate.
@@ -181,9 +187,12 @@ def test_steps_start_early_and_their_results_are_used(
             | {"logit_bias": ((9, 7.0), (11, 7.0))},
             {},
         ),
-        ({"seed": 6, "min_tokens": 9, "bad_words": ((7,),), "min_p": 0.01}, {"preempts": 5}),
+        *thorough(
+            ({"seed": 3}, {"preempts": 5}),
+            ({"seed": 6, "min_tokens": 9, "bad_words": ((7,),), "min_p": 0.01}, {"preempts": 5}),
+        ),
     ],
-    ids=["temperature", "nucleus", "penalties", "bounded"],
+    ids=["nucleus", "penalties", "temperature", "bounded"],
 )
 def test_sampled_rows_run_ahead(
     plain: Plain,
@@ -297,7 +306,7 @@ def test_steps_that_replay_other_logits_than_eager_ones_are_dropped(
     assert "replayed logits are wrong" in caplog.text
 
 
-@pytest.mark.parametrize("name", ["stablelm", "qwen3_next", *thorough("falcon_h1", "lfm2")])
+@pytest.mark.parametrize("name", ["stablelm", *thorough("qwen3_next", "falcon_h1", "lfm2")])
 def test_captured_steps_of_generic_models_generate_the_same(
     name: str, generic: list[CapturingBackend]
 ) -> None:

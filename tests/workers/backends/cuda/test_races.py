@@ -13,6 +13,7 @@ import torch
 from tests.workers.backends.cuda.races import CapturingBackend, Event, Machine, RaceError, Stream
 from tests.workers.batching.test_kv_cache import NOTHING, blocks_of, make_cache, pairs, same
 from tests.workers.driver import BLOCK_SIZE, BLOCKS, Checkpoints, Driver, Question, Stage
+from tests.workers.properties import thorough
 from tests.workers.test_language import mixed_questions, outputs
 from vsched.types import SamplingParams
 from vsched.worker.contract import WorkerSettings
@@ -172,7 +173,9 @@ def stage(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> Callable
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(seed=3, temperature=0.8, top_p=0.9)])
+@pytest.mark.parametrize(
+    "sampling", [GREEDY, *thorough(SamplingParams(seed=3, temperature=0.8, top_p=0.9))]
+)
 def test_captured_steps_are_no_race(
     stage: Callable[[], Stage],
     stages: Callable[..., Stage],
@@ -186,33 +189,44 @@ def test_captured_steps_are_no_race(
 
 
 NUMPY = "numpy of the host and aten.copy_"
-LEFT_OUT: dict[str, tuple[object, str, object, str]] = {
-    "what steps are told before they read it": (
-        CudaGraphStream,
-        "wait_for_others",
-        nothing,
-        "zeros",
-    ),
-    "steps before what reads their results": (CudaGraphStream, "let_others_wait", nothing, "clone"),
-    "what is sent before it is overwritten": (Event, "synchronize", nothing, NUMPY),
-    "tokens before they are read": (Event, "record", nothing, NUMPY),
-    "tokens of a step before those of the next": (graphs, "_HOST_BUFFERS", 1, NUMPY),
-}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("order", LEFT_OUT)
+@pytest.mark.parametrize(
+    ("owner", "wait", "left_out", "message"),
+    [
+        (CudaGraphStream, "wait_for_others", nothing, "zeros"),
+        (CudaGraphStream, "let_others_wait", nothing, "clone"),
+        *thorough(
+            (Event, "synchronize", nothing, NUMPY),
+            (Event, "record", nothing, NUMPY),
+            (graphs, "_HOST_BUFFERS", 1, NUMPY),
+        ),
+    ],
+    ids=[
+        "what steps are told before they read it",
+        "steps before what reads their results",
+        "what is sent before it is overwritten",
+        "tokens before they are read",
+        "tokens of a step before those of the next",
+    ],
+)
 def test_captured_steps_without_a_wait_are_a_race(
-    stage: Callable[[], Stage], machine: Machine, monkeypatch: pytest.MonkeyPatch, order: str
+    stage: Callable[[], Stage],
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: object,
+    wait: str,
+    left_out: object,
+    message: str,
 ) -> None:
-    owner, wait, left_out, message = LEFT_OUT[order]
     monkeypatch.setattr(owner, wait, left_out)
     with pytest.raises(RaceError, match=message):
         run_ahead(machine, machine.unseen(stage)(), GREEDY)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("waits", [True, *thorough(False)])
 def test_blocks_are_swapped_in_after_a_step_that_was_started_ahead(
     stage: Callable[[], Stage], machine: Machine, monkeypatch: pytest.MonkeyPatch, waits: bool
 ) -> None:

@@ -231,7 +231,7 @@ elif how == "error":
 
 
 @pytest.mark.parametrize(
-    ("how", "code"), [*thorough(("end", 0), ("exit", 3)), ("error", 1), ("calling", 0)]
+    ("how", "code"), [("calling", 0), *thorough(("end", 0), ("exit", 3), ("error", 1))]
 )
 def test_a_process_with_a_pool_ends_as_any_other(how: str, code: int) -> None:
     """Even while another thread calls kernels."""
