@@ -89,21 +89,6 @@ def test_packed_weights_are_no_second_copy(stages: Stages, size: str) -> None:
     assert fused.weights_bytes < 1.3 * exact.weights_bytes + head.size_bytes
 
 
-def test_one_call_computes_chunks_with_images_as_layer_by_layer(
-    stages: Stages, size: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Qwen3-VL adds image levels to the first layers, which therefore run one by one."""
-    stage = stages(size, "auto", "bfloat16")
-    layers: Any = stage.generator
-    layers = layers._layers
-    outputs = []
-    for compiled in (layers._compiled_step, None):
-        monkeypatch.setattr(layers, "_compiled_step", compiled)
-        ran = Driver(stage, chunk=30).run(mixed_questions())
-        outputs.append([list(each.sequence.outputs) for each in ran])
-    assert outputs[0] == outputs[1]
-
-
 def test_profiling_run_of_first_layers_computes_every_row(stages: Stages, size: str) -> None:
     """The last layer computes only wanted rows; a profiling run without that layer must compute all."""
     generator: Any = stages(size, "auto", "bfloat16").generator

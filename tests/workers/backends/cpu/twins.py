@@ -46,7 +46,7 @@ class Twins(GenerateWorker):
     def step(self, batch: Batch) -> Sampled:
         sampled: list[Sampled] = []
         for generator, hidden, logits in zip(self._pair, self.hidden, self.logits, strict=True):
-            with _watched(generator, hidden, logits):
+            with watched(generator, hidden, logits):
                 sampled.append(generator.step(batch))
         rows = len(sampled[0].tokens)
         for kept in (*self.hidden, *self.logits):
@@ -90,9 +90,8 @@ def run_both(
 
 
 @contextmanager
-def _watched(
-    generator: Any, inputs: list[torch.Tensor], kept: list[torch.Tensor]
-) -> Iterator[None]:
+def watched(generator: Any, inputs: list[torch.Tensor], kept: list[torch.Tensor]) -> Iterator[None]:
+    """Keep what the head of a model is given, and its logits."""
     head = generator._head
 
     def watch(hidden: torch.Tensor) -> torch.Tensor:
