@@ -84,11 +84,13 @@ def generic(monkeypatch: pytest.MonkeyPatch) -> list[CapturingBackend]:
     return made
 
 
+Plain = Callable[..., list[list[int]]]
+Load = Callable[..., Captured]
+
+
 @pytest.fixture
-def captured(
-    checkpoints: Checkpoints, generic: list[CapturingBackend]
-) -> Callable[[str], Captured]:
-    def load(size: str) -> Captured:
+def captured(checkpoints: Checkpoints, generic: list[CapturingBackend]) -> Load:
+    def load(size: str = "nano25") -> Captured:
         path = str(checkpoints(size))
         stage = Stage.load(path, settings=SETTINGS)
         return Captured(stage, generic[-1].stream)
@@ -97,10 +99,16 @@ def captured(
 
 
 @pytest.fixture
-def plain(stages: Stages) -> Callable[..., list[list[int]]]:
+def plain(stages: Stages) -> Plain:
     """Return the outputs of eager steps."""
     eager = {size: stages(size) for size in ("nano25", "nano3")}
-    return lambda size, questions, **options: outputs(run(eager[size], questions, **options))
+
+    def run_eagerly(
+        questions: list[Question], *, size: str = "nano25", **options: int
+    ) -> list[list[int]]:
+        return outputs(run(eager[size], questions, **options))
+
+    return run_eagerly
 
 
 def lone(count: int, **sampling: Any) -> Question:
@@ -110,9 +118,6 @@ def lone(count: int, **sampling: Any) -> Question:
 
 def run(stage: Stage, questions: list[Question], **options: int) -> list[Running]:
     return Driver(stage, chunk=options.pop("chunk", 48), seed=1).run(questions, **options)
-
-
-Plain = Callable[..., list[list[int]]]
 
 
 @pytest.mark.slow
@@ -125,26 +130,26 @@ Plain = Callable[..., list[list[int]]]
     ],
 )
 def test_captured_steps_equal_eager_ones(
-    plain: Plain, captured: Callable[[str], Captured], size: str, options: dict[str, int]
+    plain: Plain, captured: Load, size: str, options: dict[str, int]
 ) -> None:
     """Padded rows, mixed with steps that have chunks: the same tokens as in eager steps."""
     found = captured(size)
     questions = [dataclasses.replace(each, count=20) for each in mixed_questions()]
-    expected = plain(size, questions, **options)
+    expected = plain(questions, size=size, **options)
     assert outputs(run(found.stage, questions, **options)) == expected
     assert found.steps > 0
 
 
 def test_steps_with_an_adapter_are_not_captured_and_others_still_are(
-    plain: Plain, captured: Callable[[str], Captured], checkpoints: Checkpoints
+    plain: Plain, captured: Load, checkpoints: Checkpoints
 ) -> None:
     """An adapter is added and removed while steps run ahead: graphs neither refer to it nor omit it."""
-    found = captured("nano25")
+    found = captured()
     config = AutoConfig.from_pretrained(checkpoints("nano25"))
     adapter = random_adapter(config.text_config, rank=4, seed=1, prefix="model.language_model.")
     alone, other = lone(24), dataclasses.replace(lone(9), adapter=1)
     add_adapters(found.stage, [adapter])
-    (expected,) = plain("nano25", [alone])
+    (expected,) = plain([alone])
     first, second = outputs(run(found.stage, [alone, other], arrivals=8))
     assert first == expected
     assert second != expected[:9]
@@ -154,24 +159,20 @@ def test_steps_with_an_adapter_are_not_captured_and_others_still_are(
     assert found.stream.starts == before
 
 
-def test_steady_rows_need_no_input_from_the_host(
-    plain: Plain, captured: Callable[[str], Captured]
-) -> None:
+def test_steady_rows_need_no_input_from_the_host(plain: Plain, captured: Load) -> None:
     """Tokens stay on the device; the host only sends something when a sequence enters a new block."""
-    found = captured("nano25")
-    assert outputs(run(found.stage, [lone(41)])) == plain("nano25", [lone(41)])
+    found = captured()
+    assert outputs(run(found.stage, [lone(41)])) == plain([lone(41)])
     blocks = 40 // BLOCK_SIZE
     assert 40 <= found.steps <= 42
     assert found.stream.uploads <= 2 * (blocks + 2)
 
 
-def test_steps_start_early_and_their_results_are_used(
-    plain: Plain, captured: Callable[[str], Captured]
-) -> None:
+def test_steps_start_early_and_their_results_are_used(plain: Plain, captured: Load) -> None:
     """When a sequence ends, the others take their tokens from the step in flight."""
-    found = captured("nano25")
+    found = captured()
     questions = [lone(18), dataclasses.replace(lone(30), text="Compare."), lone(26)]
-    assert outputs(run(found.stage, questions)) == plain("nano25", questions)
+    assert outputs(run(found.stage, questions)) == plain(questions)
     steps = 29
     assert len(found.begun) < steps
     assert found.steps <= steps + 3
@@ -195,34 +196,31 @@ def test_steps_start_early_and_their_results_are_used(
     ids=["nucleus", "penalties", "temperature", "bounded"],
 )
 def test_sampled_rows_run_ahead(
-    plain: Plain,
-    captured: Callable[[str], Captured],
-    fields: dict[str, Any],
-    options: dict[str, int],
+    plain: Plain, captured: Load, fields: dict[str, Any], options: dict[str, int]
 ) -> None:
     """Greedy and sampled rows in one batch; also with dropped steps after a preemption or a new request."""
-    found = captured("nano25")
+    found = captured()
     sampled = {"temperature": 0.5, **fields}
     questions = [lone(30), lone(18, **sampled), lone(26, **sampled)]
-    expected = plain("nano25", questions, **options)
+    expected = plain(questions, **options)
     assert outputs(run(found.stage, questions, **options)) == expected
-    assert expected[1] != plain("nano25", [lone(18)])[0], "it was sampled"
+    assert expected[1] != plain([lone(18)])[0], "it was sampled"
     assert found.steps - len(found.begun) > (2 if options else 12)
 
 
 @pytest.mark.parametrize("fields", [{"logprobs": 2}, {"bad_words": ((7, 9),)}])
 def test_rows_that_the_host_must_see_stop_running_ahead(
-    plain: Plain, captured: Callable[[str], Captured], fields: dict[str, Any]
+    plain: Plain, captured: Load, fields: dict[str, Any]
 ) -> None:
-    found = captured("nano25")
+    found = captured()
     questions = [lone(20), lone(20, temperature=1.0, seed=1, **fields)]
-    assert outputs(run(found.stage, questions)) == plain("nano25", questions)
+    assert outputs(run(found.stage, questions)) == plain(questions)
     assert found.ahead
     assert not any(found.ahead)
 
 
-def test_padding_touches_nobodys_blocks(captured: Callable[[str], Captured]) -> None:
-    found = captured("nano25")
+def test_padding_touches_nobodys_blocks(captured: Load) -> None:
+    found = captured()
     driver = Driver(found.stage, chunk=48)
     driver.run([lone(9), lone(11), lone(10)])
     cache = found.stage.generator._cache  # type: ignore[attr-defined]
@@ -235,14 +233,14 @@ def test_padding_touches_nobodys_blocks(captured: Callable[[str], Captured]) -> 
 
 
 def test_capture_that_fails_leaves_eager_steps(
-    plain: Plain, captured: Callable[[str], Captured], caplog: pytest.LogCaptureFixture
+    plain: Plain, captured: Load, caplog: pytest.LogCaptureFixture
 ) -> None:
-    found = captured("nano25")
+    found = captured()
     found.stream.failure = RuntimeError("operation not permitted when stream is capturing")
     found.build()
     with caplog.at_level(logging.WARNING):
         got = outputs(run(found.stage, [lone(12)]))
-    assert got == plain("nano25", [lone(12)])
+    assert got == plain([lone(12)])
     assert found.stream.starts == 0
     assert [each.getMessage() for each in caplog.records] == [
         (
@@ -252,18 +250,18 @@ def test_capture_that_fails_leaves_eager_steps(
     ]
 
 
-def test_capture_reports_out_of_memory(captured: Callable[[str], Captured]) -> None:
+def test_capture_reports_out_of_memory(captured: Load) -> None:
     """The KV cache has to be made smaller, not the steps slower."""
-    found = captured("nano25")
+    found = captured()
     found.stream.failure = torch.OutOfMemoryError("CUDA out of memory")
     found.build()
     with pytest.raises(DeviceOutOfMemory, match="capturing decode steps"):
         run(found.stage, [lone(12)])
 
 
-def test_graphs_go_before_the_cache_and_come_back(captured: Callable[[str], Captured]) -> None:
+def test_graphs_go_before_the_cache_and_come_back(captured: Load) -> None:
     """Captured steps point into the cache."""
-    found = captured("nano25")
+    found = captured()
     generator = found.stage.generator
     first = outputs(run(found.stage, [lone(12)]))
     generator.drop_graphs()
@@ -279,12 +277,12 @@ def test_graphs_go_before_the_cache_and_come_back(captured: Callable[[str], Capt
 def test_steps_that_replay_other_logits_than_eager_ones_are_dropped(
     factor: float,
     plain: Plain,
-    captured: Callable[[str], Captured],
+    captured: Load,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """As those of a model whose code depends on a position that the host knew during the capture."""
-    found = captured("nano25")
+    found = captured()
     graphs = found.graphs
     run_model = graphs._run
 
@@ -302,7 +300,7 @@ def test_steps_that_replay_other_logits_than_eager_ones_are_dropped(
     monkeypatch.setattr(found.stream, "capture", once)
     with caplog.at_level(logging.WARNING):
         got = outputs(run(found.stage, [lone(12)]))
-    assert got == plain("nano25", [lone(12)])
+    assert got == plain([lone(12)])
     assert "replayed logits are wrong" in caplog.text
 
 
@@ -328,13 +326,11 @@ def test_states_do_not_advance_in_a_step_that_is_dropped(
     assert generic[0].stream.starts > 24
 
 
-def test_steps_of_some_layers_are_not_captured(
-    plain: Plain, captured: Callable[[str], Captured]
-) -> None:
+def test_steps_of_some_layers_are_not_captured(plain: Plain, captured: Load) -> None:
     """A profiling run skips layers before the first step of all of them."""
-    found = captured("nano25")
+    found = captured()
     with found.stage.generator.first_layers(1):
         run(found.stage, [lone(3)])
     assert found.stream.starts == 0
-    assert outputs(run(found.stage, [lone(12)])) == plain("nano25", [lone(12)])
+    assert outputs(run(found.stage, [lone(12)])) == plain([lone(12)])
     assert found.steps > 0
