@@ -16,7 +16,6 @@ from tests.workers.driver import Checkpoints, inspect
 from tests.workers.properties import REPEATABLE, thorough
 from vsched.errors import DeviceOutOfMemory
 from vsched.worker.contract import ImagePlan
-from vsched_workers.backends.cpu.layer_parts import StepRows
 from vsched_workers.backends.cpu.products import QuantizedProduct
 from vsched_workers.backends.reference.host_memory import DRIFT_BYTES, SCATTERED_SHARE, HostMemory
 from vsched_workers.families.qwen_image import (
@@ -206,16 +205,6 @@ def test_require_available_counts_what_the_allocator_caches_and_keeps_it_if_ther
     memory.cached = 40
     require_available(memory, 60, "what is free")
     assert memory.cached == 40
-
-
-def test_sparse_steps_take_the_first_and_the_last_block_of_rows_through_the_layers() -> None:
-    """Skipped parts are zero, as tokens are sampled from them."""
-    rows = torch.ones(3000, 8)
-    with sparsely():
-        sparse = StepRows(rows, rows)
-    assert [block.start for block in sparse.blocks] == [0, 2048]
-    assert not sparse.normed.any()
-    assert [block.start for block in StepRows(rows, rows).blocks] == [0, 1024, 2048]
 
 
 def test_a_sparse_product_takes_the_first_and_the_last_block_and_some_outputs() -> None:

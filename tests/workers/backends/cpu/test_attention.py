@@ -138,6 +138,36 @@ def test_prefill_equals_that_by_torch_in_double_precision(
     torch.testing.assert_close(got.double(), expected, rtol=within, atol=within)
 
 
+@pytest.mark.parametrize("operand", OPERANDS)
+@pytest.mark.parametrize(
+    ("window", "softcap", "first", "rows"),
+    [
+        (1, None, 0, 9),
+        (16, None, 130, 70),
+        (37, None, 36, 1),
+        (1000, None, 4, 33),
+        (None, 3.0, 4, 33),
+        (37, 3.0, 130, 70),
+    ],
+)
+def test_prefill_by_rule_is_that_of_torch(
+    operand: Operand,
+    window: int | None,
+    softcap: float | None,
+    first: int,
+    rows: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    use_operand(monkeypatch, operand)
+    _, step = filled_cache(torch.bfloat16, 2, 64, contexts=[first + rows], block_size=16)
+    segment, (query, *_) = chunk_of(step, 0, first, rows, heads=6)
+    rule = ScoreRule(0.125, window, softcap)
+    out = query.new_empty(query.transpose(0, 1).shape)
+    attention.prefill_by_rule(query, 1, segment, step, rule, out)
+    wanted = prefill_in_double(query, step, segment, rule)
+    torch.testing.assert_close(out.double(), wanted, rtol=4e-2, atol=4e-2)
+
+
 @pytest.mark.parametrize("operand", [FLOAT32, pytest.param(None, marks=needs_tiles, id="tiles")])
 def test_skipped_rows_of_a_sparse_run_are_valid_numbers(operand: Operand) -> None:
     """Tokens are sampled from it, and logits that are not finite end a rank."""

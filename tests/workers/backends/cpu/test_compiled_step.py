@@ -17,7 +17,6 @@ import torch
 
 pytest.importorskip("numba")
 
-import numba
 
 from tests.parity.architectures import make_checkpoint
 from tests.workers import driver
@@ -30,7 +29,6 @@ from vsched.worker.contract import Batch, Sampled, WorkerSettings
 from vsched_workers.adapters.places import NOBODY, PassRows
 from vsched_workers.backends.cpu import language_layers, products
 from vsched_workers.backends.cpu.compiled_step.step import _products, fits
-from vsched_workers.backends.cpu.kernels.compilation import compiled, kernel
 from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
 from vsched_workers.backends.cpu.products import QuantizedProduct, make_product
 from vsched_workers.backends.cpu.quantized.integers import multiply_int8
@@ -255,28 +253,3 @@ def test_other_steps_go_layer_by_layer(checkpoint: Make, monkeypatch: pytest.Mon
     spy.rows_max = 1
     one.step([running])
     assert spy.called
-
-
-def test_kernel_by_address_takes_converted_arguments_and_raises_its_exceptions() -> None:
-    """The caller converts its arguments to the types that the kernel was compiled for."""
-
-    @kernel(numba.float64, None)
-    def halve(value: float, out: Any) -> None:
-        if value > 5:
-            raise ValueError("too large")
-        out[0] = value / 2
-
-    call = halve.call
-
-    @compiled()
-    def caller(address: int, value: Any, out: Any) -> None:
-        call(address, value, out)
-
-    out = np.zeros(1, dtype=np.float32)
-    address = halve.address_of(out)
-    caller(address, 3, out)  # an integer that is converted to a float
-    assert out[0] == 1.5
-    with pytest.raises(numba.TypingError):
-        caller(address, "three", out)
-    with pytest.raises(ValueError, match="too large"):
-        caller(address, 6, out)

@@ -43,80 +43,55 @@ def nothing(*_: object, **__: object) -> None:
 # --- copies of rows, swapping ---
 
 
-def fetch_and_use(machine: Machine) -> None:
-    """Fetch rows repeatedly, and compute with them."""
-    copies = RowCopies("cpu")
-    source = np.arange(40 * 8, dtype=np.uint8).reshape(40, 8)
-    total = torch.zeros(8, dtype=torch.int64, device="cpu")
-    for turn in range(6):
-        rows = copies.fetch(source, np.arange(turn, turn + 9))
-        total.add_(rows.sum(0))
+def fetch_rows(machine: Machine) -> None:
+    """Fetch rows repeatedly, fewer and more in the same buffers, and compute with them."""
+    copies, rows = RowCopies("cpu"), np.arange(480, dtype=np.uint16).view(np.uint8).reshape(40, 24)
+    wanted = [*[list(range(40))] * 3, [3], [39, 0, 7, 7], [1, 2], [5]]
+    found = [copies.fetch(rows, np.array(each, dtype=np.int64)).clone() for each in wanted]
     machine.current.synchronize()
+    for each, taken in zip(found, wanted, strict=True):
+        assert np.array_equal(each.numpy(), rows[taken])
 
 
-def swap_and_use(machine: Machine) -> None:
-    """Swap blocks out and back while steps write to the cache."""
-    cache = make_cache()
-    machine.own([*cache.keys, *cache.values])
-    area = CudaSwapArea(cache, 4, device="cpu")
-    for turn in range(4):
-        cache.keys[0][turn * 4 : turn * 4 + 8].add_(1)
-        area.copy(pairs((turn, 0), (turn + 1, 1)), NOTHING)
-        cache.values[1].add_(1)
-        area.copy(NOTHING, pairs((0, turn), (1, turn + 2)))
+def swap_blocks(machine: Machine) -> None:
+    """Swap blocks out, then others back, as the host would, while steps write to every layer of the cache."""
+    ours, theirs = make_cache(), make_cache()
+    machine.own([*ours.keys, *ours.values])
+    areas = CudaSwapArea(ours, 4, device="cpu"), SwapArea(theirs, 4)
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        blocks, places = rng.permutation(9), rng.permutation(4)
+        out = pairs(*zip(blocks[:3].tolist(), places[:3].tolist(), strict=True))
+        back = pairs(*zip(places[1:3].tolist(), blocks[4:6].tolist(), strict=True))
+        for area, cache in zip(areas, (ours, theirs), strict=True):
+            cache.keys[0].add_(1)
+            area.copy(out, back)
+            cache.values[1].add_(1)
     machine.current.synchronize()
+    assert all(same(blocks_of(ours, one), blocks_of(theirs, one)) for one in range(9))
 
 
-@pytest.mark.parametrize("subject", [fetch_and_use, swap_and_use])
-def test_copies_are_no_race(machine: Machine, subject: Callable[[Machine], None]) -> None:
+@pytest.mark.parametrize("subject", [fetch_rows, swap_blocks])
+def test_copies_are_right_and_no_race(machine: Machine, subject: Callable[[Machine], None]) -> None:
     subject(machine)
 
 
 @pytest.mark.parametrize(
     ("subject", "kind", "wait"),
     [
-        (fetch_and_use, Stream, "wait_event"),
-        (fetch_and_use, Event, "synchronize"),
-        (fetch_and_use, Event, "record"),
-        (swap_and_use, Stream, "wait_event"),
-        (swap_and_use, Event, "record"),
+        (fetch_rows, Stream, "wait_event"),
+        (fetch_rows, Event, "synchronize"),
+        (fetch_rows, Event, "record"),
+        (swap_blocks, Stream, "wait_event"),
+        (swap_blocks, Event, "record"),
     ],
 )
 def test_copies_without_a_wait_are_a_race(
-    machine: Machine,
-    monkeypatch: pytest.MonkeyPatch,
-    subject: Callable[[Machine], None],
-    kind: type,
-    wait: str,
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, subject: Any, kind: type, wait: str
 ) -> None:
     monkeypatch.setattr(kind, wait, nothing)
     with pytest.raises(RaceError):
         subject(machine)
-
-
-def test_fetch_brings_just_the_rows_that_are_wanted(machine: Machine) -> None:
-    """Also if a later fetch is larger, smaller, or uses the same buffer."""
-    copies, rows = RowCopies("cpu"), np.arange(480, dtype=np.uint16).view(np.uint8).reshape(40, 24)
-    for wanted in ([3], [39, 0, 7, 7], [1, 2], [5], list(range(40))):
-        found = copies.fetch(rows, np.array(wanted, dtype=np.int64))
-        machine.current.synchronize()
-        assert np.array_equal(found.numpy(), rows[wanted])
-
-
-def test_swap_copies_what_the_host_would(machine: Machine) -> None:
-    """Out before back, over every layer."""
-    ours, theirs = make_cache(), make_cache()
-    machine.own([*ours.keys, *ours.values])
-    area, host = CudaSwapArea(ours, 4, device="cpu"), SwapArea(theirs, 4)
-    rng = np.random.default_rng(0)
-    for _ in range(20):
-        blocks, places = rng.permutation(9), rng.permutation(4)
-        out = pairs(*zip(blocks[:3].tolist(), places[:3].tolist(), strict=True))
-        back = pairs(*zip(places[1:3].tolist(), blocks[4:6].tolist(), strict=True))
-        area.copy(out, back)
-        host.copy(out, back)
-        machine.current.synchronize()
-        assert all(same(blocks_of(ours, one), blocks_of(theirs, one)) for one in range(9))
 
 
 # --- captured steps that run ahead, with prefill and encoding ---
