@@ -18,6 +18,7 @@ from tests.workers.backends.cpu.twins import run_both, run_twins
 from tests.workers.driver import Driver, Question, Stage, drawn_image
 from tests.workers.parallel.ranks import Ranks
 from tests.workers.properties import thorough
+from vsched.types import SamplingParams
 from vsched_workers.backends.cpu.language_layers import FusedLanguage
 from vsched_workers.backends.reference.image_inputs import ImageInputs
 from vsched_workers.backends.reference.layers import ModuleLayers
@@ -154,22 +155,13 @@ def test_logits_are_divided_and_bent_as_by_transformers(name: str, tmp_path: Pat
     make_checkpoint(
         name, tmp_path, **({"final_logit_softcapping": 5.0} if name == "gemma2" else {})
     )
-    stage = Stage.load(tmp_path)
-    generator: Any = stage.generator
-    head = generator._head
-    kept: list[torch.Tensor] = []
-
-    def watch(hidden: torch.Tensor) -> torch.Tensor:
-        kept.append(head(hidden))
-        return kept[-1]
-
-    generator._head = watch
-    prompt = prompts()[0]
-    Driver(stage, chunk=1000).run([Question(prompt, count=1)])
+    prompt, sampling = prompts()[0], SamplingParams(temperature=0.0, logprobs=5)
+    (answer,) = Driver(Stage.load(tmp_path), chunk=1000).run([Question(prompt, (), 1, sampling)])
     whole = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     with torch.inference_mode():
-        wanted = whole(torch.tensor([prompt])).logits[0, -1]
-    torch.testing.assert_close(kept[0][0], wanted, rtol=1e-3, atol=1e-3)
+        wanted = whole(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
+    for token, logprob in answer.logprobs[0].top:
+        assert logprob == pytest.approx(float(wanted[token]), abs=1e-3)
 
 
 @pytest.mark.slow

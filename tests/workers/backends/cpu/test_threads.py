@@ -104,6 +104,14 @@ class Machine:
             self.choice.add(kind, count, taken_s)
 
 
+def beside_a_program() -> Machine:
+    """Return a machine that has computed on one of its two cores, next to a program on the other."""
+    machine = Machine(2)
+    machine.neighbours = 1
+    machine.run(2.0)
+    return machine
+
+
 @pytest.mark.parametrize("cores", [2, 4])
 def test_one_thread_less_next_to_a_neighbour_and_all_again_without(cores: int) -> None:
     machine = Machine(cores)
@@ -176,9 +184,7 @@ def test_trials_that_change_nothing_become_rare(
     idle_cores: float | None, step_s: float, trials_max: float
 ) -> None:
     """Cores may be idle because of a quota or other ranks, so that more threads cannot use them."""
-    machine = Machine(2)
-    machine.neighbours = 1
-    machine.run(2.0)
+    machine = beside_a_program()
     if idle_cores is not None:
         machine.choice._idle_cores = lambda: idle_cores
     together = 0
@@ -191,9 +197,7 @@ def test_trials_that_change_nothing_become_rare(
 
 def test_more_threads_are_tried_when_no_core_looks_idle() -> None:
     """A program of the idle scheduling class keeps a core busy and yields it at once."""
-    machine = Machine(2)
-    machine.neighbours = 1
-    machine.run(2.0)
+    machine = beside_a_program()
     machine.choice._idle_cores = lambda: 0.0
     machine.neighbours = 0
     machine.run(3.0)

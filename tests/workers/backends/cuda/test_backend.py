@@ -1,13 +1,15 @@
-"""Setup by a CUDA backend before anything runs on its device, with a recorded `torch.cuda`."""
+"""Setup by a CUDA backend before anything runs on its device, and its memory, with a recorded or fake `torch.cuda`."""
 
 from __future__ import annotations
 
+import functools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from vsched.errors import ConfigError
+from vsched.errors import ConfigError, DeviceOutOfMemory
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends import choice
 from vsched_workers.backends.choice import choose_backend
@@ -85,3 +87,50 @@ def test_variable_turns_parts_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VSCHED_CUDA_OFF", "graph")
     with pytest.raises(ConfigError, match=r"VSCHED_CUDA_OFF: unknown part 'graph'.*Known: graphs"):
         choose_backend(WorkerSettings(device="cuda:0"), torch.bfloat16)
+
+
+def test_cuda_memory_asks_allocator_and_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The allocator's cache is reserved, not available; the rest belongs to other processes. Not on a GPU."""
+    calls: list[str] = []
+    answers = {
+        "mem_get_info": (600, 1000),
+        "memory_reserved": 300,
+        "memory_allocated": 200,
+        "max_memory_reserved": 350,
+        "get_device_properties": SimpleNamespace(uuid="1234-5678"),
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda _device, answer=answer: answer)
+
+    def noted(name: str, *_: object) -> None:
+        calls.append(name)
+
+    for name in ("reset_peak_memory_stats", "synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, functools.partial(noted, name))
+    clear = functools.partial(noted, "workspaces")
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", clear, raising=False)
+    memory = CudaMemory("cuda:0")
+    assert memory.pool == "cuda:GPU-1234-5678"
+    assert (memory.total(), memory.available(), memory.reserved()) == (1000, 600, 300)
+    assert (memory.allocated(), memory.peak()) == (200, 350)
+    memory.reset_peak()
+    memory.release()
+    assert calls == ["reset_peak_memory_stats", "synchronize", "workspaces", "empty_cache"]
+
+
+def test_cuda_memory_holds_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Failures on the device raise the common exception. Not on a GPU."""
+    sizes: list[int] = []
+
+    def empty(size: int, **_: object) -> object:
+        sizes.append(size)
+        if size > 100:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return object()
+
+    monkeypatch.setattr(torch, "empty", empty)
+    memory = CudaMemory("cuda:0")
+    with memory.hold(100):
+        assert sizes == [100]
+    with pytest.raises(DeviceOutOfMemory), memory.hold(101):
+        pass
