@@ -59,23 +59,15 @@ def filled(dtype: torch.dtype, kv_heads: int, head_dim: int) -> PagedStep:
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("kernel", ["exact", "auto"])
 @pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 4e-6), (torch.bfloat16, 2e-2)])
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "threads"), [(4, 2, 16, 2), (3, 3, 8, 1), (7, 1, 128, 1)]
-)
+@pytest.mark.parametrize("shape", [(4, 2, 16, 2), (3, 3, 8, 1), (7, 1, 128, 1)])  # with threads
 def test_decode_equals_attention_written_out(
-    kernel: str,
-    dtype: torch.dtype,
-    within: float,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    threads: int,
-    kv_dtype: str,
+    kernel: str, kv_dtype: str, dtype: torch.dtype, within: float, shape: tuple[int, ...]
 ) -> None:
     """Grouped heads, contexts from one token to several blocks, tables with unused entries at the end.
 
     An int8 cache is attended to as its dequantized contents are.
     """
+    heads, kv_heads, head_dim, threads = shape
     step = filled(torch.int8 if kv_dtype == "int8" else dtype, kv_heads, head_dim)
     decode = choose_decode(WorkerSettings(attention=kernel, threads=threads), dtype, kv_dtype)
     generator = torch.Generator().manual_seed(1)
@@ -113,16 +105,14 @@ def test_numba_survives_scores_far_apart() -> None:
     ],
 )
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "first", "rows"),
-    [(4, 2, 16, 0, 9), (3, 3, 8, 31, 6), (7, 1, 128, 36, 1), (4, 4, 112, 4, 33)],
+    ("shape", "first", "rows"),
+    [((4, 2, 16), 0, 9), ((3, 3, 8), 31, 6), ((7, 1, 128), 36, 1), ((4, 4, 112), 4, 33)],
 )
 def test_prefill_equals_that_by_torch_in_double_precision(
     kernel: PrefillKernel,
     dtype: torch.dtype,
     within: float,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
+    shape: tuple[int, int, int],
     first: int,
     rows: int,
 ) -> None:
@@ -130,6 +120,7 @@ def test_prefill_equals_that_by_torch_in_double_precision(
 
     Heads of eight values are left to torch.
     """
+    heads, kv_heads, head_dim = shape
     step = filled(dtype, kv_heads, head_dim)
     segment, (query, key, value) = chunk_of(step, 3, first, rows, heads=heads)
     got = kernel(query, key, value, 1, segment, step, 0.3)
@@ -140,28 +131,22 @@ def test_prefill_equals_that_by_torch_in_double_precision(
 
 @pytest.mark.parametrize("operand", OPERANDS)
 @pytest.mark.parametrize(
-    ("window", "softcap", "first", "rows"),
+    ("rule", "first", "rows"),
     [
-        (1, None, 0, 9),
-        (16, None, 130, 70),
-        (37, None, 36, 1),
-        (1000, None, 4, 33),
-        (None, 3.0, 4, 33),
-        (37, 3.0, 130, 70),
+        (ScoreRule(0.125, window=1), 0, 9),
+        (ScoreRule(0.125, window=16), 130, 70),
+        (ScoreRule(0.125, window=37), 36, 1),
+        (ScoreRule(0.125, window=1000), 4, 33),
+        (ScoreRule(0.125, softcap=3.0), 4, 33),
+        (ScoreRule(0.125, window=37, softcap=3.0), 130, 70),
     ],
 )
 def test_prefill_by_rule_is_that_of_torch(
-    operand: Operand,
-    window: int | None,
-    softcap: float | None,
-    first: int,
-    rows: int,
-    monkeypatch: pytest.MonkeyPatch,
+    operand: Operand, rule: ScoreRule, first: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_operand(monkeypatch, operand)
     _, step = filled_cache(torch.bfloat16, 2, 64, contexts=[first + rows], block_size=16)
     segment, (query, *_) = chunk_of(step, 0, first, rows, heads=6)
-    rule = ScoreRule(0.125, window, softcap)
     out = query.new_empty(query.transpose(0, 1).shape)
     attention.prefill_by_rule(query, 1, segment, step, rule, out)
     wanted = prefill_in_double(query, step, segment, rule)

@@ -132,19 +132,15 @@ def run_ahead(machine: Machine, stage: Stage, sampling: SamplingParams) -> list[
     return outputs(Driver(stage, chunk=48, seed=1).run(questions(sampling), arrivals=5))
 
 
-@pytest.fixture
-def stage(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Stage]:
-    path = str(checkpoints("nano25"))
-    settings = WorkerSettings(threads=1)
-
-    def load() -> Stage:
-        with monkeypatch.context() as patched:
-            patched.setattr(
-                language, "choose_backend", lambda settings, dtype, _: GraphBackend(settings, dtype)
-            )
-            return Stage.load(path, settings=settings)
-
-    return load
+@pytest.fixture(scope="module")
+def stage(checkpoints: Checkpoints) -> Stage:
+    """Return a stage with captured steps; `own_all` gives it the cache and the streams of a machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        Machine().stand_in(patch)
+        patch.setattr(
+            language, "choose_backend", lambda settings, dtype, _: GraphBackend(settings, dtype)
+        )
+        return Stage.load(checkpoints("nano25"), settings=WorkerSettings(threads=1))
 
 
 @pytest.mark.slow
@@ -152,13 +148,13 @@ def stage(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> Callable
     "sampling", [GREEDY, *thorough(SamplingParams(seed=3, temperature=0.8, top_p=0.9))]
 )
 def test_captured_steps_are_no_race(
-    stage: Callable[[], Stage],
+    stage: Stage,
     stages: Callable[..., Stage],
     machine: Machine,
     sampling: SamplingParams,
 ) -> None:
     """Steps run ahead, and are used or dropped; the tokens are those of eager steps."""
-    found = run_ahead(machine, machine.unseen(stage)(), sampling)
+    found = run_ahead(machine, stage, sampling)
     plain = Driver(machine.unseen(stages)("nano25"), chunk=48, seed=1)
     assert found == outputs(machine.unseen(plain.run)(questions(sampling), arrivals=5))
 
@@ -187,7 +183,7 @@ NUMPY = "numpy of the host and aten.copy_"
     ],
 )
 def test_captured_steps_without_a_wait_are_a_race(
-    stage: Callable[[], Stage],
+    stage: Stage,
     machine: Machine,
     monkeypatch: pytest.MonkeyPatch,
     owner: object,
@@ -197,20 +193,19 @@ def test_captured_steps_without_a_wait_are_a_race(
 ) -> None:
     monkeypatch.setattr(owner, wait, left_out)
     with pytest.raises(RaceError, match=message):
-        run_ahead(machine, machine.unseen(stage)(), GREEDY)
+        run_ahead(machine, stage, GREEDY)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("waits", [True, *thorough(False)])
 def test_blocks_are_swapped_in_after_a_step_that_was_started_ahead(
-    stage: Callable[[], Stage], machine: Machine, monkeypatch: pytest.MonkeyPatch, waits: bool
+    stage: Stage, machine: Machine, monkeypatch: pytest.MonkeyPatch, waits: bool
 ) -> None:
     """It writes to the last block of each of its rows, which another request may have by now."""
-    loaded = machine.unseen(stage)()
-    worker: Any = loaded.generator
-    own_all(machine, loaded)
+    worker: Any = stage.generator
+    own_all(machine, stage)
     worker.build_swap(2)
-    driver = Driver(loaded, chunk=48, seed=1)
+    driver = Driver(stage, chunk=48, seed=1)
     running = machine.unseen(driver.start)(0, Question("How many objects are there?", count=22))
     while worker._captured._in_flight is None:
         driver.step([running])
