@@ -38,17 +38,21 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return noted
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_backend_makes_its_device_the_current_one_first(calls: Calls, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("device", "ranks", "noted"),
+    [
+        ("cuda:1", 1, [("device", "cuda:1"), ("memory", "cuda:1")]),
+        ("cuda:1", 2, [("device", "cuda:1"), ("memory", "cuda:1")]),
+        ("cuda", 1, [("memory", "cuda")]),
+    ],
+)
+def test_backend_makes_a_named_device_the_current_one_first(
+    calls: Calls, device: str, ranks: int, noted: Calls
+) -> None:
     """For both stages: pinned memory of an encode rank is on that device, too."""
-    settings = WorkerSettings(device="cuda:1", ranks=ranks, rendezvous="somewhere")
+    settings = WorkerSettings(device=device, ranks=ranks, rendezvous="somewhere")
     choose_backend(settings, torch.bfloat16)
-    assert calls == [("device", "cuda:1"), ("memory", "cuda:1")]
-
-
-def test_backend_leaves_the_current_device_if_none_is_named(calls: Calls) -> None:
-    choose_backend(WorkerSettings(device="cuda"), torch.bfloat16)
-    assert calls == [("memory", "cuda")]
+    assert calls == noted
 
 
 @pytest.mark.usefixtures("calls")
