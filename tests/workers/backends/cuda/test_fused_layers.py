@@ -24,9 +24,6 @@ from vsched_workers.backends.reference.backend import Backend
 from vsched_workers.families.decoders import Decoder
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.slow]
-in_the_interpreter = pytest.mark.skipif(
-    DEVICE == "cuda", reason="whole models run on the host; those on a GPU are in test_gpu.py"
-)
 
 
 class FusedOnHost(Backend):
@@ -44,7 +41,9 @@ class FusedOnHost(Backend):
         return RunnableLanguage(layers, plain.head, plain.weights_bytes)
 
 
-@in_the_interpreter
+@pytest.mark.skipif(
+    DEVICE == "cuda", reason="whole models run on the host; those on a GPU are in test_gpu.py"
+)
 @pytest.mark.parametrize("name", ["nano25", "nano3", "llama", "seed_oss"])
 def test_fused_layers_equal_the_modules(
     name: str, checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
