@@ -232,8 +232,14 @@ class Machine(TorchDispatchMode):
             raise RaceError(
                 f"{what} of {who} and {each.what} of {each.who}: the same memory, in no order"
             )
-        if writes:  # a later actor that knows this write knows the earlier accesses
-            earlier[:] = [each for each in earlier if each.first < first or stop < each.stop]
+        # A later actor that knows this access knows the earlier ones, or of a read those of the same actor.
+        earlier[:] = [
+            each
+            for each in earlier
+            if each.first < first
+            or stop < each.stop
+            or not (writes or (each.who == who and not each.writes))
+        ]
         earlier.append(mine)
 
     def _keep(self, tensor: torch.Tensor) -> None:
