@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,7 +39,7 @@ from vsched_workers.quantized.weights import quantize
 Make = Callable[[str], str]
 
 BLOCK = 16
-LENGTHS = [1500, *itertools.islice(itertools.cycle([1, BLOCK, BLOCK + 1, 40, 5]), 16)]
+LENGTHS = [*[1, BLOCK, BLOCK + 1, 40, 5] * 3, 1500]
 """Tokens of prompts: one is long, and others end just after the start or the end of a block."""
 
 _PANELS: Mapping[str, Any] = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}
@@ -114,10 +113,11 @@ def layers_of(stage: Stage) -> Any:
 
 
 def questions_of(stage: Stage) -> list[Question]:
-    """Return more and more prompts at a time, some with images if the model takes them."""
+    """Return prompts of which one ends in every step, one with an image if the model takes them."""
     chance = np.random.default_rng(0)
-    texts = [Question(chance.integers(3, 290, length).tolist(), count=18) for length in LENGTHS]
-    return texts + (mixed_questions() if stage.info.takes_images else [])
+    prompts = [chance.integers(3, 290, length).tolist() for length in LENGTHS]
+    texts = [Question(prompt, count=count) for count, prompt in enumerate(prompts, 1)]
+    return texts + (mixed_questions()[:1] if stage.info.takes_images else [])
 
 
 def check(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +143,7 @@ def check(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
             kept.zero_()
         hidden: list[torch.Tensor] = []
         with watched(generator, hidden, []):
-            Driver(stage, chunk=512).run(questions_of(stage), arrivals=1)
+            Driver(stage, chunk=512).run(questions_of(stage))
         found.append([*hidden, *(kept.clone() for kept in cache)])
     assert found[0][-1].any()
     assert all(map(torch.equal, *found))
