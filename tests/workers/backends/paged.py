@@ -93,14 +93,14 @@ def segment_of(step: PagedStep, sequence: int, first: int, rows: int, *, start: 
 
 def chunk_of(
     step: PagedStep, sequence: int, first: int, rows: int, *, heads: int, start: int = 0
-) -> tuple[Segment, list[torch.Tensor]]:
+) -> tuple[Segment, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Return a chunk, random queries, and its own keys and values in the last layer, [heads, rows, head_dim] each."""
     segment = segment_of(step, sequence, first, rows, start=start)
     slots = segment.slots()[first:]
-    own = [held[-1][slots].transpose(0, 1) for held in (step.cache.keys, step.cache.values)]
+    key, value = (held[-1][slots].transpose(0, 1) for held in (step.cache.keys, step.cache.values))
     generator = torch.Generator().manual_seed(1)
-    query = torch.randn(heads, rows, own[0].shape[-1], generator=generator)
-    return segment, [query.to(own[0]), *own]
+    query = torch.randn(heads, rows, key.shape[-1], generator=generator)
+    return segment, (query.to(key), key, value)
 
 
 def prefill_in_double(

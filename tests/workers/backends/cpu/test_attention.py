@@ -250,14 +250,17 @@ def _in_chunks(
     block_size: int,
 ) -> torch.Tensor:
     """Return the result of `attention.prefill` for a prompt in chunks, [rows, heads, head_dim]."""
-    length, *shape = keys.shape
-    cache, step = filled_cache(torch.bfloat16, *shape, contexts=[length], block_size=block_size)
+    length, kv_heads, head_dim = keys.shape
+    cache, step = filled_cache(
+        torch.bfloat16, kv_heads, head_dim, contexts=[length], block_size=block_size
+    )
     slots = segment_of(step, 0, 0, length).slots()
     cache.keys[0][slots], cache.values[0][slots] = keys, values
     parts = []
     first = 0
     for rows in lengths:
-        own = [each[first : first + rows].transpose(0, 1) for each in (query, keys, values)]
+        now = slice(first, first + rows)
+        own = (query[now].transpose(0, 1), keys[now].transpose(0, 1), values[now].transpose(0, 1))
         made = attention.prefill(*own, 0, segment_of(step, 0, first, rows), step, 0.2)
         parts.append(made.transpose(0, 1))
         first += rows
@@ -325,7 +328,7 @@ def test_decode_reads_the_blocks_of_its_window_alone(
     cache, step = filled_cache(
         torch.bfloat16, kv_heads, head_dim, contexts=contexts, block_size=block
     )
-    layer = [cache.keys[1], cache.values[1]]
+    layer = (cache.keys[1], cache.values[1])
     hidden, last = torch.ones(len(layer[0]), dtype=torch.bool), []
     for table, length in zip(step.tables, contexts, strict=True):
         slots = context_slots(table, length, block)
@@ -363,20 +366,27 @@ def test_rows_of_one_sequence_see_each_other_on_all_threads() -> None:
             for table, length in zip(tables, contexts, strict=True)
         ]
     )
-    layer = [cache.keys[1], cache.values[1]]
+    layer = (cache.keys[1], cache.values[1])
     for cached in layer:
         cached[slots] = torch.nan
     qkv, angles = draw(rows, heads + 2 * kv_heads, head_dim), torch.rand(rows, head_dim // 2) * 7
 
     def attended(parts: list[slice], **given: int) -> list[torch.Tensor]:
-        kept = [cached.clone() for cached in layer]
+        keys, values = (cached.clone() for cached in layer)
         out = [
             attend(
-                qkv[part], angles[part], slots[part], *kept, tables[part], contexts[part], **given
+                qkv[part],
+                angles[part],
+                slots[part],
+                keys,
+                values,
+                tables[part],
+                contexts[part],
+                **given,
             )
             for part in parts
         ]
-        return [torch.cat(out), *kept]
+        return [torch.cat(out), keys, values]
 
     wanted = attended([slice(row, row + 1) for row in range(rows)])
     assert all(each.isfinite().all() for each in wanted)

@@ -114,18 +114,20 @@ def test_int8_answers_do_not_depend_on_how_prompts_are_cut(
     ],
 )
 def test_int8_kernels_and_modules_agree(checkpoints: Checkpoints, size: str, dtype: str) -> None:
-    pair = [load(checkpoints(size), dtype, kind, kv_dtype="int8") for kind in ("exact", "auto")]
-    run_both(*pair, mixed_questions(), arrivals=2, preempts=7).check()
+    exact, fused = (
+        load(checkpoints(size), dtype, kind, kv_dtype="int8") for kind in ("exact", "auto")
+    )
+    run_both(exact, fused, mixed_questions(), arrivals=2, preempts=7).check()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", ["nano25", *thorough("nano3")])
 def test_int8_moves_logits_a_little(checkpoints: Checkpoints, size: str) -> None:
     """Equal logits would mean that the cache is not int8."""
-    pair = [load(checkpoints(size), kv_dtype=kind) for kind in ("auto", "int8")]
-    assert 1e-5 < run_both(*pair, mixed_questions()).apart < 0.03
-    plain, small = (each.generator._cache.keys[0] for each in pair)  # type: ignore[attr-defined]
-    assert small.nbytes * 2 < plain.nbytes
+    pair = plain, small = [load(checkpoints(size), kv_dtype=kind) for kind in ("auto", "int8")]
+    assert 1e-5 < run_both(plain, small, mixed_questions()).apart < 0.03
+    large, few = (each.generator._cache.keys[0] for each in pair)  # type: ignore[attr-defined]
+    assert few.nbytes * 2 < large.nbytes
 
 
 @pytest.mark.slow
