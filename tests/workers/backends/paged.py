@@ -12,7 +12,13 @@ import torch
 
 from vsched_workers.backends.reference.attention import decode_by_gather, prefill_by_gather
 from vsched_workers.batching.kv_cache import KvCache, KvShape, LayerKv, to_int8
-from vsched_workers.batching.paged_attention import PagedStep, context_slots
+from vsched_workers.batching.paged_attention import (
+    PagedStep,
+    ScoreRule,
+    Segment,
+    context_slots,
+    prefill_by_rule,
+)
 
 
 def filled_cache(
@@ -69,6 +75,41 @@ def dequantized(step: PagedStep, dtype: torch.dtype) -> PagedStep:
     cache.keys = [each.keys for each in cache.layers]
     cache.values = [each.values for each in cache.layers]
     return dataclasses.replace(step, cache=cache, scratch={})
+
+
+def segment_of(step: PagedStep, sequence: int, first: int, rows: int, *, start: int = 0) -> Segment:
+    """Return the chunk of a sequence that begins at its position `first`."""
+    device = str(step.cache.keys[0].device)
+    return Segment(
+        step.tables[sequence],
+        start=start,
+        first=first,
+        last=first + rows,
+        block_size=step.cache.block_size,
+        device=device,
+        keeps_indices=device != "cpu",
+    )
+
+
+def chunk_of(
+    step: PagedStep, sequence: int, first: int, rows: int, *, heads: int, start: int = 0
+) -> tuple[Segment, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Return a chunk, random queries, and its own keys and values in the last layer, [heads, rows, head_dim] each."""
+    segment = segment_of(step, sequence, first, rows, start=start)
+    slots = segment.slots()[first:]
+    key, value = (held[-1][slots].transpose(0, 1) for held in (step.cache.keys, step.cache.values))
+    generator = torch.Generator().manual_seed(1)
+    query = torch.randn(heads, rows, key.shape[-1], generator=generator)
+    return segment, (query.to(key), key, value)
+
+
+def prefill_in_double(
+    query: torch.Tensor, step: PagedStep, segment: Segment, rule: ScoreRule
+) -> torch.Tensor:
+    """Return the attention of a chunk in the last layer by torch, [rows, heads, head_dim], in double precision."""
+    layer = step.cache.layers[-1]
+    exact = LayerKv(layer.keys.double(), layer.values.double())
+    return prefill_by_rule(query.double(), exact, segment.slots(), rule)
 
 
 def written_out(query: torch.Tensor, step: PagedStep, layer: int, scaling: float) -> torch.Tensor:

@@ -16,7 +16,6 @@ from tests.workers.driver import Checkpoints, inspect
 from tests.workers.properties import REPEATABLE, thorough
 from vsched.errors import DeviceOutOfMemory
 from vsched.worker.contract import ImagePlan
-from vsched_workers.backends.cpu.layer_parts import StepRows
 from vsched_workers.backends.cpu.products import QuantizedProduct
 from vsched_workers.backends.reference.host_memory import DRIFT_BYTES, SCATTERED_SHARE, HostMemory
 from vsched_workers.families.qwen_image import (
@@ -208,16 +207,6 @@ def test_require_available_counts_what_the_allocator_caches_and_keeps_it_if_ther
     assert memory.cached == 40
 
 
-def test_sparse_steps_take_the_first_and_the_last_block_of_rows_through_the_layers() -> None:
-    """Skipped parts are zero, as tokens are sampled from them."""
-    rows = torch.ones(3000, 8)
-    with sparsely():
-        sparse = StepRows(rows, rows)
-    assert [block.start for block in sparse.blocks] == [0, 2048]
-    assert not sparse.normed.any()
-    assert [block.start for block in StepRows(rows, rows).blocks] == [0, 1024, 2048]
-
-
 def test_a_sparse_product_takes_the_first_and_the_last_block_and_some_outputs() -> None:
     """Others are zero: tokens are sampled from the head's results, which must be valid numbers."""
     narrow, wide = (
@@ -263,7 +252,13 @@ print(memory.peak() - loaded.reserved_bytes, reservation.growth_bytes)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [*thorough("float32"), "bfloat16"])
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [
+        ("nano25", "bfloat16"),
+        *thorough(("nano3", "bfloat16"), ("nano25", "float32"), ("nano3", "float32")),
+    ],
+)
 def test_a_sparse_reservation_is_what_whole_batches_take(
     checkpoints: Checkpoints, size: str, dtype: str
 ) -> None:

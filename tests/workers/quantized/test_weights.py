@@ -108,23 +108,14 @@ def test_merged_weights_stand_for_the_weights_above_each_other() -> None:
     parts = [quantize(drawn(8, seed=seed), "int4") for seed in range(3)]
     merged = merged_weights(parts)
     assert torch.equal(merged.dequantized(), torch.cat([each.dequantized() for each in parts]))
-    assert [torch.equal(one.dequantized(), other.dequantized()) for one, other in zip(
-        merged.chunks(3), parts, strict=True
-    )] == [True] * 3  # fmt: skip
+    for chunk, part in zip(merged.chunks(3), parts, strict=True):
+        assert torch.equal(chunk.dequantized(), part.dequantized())
 
 
 def test_merged_weights_with_and_without_offsets() -> None:
     one, other = (quantize(drawn(8, seed=seed), "int8", group=32) for seed in range(2))
-    shifted = QuantizedWeight(
-        kind="int8",
-        values=one.values,
-        scales=one.scales,
-        group=32,
-        inputs=96,
-        dtype=one.dtype,
-        offsets=torch.full_like(one.scales, 0.5),
-    )
-    merged = merged_weights([shifted, other])
+    shifts = torch.full_like(one.scales, 0.5)
+    merged = merged_weights([dataclasses.replace(one, offsets=shifts), other])
     wanted = torch.cat([one.dequantized() + 0.5, other.dequantized()])
     torch.testing.assert_close(merged.dequantized(), wanted)
     assert merged.nbytes == merged.values.nbytes + 2 * merged.scales.nbytes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,27 +11,39 @@ import torch
 from tests.workers.backends.cpu.kernels.operands import (
     OPERANDS,
     Operand,
+    bits,
+    draw,
     needs_bf16_dot,
     needs_tiles,
     use_operand,
     with_operand,
 )
-from tests.workers.backends.paged import filled_cache, written_out
+from tests.workers.backends.paged import (
+    chunk_of,
+    dequantized,
+    filled_cache,
+    prefill_in_double,
+    segment_of,
+    written_out,
+)
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.choice import choose_backend
 from vsched_workers.backends.cpu import attention
 from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32
+from vsched_workers.backends.cpu.kernels.decode_attention import decode
 from vsched_workers.backends.cpu.kernels.prefill_attention import BLOCK
-from vsched_workers.backends.cpu.threads import process_pool
+from vsched_workers.backends.cpu.kernels.rope import RopeRows, heads_of
+from vsched_workers.backends.cpu.threads import pool_of, process_pool
 from vsched_workers.backends.reference.attention import decode_by_gather, prefill_by_gather
-from vsched_workers.batching.kv_cache import KvCache, KvShape
+from vsched_workers.batching.kv_cache import LayerKv
 from vsched_workers.batching.paged_attention import (
     DecodeKernel,
     PagedStep,
     PatchKernel,
     PrefillKernel,
-    Segment,
+    ScoreRule,
     context_slots,
+    decode_by_rule,
 )
 from vsched_workers.memory.sparse_runs import sparsely
 
@@ -43,41 +54,37 @@ NO_CACHE: Any = None
 """The backend chooses its kernels independently of the cache."""
 
 
-def choose_decode(settings: WorkerSettings, dtype: torch.dtype) -> DecodeKernel:
-    return choose_backend(settings, dtype).choose_attention(NO_CACHE, 1).decode
-
-
-def choose_prefill(settings: WorkerSettings, dtype: torch.dtype) -> PrefillKernel:
-    return choose_backend(settings, dtype).choose_attention(NO_CACHE, 1).prefill
+def choose_decode(
+    settings: WorkerSettings, dtype: torch.dtype, kv_dtype: str = "auto"
+) -> DecodeKernel:
+    return choose_backend(settings, dtype, kv_dtype).choose_attention(NO_CACHE, 1).decode
 
 
 def filled(dtype: torch.dtype, kv_heads: int, head_dim: int) -> PagedStep:
     return filled_cache(dtype, kv_heads, head_dim, contexts=CONTEXTS, block_size=BLOCK_SIZE)[1]
 
 
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("kernel", ["exact", "auto"])
 @pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 4e-6), (torch.bfloat16, 2e-2)])
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "threads"), [(4, 2, 16, 2), (3, 3, 8, 1), (7, 1, 128, 1)]
-)
+@pytest.mark.parametrize("shape", [(4, 2, 16, 2), (3, 3, 8, 1), (7, 1, 128, 1)])  # with threads
 def test_decode_equals_attention_written_out(
-    kernel: str,
-    dtype: torch.dtype,
-    within: float,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    threads: int,
+    kernel: str, kv_dtype: str, dtype: torch.dtype, within: float, shape: tuple[int, ...]
 ) -> None:
-    """Grouped heads, contexts from one token to several blocks, tables with unused entries at the end."""
-    step = filled(dtype, kv_heads, head_dim)
-    decode = choose_decode(WorkerSettings(attention=kernel, threads=threads), dtype)
+    """Grouped heads, contexts from one token to several blocks, tables with unused entries at the end.
+
+    An int8 cache is attended to as its dequantized contents are.
+    """
+    heads, kv_heads, head_dim, threads = shape
+    step = filled(torch.int8 if kv_dtype == "int8" else dtype, kv_heads, head_dim)
+    decode = choose_decode(WorkerSettings(attention=kernel, threads=threads), dtype, kv_dtype)
     generator = torch.Generator().manual_seed(1)
     query = torch.randn(len(CONTEXTS), heads, head_dim, generator=generator).to(dtype)
     found = decode(query, 1, step, 0.3)
     assert found.dtype == dtype
     assert found.shape == query.shape
-    wanted = written_out(query, step, 1, 0.3)
+    kept = dequantized(step, torch.float32) if kv_dtype == "int8" else step
+    wanted = written_out(query, kept, 1, 0.3)
     assert (found.double() - wanted).abs().max() < within
 
 
@@ -89,16 +96,6 @@ def test_numba_survives_scores_far_apart() -> None:
     found = decode(query, 0, step, 1.0)
     assert torch.isfinite(found).all()
     assert torch.allclose(found, decode_by_gather(query, 0, step, 1.0), atol=1e-5)
-
-
-def test_choose_decode_falls_back_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
-    absent: Any = None
-    monkeypatch.setitem(sys.modules, "vsched_workers.backends.cpu.backend", absent)
-    assert choose_decode(WorkerSettings(attention="auto"), torch.float32) is decode_by_gather
-    assert choose_decode(WorkerSettings(attention="auto"), torch.float16) is decode_by_gather
-    assert choose_prefill(WorkerSettings(attention="auto"), torch.bfloat16) is prefill_by_gather
 
 
 @pytest.mark.parametrize(
@@ -116,16 +113,14 @@ def test_choose_decode_falls_back_without_numba(monkeypatch: pytest.MonkeyPatch)
     ],
 )
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "first", "rows"),
-    [(4, 2, 16, 0, 9), (3, 3, 8, 31, 6), (7, 1, 128, 36, 1), (4, 4, 112, 4, 33)],
+    ("shape", "first", "rows"),
+    [((4, 2, 16), 0, 9), ((3, 3, 8), 31, 6), ((7, 1, 128), 36, 1), ((4, 4, 112), 4, 33)],
 )
-def test_prefill_equals_attention_written_out(
+def test_prefill_equals_that_by_torch_in_double_precision(
     kernel: PrefillKernel,
     dtype: torch.dtype,
     within: float,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
+    shape: tuple[int, int, int],
     first: int,
     rows: int,
 ) -> None:
@@ -133,23 +128,37 @@ def test_prefill_equals_attention_written_out(
 
     Heads of eight values are left to torch.
     """
+    heads, kv_heads, head_dim = shape
     step = filled(dtype, kv_heads, head_dim)
-    cache = step.cache
-    segment = Segment(
-        step.tables[3], start=0, first=first, last=first + rows, block_size=BLOCK_SIZE, device="cpu"
-    )
-    slots = torch.from_numpy(context_slots(step.tables[3], first + rows, BLOCK_SIZE))
-    keys, values = cache.keys[1][slots], cache.values[1][slots]
-    query = torch.randn(heads, rows, head_dim, generator=torch.Generator().manual_seed(1)).to(dtype)
-    own = keys[first:].transpose(0, 1), values[first:].transpose(0, 1)
-    got = kernel(query, *own, 1, segment, step, 0.3)
-    repeated = [one.double().repeat_interleave(heads // kv_heads, dim=1) for one in (keys, values)]
-    scores = torch.einsum("hqd,lhd->hql", query.double(), repeated[0]) * 0.3
-    later = torch.ones(rows, first + rows, dtype=torch.bool).triu(first + 1)
-    weights = scores.masked_fill(later, -torch.inf).softmax(-1)
-    expected = torch.einsum("hql,lhd->hqd", weights, repeated[1])
+    segment, (query, key, value) = chunk_of(step, 3, first, rows, heads=heads)
+    got = kernel(query, key, value, 1, segment, step, 0.3)
+    expected = prefill_in_double(query, step, segment, ScoreRule(0.3)).transpose(0, 1)
     assert got.dtype == dtype
     torch.testing.assert_close(got.double(), expected, rtol=within, atol=within)
+
+
+@pytest.mark.parametrize("operand", OPERANDS)
+@pytest.mark.parametrize(
+    ("rule", "first", "rows"),
+    [
+        (ScoreRule(0.125, window=1), 0, 9),
+        (ScoreRule(0.125, window=16), 130, 70),
+        (ScoreRule(0.125, window=37), 36, 1),
+        (ScoreRule(0.125, window=1000), 4, 33),
+        (ScoreRule(0.125, softcap=3.0), 4, 33),
+        (ScoreRule(0.125, window=37, softcap=3.0), 130, 70),
+    ],
+)
+def test_prefill_by_rule_is_that_of_torch(
+    operand: Operand, rule: ScoreRule, first: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_operand(monkeypatch, operand)
+    _, step = filled_cache(torch.bfloat16, 2, 64, contexts=[first + rows], block_size=16)
+    segment, (query, *_) = chunk_of(step, 0, first, rows, heads=6)
+    out = query.new_empty(query.transpose(0, 1).shape)
+    attention.prefill_by_rule(query, 1, segment, step, rule, out)
+    wanted = prefill_in_double(query, step, segment, rule)
+    torch.testing.assert_close(out.double(), wanted, rtol=4e-2, atol=4e-2)
 
 
 @pytest.mark.parametrize("operand", [FLOAT32, pytest.param(None, marks=needs_tiles, id="tiles")])
@@ -157,18 +166,14 @@ def test_skipped_rows_of_a_sparse_run_are_valid_numbers(operand: Operand) -> Non
     """Tokens are sampled from it, and logits that are not finite end a rank."""
     rows = BLOCK + 12
     _, step = filled_cache(torch.bfloat16, 2, 16, contexts=[rows], block_size=BLOCK_SIZE)
-    segment = Segment(
-        step.tables[0], start=0, first=0, last=rows, block_size=BLOCK_SIZE, device="cpu"
-    )
-    query = torch.randn(4, rows, 16).bfloat16()
-    own = torch.randn(2, rows, 16).bfloat16()
+    segment, own = chunk_of(step, 0, 0, rows, heads=4)
     patches = torch.randn(4, 1, rows, 16).bfloat16()
     out = torch.full((1, rows, 4, 16), torch.nan, dtype=torch.bfloat16)
     custom = with_operand(operand, attention.prefill)
     torch.use_deterministic_algorithms(True)  # torch's allocations are filled with NaN
     try:
         with sparsely():
-            attended = custom(query, own, own, 1, segment, step, 0.3)
+            attended = custom(*own, 1, segment, step, 0.3)
             with_operand(operand, attention.attend_patches)(patches, patches, patches, 0.3, out)
     finally:
         torch.use_deterministic_algorithms(False)
@@ -246,27 +251,146 @@ def _in_chunks(
 ) -> torch.Tensor:
     """Return the result of `attention.prefill` for a prompt in chunks, [rows, heads, head_dim]."""
     length, kv_heads, head_dim = keys.shape
-    blocks = -(-length // block_size)
-    cache = KvCache(
-        [KvShape(kv_heads, head_dim, head_dim)] * 1,
-        blocks=blocks,
-        block_size=block_size,
-        dtype=torch.bfloat16,
-        allocate=torch.zeros,
+    cache, step = filled_cache(
+        torch.bfloat16, kv_heads, head_dim, contexts=[length], block_size=block_size
     )
-    table = np.random.default_rng(1).permutation(blocks).astype(np.int32)
-    slots = torch.from_numpy(context_slots(table, length, block_size))
+    slots = segment_of(step, 0, 0, length).slots()
     cache.keys[0][slots], cache.values[0][slots] = keys, values
-    step: Any = SimpleNamespace(cache=cache)
     parts = []
     first = 0
     for rows in lengths:
-        last = first + rows
-        segment = Segment(
-            table, start=0, first=first, last=last, block_size=block_size, device="cpu"
-        )
-        queries, *own = (each[first:last].transpose(0, 1) for each in (query, keys, values))
-        made = attention.prefill(queries, own[0], own[1], 0, segment, step, 0.2)
+        now = slice(first, first + rows)
+        own = (query[now].transpose(0, 1), keys[now].transpose(0, 1), values[now].transpose(0, 1))
+        made = attention.prefill(*own, 0, segment_of(step, 0, first, rows), step, 0.2)
         parts.append(made.transpose(0, 1))
-        first = last
+        first += rows
     return torch.cat(parts)
+
+
+USUAL = (6, 2, 64, 16)
+"""Heads, KV heads, the size of a head, and the positions of a block."""
+SCALING = 0.125
+RULES = [(1, None), (16, None), (37, None), (1000, None), (None, 3.0), (37, 3.0)]
+
+
+def attend(
+    qkv: torch.Tensor,
+    angles: torch.Tensor,
+    slots: Any,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: Any,
+    contexts: Any,
+    *,
+    block_size: int = 16,
+    pool: int = 0,
+    shares: int = 1,
+    **rule: Any,
+) -> torch.Tensor:
+    """Write the keys and values of rows, and return their attention, [rows, heads, head_dim]; NaN if it is left out."""
+    heads = qkv.shape[1] - 2 * keys.shape[1]
+    out = torch.full((len(qkv), heads, keys.shape[2]), torch.nan).bfloat16()
+    cos, sin = (bits(each.bfloat16()) for each in (angles.cos(), angles.sin()))
+    decode(
+        pool,
+        qkv.data_ptr(),
+        out.data_ptr(),
+        heads_of(heads, 0, 0, 0.0, SCALING, **rule),
+        RopeRows(cos, sin, slots),
+        bits(keys),
+        bits(values),
+        tables,
+        contexts,
+        block_size,
+        shares,
+    )
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("window", "softcap", "shape"),
+    [
+        *((window, softcap, USUAL) for window, softcap in RULES),
+        (None, None, (1, 1, 64, 16)),
+        (None, None, (6, 2, 128, 32)),
+        (None, None, (7, 1, 80, 16)),
+        (None, None, (4, 2, 32, 8)),
+        (37, None, (9, 1, 96, 5)),
+    ],
+)
+def test_decode_reads_the_blocks_of_its_window_alone(
+    window: int | None, softcap: float | None, shape: tuple[int, int, int, int]
+) -> None:
+    """All other slots are NaN, as if they belonged to other sequences."""
+    heads, kv_heads, head_dim, block = shape
+    contexts = [1, block, block + 1, 36, 37, 38, 200]
+    cache, step = filled_cache(
+        torch.bfloat16, kv_heads, head_dim, contexts=contexts, block_size=block
+    )
+    layer = (cache.keys[1], cache.values[1])
+    hidden, last = torch.ones(len(layer[0]), dtype=torch.bool), []
+    for table, length in zip(step.tables, contexts, strict=True):
+        slots = context_slots(table, length, block)
+        start = max(0, length - (window or length))
+        hidden[slots[start // block * block : -1]] = False
+        last.append(slots[-1])
+    for cached in layer:
+        cached[hidden] = torch.nan
+    qkv = draw(len(contexts), heads + 2 * kv_heads, head_dim, seed=4)
+    angles = torch.zeros(len(contexts), head_dim // 2)
+    given = (qkv, angles, np.array(last), *layer, step.tables, step.contexts)
+    found = attend(*given, block_size=block, softcap=softcap, window=window)
+    query, *own = qkv.split((heads, kv_heads, kv_heads), dim=1)
+    for cached, wanted in zip(layer, own, strict=True):
+        assert torch.equal(cached[last], wanted)
+    exact = LayerKv(*(cached.double().nan_to_num() for cached in layer))
+    index = step.context_index(window, query.device)
+    wanted = decode_by_rule(query.double(), exact, index, ScoreRule(SCALING, window, softcap))
+    torch.testing.assert_close(found.double(), wanted, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.slow
+def test_rows_of_one_sequence_see_each_other_on_all_threads() -> None:
+    """Draft tokens: each row attends to earlier ones, which other threads may compute, as if it ran a step later."""
+    heads, kv_heads, head_dim, block = USUAL
+    contexts = np.array([30, *range(393, 406), 7], dtype=np.int32)
+    rows = len(contexts)
+    cache, step = filled_cache(
+        torch.bfloat16, kv_heads, head_dim, contexts=[405] * 3, block_size=block
+    )
+    tables = step.tables[[0, *[1] * (rows - 2), 2]]
+    slots = np.array(
+        [
+            context_slots(table, length, block)[-1]
+            for table, length in zip(tables, contexts, strict=True)
+        ]
+    )
+    layer = (cache.keys[1], cache.values[1])
+    for cached in layer:
+        cached[slots] = torch.nan
+    qkv, angles = draw(rows, heads + 2 * kv_heads, head_dim), torch.rand(rows, head_dim // 2) * 7
+
+    def attended(parts: list[slice], **given: int) -> list[torch.Tensor]:
+        keys, values = (cached.clone() for cached in layer)
+        out = [
+            attend(
+                qkv[part],
+                angles[part],
+                slots[part],
+                keys,
+                values,
+                tables[part],
+                contexts[part],
+                **given,
+            )
+            for part in parts
+        ]
+        return [torch.cat(out), keys, values]
+
+    wanted = attended([slice(row, row + 1) for row in range(rows)])
+    assert all(each.isfinite().all() for each in wanted)
+    for _ in range(20):  # a race may go well by chance
+        for shares in (1, 2):
+            found = attended([slice(rows)], pool=pool_of(2), shares=shares)
+            assert all(map(torch.equal, found, wanted))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -14,43 +13,21 @@ pytest.importorskip("numba")
 
 from tests.parity.architectures import make_checkpoint
 from tests.workers.backends.cpu.kernels.operands import bits
-from tests.workers.backends.cpu.twins import Twins
-from tests.workers.backends.paged import dequantized, filled_cache, written_out
+from tests.workers.backends.cpu.twins import run_both
+from tests.workers.backends.paged import chunk_of, dequantized, filled_cache
 from tests.workers.driver import Checkpoints, Driver, Question, Stage
 from tests.workers.parallel import ranks as on_rank
 from tests.workers.parallel.ranks import Ranks
 from tests.workers.properties import thorough
 from tests.workers.test_language import mixed_questions, outputs
-from vsched.errors import ConfigError
-from vsched.worker.contract import WorkerSettings
-from vsched_workers.backends.choice import choose_backend
 from vsched_workers.backends.cpu import attention
-from vsched_workers.backends.cpu.attention import NumbaDecode
 from vsched_workers.backends.cpu.kernels.decode_attention import decode
 from vsched_workers.backends.cpu.kernels.rope import RopeRows, heads_of, rope_prefill
-from vsched_workers.backends.reference.attention import decode_by_gather, prefill_by_gather
+from vsched_workers.backends.reference.attention import prefill_by_gather
 from vsched_workers.batching.kv_cache import from_int8, to_int8
-from vsched_workers.batching.paged_attention import ScoreRule, Segment
+from vsched_workers.batching.paged_attention import ScoreRule
 
 CONTEXTS = [1, 4, 5, 37]
-SHAPES = [(4, 2, 16), (3, 3, 8), (7, 1, 128), (9, 3, 64)]
-
-
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), SHAPES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("threads", [0, 1, 2])
-def test_decode_over_int8_equals_attention_written_out(
-    heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, threads: int
-) -> None:
-    """By gather (0 threads) and by the kernel: over the dequantized cache, except for the order of sums."""
-    torch.manual_seed(0)  # in bfloat16 one of many random values deviates further
-    _, step = filled_cache(torch.int8, kv_heads, head_dim, contexts=CONTEXTS, block_size=4)
-    attend = NumbaDecode(dtype, torch.int8, threads) if threads else decode_by_gather
-    query = torch.randn(len(CONTEXTS), heads, head_dim).to(dtype)
-    found = attend(query, 1, step, 0.3)
-    wanted = written_out(query, dequantized(step, torch.float32), 1, 0.3)
-    within = 1e-5 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(found.double(), wanted, rtol=within, atol=within)
 
 
 @pytest.mark.parametrize(
@@ -64,13 +41,7 @@ def test_prefill_over_int8_equals_that_over_the_dequantised_cache(
     heads, kv_heads, head_dim = 4, 2, 16
     _, step = filled_cache(torch.int8, kv_heads, head_dim, contexts=CONTEXTS, block_size=4)
     plain = dequantized(step, torch.bfloat16)
-    last = first + rows
-    segment = Segment(step.tables[3], start=0, first=first, last=last, block_size=4, device="cpu")
-    query = torch.randn(heads, rows, head_dim).bfloat16()
-    own = [
-        each.transpose(0, 1) for each in plain.cache.layers[1].read(segment.slots(), query.dtype)
-    ]
-    key, value = (each[:, first:] for each in own)
+    segment, (query, key, value) = chunk_of(plain, 3, first, rows, heads=heads)
 
     def attended(step: Any) -> torch.Tensor:
         if attend is not attention.prefill_by_rule:
@@ -118,7 +89,10 @@ def load(path: Path, dtype: str = "float32", attention: str = "auto", **given: A
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attention", ["exact", "auto"])
+@pytest.mark.parametrize(
+    ("size", "attention"),
+    [("nano25", "auto"), *thorough(("nano3", "auto"), ("nano25", "exact"), ("nano3", "exact"))],
+)
 def test_int8_answers_do_not_depend_on_how_prompts_are_cut(
     checkpoints: Checkpoints, size: str, attention: str
 ) -> None:
@@ -132,30 +106,33 @@ def test_int8_answers_do_not_depend_on_how_prompts_are_cut(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [
+        *(("nano25", "bfloat16"), ("nano3", "bfloat16")),
+        *thorough(("nano25", "float32"), ("nano3", "float32")),
+    ],
+)
 def test_int8_kernels_and_modules_agree(checkpoints: Checkpoints, size: str, dtype: str) -> None:
-    pair = [load(checkpoints(size), dtype, kind, kv_dtype="int8") for kind in ("exact", "auto")]
-    twins = Twins(*(each.generator for each in pair))
-    Driver(dataclasses.replace(pair[0], generator=twins), chunk=30).run(
-        mixed_questions(), arrivals=2, preempts=7
+    exact, fused = (
+        load(checkpoints(size), dtype, kind, kv_dtype="int8") for kind in ("exact", "auto")
     )
-    twins.check()
+    run_both(exact, fused, mixed_questions(), arrivals=2, preempts=7).check()
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("size", ["nano25", *thorough("nano3")])
 def test_int8_moves_logits_a_little(checkpoints: Checkpoints, size: str) -> None:
     """Equal logits would mean that the cache is not int8."""
-    pair = [load(checkpoints(size), kv_dtype=kind) for kind in ("auto", "int8")]
-    twins = Twins(*(each.generator for each in pair))
-    Driver(dataclasses.replace(pair[0], generator=twins), chunk=30).run(mixed_questions())
-    assert 1e-5 < twins.apart < 0.03
-    plain, small = (each.generator._cache.keys[0] for each in pair)  # type: ignore[attr-defined]
-    assert small.nbytes * 2 < plain.nbytes
+    pair = plain, small = [load(checkpoints(size), kv_dtype=kind) for kind in ("auto", "int8")]
+    assert 1e-5 < run_both(plain, small, mixed_questions()).apart < 0.03
+    large, few = (each.generator._cache.keys[0] for each in pair)  # type: ignore[attr-defined]
+    assert few.nbytes * 2 < large.nbytes
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [*("gemma3_text", "deepseek_v3", "qwen3_next"), *thorough("llama", "gpt2", "qwen3_moe")]
+    "name", ["gemma3_text", "deepseek_v3", *thorough("qwen3_next", "llama", "gpt2", "qwen3_moe")]
 )
 def test_int8_models_of_any_architecture(tmp_path: Path, name: str) -> None:
     """Generic path too: values of other sizes than keys, sliding windows, and recurrent states, left unquantized."""
@@ -164,13 +141,12 @@ def test_int8_models_of_any_architecture(tmp_path: Path, name: str) -> None:
     plain = load(source)
     if not plain.info.kv_heads_per_token:
         pytest.skip("nothing is kept of a token")
-    twins = Twins(plain.generator, load(source, kv_dtype="int8").generator)
     questions = [Question(range(3, 3 + length), count=4) for length in (5, 21)]
-    Driver(dataclasses.replace(plain, generator=twins), chunk=30).run(questions)
-    assert 1e-5 < twins.apart < 0.05
+    assert 1e-5 < run_both(plain, load(source, kv_dtype="int8"), questions).apart < 0.05
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("size", ["nano25", *thorough("nano3")])
 def test_ranks_keep_int8_heads_as_one_rank_does(
     ranks: Ranks, checkpoints: Checkpoints, size: str
 ) -> None:
@@ -180,8 +156,3 @@ def test_ranks_keep_int8_heads_as_one_rank_does(
     path = str(checkpoints(size))
     found = ranks.run(on_rank.answer, path, mixed_questions(), "float32", "int8")
     assert [tokens for tokens, _, _ in found] == [wanted, wanted]
-
-
-def test_int8_is_refused_on_a_gpu() -> None:
-    with pytest.raises(ConfigError, match=r"kv_dtype: .*'int8' runs on cpu only, not on cuda. Rem"):
-        choose_backend(WorkerSettings(device="cuda"), torch.bfloat16, "int8")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,21 +10,22 @@ import torch
 pytest.importorskip("numba")
 
 from tests.parity.architectures import make_checkpoint
-from tests.workers.backends.cpu.twins import WITHIN, Twins
+from tests.workers.backends.cpu.twins import WITHIN, run_both
 from tests.workers.driver import Checkpoints, Driver, Question, Stage
 from tests.workers.properties import thorough
 from tests.workers.quantized.test_weights import dequantized_twin
 from tests.workers.test_language import mixed_questions
-from vsched.errors import ConfigError
 from vsched.worker.contract import WorkerSettings
-from vsched_workers.backends.choice import choose_backend
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
     ("size", "kind", "group"),
-    [("nano25", "int8", 0), ("nano3", "int8", 32), ("nano3", "int4", 0), ("nano25", "int4", 16)],
+    [
+        *(("nano25", "int8", 0), ("nano25", "int4", 16)),
+        *thorough(("nano3", "int8", 32), ("nano3", "int4", 0)),
+    ],
 )
 def test_quantized_model_equals_its_dequantized_twin(
     checkpoints: Checkpoints, tmp_path: Path, size: str, kind: str, group: int
@@ -37,9 +36,7 @@ def test_quantized_model_equals_its_dequantized_twin(
     settings = WorkerSettings(threads=1, weights=kind, weights_group=group)
     plain = Stage.load(twin)
     quantized = Stage.load(source, attention="auto", dtype="float32", settings=settings)
-    twins = Twins(plain.generator, quantized.generator)
-    stage = dataclasses.replace(plain, generator=twins)
-    Driver(stage, chunk=30).run(mixed_questions(), arrivals=2)
+    twins = run_both(plain, quantized, mixed_questions(), arrivals=2)
     wanted, found = (torch.cat(each) for each in twins.logits)
     torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3 * float(wanted.abs().max()))
     answers = [
@@ -52,7 +49,10 @@ def test_quantized_model_equals_its_dequantized_twin(
     assert answers[0] == answers[1]
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize(
+    ("size", "kind"),
+    [("nano25", "int4"), ("nano3", "int8"), *thorough(("nano25", "int8"), ("nano3", "int4"))],
+)
 def test_quantized_fused_layers_equal_their_dequantized_twin(
     checkpoints: Checkpoints, tmp_path: Path, size: str, kind: str
 ) -> None:
@@ -61,13 +61,11 @@ def test_quantized_fused_layers_equal_their_dequantized_twin(
     settings = WorkerSettings(threads=2, weights=kind)
     plain = Stage.load(twin, attention="auto", dtype="float32")
     quantized = Stage.load(source, attention="auto", dtype="bfloat16", settings=settings)
-    twins = Twins(quantized.generator, plain.generator)
-    stage = dataclasses.replace(quantized, generator=twins)
     questions = [Question(range(300, 300 + length), count=12) for length in (5, 40, 70)]
-    Driver(stage, chunk=30).run(questions, arrivals=2)
-    assert twins.apart < WITHIN
+    assert run_both(quantized, plain, questions, arrivals=2).apart < WITHIN
 
 
+@pytest.mark.parametrize("size", ["nano25", *thorough("nano3")])
 def test_quantized_weights_weigh_less(checkpoints: Checkpoints, size: str) -> None:
     """The ledger counts quantized bytes: with tied weights, one copy serves as embedding and as head."""
     sizes: dict[str, list[int]] = {}
@@ -80,7 +78,7 @@ def test_quantized_weights_weigh_less(checkpoints: Checkpoints, size: str) -> No
     assert sizes["int8"][0] < 0.75 * sizes["auto"][0]
 
 
-@pytest.mark.parametrize("name", [*("gpt2", "qwen3_moe"), *thorough("gemma3_text", "llama")])
+@pytest.mark.parametrize("name", ["qwen3_moe", *thorough("gpt2", "gemma3_text", "llama")])
 def test_quantized_models_of_any_architecture_answer_as_their_twins(
     tmp_path: Path, name: str
 ) -> None:
@@ -90,16 +88,6 @@ def test_quantized_models_of_any_architecture_answer_as_their_twins(
     settings = WorkerSettings(threads=1, weights="int8", weights_group=32)
     stage = Stage.load(source, attention="auto", dtype="float32", settings=settings)
     plain = Stage.load(source)
-    twins = Twins(plain.generator, stage.generator)
     questions = [Question(range(3, 3 + length), count=4) for length in (5, 21)]
-    Driver(dataclasses.replace(plain, generator=twins), chunk=30).run(questions)
-    assert 0 < twins.apart < 0.1
+    assert 0 < run_both(plain, stage, questions).apart < 0.1
     assert stage.generator.weights_bytes < plain.generator.weights_bytes
-
-
-@pytest.mark.parametrize("given", [{"attention": "exact"}, {"dtype": torch.float16}])
-def test_quantized_weights_are_refused_if_there_is_no_product(given: dict[str, Any]) -> None:
-    dtype = given.pop("dtype", torch.bfloat16)
-    settings = WorkerSettings(weights="int8", **given)
-    with pytest.raises(ConfigError, match=r"weights: int8 is not possible on .* Remedy"):
-        choose_backend(settings, dtype)

@@ -55,9 +55,8 @@ def test_answers_have_the_same_bits_with_any_number_of_threads(
     stage = Stage.load(checkpoints("tiny25"), attention="auto", dtype="bfloat16", settings=settings)
     process_pool().use(1)
     wanted = reported(Driver(stage, chunk=64).run(QUESTIONS, arrivals=2))
-    for number in (2, 3):
-        process_pool().use(number)
-        assert reported(Driver(stage, chunk=64).run(QUESTIONS, arrivals=2)) == wanted
+    process_pool().use(3)
+    assert reported(Driver(stage, chunk=64).run(QUESTIONS, arrivals=2)) == wanted
     assert reported(ChangingDriver(stage, chunk=64).run(QUESTIONS, arrivals=2)) == wanted
     process_pool().use(1)
 
@@ -102,6 +101,14 @@ class Machine:
                 self.waited_s += 0.5 * taken_s
             self.waits.add(taken_s)
             self.choice.add(kind, count, taken_s)
+
+
+def beside_a_program() -> Machine:
+    """Return a machine that has computed on one of its two cores, next to a program on the other."""
+    machine = Machine(2)
+    machine.neighbours = 1
+    machine.run(2.0)
+    return machine
 
 
 @pytest.mark.parametrize("cores", [2, 4])
@@ -164,41 +171,36 @@ def test_noise_changes_nothing() -> None:
         assert machine.choice.threads == 2
 
 
-def test_trials_that_change_nothing_become_rare() -> None:
+@pytest.mark.parametrize(
+    ("idle_cores", "step_s", "trials_max"),
+    [
+        (1.0, 0.04, 1000 * 0.3 / RETRY_MAX_S + 100 * RETRY_S),
+        (None, 0.1, 1000 * 0.4 / BLIND_MAX_S),
+    ],
+    ids=["a core looks idle", "none does"],
+)
+def test_trials_that_change_nothing_become_rare(
+    idle_cores: float | None, step_s: float, trials_max: float
+) -> None:
     """Cores may be idle because of a quota or other ranks, so that more threads cannot use them."""
-    machine = Machine(2)
-    machine.neighbours = 1
-    machine.run(2.0)
-    machine.choice._idle_cores = lambda: 1.0
+    machine = beside_a_program()
+    if idle_cores is not None:
+        machine.choice._idle_cores = lambda: idle_cores
     together = 0
     for _ in range(1000):
-        machine.run(0.04)
+        machine.run(step_s)
         together += machine.choice.next_threads == 2
     assert machine.choice.threads == 1
-    assert together < 1000 * 0.3 / RETRY_MAX_S + 100 * RETRY_S
+    assert together < trials_max
 
 
 def test_more_threads_are_tried_when_no_core_looks_idle() -> None:
     """A program of the idle scheduling class keeps a core busy and yields it at once."""
-    machine = Machine(2)
-    machine.neighbours = 1
-    machine.run(2.0)
+    machine = beside_a_program()
     machine.choice._idle_cores = lambda: 0.0
     machine.neighbours = 0
     machine.run(3.0)
     assert machine.choice.threads == 2
-
-
-def test_trials_without_an_idle_core_become_rare() -> None:
-    machine = Machine(2)
-    machine.neighbours = 1
-    machine.run(2.0)
-    together = 0
-    for _ in range(1000):
-        machine.run(0.1)
-        together += machine.choice.next_threads == 2
-    assert machine.choice.threads == 1
-    assert together < 1000 * 0.4 / BLIND_MAX_S
 
 
 def test_waiting_between_steps_starts_no_trial() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tests.workers.driver import Question, Stage
+from tests.workers.driver import Driver, Question, Stage
 from tests.workers.parallel.ranks import driver_of
 from vsched.worker.contract import Batch, GenerateWorker, Sampled, SequenceState, WorkerSettings
 from vsched.worker.memory import DeviceMemory
@@ -46,7 +46,7 @@ class Twins(GenerateWorker):
     def step(self, batch: Batch) -> Sampled:
         sampled: list[Sampled] = []
         for generator, hidden, logits in zip(self._pair, self.hidden, self.logits, strict=True):
-            with _watched(generator, hidden, logits):
+            with watched(generator, hidden, logits):
                 sampled.append(generator.step(batch))
         rows = len(sampled[0].tokens)
         for kept in (*self.hidden, *self.logits):
@@ -73,10 +73,25 @@ class Twins(GenerateWorker):
         assert torch.equal(wanted.argmax(-1)[clear], found.argmax(-1)[clear])
 
 
+def run_both(
+    first: Stage,
+    second: Stage,
+    questions: Sequence[Question],
+    *,
+    chunk: int = 30,
+    seed: int = 0,
+    **options: int,
+) -> Twins:
+    """Run questions by one stage, with the batches of its generator repeated by that of another."""
+    twins = Twins(first.generator, second.generator)
+    stage = dataclasses.replace(first, generator=twins)
+    Driver(stage, chunk=chunk, seed=seed).run(questions, **options)
+    return twins
+
+
 @contextmanager
-def _watched(
-    generator: Any, inputs: list[torch.Tensor], kept: list[torch.Tensor]
-) -> Iterator[None]:
+def watched(generator: Any, inputs: list[torch.Tensor], kept: list[torch.Tensor]) -> Iterator[None]:
+    """Keep what the head of a model is given, and its logits."""
     head = generator._head
 
     def watch(hidden: torch.Tensor) -> torch.Tensor:

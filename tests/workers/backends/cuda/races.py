@@ -29,7 +29,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from vsched_workers.backends.cuda.graphs import Act, CudaGraphStream, Run
+from vsched.worker.contract import WorkerSettings
+from vsched_workers.backends.base import RunModel
+from vsched_workers.backends.cuda.graphs import Act, CudaGraphStream, DecodeGraphs, Run
+from vsched_workers.backends.reference.backend import Backend
+from vsched_workers.batching.kv_cache import KvCache
+from vsched_workers.batching.paged_attention import AttentionKernels, PagedStep
+from vsched_workers.batching.recurrent_state import RecurrentStates
 
 HOST = "the host"
 
@@ -226,8 +232,14 @@ class Machine(TorchDispatchMode):
             raise RaceError(
                 f"{what} of {who} and {each.what} of {each.who}: the same memory, in no order"
             )
-        if writes:  # a later actor that knows this write knows the earlier accesses
-            earlier[:] = [each for each in earlier if each.first < first or stop < each.stop]
+        # A later actor that knows this access knows the earlier ones, or of a read those of the same actor.
+        earlier[:] = [
+            each
+            for each in earlier
+            if each.first < first
+            or stop < each.stop
+            or not (writes or (each.who == who and not each.writes))
+        ]
         earlier.append(mine)
 
     def _keep(self, tensor: torch.Tensor) -> None:
@@ -373,6 +385,61 @@ class LateStream(CudaGraphStream):
         while self._done < place:
             self._late[self._done]()
             self._done += 1
+
+
+class TensorDecode:
+    """Decode attention with operations that can be captured, on the device alone; on a CPU, all memory is that."""
+
+    capturable = True
+
+    def __call__(
+        self, query: torch.Tensor, layer: int, step: PagedStep, scaling: float
+    ) -> torch.Tensor:
+        if step.on_device is None:
+            step.on_device = (torch.from_numpy(step.tables), torch.from_numpy(step.contexts))
+        tables, contexts = step.on_device
+        size = step.cache.block_size
+        device = query.device
+        slots = (tables.long()[:, :, None] * size + torch.arange(size, device=device)).flatten(1)
+        groups = query.shape[1] // step.cache.keys[layer].shape[1]
+        keys, values = (
+            each[layer][slots].repeat_interleave(groups, 2)
+            for each in (step.cache.keys, step.cache.values)
+        )
+        scores = torch.einsum("rhd,rthd->rht", query, keys) * scaling
+        unseen = torch.arange(slots.shape[1], device=device)[None] >= contexts[:, None]
+        weights = scores.masked_fill(unseen[:, None], -torch.inf).softmax(-1)
+        return torch.einsum("rht,rthd->rhd", weights, values)
+
+
+class CapturingBackend(Backend):
+    """A host whose decode steps are captured, as on a GPU."""
+
+    spare_blocks = 1
+
+    def __init__(self, settings: WorkerSettings, dtype: torch.dtype) -> None:
+        super().__init__(settings, dtype)
+        self.stream = LateStream()
+
+    def graph_stream(self) -> CudaGraphStream:
+        return self.stream
+
+    def choose_attention(
+        self, cache: KvCache, heads: int, *, ruled: bool = False
+    ) -> AttentionKernels:
+        return super().choose_attention(cache, heads)._replace(decode=TensorDecode())
+
+    def capture_steps(
+        self,
+        cache: KvCache,
+        attention: AttentionKernels,
+        run: RunModel,
+        states: RecurrentStates | None,
+    ) -> DecodeGraphs:
+        reserved = self.memory.reserved
+        return DecodeGraphs(
+            self.graph_stream(), cache, attention, run, reserved=reserved, states=states
+        )
 
 
 class Idle:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import logging
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.workers.backends.paged import filled_cache
+from tests.workers.backends.paged import chunk_of, filled_cache, segment_of
 from vsched.errors import DeviceOutOfMemory
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.cuda import attention, attention_trials
@@ -28,36 +29,29 @@ from vsched_workers.batching.kv_cache import KvCache, KvShape
 from vsched_workers.batching.paged_attention import (
     PagedStep,
     ScoreRule,
-    Segment,
     attend_by_rule,
     attend_plainly,
     decode_by_rule,
 )
 
 
-class Right:
+@dataclasses.dataclass(eq=False)
+class Kernel:
+    """A decode kernel with an error in its results, or in those by rules, or that raises."""
+
+    wrong: float = 0.0
+    wrong_by_rule: float = 0.0
+    error: Exception | None = None
+    takes_rules: bool = True
+
     def __call__(self, *inputs: Any) -> torch.Tensor:
-        return decode_by_gather(*inputs)
+        if self.error is not None:
+            raise self.error
+        return decode_by_gather(*inputs) + self.wrong
 
-
-class Wrong(Right):
-    def __call__(self, *inputs: Any) -> torch.Tensor:
-        return super().__call__(*inputs) + 0.5
-
-
-class NoNumber(Right):
-    def __call__(self, *inputs: Any) -> torch.Tensor:
-        return super().__call__(*inputs) * torch.nan
-
-
-class Broken(Right):
-    def __call__(self, *inputs: Any) -> torch.Tensor:
-        raise RuntimeError("page_block_size must be a multiple of 256")
-
-
-class Greedy(Right):
-    def __call__(self, *inputs: Any) -> torch.Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+    def by_rule(self, query: Any, layer: int, step: PagedStep, rule: ScoreRule) -> torch.Tensor:
+        index = step.context_index(rule.window, query.device)
+        return decode_by_rule(query, step.cache.layers[layer], index, rule) + self.wrong_by_rule
 
 
 def shaped_cache(*shapes: tuple[int, int, int]) -> KvCache:
@@ -74,74 +68,67 @@ def small_trial() -> AttentionTrial:
     return AttentionTrial.over(shaped_cache((2, 8, 8), (2, 8, 8)), 4)
 
 
-def choose(*kernels: Right) -> object:
-    loaded: Sequence[Any] = [functools.partial(lambda each: each, each) for each in kernels]
-    with small_trial() as trial:
-        return first_right("decode", loaded, decode_by_gather, trial.decode)
-
-
-def missing() -> Right:
+def missing() -> Kernel:
     raise KernelMissing("not installed")
 
 
-@pytest.mark.parametrize("bad", [Wrong(), NoNumber(), Broken()])
-def test_first_kernel_that_is_right_is_used(bad: Right, caplog: pytest.LogCaptureFixture) -> None:
-    good = Right()
-    assert choose(bad, good, Right()) is good
-    assert choose(bad) is decode_by_gather
-    assert f"decode without {type(bad).__name__}, which is slower: " in caplog.text
-    assert "attention by gather is used" in caplog.text
-
-
-def test_kernel_that_is_not_installed_is_left_out() -> None:
-    good = Right()
-    loaders: Sequence[Any] = [missing, lambda: good]
+def choose(*kernels: Kernel) -> object:
+    """Choose among these, after one that is not installed."""
+    loaders: Sequence[Any] = [
+        missing,
+        *(functools.partial(lambda each: each, each) for each in kernels),
+    ]
     with small_trial() as trial:
-        found: object = first_right("decode", loaders, decode_by_gather, trial.decode)
-    assert found is good
+        return first_right("decode", loaders, decode_by_gather, trial.decode)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        Kernel(wrong=0.5),
+        Kernel(wrong=torch.nan),
+        Kernel(error=RuntimeError("page_block_size must be a multiple of 256")),
+    ],
+    ids=["wrong", "no number", "broken"],
+)
+def test_first_kernel_that_is_right_is_used(bad: Kernel, caplog: pytest.LogCaptureFixture) -> None:
+    good = Kernel()
+    assert choose(bad, good, Kernel()) is good
+    assert choose(bad) is decode_by_gather
+    assert "decode without Kernel, which is slower: " in caplog.text
+    assert "attention by gather is used" in caplog.text
 
 
 def test_trials_report_out_of_memory() -> None:
     """A cache that leaves no memory for its kernel is too large."""
+    greedy = Kernel(error=torch.OutOfMemoryError("CUDA out of memory"))
     with pytest.raises(DeviceOutOfMemory, match="trying kernels"):
-        choose(Greedy(), Right())
-
-
-class ByRule(Right):
-    """A decode kernel that takes rules, by torch."""
-
-    takes_rules = True
-    wrong = 0.0
-
-    def by_rule(self, query: Any, layer: int, step: PagedStep, rule: ScoreRule) -> torch.Tensor:
-        index = step.context_index(rule.window, query.device)
-        return decode_by_rule(query, step.cache.layers[layer], index, rule) + self.wrong
+        choose(greedy, Kernel())
 
 
 @pytest.mark.parametrize("wrong", [0.0, 0.5])
 def test_kernel_that_is_wrong_by_rules_decodes_plain_layers_alone(
     wrong: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kernel: Any = ByRule()
-    kernel.wrong = wrong
+    kernel = Kernel(wrong_by_rule=wrong)
     monkeypatch.setattr(attention_trials, "_triton_decode", lambda _: kernel)
     cache = shaped_cache((2, 8, 8), (4, 24, 16))
     found: Any = try_kernels(WorkerSettings(), torch.float32, cache, 4, ruled=True).decode
     assert found is kernel
     assert found.takes_rules is (wrong == 0)
-    assert ("decode by score rules without ByRule" in caplog.text) is (wrong > 0)
+    assert ("decode by score rules without Kernel" in caplog.text) is (wrong > 0)
 
 
 def test_steps_use_the_rules_of_a_kernel_for_decode_rows() -> None:
     """With chunks and without; a kernel that takes none is not called."""
-    _, step = filled_cache(torch.float32, 2, 16, contexts=[5, 17, 30], block_size=4, device="cpu")
+    step = step_of([5, 17, 30])
     query = torch.randn(6, 3, 16, generator=torch.Generator().manual_seed(0))
     rule = ScoreRule(0.3, window=9, softcap=2.0)
     wanted = attend_by_rule(query, 1, step, rule)
-    kernel: Any = ByRule()
+    kernel: Any = Kernel()
     step.decode = kernel
     torch.testing.assert_close(attend_by_rule(query, 1, step, rule), wanted)
-    kernel.wrong = 1.0
+    kernel.wrong_by_rule = 1.0
     torch.testing.assert_close(attend_by_rule(query, 1, step, rule), wanted + 1)
     kernel.takes_rules = False
     torch.testing.assert_close(attend_by_rule(query, 1, step, rule), wanted)
@@ -236,9 +223,7 @@ def with_chunks(step: PagedStep, *spans: tuple[int, int, int]) -> int:
     """Add chunks, each of a table from a first to a last position, after the decode rows; return the rows."""
     rows = step.decode_rows
     for index, first, last in spans:
-        where = {"start": rows, "first": first, "last": last, "block_size": 4}
-        made: Any = Segment
-        step.segments.append(made(step.tables[index], **where, device="cpu"))
+        step.segments.append(segment_of(step, index, first, last - first, start=rows))
         rows = step.segments[-1].stop
     return rows
 
@@ -260,13 +245,8 @@ def counting(kernel: FlashPrefill) -> list[int]:
 def test_flash_prefill_equals_gather(first: int, rows: int) -> None:
     """A chunk at the end of its context: the causal mask is aligned to the last key."""
     step = step_of([1, 37])
-    segment = Segment(
-        step.tables[1], start=3, first=first, last=first + rows, block_size=4, device="cpu"
-    )
-    slots = segment.slots()[first:]
-    own = [held[1][slots].transpose(0, 1) for held in (step.cache.keys, step.cache.values)]
-    query = torch.randn(6, rows, 16, generator=torch.Generator().manual_seed(1))
-    inputs = (query, own[0], own[1], 1, segment, step, 0.3)
+    segment, own = chunk_of(step, 1, first, rows, heads=6, start=3)
+    inputs = (*own, 1, segment, step, 0.3)
     for kernel in flash_prefills():
         found = kernel(*inputs)
         torch.testing.assert_close(found, prefill_by_gather(*inputs), atol=1e-5, rtol=1e-5)

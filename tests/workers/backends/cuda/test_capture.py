@@ -153,9 +153,7 @@ def test_captured_step_touches_the_device_alone(
 
 FORBIDDEN: dict[str, Callable[[torch.Tensor], object]] = {
     "a value": lambda query: query[0, 0, 0].item(),
-    "a choice by a value": lambda query: bool(query.sum() > 0),
     "a shape by values": lambda query: query[query > 0],
-    "a copy to the host": lambda query: query.cpu(),
     "a copy from the host": lambda query: query + torch.tensor([1.0]).to(query.device),
     "rows that are made on the host": lambda query: query[torch.arange(len(query))],
     "pinned memory": lambda query: torch.empty(4, dtype=query.dtype, pin_memory=True),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.bench.gpu.kernels import compiled
 from tests.parity.architectures import make_checkpoint
-from tests.workers.backends.cpu.twins import Twins
+from tests.workers.backends.cpu.twins import run_both
 from tests.workers.backends.cuda.on_host import DEVICE
 from tests.workers.backends.cuda.races import check_not_used
-from tests.workers.driver import Checkpoints, Driver, Question, Stage
+from tests.workers.driver import Checkpoints, Question, Stage
 from tests.workers.test_language import mixed_questions
 from vsched_workers import language
 from vsched_workers.backends.base import RunnableLanguage
@@ -26,9 +24,6 @@ from vsched_workers.backends.reference.backend import Backend
 from vsched_workers.families.decoders import Decoder
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.slow]
-in_the_interpreter = pytest.mark.skipif(
-    DEVICE == "cuda", reason="whole models run on the host; those on a GPU are in test_gpu.py"
-)
 
 
 class FusedOnHost(Backend):
@@ -46,42 +41,27 @@ class FusedOnHost(Backend):
         return RunnableLanguage(layers, plain.head, plain.weights_bytes)
 
 
-def twins_of(path: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Stage, Twins]:
+@pytest.mark.skipif(
+    DEVICE == "cuda", reason="whole models run on the host; those on a GPU are in test_gpu.py"
+)
+@pytest.mark.parametrize("name", ["nano25", "nano3", "llama", "seed_oss"])
+def test_fused_layers_equal_the_modules(
+    name: str, checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decode rows, chunks and images, including deepstack and norms of heads; text models, one with biases."""
+    if name.startswith("nano"):
+        path, questions = checkpoints(name), mixed_questions()
+    else:
+        path, questions = tmp_path, [Question(range(3, 3 + n), count=8) for n in (5, 21)]
+        make_checkpoint(name, path)
     exact = Stage.load(path)
     monkeypatch.setattr(
         language, "choose_backend", lambda settings, dtype, _: FusedOnHost(settings, dtype)
     )
-    fused = Stage.load(path)
-    twins = Twins(exact.generator, fused.generator)
-    return dataclasses.replace(exact, generator=twins), twins
-
-
-def check(twins: Twins) -> None:
+    twins = run_both(exact, Stage.load(path), questions, chunk=9, arrivals=2, preempts=5)
     wanted, found = (torch.cat(each) for each in twins.logits)
     assert len(wanted) >= 16
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
-
-
-@in_the_interpreter
-def test_fused_layers_equal_the_modules(
-    checkpoints: Checkpoints, size: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Decode rows, chunks and images, including deepstack and norms of heads."""
-    stage, twins = twins_of(str(checkpoints(size)), monkeypatch)
-    Driver(stage, chunk=30).run(mixed_questions(), arrivals=2, preempts=5)
-    check(twins)
-
-
-@in_the_interpreter
-@pytest.mark.parametrize("name", ["llama", "seed_oss"])
-def test_fused_layers_of_text_models_equal_the_modules(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Text positions only; some layers have biases."""
-    make_checkpoint(name, tmp_path / name)
-    stage, twins = twins_of(str(tmp_path / name), monkeypatch)
-    Driver(stage, chunk=9).run([Question(range(3, 3 + n), count=8) for n in (5, 21)], arrivals=2)
-    check(twins)
 
 
 @pytest.mark.parametrize("broken", ["add_norm", "rotate_and_store", "gate", "multiply_row"])
@@ -89,10 +69,3 @@ def test_kernels_that_are_wrong_or_do_not_run_are_not_used(
     broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     check_not_used(fused_layers, broken, DEVICE, monkeypatch, caplog)
-
-
-def test_kernels_compile_for_an_h100_and_spill_nothing() -> None:
-    made = compiled("[*compile_layer('3b'), *compile_layer('80'), *compile_row()]")
-    for name, registers, _, spilled_bytes in made:
-        assert registers <= 128, name
-        assert spilled_bytes == 0, name

@@ -19,7 +19,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests.bench.gpu.kernels import compiled
 from tests.workers.backends.cuda.on_host import DEVICE, backend_here
 from tests.workers.backends.cuda.races import check_not_used
 from tests.workers.backends.cuda.test_attention_trials import varlen_on_cpu
@@ -157,25 +156,19 @@ def test_quantized_towers_are_fused(encoded: Encoded, monkeypatch: pytest.Monkey
     encoded.check(fused)
 
 
-def test_padded_modules_without_triton_equal_the_modules(
-    encoded: Encoded, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("adapters", "off", "inner"), [(0, "", INNER_MULTIPLE), (1, "", INNER), (0, "tower", INNER)]
+)
+def test_modules_without_triton_are_padded_and_with_adapters_or_turned_off_keep_their_sizes(
+    encoded: Encoded, monkeypatch: pytest.MonkeyPatch, adapters: int, off: str, inner: int
 ) -> None:
-    monkeypatch.setattr(fused_tower, "load_kernels", lambda: None)
-    tower = prepared(encoded.tower)
-    assert not isinstance(tower.forward, FusedTower)
-    for block in tower.blocks:
-        assert INNER_MULTIPLE in {*block.mlp.state_dict()[LAST[encoded.family.name]].shape}
-    encoded.check(tower)
-
-
-@pytest.mark.parametrize(("adapters", "off"), [(1, ""), (0, "tower")])
-def test_towers_with_adapters_or_turned_off_keep_their_modules_and_sizes(
-    encoded: Encoded, monkeypatch: pytest.MonkeyPatch, adapters: int, off: str
-) -> None:
+    if inner == INNER_MULTIPLE:
+        monkeypatch.setattr(fused_tower, "load_kernels", lambda: None)
     monkeypatch.setenv(VARIABLE, off)
     tower = prepared(encoded.tower, adapters=adapters)
     assert not isinstance(tower.forward, FusedTower)
-    assert INNER in {*tower.blocks[0].mlp.state_dict()[LAST[encoded.family.name]].shape}
+    for block in tower.blocks:
+        assert inner in {*block.mlp.state_dict()[LAST[encoded.family.name]].shape}
     encoded.check(tower)
 
 
@@ -197,16 +190,6 @@ def test_other_towers_are_not_fused(encoded: Encoded, checkpoints: Checkpoints) 
     assert not fits(own.build_vision(path, "sdpa"))
     encoded.tower.blocks[1].norm2 = nn.Identity()
     assert not fits(encoded.tower)
-
-
-@needs_triton
-@pytest.mark.slow
-def test_kernels_compile_for_an_h100_and_spill_nothing() -> None:
-    """An SM runs three programs with 168 registers at a time, as by Triton 3.6, and two with more, as by 3.7."""
-    made = compiled("[*compile_vision(16, 80, 1280), *compile_vision(16, 72, 1152)]")
-    for name, registers, _, spilled_bytes in made:
-        assert registers <= 192, name
-        assert spilled_bytes == 0, name
 
 
 Stages = Callable[..., Stage]

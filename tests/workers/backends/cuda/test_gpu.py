@@ -17,7 +17,7 @@ from transformers import AutoConfig
 from tests.parity.compare import compare
 from tests.parity.vision_compare import compare_vision
 from tests.workers.adapters.random_adapters import add_adapters, random_adapter
-from tests.workers.backends.paged import filled_cache, written_out
+from tests.workers.backends.paged import chunk_of, filled_cache, written_out
 from tests.workers.batching.special_rows import OPTIONS, special
 from tests.workers.driver import BLOCK_SIZE, BLOCKS, Driver, Stage
 from tests.workers.reference import Reference
@@ -33,8 +33,6 @@ from vsched_workers.batching.kv_cache import KvCache, KvShape
 from vsched_workers.batching.paged_attention import (
     PrefillKernel,
     ScoreRule,
-    Segment,
-    context_slots,
     prefill_by_rule,
 )
 from vsched_workers.batching.sampling import draw_in_torch, with_logprobs
@@ -198,20 +196,9 @@ def test_flash_prefill_equals_gather(first: int, rows: int) -> None:
     _, step = filled_cache(
         torch.bfloat16, 2, 128, contexts=[first + rows], block_size=16, device=DEVICE
     )
-    segment = Segment(
-        step.tables[0],
-        start=0,
-        first=first,
-        last=first + rows,
-        block_size=16,
-        device=DEVICE,
-        keeps_indices=True,
-    )
-    slots = torch.from_numpy(context_slots(step.tables[0], first + rows, 16))[first:].to(DEVICE)
-    own = [held[1][slots].transpose(0, 1) for held in (step.cache.keys, step.cache.values)]
-    query = torch.randn(16, rows, 128).to(device=DEVICE, dtype=torch.bfloat16)
+    segment, own = chunk_of(step, 0, first, rows, heads=16)
     kernels: list[PrefillKernel] = [prefill_by_gather, FlashPrefill(), DirectFlashPrefill()]
-    wanted, *found = (one(query, own[0], own[1], 1, segment, step, 128**-0.5) for one in kernels)
+    wanted, *found = (one(*own, 1, segment, step, 128**-0.5) for one in kernels)
     for each in found:
         assert (each.float() - wanted.float()).abs().max() < 4e-2
 
@@ -224,10 +211,7 @@ def test_flash_prefill_in_a_window_equals_torch(first: int, rows: int, window: i
     _, step = filled_cache(
         torch.bfloat16, 2, 128, contexts=[first + rows], block_size=16, device=DEVICE
     )
-    segment = Segment(
-        step.tables[0], start=0, first=first, last=first + rows, block_size=16, device=DEVICE
-    )
-    query = torch.randn(16, rows, 128).to(device=DEVICE, dtype=torch.bfloat16)
+    segment, (query, *_) = chunk_of(step, 0, first, rows, heads=16)
     rule = ScoreRule(128**-0.5, window)
     found = FlashPrefill().in_window(query, 1, segment, step, rule)
     wanted = prefill_by_rule(query, step.cache.layers[1], segment.slots(), rule).transpose(0, 1)

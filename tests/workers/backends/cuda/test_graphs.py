@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from tests.parity.architectures import make_checkpoint
 from tests.parity.compare import OUTPUTS, compare, generated, prompts
 from tests.workers.adapters.random_adapters import add_adapters, random_adapter
-from tests.workers.backends.cuda.races import LateStream
+from tests.workers.backends.cuda.races import CapturingBackend, LateStream
 from tests.workers.driver import BLOCK_SIZE, BLOCKS, Checkpoints, Driver, Question, Running, Stage
 from tests.workers.properties import thorough
 from tests.workers.test_language import mixed_questions, outputs
@@ -23,57 +23,12 @@ from vsched.errors import DeviceOutOfMemory
 from vsched.types import SamplingParams
 from vsched.worker.contract import Batch, WorkerSettings
 from vsched_workers import language
-from vsched_workers.backends.base import RunModel
-from vsched_workers.backends.cuda.graphs import DecodeGraphs
-from vsched_workers.backends.reference.attention import decode_by_gather
-from vsched_workers.backends.reference.backend import Backend
-from vsched_workers.batching.kv_cache import KvCache
-from vsched_workers.batching.paged_attention import AttentionKernels, PagedStep
-from vsched_workers.batching.recurrent_state import RecurrentStates
+from vsched_workers.batching.paged_attention import PagedStep
 
 Stages = Callable[..., Stage]
 SETTINGS = WorkerSettings(threads=1, adapters=1, adapter_rank_max=4)
 TRIED_STEPS = 2
 """Replays in the trial of captured steps, at a load."""
-
-
-class CapturableGather:
-    """Attention by gather in the role of a kernel that can be captured; on a CPU, all memory is the device's."""
-
-    capturable = True
-
-    def __call__(
-        self, query: torch.Tensor, layer: int, step: PagedStep, scaling: float
-    ) -> torch.Tensor:
-        if step.on_device is not None:
-            tables, contexts = (each.numpy() for each in step.on_device)
-            step = dataclasses.replace(step, tables=tables, contexts=contexts)
-        return decode_by_gather(query, layer, step, scaling)
-
-
-class CapturingBackend(Backend):
-    """A host whose decode steps are captured, as on a GPU."""
-
-    spare_blocks = 1
-
-    def __init__(self, settings: WorkerSettings, dtype: torch.dtype) -> None:
-        super().__init__(settings, dtype)
-        self.stream = LateStream()
-
-    def choose_attention(
-        self, cache: KvCache, heads: int, *, ruled: bool = False
-    ) -> AttentionKernels:
-        return super().choose_attention(cache, heads)._replace(decode=CapturableGather())
-
-    def capture_steps(
-        self,
-        cache: KvCache,
-        attention: AttentionKernels,
-        run: RunModel,
-        states: RecurrentStates | None,
-    ) -> DecodeGraphs:
-        reserved = self.memory.reserved
-        return DecodeGraphs(self.stream, cache, attention, run, reserved=reserved, states=states)
 
 
 @dataclasses.dataclass
@@ -129,11 +84,13 @@ def generic(monkeypatch: pytest.MonkeyPatch) -> list[CapturingBackend]:
     return made
 
 
+Plain = Callable[..., list[list[int]]]
+Load = Callable[..., Captured]
+
+
 @pytest.fixture
-def captured(
-    checkpoints: Checkpoints, generic: list[CapturingBackend]
-) -> Callable[[str], Captured]:
-    def load(size: str) -> Captured:
+def captured(checkpoints: Checkpoints, generic: list[CapturingBackend]) -> Load:
+    def load(size: str = "nano25") -> Captured:
         path = str(checkpoints(size))
         stage = Stage.load(path, settings=SETTINGS)
         return Captured(stage, generic[-1].stream)
@@ -142,10 +99,16 @@ def captured(
 
 
 @pytest.fixture
-def plain(stages: Stages) -> Callable[..., list[list[int]]]:
+def plain(stages: Stages) -> Plain:
     """Return the outputs of eager steps."""
     eager = {size: stages(size) for size in ("nano25", "nano3")}
-    return lambda size, questions, **options: outputs(run(eager[size], questions, **options))
+
+    def run_eagerly(
+        questions: list[Question], *, size: str = "nano25", **options: int
+    ) -> list[list[int]]:
+        return outputs(run(eager[size], questions, **options))
+
+    return run_eagerly
 
 
 def lone(count: int, **sampling: Any) -> Question:
@@ -157,32 +120,36 @@ def run(stage: Stage, questions: list[Question], **options: int) -> list[Running
     return Driver(stage, chunk=options.pop("chunk", 48), seed=1).run(questions, **options)
 
 
-Plain = Callable[..., list[list[int]]]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"arrivals": 2}, {"preempts": 5, "chunk": 1000}])
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        ("nano25", {"arrivals": 2}),
+        ("nano3", {"preempts": 5, "chunk": 1000}),
+        *thorough(("nano3", {"arrivals": 2}), ("nano25", {"preempts": 5, "chunk": 1000})),
+    ],
+)
 def test_captured_steps_equal_eager_ones(
-    plain: Plain, captured: Callable[[str], Captured], size: str, options: dict[str, int]
+    plain: Plain, captured: Load, size: str, options: dict[str, int]
 ) -> None:
     """Padded rows, mixed with steps that have chunks: the same tokens as in eager steps."""
     found = captured(size)
     questions = [dataclasses.replace(each, count=20) for each in mixed_questions()]
-    expected = plain(size, questions, **options)
+    expected = plain(questions, size=size, **options)
     assert outputs(run(found.stage, questions, **options)) == expected
     assert found.steps > 0
 
 
 def test_steps_with_an_adapter_are_not_captured_and_others_still_are(
-    plain: Plain, captured: Callable[[str], Captured], checkpoints: Checkpoints
+    plain: Plain, captured: Load, checkpoints: Checkpoints
 ) -> None:
     """An adapter is added and removed while steps run ahead: graphs neither refer to it nor omit it."""
-    found = captured("nano25")
+    found = captured()
     config = AutoConfig.from_pretrained(checkpoints("nano25"))
     adapter = random_adapter(config.text_config, rank=4, seed=1, prefix="model.language_model.")
     alone, other = lone(24), dataclasses.replace(lone(9), adapter=1)
     add_adapters(found.stage, [adapter])
-    (expected,) = plain("nano25", [alone])
+    (expected,) = plain([alone])
     first, second = outputs(run(found.stage, [alone, other], arrivals=8))
     assert first == expected
     assert second != expected[:9]
@@ -192,24 +159,20 @@ def test_steps_with_an_adapter_are_not_captured_and_others_still_are(
     assert found.stream.starts == before
 
 
-def test_steady_rows_need_no_input_from_the_host(
-    plain: Plain, captured: Callable[[str], Captured]
-) -> None:
+def test_steady_rows_need_no_input_from_the_host(plain: Plain, captured: Load) -> None:
     """Tokens stay on the device; the host only sends something when a sequence enters a new block."""
-    found = captured("nano25")
-    assert outputs(run(found.stage, [lone(41)])) == plain("nano25", [lone(41)])
+    found = captured()
+    assert outputs(run(found.stage, [lone(41)])) == plain([lone(41)])
     blocks = 40 // BLOCK_SIZE
     assert 40 <= found.steps <= 42
     assert found.stream.uploads <= 2 * (blocks + 2)
 
 
-def test_steps_start_early_and_their_results_are_used(
-    plain: Plain, captured: Callable[[str], Captured]
-) -> None:
+def test_steps_start_early_and_their_results_are_used(plain: Plain, captured: Load) -> None:
     """When a sequence ends, the others take their tokens from the step in flight."""
-    found = captured("nano25")
+    found = captured()
     questions = [lone(18), dataclasses.replace(lone(30), text="Compare."), lone(26)]
-    assert outputs(run(found.stage, questions)) == plain("nano25", questions)
+    assert outputs(run(found.stage, questions)) == plain(questions)
     steps = 29
     assert len(found.begun) < steps
     assert found.steps <= steps + 3
@@ -218,7 +181,6 @@ def test_steps_start_early_and_their_results_are_used(
 @pytest.mark.parametrize(
     ("fields", "options"),
     [
-        ({"seed": 3}, {"preempts": 5}),
         ({"seed": 4, "top_p": 0.9, "top_k": 40}, {"arrivals": 7}),
         (
             # The last token matters: two likely tokens alternate.
@@ -226,39 +188,39 @@ def test_steps_start_early_and_their_results_are_used(
             | {"logit_bias": ((9, 7.0), (11, 7.0))},
             {},
         ),
-        ({"seed": 6, "min_tokens": 9, "bad_words": ((7,),), "min_p": 0.01}, {"preempts": 5}),
+        *thorough(
+            ({"seed": 3}, {"preempts": 5}),
+            ({"seed": 6, "min_tokens": 9, "bad_words": ((7,),), "min_p": 0.01}, {"preempts": 5}),
+        ),
     ],
-    ids=["temperature", "nucleus", "penalties", "bounded"],
+    ids=["nucleus", "penalties", "temperature", "bounded"],
 )
 def test_sampled_rows_run_ahead(
-    plain: Plain,
-    captured: Callable[[str], Captured],
-    fields: dict[str, Any],
-    options: dict[str, int],
+    plain: Plain, captured: Load, fields: dict[str, Any], options: dict[str, int]
 ) -> None:
     """Greedy and sampled rows in one batch; also with dropped steps after a preemption or a new request."""
-    found = captured("nano25")
+    found = captured()
     sampled = {"temperature": 0.5, **fields}
     questions = [lone(30), lone(18, **sampled), lone(26, **sampled)]
-    expected = plain("nano25", questions, **options)
+    expected = plain(questions, **options)
     assert outputs(run(found.stage, questions, **options)) == expected
-    assert expected[1] != plain("nano25", [lone(18)])[0], "it was sampled"
+    assert expected[1] != plain([lone(18)])[0], "it was sampled"
     assert found.steps - len(found.begun) > (2 if options else 12)
 
 
 @pytest.mark.parametrize("fields", [{"logprobs": 2}, {"bad_words": ((7, 9),)}])
 def test_rows_that_the_host_must_see_stop_running_ahead(
-    plain: Plain, captured: Callable[[str], Captured], fields: dict[str, Any]
+    plain: Plain, captured: Load, fields: dict[str, Any]
 ) -> None:
-    found = captured("nano25")
+    found = captured()
     questions = [lone(20), lone(20, temperature=1.0, seed=1, **fields)]
-    assert outputs(run(found.stage, questions)) == plain("nano25", questions)
+    assert outputs(run(found.stage, questions)) == plain(questions)
     assert found.ahead
     assert not any(found.ahead)
 
 
-def test_padding_touches_nobodys_blocks(captured: Callable[[str], Captured]) -> None:
-    found = captured("nano25")
+def test_padding_touches_nobodys_blocks(captured: Load) -> None:
+    found = captured()
     driver = Driver(found.stage, chunk=48)
     driver.run([lone(9), lone(11), lone(10)])
     cache = found.stage.generator._cache  # type: ignore[attr-defined]
@@ -271,14 +233,14 @@ def test_padding_touches_nobodys_blocks(captured: Callable[[str], Captured]) -> 
 
 
 def test_capture_that_fails_leaves_eager_steps(
-    plain: Plain, captured: Callable[[str], Captured], caplog: pytest.LogCaptureFixture
+    plain: Plain, captured: Load, caplog: pytest.LogCaptureFixture
 ) -> None:
-    found = captured("nano25")
+    found = captured()
     found.stream.failure = RuntimeError("operation not permitted when stream is capturing")
     found.build()
     with caplog.at_level(logging.WARNING):
         got = outputs(run(found.stage, [lone(12)]))
-    assert got == plain("nano25", [lone(12)])
+    assert got == plain([lone(12)])
     assert found.stream.starts == 0
     assert [each.getMessage() for each in caplog.records] == [
         (
@@ -288,18 +250,18 @@ def test_capture_that_fails_leaves_eager_steps(
     ]
 
 
-def test_capture_reports_out_of_memory(captured: Callable[[str], Captured]) -> None:
+def test_capture_reports_out_of_memory(captured: Load) -> None:
     """The KV cache has to be made smaller, not the steps slower."""
-    found = captured("nano25")
+    found = captured()
     found.stream.failure = torch.OutOfMemoryError("CUDA out of memory")
     found.build()
     with pytest.raises(DeviceOutOfMemory, match="capturing decode steps"):
         run(found.stage, [lone(12)])
 
 
-def test_graphs_go_before_the_cache_and_come_back(captured: Callable[[str], Captured]) -> None:
+def test_graphs_go_before_the_cache_and_come_back(captured: Load) -> None:
     """Captured steps point into the cache."""
-    found = captured("nano25")
+    found = captured()
     generator = found.stage.generator
     first = outputs(run(found.stage, [lone(12)]))
     generator.drop_graphs()
@@ -315,12 +277,12 @@ def test_graphs_go_before_the_cache_and_come_back(captured: Callable[[str], Capt
 def test_steps_that_replay_other_logits_than_eager_ones_are_dropped(
     factor: float,
     plain: Plain,
-    captured: Callable[[str], Captured],
+    captured: Load,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """As those of a model whose code depends on a position that the host knew during the capture."""
-    found = captured("nano25")
+    found = captured()
     graphs = found.graphs
     run_model = graphs._run
 
@@ -338,11 +300,11 @@ def test_steps_that_replay_other_logits_than_eager_ones_are_dropped(
     monkeypatch.setattr(found.stream, "capture", once)
     with caplog.at_level(logging.WARNING):
         got = outputs(run(found.stage, [lone(12)]))
-    assert got == plain("nano25", [lone(12)])
+    assert got == plain([lone(12)])
     assert "replayed logits are wrong" in caplog.text
 
 
-@pytest.mark.parametrize("name", ["stablelm", "qwen3_next", *thorough("falcon_h1", "lfm2")])
+@pytest.mark.parametrize("name", ["stablelm", *thorough("qwen3_next", "falcon_h1", "lfm2")])
 def test_captured_steps_of_generic_models_generate_the_same(
     name: str, generic: list[CapturingBackend]
 ) -> None:
@@ -364,13 +326,11 @@ def test_states_do_not_advance_in_a_step_that_is_dropped(
     assert generic[0].stream.starts > 24
 
 
-def test_steps_of_some_layers_are_not_captured(
-    plain: Plain, captured: Callable[[str], Captured]
-) -> None:
+def test_steps_of_some_layers_are_not_captured(plain: Plain, captured: Load) -> None:
     """A profiling run skips layers before the first step of all of them."""
-    found = captured("nano25")
+    found = captured()
     with found.stage.generator.first_layers(1):
         run(found.stage, [lone(3)])
     assert found.stream.starts == 0
-    assert outputs(run(found.stage, [lone(12)])) == plain("nano25", [lone(12)])
+    assert outputs(run(found.stage, [lone(12)])) == plain([lone(12)])
     assert found.steps > 0

@@ -13,7 +13,6 @@ from torch import nn
 
 pytest.importorskip("triton")
 
-from tests.bench.gpu.kernels import compiled
 from tests.workers.backends.cuda.on_host import DEVICE, backend_here
 from vsched_workers.backends.cuda.products import FEW_ROWS_MAX, QuantizedLayer, TritonProduct
 from vsched_workers.families.decoders import Decoder
@@ -50,25 +49,18 @@ def differs(weight: QuantizedWeight, rows: int, *, processors: int = 4) -> float
     return float((found - wanted).abs().max() / wanted.abs().max())
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
-@pytest.mark.parametrize("rows", [1, 16, 17, FEW_ROWS_MAX, FEW_ROWS_MAX + 1])
-@pytest.mark.parametrize("offsets", [False, True])
-def test_product_is_that_by_what_the_weight_stands_for(kind: str, rows: int, offsets: bool) -> None:
-    assert differs(drawn(40, 200, kind, 64, offsets=offsets), rows) < 1e-5
-
-
 @pytest.mark.slow
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     outputs=st.integers(1, 80),
     inputs=st.integers(1, 300),
     kind=st.sampled_from(["int8", "int4", "fp8"]),
     group=st.sampled_from([0, 16, 32, 48, 96, 128]),
     offsets=st.booleans(),
-    rows=st.sampled_from([1, 2, 15, 33, 64, 70]),
+    rows=st.sampled_from([1, 2, 15, 16, 17, 33, FEW_ROWS_MAX, FEW_ROWS_MAX + 1]),
     processors=st.integers(1, 140),
 )
-def test_product_is_that_by_what_the_weight_stands_for_in_random_shapes(
+def test_product_is_that_by_what_the_weight_stands_for(
     outputs: int, inputs: int, kind: str, group: int, offsets: bool, rows: int, processors: int
 ) -> None:
     """Odd numbers of inputs, short last groups, groups too small for a tile, few and many processors."""
@@ -158,16 +150,3 @@ def test_published_layers_stay_in_their_bits_and_others_as_they_are() -> None:
     with torch.inference_mode():
         found = model.up(model.embed_tokens.weight).cpu()
     torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.slow
-def test_kernels_compile_for_an_h100_and_spill_nothing() -> None:
-    """Values are prefetched: for int8 and FP8, four tiles are in shared memory."""
-    made = compiled(
-        "[compile_multiply('int8', 128, 16), compile_multiply('int4', 32, 16), "
-        "compile_multiply('fp8', 128, 64), compile_widen('int4')]"
-    )
-    for name, registers, _, spilled_bytes in made:
-        assert registers <= 168, name
-        assert spilled_bytes == 0, name
-    assert made[0][2] >= 4 * 64 * 64

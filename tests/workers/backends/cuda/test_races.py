@@ -10,22 +10,19 @@ import numpy as np
 import pytest
 import torch
 
-from tests.workers.backends.cuda.races import Event, Machine, RaceError, Stream
+from tests.workers.backends.cuda.races import CapturingBackend, Event, Machine, RaceError, Stream
 from tests.workers.batching.test_kv_cache import NOTHING, blocks_of, make_cache, pairs, same
 from tests.workers.driver import BLOCK_SIZE, BLOCKS, Checkpoints, Driver, Question, Stage
+from tests.workers.properties import thorough
 from tests.workers.test_language import mixed_questions, outputs
 from vsched.types import SamplingParams
 from vsched.worker.contract import WorkerSettings
 from vsched_workers import language, vision
-from vsched_workers.backends.base import RunModel
 from vsched_workers.backends.cuda import graphs
 from vsched_workers.backends.cuda.backend import CudaBackend
 from vsched_workers.backends.cuda.device import CudaSwapArea, RowCopies
-from vsched_workers.backends.cuda.graphs import CudaGraphStream, DecodeGraphs
-from vsched_workers.backends.reference.backend import Backend
+from vsched_workers.backends.cuda.graphs import CudaGraphStream
 from vsched_workers.batching.kv_cache import KvCache, SwapArea
-from vsched_workers.batching.paged_attention import AttentionKernels, PagedStep
-from vsched_workers.batching.recurrent_state import RecurrentStates
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -43,137 +40,71 @@ def nothing(*_: object, **__: object) -> None:
     """Replace a wait."""
 
 
-# --- the detector itself ---
-
-
 # --- copies of rows, swapping ---
 
 
-def fetch_and_use(machine: Machine) -> None:
-    """Fetch rows repeatedly, and compute with them."""
-    copies = RowCopies("cpu")
-    source = np.arange(40 * 8, dtype=np.uint8).reshape(40, 8)
-    total = torch.zeros(8, dtype=torch.int64, device="cpu")
-    for turn in range(6):
-        rows = copies.fetch(source, np.arange(turn, turn + 9))
-        total.add_(rows.sum(0))
+def fetch_rows(machine: Machine) -> None:
+    """Fetch rows repeatedly, fewer and more in the same buffers, and compute with them."""
+    copies, rows = RowCopies("cpu"), np.arange(480, dtype=np.uint16).view(np.uint8).reshape(40, 24)
+    wanted = [*[list(range(40))] * 3, [3], [39, 0, 7, 7], [1, 2], [5]]
+    found = [copies.fetch(rows, np.array(each, dtype=np.int64)).clone() for each in wanted]
     machine.current.synchronize()
+    for each, taken in zip(found, wanted, strict=True):
+        assert np.array_equal(each.numpy(), rows[taken])
 
 
-def swap_and_use(machine: Machine) -> None:
-    """Swap blocks out and back while steps write to the cache."""
-    cache = make_cache()
-    machine.own([*cache.keys, *cache.values])
-    area = CudaSwapArea(cache, 4, device="cpu")
-    for turn in range(4):
-        cache.keys[0][turn * 4 : turn * 4 + 8].add_(1)
-        area.copy(pairs((turn, 0), (turn + 1, 1)), NOTHING)
-        cache.values[1].add_(1)
-        area.copy(NOTHING, pairs((0, turn), (1, turn + 2)))
+def swap_blocks(machine: Machine) -> None:
+    """Swap blocks out, then others back, as the host would, while steps write to every layer of the cache."""
+    ours, theirs = make_cache(), make_cache()
+    machine.own([*ours.keys, *ours.values])
+    areas = CudaSwapArea(ours, 4, device="cpu"), SwapArea(theirs, 4)
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        blocks, places = rng.permutation(9), rng.permutation(4)
+        out = pairs(*zip(blocks[:3].tolist(), places[:3].tolist(), strict=True))
+        back = pairs(*zip(places[1:3].tolist(), blocks[4:6].tolist(), strict=True))
+        for area, cache in zip(areas, (ours, theirs), strict=True):
+            cache.keys[0].add_(1)
+            area.copy(out, back)
+            cache.values[1].add_(1)
     machine.current.synchronize()
+    assert all(same(blocks_of(ours, one), blocks_of(theirs, one)) for one in range(9))
 
 
-@pytest.mark.parametrize("subject", [fetch_and_use, swap_and_use])
-def test_copies_are_no_race(machine: Machine, subject: Callable[[Machine], None]) -> None:
+@pytest.mark.parametrize("subject", [fetch_rows, swap_blocks])
+def test_copies_are_right_and_no_race(machine: Machine, subject: Callable[[Machine], None]) -> None:
     subject(machine)
 
 
 @pytest.mark.parametrize(
     ("subject", "kind", "wait"),
     [
-        (fetch_and_use, Stream, "wait_event"),
-        (fetch_and_use, Event, "synchronize"),
-        (fetch_and_use, Event, "record"),
-        (swap_and_use, Stream, "wait_event"),
-        (swap_and_use, Event, "record"),
+        (fetch_rows, Stream, "wait_event"),
+        (fetch_rows, Event, "synchronize"),
+        (fetch_rows, Event, "record"),
+        (swap_blocks, Stream, "wait_event"),
+        (swap_blocks, Event, "record"),
     ],
 )
 def test_copies_without_a_wait_are_a_race(
-    machine: Machine,
-    monkeypatch: pytest.MonkeyPatch,
-    subject: Callable[[Machine], None],
-    kind: type,
-    wait: str,
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, subject: Any, kind: type, wait: str
 ) -> None:
     monkeypatch.setattr(kind, wait, nothing)
     with pytest.raises(RaceError):
         subject(machine)
 
 
-def test_fetch_brings_just_the_rows_that_are_wanted(machine: Machine) -> None:
-    """Also if a later fetch is larger, smaller, or uses the same buffer."""
-    copies, rows = RowCopies("cpu"), np.arange(480, dtype=np.uint16).view(np.uint8).reshape(40, 24)
-    for wanted in ([3], [39, 0, 7, 7], [1, 2], [5], list(range(40))):
-        found = copies.fetch(rows, np.array(wanted, dtype=np.int64))
-        machine.current.synchronize()
-        assert np.array_equal(found.numpy(), rows[wanted])
-
-
-def test_swap_copies_what_the_host_would(machine: Machine) -> None:
-    """Out before back, over every layer."""
-    ours, theirs = make_cache(), make_cache()
-    machine.own([*ours.keys, *ours.values])
-    area, host = CudaSwapArea(ours, 4, device="cpu"), SwapArea(theirs, 4)
-    rng = np.random.default_rng(0)
-    for _ in range(20):
-        blocks, places = rng.permutation(9), rng.permutation(4)
-        out = pairs(*zip(blocks[:3].tolist(), places[:3].tolist(), strict=True))
-        back = pairs(*zip(places[1:3].tolist(), blocks[4:6].tolist(), strict=True))
-        area.copy(out, back)
-        host.copy(out, back)
-        machine.current.synchronize()
-        assert all(same(blocks_of(ours, one), blocks_of(theirs, one)) for one in range(9))
-
-
 # --- captured steps that run ahead, with prefill and encoding ---
 
 
-class TensorDecode:
-    """Decode attention with operations that can be captured, on the device alone."""
-
-    capturable = True
-
-    def __call__(
-        self, query: torch.Tensor, layer: int, step: PagedStep, scaling: float
-    ) -> torch.Tensor:
-        if step.on_device is None:
-            step.on_device = (torch.from_numpy(step.tables), torch.from_numpy(step.contexts))
-        tables, contexts = step.on_device
-        size = step.cache.block_size
-        device = query.device
-        slots = (tables.long()[:, :, None] * size + torch.arange(size, device=device)).flatten(1)
-        groups = query.shape[1] // step.cache.keys[layer].shape[1]
-        keys, values = (
-            each[layer][slots].repeat_interleave(groups, 2)
-            for each in (step.cache.keys, step.cache.values)
-        )
-        scores = torch.einsum("rhd,rthd->rht", query, keys) * scaling
-        unseen = torch.arange(slots.shape[1], device=device)[None] >= contexts[:, None]
-        weights = scores.masked_fill(unseen[:, None], -torch.inf).softmax(-1)
-        return torch.einsum("rht,rthd->rhd", weights, values)
-
-
-class GraphBackend(Backend):
+class GraphBackend(CapturingBackend):
     """A host with a GPU's graph stream and sampling."""
 
-    spare_blocks = 1
     argmax = CudaBackend.argmax
     draw = CudaBackend.draw
 
-    def choose_attention(
-        self, cache: KvCache, heads: int, *, ruled: bool = False
-    ) -> AttentionKernels:
-        return super().choose_attention(cache, heads)._replace(decode=TensorDecode())
-
-    def capture_steps(
-        self,
-        cache: KvCache,
-        attention: AttentionKernels,
-        run: RunModel,
-        states: RecurrentStates | None,
-    ) -> DecodeGraphs:
-        stream, reserved = CudaGraphStream("cpu"), self.memory.reserved
-        return DecodeGraphs(stream, cache, attention, run, reserved=reserved, states=states)
+    def graph_stream(self) -> CudaGraphStream:
+        return CudaGraphStream("cpu")
 
     def swap_area(self, cache: KvCache, blocks: int) -> SwapArea:
         return CudaSwapArea(cache, blocks, device="cpu")
@@ -201,76 +132,80 @@ def run_ahead(machine: Machine, stage: Stage, sampling: SamplingParams) -> list[
     return outputs(Driver(stage, chunk=48, seed=1).run(questions(sampling), arrivals=5))
 
 
-@pytest.fixture
-def stage(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Stage]:
-    path = str(checkpoints("nano25"))
-    settings = WorkerSettings(threads=1)
-
-    def load() -> Stage:
-        with monkeypatch.context() as patched:
-            patched.setattr(
-                language, "choose_backend", lambda settings, dtype, _: GraphBackend(settings, dtype)
-            )
-            return Stage.load(path, settings=settings)
-
-    return load
+@pytest.fixture(scope="module")
+def stage(checkpoints: Checkpoints) -> Stage:
+    """Return a stage with captured steps; `own_all` gives it the cache and the streams of a machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        Machine().stand_in(patch)
+        patch.setattr(
+            language, "choose_backend", lambda settings, dtype, _: GraphBackend(settings, dtype)
+        )
+        return Stage.load(checkpoints("nano25"), settings=WorkerSettings(threads=1))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(seed=3, temperature=0.8, top_p=0.9)])
+@pytest.mark.parametrize(
+    "sampling", [GREEDY, *thorough(SamplingParams(seed=3, temperature=0.8, top_p=0.9))]
+)
 def test_captured_steps_are_no_race(
-    stage: Callable[[], Stage],
+    stage: Stage,
     stages: Callable[..., Stage],
     machine: Machine,
     sampling: SamplingParams,
 ) -> None:
     """Steps run ahead, and are used or dropped; the tokens are those of eager steps."""
-    found = run_ahead(machine, machine.unseen(stage)(), sampling)
+    found = run_ahead(machine, stage, sampling)
     plain = Driver(machine.unseen(stages)("nano25"), chunk=48, seed=1)
     assert found == outputs(machine.unseen(plain.run)(questions(sampling), arrivals=5))
 
 
 NUMPY = "numpy of the host and aten.copy_"
-LEFT_OUT: dict[str, tuple[object, str, str]] = {
-    "what steps are told before they read it": (CudaGraphStream, "wait_for_others", "zeros"),
-    "steps before what reads their results": (CudaGraphStream, "let_others_wait", "clone"),
-    "what is sent before it is overwritten": (Event, "synchronize", NUMPY),
-    "tokens before they are read": (Event, "record", NUMPY),
-}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("order", LEFT_OUT)
+@pytest.mark.parametrize(
+    ("owner", "wait", "left_out", "message"),
+    [
+        (CudaGraphStream, "wait_for_others", nothing, "zeros"),
+        (CudaGraphStream, "let_others_wait", nothing, "clone"),
+        *thorough(
+            (Event, "synchronize", nothing, NUMPY),
+            (Event, "record", nothing, NUMPY),
+            (graphs, "_HOST_BUFFERS", 1, NUMPY),
+        ),
+    ],
+    ids=[
+        "what steps are told before they read it",
+        "steps before what reads their results",
+        "what is sent before it is overwritten",
+        "tokens before they are read",
+        "tokens of a step before those of the next",
+    ],
+)
 def test_captured_steps_without_a_wait_are_a_race(
-    stage: Callable[[], Stage], machine: Machine, monkeypatch: pytest.MonkeyPatch, order: str
+    stage: Stage,
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: object,
+    wait: str,
+    left_out: object,
+    message: str,
 ) -> None:
-    kind, wait, message = LEFT_OUT[order]
-    monkeypatch.setattr(kind, wait, nothing)
+    monkeypatch.setattr(owner, wait, left_out)
     with pytest.raises(RaceError, match=message):
-        run_ahead(machine, machine.unseen(stage)(), GREEDY)
+        run_ahead(machine, stage, GREEDY)
 
 
 @pytest.mark.slow
-def test_one_buffer_for_tokens_is_a_race(
-    stage: Callable[[], Stage], machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The next step would overwrite tokens that the host has yet to read."""
-    monkeypatch.setattr(graphs, "_HOST_BUFFERS", 1)
-    with pytest.raises(RaceError, match=NUMPY):
-        run_ahead(machine, machine.unseen(stage)(), GREEDY)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("waits", [True, *thorough(False)])
 def test_blocks_are_swapped_in_after_a_step_that_was_started_ahead(
-    stage: Callable[[], Stage], machine: Machine, monkeypatch: pytest.MonkeyPatch, waits: bool
+    stage: Stage, machine: Machine, monkeypatch: pytest.MonkeyPatch, waits: bool
 ) -> None:
     """It writes to the last block of each of its rows, which another request may have by now."""
-    loaded = machine.unseen(stage)()
-    worker: Any = loaded.generator
-    own_all(machine, loaded)
+    worker: Any = stage.generator
+    own_all(machine, stage)
     worker.build_swap(2)
-    driver = Driver(loaded, chunk=48, seed=1)
+    driver = Driver(stage, chunk=48, seed=1)
     running = machine.unseen(driver.start)(0, Question("How many objects are there?", count=22))
     while worker._captured._in_flight is None:
         driver.step([running])

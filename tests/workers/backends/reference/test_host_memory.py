@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tests.programs import printed_by
+from tests.workers.properties import thorough
 from vsched_workers.backends.reference.host_memory import HostMemory, HugePages
 from vsched_workers.backends.reference.packed_weights import (
     BlockedActivation,
@@ -121,9 +122,7 @@ print(resident - memory.status_bytes("RssAnon") >= 200 * MIB)
     ("case", "touched"),
     [
         ("on use", False),
-        pytest.param("at start", True, marks=pytest.mark.thorough),
-        pytest.param("no limit", True, marks=pytest.mark.thorough),
-        ("host does not tell", True),
+        *thorough(("at start", True), ("no limit", True), ("host does not tell", True)),
     ],
 )
 def test_host_memory_promises_if_that_can_be_relied_on(case: str, touched: bool) -> None:

@@ -108,13 +108,23 @@ def test_every_piece_is_computed_once(threads: int, pool: ThreadPool) -> None:
     assert (counted(pool.state_at, 70_000, grain=1) == 1).all()
 
 
-@pytest.mark.parametrize("threads", [2, 3, 5])
+@pytest.mark.parametrize(
+    ("threads", "given"),
+    [
+        *((threads, {}) for threads in (2, 3, 5)),
+        (3, {layout.EPOCH_AT: 0x7FFFFFFF - 20}),
+        (2, {layout.SPIN_AT: 0}),
+    ],
+    ids=["2", "3", "5", "their numbers begin again", "the caller sleeps"],
+)
 def test_thousands_of_calls_in_a_row_compute_every_piece_once(
-    threads: int, pool: ThreadPool
+    threads: int, given: dict[int, int], pool: ThreadPool
 ) -> None:
     """A late thread finds another call, and claims none of its pieces for the earlier one."""
+    for field, value in given.items():
+        pool._set(field, value)
     pool.use(threads)
-    for pieces, grain in ((2, 1), (5, 1), (64, 3)):
+    for pieces, grain in ((2, 1), (5, 1), (20, 1), (64, 3)):
         assert (counted(pool.state_at, pieces, grain=grain, calls=5000) == 5000).all()
 
 
@@ -151,13 +161,6 @@ def test_a_thread_that_never_comes_delays_nothing(pool: ThreadPool) -> None:
     assert (counted(pool.state_at, 1000, calls=500) == 500).all()
 
 
-def test_calls_are_distinguished_if_their_numbers_begin_again(pool: ThreadPool) -> None:
-    pool._set(layout.EPOCH_AT, 0x7FFFFFFF - 20)
-    pool.use(3)
-    assert (counted(pool.state_at, 100, calls=100) == 100).all()
-    assert pool._get(layout.EPOCH_AT) == 79
-
-
 @pytest.mark.parametrize("before", [1, 2, 4])
 def test_all_threads_take_part_when_they_are_used_again(before: int, pool: ThreadPool) -> None:
     pool.use(5)
@@ -189,12 +192,6 @@ def test_threads_sleep_after_a_while_and_are_woken_by_the_next_call(pool: Thread
         wait_until_asleep(pool)
         assert pool._get(layout.SLEEPERS_AT) == 2
         assert all_meet(pool, 3)
-
-
-def test_a_caller_that_waits_long_sleeps_and_is_woken(pool: ThreadPool) -> None:
-    pool.use(2)
-    pool._set(layout.SPIN_AT, 0)
-    assert (counted(pool.state_at, 20, grain=1, calls=5000) == 5000).all()
 
 
 def test_stopped_threads_end_whether_they_sleep_or_look_and_the_caller_computes_alone(
@@ -231,7 +228,7 @@ elif how == "error":
 
 
 @pytest.mark.parametrize(
-    ("how", "code"), [*thorough(("end", 0), ("exit", 3)), ("error", 1), ("calling", 0)]
+    ("how", "code"), [("calling", 0), *thorough(("end", 0), ("exit", 3), ("error", 1))]
 )
 def test_a_process_with_a_pool_ends_as_any_other(how: str, code: int) -> None:
     """Even while another thread calls kernels."""
