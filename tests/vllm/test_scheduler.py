@@ -30,7 +30,7 @@ A, S, P = "vsched_policies.admission:", "vsched_policies.step:", "vsched_policie
 FIFO = {"generate": {"admission": {"use": A + "Fifo"}, "step": {"use": S + "InOrder"}}}
 SHORTEST = {
     "generate": {
-        "admission": {"use": A + "ShortestFirst", "table": [[100000, 20]]},
+        "admission": {"use": A + "ShortestFirst", "output_weight": 20},
         "preemption": {"use": P + "Cheapest"},
     }
 }
