@@ -111,8 +111,8 @@ async def test_process_that_cannot_be_started_is_tried_again(played: Played) -> 
 async def test_process_that_does_not_load_ends_the_start_with_a_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def load_for_ever(*_: object) -> None:
-        pass
+    def load_for_ever(_: PlayedProcess, config: Any, info: Any) -> None:
+        """Take the arguments that the link finds in the signature."""
 
     monkeypatch.setattr(PlayedProcess, "on_served", load_for_ever)
     monkeypatch.setattr(subprocess, "Popen", Played().start)
