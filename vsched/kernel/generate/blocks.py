@@ -199,10 +199,10 @@ class BlockPool(Restorable):
             "prefix_evictions": self.evictions,
         }
 
-    def shrink(self, count: int) -> None:
-        """Reduce an empty or restored pool to `count` blocks; the others are free."""
-        self.count = count
-        del self.holders[count:], self._hash_of[count:]
+    def trim(self) -> None:
+        """Remove the last blocks if the restored pool had fewer: they are neither held nor available."""
+        self.count = self.available + sum(map(bool, self.holders))
+        del self.holders[self.count :], self._hash_of[self.count :]
 
     def add_holder(self, blocks: Iterable[int]) -> None:
         """Count a holder of blocks, after a snapshot is restored."""

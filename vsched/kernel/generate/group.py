@@ -69,8 +69,6 @@ COUNTED = (
     *("swapped_out", "swapped_in", "swap_blocks_out", "swap_blocks_in"),
 )
 """Counters of a group, by their names in its statistics."""
-_MISSING = "blocks_missing"
-"""KV blocks that the group came back without."""
 
 
 class GenerateGroup(Group):
@@ -119,18 +117,18 @@ class GenerateGroup(Group):
         self.step_times = StepTimeModel(
             limits.step_target_ns, limits.step_target_ratio, limits.block_size
         )
-        self._counts = dict.fromkeys((*COUNTED, _MISSING), 0)
+        self._counts = dict.fromkeys(COUNTED, 0)
         self._known_tokens = self._members = 0
         self.measures = Measures()
         self.measured: Measured = Measurements()  # set once all groups are there
         self._in_flight = InFlightSteps(0, requests, self.measures)
         self.queue = RequestQueue(limits.block_size, self.mark_dirty)
-        self._reset()
+        self._reset(limits.blocks)
 
-    def _reset(self) -> None:
-        """Empty the group: no slot, block or step."""
+    def _reset(self, blocks: int) -> None:
+        """Empty the group, with `blocks` free KV blocks: no slot, held block or step."""
         order = partial(GuardedOrder[bytes], self._prefix_eviction, self._faults)
-        self._pool = BlockPool(self._limits.blocks - self._counts[_MISSING], order())
+        self._pool = BlockPool(blocks, order())
         self._snapshots = StateSnapshots(self._limits, order)
         self._swap = SwapSpace(self._limits)
         self._running = RunningSet(self._limits, self._pool)
@@ -733,15 +731,14 @@ class GenerateGroup(Group):
         lost += self._in_flight.take_requeueable(crashed=True)
         for state in lost:
             self._know_outputs(state)
-        self._reset()
+        self._reset(self._pool.count)
         poison = suspect if blame and suspect is not None and suspect.is_suspect else None
         return sorted(lost, key=order_of), poison
 
     def resize(self, blocks: int) -> None:
         """Continue with `blocks` KV blocks; the group came back, and holds none."""
         if blocks != self._pool.count:
-            self._counts[_MISSING] = self._limits.blocks - blocks
-            self._reset()
+            self._reset(blocks)
 
     # --- views ---
 
@@ -894,7 +891,7 @@ class GenerateGroup(Group):
 
     def rebuild(self) -> None:
         super().rebuild()
-        self._pool.shrink(self._limits.blocks - self._counts.setdefault(_MISSING, 0))
+        self._pool.trim()
         queue = self.queue
         blocked, hold_until_ns = queue.blocked, queue.hold_until_ns
         for state in self._requests.values():
