@@ -48,7 +48,6 @@ from vsched_workers.backends.reference.packed_weights import (
 from vsched_workers.batching.kv_cache import KvCache, SwapArea
 from vsched_workers.batching.paged_attention import AttentionKernels
 from vsched_workers.batching.recurrent_state import RecurrentStates
-from vsched_workers.batching.sampling import greedy_tokens
 from vsched_workers.device_copies import sent
 from vsched_workers.quantized.layers import QuantizedLinear, Quantizer
 from vsched_workers.quantized.weights import QuantizedWeight
@@ -177,10 +176,6 @@ class CudaBackend(Backend):
     def _product(self, weight: QuantizedWeight, bias: torch.Tensor | None) -> TritonProduct:
         processors = torch.cuda.get_device_properties(self.device).multi_processor_count
         return TritonProduct(weight.to(self.device), bias, processors=processors)
-
-    def argmax(self, logits: torch.Tensor) -> npt.NDArray[np.int32]:
-        found: npt.NDArray[np.int32] = greedy_tokens(logits).cpu().numpy()
-        return found
 
     def load_attention(self) -> None:
         if not self._captures:

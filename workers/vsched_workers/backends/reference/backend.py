@@ -189,7 +189,7 @@ class Backend:
 
     def argmax(self, logits: torch.Tensor) -> npt.NDArray[np.int32]:
         """Return the token of the largest logit of each row; see `greedy_tokens`."""
-        found: npt.NDArray[np.int32] = greedy_tokens(logits).numpy()
+        found: npt.NDArray[np.int32] = greedy_tokens(logits).cpu().numpy()
         return found
 
     def draw(self, logits: torch.Tensor, special: Sequence[SpecialRow]) -> npt.NDArray[np.int32]:
