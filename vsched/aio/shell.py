@@ -190,7 +190,6 @@ class Shell:
         self._streams = StreamTable(lambda request_id: self.end(request_id, FinishReason.ERROR))
         self.arrivals = PendingArrivals(self._take_arrival, now_ns)
         self._submitting: dict[str, AnswerSink] = {}
-        self._blocks: dict[str, int] = {}  # KV blocks of restarted groups
         self._refused: Refuse | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._serving = self._stopping = False
@@ -431,14 +430,15 @@ class Shell:
             for name in names:
                 self.handle(GroupLost(name, failure))
 
-    def _on_back(self, names: Sequence[str]) -> None:
+    def _on_back(self, reports: Reports) -> None:
         """Report the return of a lost worker group to the kernel; its requests continue."""
-        groups = [self.groups[name] for name in names]
+        groups = [self.groups[name] for name in reports]
         for group in groups:
             self.restore_adapters(group)
         for group in groups:
             if not group.worker_group.down:  # it may have been lost again within this loop
-                self.handle(GroupReady(group.name, self._blocks.get(group.name, 0)))
+                blocks = smallest_cache({group.name: reports[group.name]})
+                self.handle(GroupReady(group.name, min(blocks, self.limits.blocks)))
                 self.groups.back(group)
 
     def _retire(self, names: Sequence[str], failure: GroupFailure) -> None:
@@ -447,17 +447,15 @@ class Shell:
             self.handle(GroupRetired(name, failure))
 
     def _check_size(self, reports: Reports) -> None:
-        """Note the sizes of the KV caches of restarted groups; reject one that cannot serve every request."""
-        for group, ranks in reports.items():
-            blocks = smallest_cache({group: ranks})
-            if blocks and blocks < self.limits.blocks_min:
-                raise GroupLostError.of_limit(
-                    f"{' and '.join(reports)} came back with a smaller KV cache",
-                    value=f"{blocks} blocks",
-                    limit=f"at least {self.limits.blocks_min} blocks",
-                    remedy="see what else takes the device's memory, or pin a smaller size",
-                )
-            self._blocks[group] = min(blocks, self.limits.blocks)
+        """Reject ranks with fewer KV blocks than a request may need."""
+        blocks = smallest_cache(reports)
+        if blocks and blocks < self.limits.blocks_min:
+            raise GroupLostError.of_limit(
+                f"{' and '.join(reports)} came back with a smaller KV cache",
+                value=f"{blocks} blocks",
+                limit=f"at least {self.limits.blocks_min} blocks",
+                remedy="see what else takes the device's memory, or pin a smaller size",
+            )
 
     # --- views ---
 

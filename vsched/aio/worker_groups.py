@@ -77,7 +77,7 @@ class WorkerGroupEvents(msgspec.Struct, frozen=True, kw_only=True):
     on_lost: Callable[[Sequence[str], GroupFailure], None]
     on_progress: Callable[[str, str, float], None]
     check: Callable[[Reports], None] = lambda _reports: None
-    on_back: Callable[[Sequence[str]], None] = lambda _groups: None
+    on_back: Callable[[Reports], None] = lambda _reports: None
     on_retired: Callable[[Sequence[str], GroupFailure], None] = lambda _groups, _failure: None
 
 
@@ -350,7 +350,8 @@ class WorkerGroup:
             await asyncio.sleep(delay_s)
             try:
                 await self.stop(grace_s=self._restart_grace_s)
-                self._events.check(await self.start())
+                reports = await self.start()
+                self._events.check(reports)
             except Exception as error:  # noqa: BLE001 - the next attempt may succeed
                 probe("worker_group.start_failed")
                 logger.warning("%s did not come back: %s", self._names, error)
@@ -360,7 +361,7 @@ class WorkerGroup:
             self.down = False
             logger.warning("%s: up again", self._names)
             self._settle()
-            self._events.on_back(self.groups)
+            self._events.on_back(reports)
             return
         # The last attempt may have left unusable ranks.
         await self.stop(grace_s=0)
