@@ -25,7 +25,14 @@ from vsched_workers.checkpoint.images import (
 )
 from vsched_workers.checkpoint.tokenizer_files import load_part, tokenizer_files
 from vsched_workers.checkpoint.weights import WeightIndex
-from vsched_workers.families import FAMILIES, Family, family_of, language_family, model_type_of
+from vsched_workers.families import (
+    FAMILIES,
+    Family,
+    LanguageFamily,
+    family_of,
+    language_family,
+    model_type_of,
+)
 from vsched_workers.families.generic import (
     context_tokens,
     kept_values,
@@ -36,7 +43,6 @@ from vsched_workers.families.generic import (
     text_config,
     vision_facts,
 )
-from vsched_workers.families.own_families import own_text
 from vsched_workers.families.qwen_image import (
     ResizeLimits,
     clamp_limits,
@@ -321,16 +327,17 @@ def _inspect_any(
         raise CheckpointError(
             "config.json: model_type is missing. Remedy: give the directory of a complete checkpoint."
         )
-    own, vision = own_text(family, str(directory)), None
-    if own is None and takes_images(family):
-        vision = vision_facts(directory, family)
+    language, vision = language_family(family, str(directory)), None
     text: Any
-    if vision is not None:
+    if language is not None:
+        text = language.model_config(str(directory))
+    elif takes_images(family):
+        vision = vision_facts(directory, family)
         text = vision.text
     else:
-        text = text_config(directory, family) if own is None else own.model_config("")
+        text = text_config(directory, family)
     _check_files(directory, config)
-    if scheme_of(config) is not None and language_family(family, str(directory)) is None:
+    if scheme_of(config) is not None and language is None:
         raise refusal(family, "quantized weights, which the generic path does not read")
     chosen = choose_dtype(config, dtype)
     itemsize = 4 if chosen == "float32" else 2
@@ -346,7 +353,7 @@ def _inspect_any(
         context_tokens=context_tokens(text, family),
         kv_bytes_per_token=kept.values * itemsize,
         kv_heads_per_token=kept.heads,
-        shares_kv=bool(_usual_sizes(family, str(directory))) or shares_heads(text),
+        shares_kv=bool(_usual_sizes(language)) or shares_heads(text),
         state_bytes=states,
         stop_token_ids=stop_token_ids(directory, config),
         sampling=sampling_defaults(directory),
@@ -429,7 +436,7 @@ def _shared_sizes(info: ModelInfo, stage: str) -> dict[str, int]:
             f"config.json: the vision tower of model_type {info.family!r} runs on one rank only. "
             "Remedy: set encode.tensor_parallel to 1."
         )
-    keys = _usual_sizes(info.family, info.path)
+    keys = _usual_sizes(language_family(info.family, info.path))
     stated = read_config(directory, info.family).get_text_config()
     if not keys:
         if info.takes_images:
@@ -447,7 +454,6 @@ HEADS = ("num_attention_heads", "num_key_value_heads")
 """Sizes to divide if attention heads are shared; a rank checks the others when it builds the model."""
 
 
-def _usual_sizes(family: str, path: str) -> Sequence[str]:
+def _usual_sizes(language: LanguageFamily | None) -> Sequence[str]:
     """Return the sizes that ranks must divide in a decoder-only model with a decoder description; empty for others."""
-    language = language_family(family, path)
     return () if language is None else language.language_sharing.sizes
