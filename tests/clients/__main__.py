@@ -58,7 +58,7 @@ def read_checks(results: Path, trouble: str) -> list[Check]:
 
 
 def write_table(tried: Sequence[Tried]) -> str:
-    """Return the table of clients, followed by that of failures."""
+    """Return the table of clients, followed by the table of failures."""
     lines = ["| client | version | passed | failed |", "|---|---|---|---|"]
     for one in tried:
         passed = ", ".join(check.name for check in one.checks if not check.error)

@@ -49,7 +49,7 @@ FORCED = Draft(8, 128, 0)
         (LOOKUP, {"last": ALL, "drafted": 64, "accepted": 7}, PAUSE),
         (LOOKUP, {"last": PAUSE}, TRIAL),
         (LOOKUP, {"last": Draft(0, 64, 3)}, ALL),  # without a free row, it proved nothing
-        # What a grammar forces is drafted even in a pause.
+        # Tokens forced by a grammar are drafted even in a pause.
         (LOOKUP, {"held": True, "last": ALL, "drafted": 64, "accepted": 0}, FORCED),
         (LOOKUP, {"held": True, "last": FORCED, "drafted": 9, "accepted": 9}, TRIAL),
     ],

@@ -49,7 +49,7 @@ async def check_host_loss(
 ) -> None:
     """Serve with ranks on other hosts of any kind, and lose the host of the generate stage.
 
-    All tokens are those of the engine `here`. The stream resumes, questions asked meanwhile are answered, the host is
+    All tokens equal those of the engine `here`. The stream resumes, questions asked meanwhile are answered, the host is
     used again, and the loss leaves nothing behind.
     """
     *expected, long = [one.token_ids for one in await choices(here, [*ASKS, LONG], at_once=4)]

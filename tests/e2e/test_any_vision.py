@@ -67,7 +67,7 @@ async def seeing(config: Config) -> AsyncIterator[RunningServer]:
 def generated(
     path: str, asks: Sequence[Ask], spans: Sequence[Sequence[int]] | None = None
 ) -> list[list[int]]:
-    """Greedy outputs of transformers' complete model; `spans` are those of each image that attend to themselves."""
+    """Greedy outputs of transformers' complete model; `spans` are the bidirectional spans of each image."""
     stage, model = load_on("cpu", path), library_model(path, sees=True)
     found = []
     for ask in asks:

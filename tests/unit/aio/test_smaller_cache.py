@@ -35,7 +35,7 @@ async def led_again(sizing: Sizing, before: Group) -> Group:
 async def test_group_comes_back_with_what_fits_and_with_all_of_it_later(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The steps of a smaller size are proved again; that of the whole size were before."""
+    """The steps of a smaller size are proved again; those of the whole size were proved at the first start."""
     device, sizing = OneDevice(1024 * MIB), sizing_of()
     groups = groups_on(device)
     await lead_all(sizing, groups)

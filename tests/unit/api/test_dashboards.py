@@ -95,7 +95,7 @@ def test_dashboard_and_alerts_read_metrics_that_exist() -> None:
         check(expression, found)
     families = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
     assert families >= LATE
-    # Creation times double the number of series, and those of several processes cannot be added.
+    # Creation times double the number of series, and cannot be summed over processes.
     assert not [name for name in found if name.endswith("_created")]
     assert all("model_name" in labels for labels in found.values())
 

@@ -43,7 +43,7 @@ def digest(key: str) -> bytes:
 
 
 def alike(part: slice) -> str:
-    """Return a wrong key whose digest shares this part with that of the right one."""
+    """Return a wrong key; this part of its digest equals the part of the right key's digest."""
     keys = (f"wrong {number}" for number in itertools.count())
     return next(key for key in keys if digest(key)[part] == digest(KEY)[part])
 

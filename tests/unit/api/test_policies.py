@@ -199,7 +199,7 @@ async def test_code_that_fails_when_it_is_loaded_is_refused_with_its_place(
 
 BODY = {"prompt": "1 2 3", "max_tokens": 4, "ignore_eos": True}
 DOES: list[Callable[[Any, Any], Any]] = []
-"""What all policies of this file do, with the built-in one and the view."""
+"""Stack of functions that all policies of this file call, with the built-in policy and the view."""
 
 
 def _harm(ask: Any, view: Any) -> Any:

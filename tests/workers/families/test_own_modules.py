@@ -237,6 +237,24 @@ def test_checkpoint_that_requests_more_has_transformers_modules(
     assert family_of_rank(NAME, str(tmp_path), WorkerSettings()) is LIBRARY
 
 
+@pytest.mark.parametrize(
+    ("part", "entries"),
+    [
+        ("vision_config", {"depth": "x"}),
+        ("vision_config", {"rope_parameters": 3}),
+        ("text_config", {"rms_norm_eps": []}),
+    ],
+)
+def test_entry_of_the_wrong_type_is_reported(
+    checkpoints: Checkpoints, tmp_path: Path, part: str, entries: dict[str, Any]
+) -> None:
+    config = json.loads((checkpoints("nano25") / "config.json").read_text())
+    config[part] |= entries
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"config\.json holds a value of the wrong type"):
+        family_of_rank(NAME, str(tmp_path), WorkerSettings())
+
+
 @pytest.mark.parametrize("settings", [WorkerSettings(attention="exact"), WorkerSettings("cuda:0")])
 def test_exact_attention_and_gpus_have_transformers_modules(
     checkpoints: Checkpoints, settings: WorkerSettings

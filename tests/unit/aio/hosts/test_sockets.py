@@ -70,7 +70,7 @@ async def context() -> AsyncIterator[Context]:
 
 
 async def test_sockets_carry_frames_of_peers_with_the_key(host: Received, context: Context) -> None:
-    """The wire shows nothing of what is sent."""
+    """The bytes on the wire are encrypted."""
     async with Cable(host.link.address) as cable:
         cable.read = bytearray()
         engine = Sending(context, cable.address)
