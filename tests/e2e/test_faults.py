@@ -12,7 +12,7 @@ import pytest
 from tests.e2e.asking import DRAWN, TEXTS, Ask, answer, begin, drawn_image, now_and_then
 from tests.e2e.losing import answers_over_a_kill
 from tests.patience import until
-from vsched import Engine, SamplingParams
+from vsched import Config, Engine, SamplingParams
 from vsched.policy import Admission, AdmissionView, RequestPolicy
 
 pytestmark = [
@@ -94,15 +94,12 @@ class Stuck(RequestPolicy, frozen=True, kw_only=True):
 
 
 async def test_policy_that_does_not_return_is_replaced_while_the_server_goes_on(
-    engine: Engine, generated: Generated
+    configure: Callable[..., Config], generated: Generated
 ) -> None:
     (ask,) = asks(2700, 1)
-    before = engine.policies()["generate.admission"]
-    engine.replace_policies({"generate.admission": {"use": f"{__name__}:Stuck"}})
-    try:
+    stuck = f"generate.admission.use={__name__}:Stuck"
+    async with Engine(configure("nano25", stuck, "policies.call_limit_s=0.5")) as engine:
         found = await answer(engine, ask)
         assert [found.token_ids] == generated("nano25", [ask])
         replaced = engine.statistics()["policy_replaced"]
-        assert "did not return within 5 s" in replaced["generate-0.admission"]
-    finally:
-        engine.replace_policies({"generate.admission": before})
+        assert "did not return within 0.5 s" in replaced["generate.admission"]
