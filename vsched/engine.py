@@ -124,6 +124,8 @@ class Environment:
         open_record: Returns the record of a kernel, or None to keep none.
         now_ns: The kernel's clock.
         make_queue_clock: Called once on the event loop's thread; returns the clock of its waits for a core, in ns.
+        interrupts_policies: Whether policy calls that do not return are interrupted: on a slow machine, this would
+            change a simulation.
     """
 
     make_launcher: Callable[[Config], Launcher] = make_launcher
@@ -132,6 +134,7 @@ class Environment:
     open_record: Callable[[Config, Scheduler], EventRecorder | None] = open_recorder
     now_ns: Callable[[], int] = time.monotonic_ns
     make_queue_clock: Callable[[], Callable[[], int]] = QueueClock
+    interrupts_policies: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,6 +288,9 @@ class Engine:
                 drain_s=config.deadlines.drain_s,
                 call_budget_ms=config.policies.call_budget_ms,
                 slow_calls_max=config.policies.slow_calls_max,
+                # Ranks stop after a longer silence of the engine.
+                call_limit_s=environment.interrupts_policies
+                * min(config.policies.call_limit_s, config.deadlines.rank_timeout_s / 3),
                 record=partial(environment.open_record, config),
                 now_ns=environment.now_ns,
                 queued_ns=environment.make_queue_clock(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +12,8 @@ import pytest
 from tests.e2e.asking import DRAWN, TEXTS, Ask, answer, begin, drawn_image, now_and_then
 from tests.e2e.losing import answers_over_a_kill
 from tests.patience import until
-from vsched import Engine, SamplingParams
+from vsched import Config, Engine, SamplingParams
+from vsched.policy import Admission, AdmissionView, RequestPolicy
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="package"),
@@ -81,3 +83,23 @@ async def test_killed_encode_rank_loses_no_image(engine: Engine, generated: Gene
     assert [one.token_ids for one in found] == generated("nano25", questions)
     assert engine.rank_pids[1] == generate_pid, "the language model was not affected"
     assert engine.rank_pids[0] != encode_pid
+
+
+class Stuck(RequestPolicy, frozen=True, kw_only=True):
+    """Never returns."""
+
+    def admit(self, view: AdmissionView) -> Admission:
+        time.sleep(3600)
+        return Admission(())
+
+
+async def test_policy_that_does_not_return_is_replaced_while_the_server_goes_on(
+    configure: Callable[..., Config], generated: Generated
+) -> None:
+    (ask,) = asks(2700, 1)
+    stuck = f"generate.admission.use={__name__}:Stuck"
+    async with Engine(configure("nano25", stuck, "policies.call_limit_s=0.5")) as engine:
+        found = await answer(engine, ask)
+        assert [found.token_ids] == generated("nano25", [ask])
+        replaced = engine.statistics()["policy_replaced"]
+        assert "did not return within 0.5 s" in replaced["generate.admission"]

@@ -64,6 +64,7 @@ from vsched.kernel.events import (
 from vsched.kernel.live import RequestRow
 from vsched.policy_host import SeatPolicies
 from vsched.policy_host.call_times import PolicyTimes
+from vsched.policy_host.stuck_calls import StuckCalls
 from vsched.probes import probe
 from vsched.types import FinishReason, Request, stage_of
 from vsched.wire import EncodeResult, GenerateResult
@@ -92,6 +93,7 @@ async def start_shell(
     drain_s: float = 30.0,
     call_budget_ms: float = 0.0,
     slow_calls_max: int = 0,
+    call_limit_s: float = 0.0,
     record: Callable[[Scheduler], EventRecorder | None] = lambda _kernel: None,
     now_ns: Callable[[], int] = time.monotonic_ns,
     queued_ns: Callable[[], int] = lambda: 0,
@@ -99,6 +101,7 @@ async def start_shell(
     """Start all worker groups in parallel, wait until they are ready, and return a shell that serves with them.
 
     A policy is replaced when more than `slow_calls_max` of its latest calls took over `call_budget_ms`; with 0, never.
+    A call that takes over `call_limit_s` is interrupted; with 0, none.
     `limits` returns the kernel's limits for the number of KV blocks of the smallest generate group. `record` opens the
     record of a kernel, or returns None. `now_ns` is the kernel's clock (an event loop's clock may be as coarse as a
     millisecond), and `queued_ns` a `QueueClock` for the timing of policies.
@@ -119,7 +122,7 @@ async def start_shell(
             replace=lambda seat, reason: shell.handle(PolicyReplaced(seat, reason)),
             queued_ns=queued_ns,
         )
-        shell.serve(kernel, policy_times, record(kernel))
+        shell.serve(kernel, policy_times, record(kernel), call_limit_s=call_limit_s)
     except BaseException:
         await stop_all(shell.worker_groups, grace_s=0)
         raise
@@ -184,6 +187,7 @@ class Shell:
         self._kernel: Scheduler
         self._policy_times: PolicyTimes
         self._record: EventRecorder | None = None
+        self._stuck_calls: StuckCalls | None = None
         self._events: deque[tuple[Event, GenerateResult]] = deque()
         self._handling = False
         self._failures_logged: Mapping[str, TracebackException] = {}
@@ -208,10 +212,16 @@ class Shell:
         return {group: ready for reports in started for group, ready in reports.items()}
 
     def serve(
-        self, kernel: Scheduler, policy_times: PolicyTimes, record: EventRecorder | None
+        self,
+        kernel: Scheduler,
+        policy_times: PolicyTimes,
+        record: EventRecorder | None,
+        *,
+        call_limit_s: float,
     ) -> None:
         self._kernel, self._policy_times, self._record = kernel, policy_times, record
         kernel.watch_policies(policy_times.watch)
+        self._stuck_calls = StuckCalls(call_limit_s)
         self._serving = True
 
     # --- the end ---
@@ -229,6 +239,8 @@ class Shell:
             await stop_all(self.worker_groups, grace_s=grace_s)
             if self._record is not None:
                 self._record.close()
+            if self._stuck_calls is not None:
+                self._stuck_calls.close()
 
     # --- requests ---
 

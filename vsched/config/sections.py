@@ -494,6 +494,9 @@ class PoliciesConfig(Section, frozen=True, kw_only=True):
     slow_calls_max: Annotated[int, Meta(ge=0, le=99)] = 10
     """Number of calls over `call_budget_ms`, in the last 100 calls of a policy, after which the default replaces it
     until the server is restarted."""
+    call_limit_s: Annotated[float, Meta(ge=0, le=3600)] = 5.0
+    """Time after which a call is interrupted and the default replaces the policy, at most a third of
+    `deadlines.rank_timeout_s`; 0 for never."""
     passed_over_max_s: Annotated[float, Meta(gt=0, le=86400)] = 60.0
     """Longest time for which policies may hold a request in one place, or let younger ones pass it; then it goes
     first."""

@@ -13,6 +13,7 @@ checked answer, or the default after a failure. A host has no clock: it is given
 | `shares` | `decide_shares`: the answer of a step policy, with overdue requests first |
 | `eviction` | `GuardedOrder`: an eviction order with checked answers |
 | `call_times` | `PolicyTimes`, `QueueClock`: times of calls; a slow policy is replaced |
+| `stuck_calls` | `StuckCalls`: interrupts a call that does not return |
 | `snapshot` | `encode_snapshot`, `restore_snapshot`: the state as bytes |
 
 `vsched.testing.contracts.host.check_host` tests a host.
@@ -38,4 +39,5 @@ from vsched.policy_host.shares import DecidedShares as DecidedShares
 from vsched.policy_host.shares import decide_shares as decide_shares
 from vsched.policy_host.step_times import PrefillBudget as PrefillBudget
 from vsched.policy_host.step_times import StepTimeModel as StepTimeModel
+from vsched.policy_host.stuck_calls import StuckCalls as StuckCalls
 from vsched.policy_host.waiting import OrderedQueue as OrderedQueue

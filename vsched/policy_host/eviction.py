@@ -12,6 +12,7 @@ from vsched.errors import RecordError, reraise_interrupt, safe_text
 from vsched.policy import CachePolicy, EvictionOrder, RecordableOrder
 from vsched.policy_host.seats import PolicyFaults
 from vsched.policy_host.snapshot import Restorable, Saved
+from vsched.policy_host.stuck_calls import interruptible
 
 Key = TypeVar("Key", bound=Hashable)
 AnyResult = TypeVar("AnyResult")
@@ -35,6 +36,7 @@ class GuardedOrder(Restorable, Generic[Key]):
         self._faults = faults
         self._install(policy)
 
+    @interruptible
     def _install(self, policy: CachePolicy) -> None:
         self._policy = policy
         # Maps each key to the object that was added: the policy may return a victim of another type that equals it.
@@ -52,6 +54,7 @@ class GuardedOrder(Restorable, Generic[Key]):
         """Add a key; return False if the policy refuses it."""
         return not self.add_all((key,), size)
 
+    @interruptible
     def add_all(self, keys: Sequence[Key], size: int = 1) -> list[Key]:
         """Add keys of this size each, in order; return the refused ones."""
         refused: list[Key] = []
@@ -84,6 +87,7 @@ class GuardedOrder(Restorable, Generic[Key]):
         """Remove a key that left the cache."""
         self._remove("drop", key)
 
+    @interruptible
     def _remove(self, method: str, key: Key) -> None:
         del self._released[key]
         if self._order is not None:
@@ -92,6 +96,7 @@ class GuardedOrder(Restorable, Generic[Key]):
             except BaseException as error:  # noqa: BLE001
                 self._give_up(error)
 
+    @interruptible
     def take_victims(self, count: int) -> list[Key]:
         """Remove and return the next keys to evict, always among those in the order."""
         victims: list[Key] = []
@@ -154,6 +159,7 @@ class GuardedOrder(Restorable, Generic[Key]):
             return msgspec.Raw(msgspec.msgpack.encode(None))
         return self._call("state", lambda order: msgspec.Raw(msgspec.msgpack.encode(order.state())))
 
+    @interruptible
     def _call(self, method: str, call: Callable[[RecordableOrder], AnyResult]) -> AnyResult:
         order: object = self._order
         name = type(order).__qualname__

@@ -8,7 +8,7 @@ the same state in a replay. The cost is to encode and decode a small struct per 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import PurePath
 from traceback import TracebackException
 from typing import Any
@@ -19,6 +19,7 @@ from vsched.errors import PolicyError, RecordError, limit_message, reraise_inter
 from vsched.policy import DECISIONS, Decision, Policy, decisions_of
 from vsched.policy_host.call_times import Ask as Ask
 from vsched.policy_host.snapshot import Restorable, Saved
+from vsched.policy_host.stuck_calls import PolicyStuckError, interruptible
 from vsched.types import stage_of
 
 STATE_BYTES_MAX = 16 << 10
@@ -248,12 +249,16 @@ class PolicySeat(Restorable):
         if self.replaced:
             return self._default(*facts)
         try:
-            answer = self._check(self.ask(view), *facts)
-            if self._memory.state is not None:
-                self._memory.accept()
+            return self._answer(view, facts)
         except BaseException as error:  # noqa: BLE001 - a policy may raise anything, SystemExit included
             self.fail(error, view)
             return self._default(*facts)
+
+    @interruptible
+    def _answer(self, view: object, facts: Sequence[Any]) -> Any:
+        answer = self._check(self.ask(view), *facts)
+        if self._memory.state is not None:
+            self._memory.accept()
         return answer
 
     @property
@@ -278,9 +283,11 @@ class PolicySeat(Restorable):
             raise RecordError(f"{type(self.policy).__qualname__}: {error}") from error
 
     def fail(self, error: BaseException, view: object) -> None:
-        """Report a failed call, and undo its changes to the state."""
+        """Report a failed call, and undo its changes to the state; a policy that did not return is replaced."""
         self.failed += 1
         self._faults.report(self.policy, self.method, error, view)
+        if isinstance(error, PolicyStuckError):
+            self.replace(str(error))
         try:
             self._memory.drop_changes()
         except BaseException as again:  # noqa: BLE001 - a state's __post_init__ may raise anything

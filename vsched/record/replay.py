@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from itertools import accumulate, zip_longest
 from pathlib import Path
 from typing import Protocol
@@ -17,11 +18,13 @@ import msgspec
 
 from vsched.config import Config
 from vsched.config.policies import resolve_policies
+from vsched.config.sections import PoliciesConfig
 from vsched.errors import ConfigError, PolicyError, RecordError
 from vsched.kernel import Scheduler, SchedulerLimits
 from vsched.kernel.commands import Accept, Command, Decide, Notice
 from vsched.kernel.events import Event
 from vsched.policy_host.snapshot import LAYOUT, restore_snapshot
+from vsched.policy_host.stuck_calls import StuckCalls
 from vsched.record.entries import (
     RecordedEvent,
     SegmentHeader,
@@ -171,6 +174,10 @@ class Replay:
         Raises:
             RecordError: If they cannot be replayed to their end; `kernel` is the state before the error.
         """
+        with closing(StuckCalls(PoliciesConfig().call_limit_s)):
+            return self._run(segments)
+
+    def _run(self, segments: Sequence[Path]) -> ReplayReport:
         *starts, total = accumulate([one.stat().st_size for one in segments], initial=0)
         before, readers = dict(zip(segments, starts, strict=True)), _readers(segments)
         difference = None

@@ -6,11 +6,13 @@ import random
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from hashlib import blake2b
 from typing import Any, cast
 
 import msgspec
 
+from vsched.config.sections import PoliciesConfig
 from vsched.errors import PolicyError, reraise_interrupt, safe_text
 from vsched.kernel import SchedulerLimits
 from vsched.kernel.commands import Command
@@ -32,6 +34,7 @@ from vsched.policy import (
 from vsched.policy.requests import check_encode_limits
 from vsched.policy.videos import check_kept
 from vsched.policy_host import SeatPolicies
+from vsched.policy_host.stuck_calls import StuckCalls, interruptible
 from vsched.testing.cluster import SEATS, ModelCluster, default_policies, run_random
 from vsched.testing.memory_check import check_memory_policy
 
@@ -174,20 +177,21 @@ def check_policy(
     made = _make(policy, name)
     twice = called_twice(made)
     report = PolicyReport()
-    for count, seed in enumerate(seeds):
-        try:
-            first = _check(twice, seed, report)
-            repeated = _check(made, seed, PolicyReport()) if count < REPEATS else first
-            assert first == repeated, "the same run gave another result the second time"
-            if made.state_type is not None and count < GROWTH_RUNS:
-                check_growth(default_policies(made), seed)
-        except BaseException as error:
-            reraise_interrupt(error)
-            kind = "" if isinstance(error, PolicyError) else f"{type(error).__name__}: "
-            failed = PolicyError(f"{name}: seed {seed}: {kind}{safe_text(error, str)}")
-            for note in getattr(error, "__notes__", ()):
-                failed.add_note(note)
-            raise failed from error
+    with closing(StuckCalls(PoliciesConfig().call_limit_s)):
+        for count, seed in enumerate(seeds):
+            try:
+                first = _check(twice, seed, report)
+                repeated = _check(made, seed, PolicyReport()) if count < REPEATS else first
+                assert first == repeated, "the same run gave another result the second time"
+                if made.state_type is not None and count < GROWTH_RUNS:
+                    check_growth(default_policies(made), seed)
+            except BaseException as error:
+                reraise_interrupt(error)
+                kind = "" if isinstance(error, PolicyError) else f"{type(error).__name__}: "
+                failed = PolicyError(f"{name}: seed {seed}: {kind}{safe_text(error, str)}")
+                for note in getattr(error, "__notes__", ()):
+                    failed.add_note(note)
+                raise failed from error
     return report
 
 
@@ -280,6 +284,7 @@ def _routing_view(rng: random.Random) -> RoutingView:
     )
 
 
+@interruptible
 def _route(policy: RoutingPolicy, view: RoutingView) -> int:
     count = len(view.replicas)
     if policy.state_type is not None:
@@ -311,10 +316,15 @@ def _ask_pruning(policy: PruningPolicy, rng: random.Random) -> list[bytes]:
             changes=memoryview(changes.tobytes()).cast("f", [groups, rows, columns]),
             tokens_max=rng.randint(tokens, groups * tokens),
         )
-        kept = policy.prune(view)
-        assert policy.prune(view) == kept, f"asked again, it keeps other tokens: {view}"
+        kept = _prune(policy, view)
+        assert _prune(policy, view) == kept, f"asked again, it keeps other tokens: {view}"
         found.append(check_kept(kept, groups, tokens, view.tokens_max))
     return found
+
+
+@interruptible
+def _prune(policy: PruningPolicy, view: PruningView) -> Any:
+    return policy.prune(view)
 
 
 ASKED_ALONE: dict[str, Callable[[Any, random.Random], object]] = {

@@ -6,16 +6,18 @@ import json
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 import msgspec
 
-from vsched.config.sections import PolicyTable
+from vsched.config.sections import PoliciesConfig, PolicyTable
 from vsched.errors import ConfigError, PolicyError, limit_message
 from vsched.plugins import resolve_policy
 from vsched.policy import KERNEL_TABLES, POLICY_TABLES, SEVERAL, Policy, decisions_of
 from vsched.policy_host.call_times import QueueClock
 from vsched.policy_host.seats import Ask
+from vsched.policy_host.stuck_calls import StuckCalls
 from vsched.sim.cluster.scenario import SwarmFailure, swarm
 from vsched.sim.fast.metrics import SimulationOutcome
 from vsched.sim.gallery import CASES, GalleryCase, policies_of, run_policies
@@ -116,12 +118,13 @@ def try_policy(
     policy = resolve_policy(SEVERAL, table, path="policy")
     fields = {name: value for name, value in table.items() if name != "use"}
     trial = PolicyTrial(label=type(policy).__name__, tables=_tables(policy, tables), fields=fields)
-    _check(policy, trial, effort, on_progress)
     placed = {path: policy for path in trial.tables if path in KERNEL_TABLES}
-    if placed:
-        _swarm({**table, "seats": [*placed]}, trial, effort, on_progress)
-        if placed.keys() - {"generate.drafting"}:  # simulated texts have no drafts
-            _gallery(placed, trial, effort, on_progress)
+    with closing(StuckCalls(PoliciesConfig().call_limit_s)):
+        _check(policy, trial, effort, on_progress)
+        if placed:
+            _swarm({**table, "seats": [*placed]}, trial, effort, on_progress)
+            if placed.keys() - {"generate.drafting"}:  # simulated texts have no drafts
+                _gallery(placed, trial, effort, on_progress)
     return trial
 
 

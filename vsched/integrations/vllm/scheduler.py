@@ -45,6 +45,7 @@ from vsched.policy_host import (
 )
 from vsched.policy_host.shares import NONE_ADVANCES
 from vsched.policy_host.step_times import limit_share, pairs_of
+from vsched.policy_host.stuck_calls import StuckCalls
 from vsched.sim.cost.host_runs import HostRecorder, RunHeader
 
 logger = init_logger("vllm.vsched")
@@ -100,6 +101,7 @@ class PolicyScheduler(Base):  # type: ignore[misc]
             slow_max=limits.slow_calls_max,
             switched_off=missing_hooks(self, SCHEDULER),
         )
+        self._stuck_calls = StuckCalls(limits.call_limit_s)
         self.measured = HostMeasured(
             blocks_total=self.cache_config.num_gpu_blocks,
             blocks_free=self.kv_cache_manager.block_pool.get_num_free_blocks,
@@ -188,6 +190,7 @@ class PolicyScheduler(Base):  # type: ignore[misc]
             self.host.guard("closing the trace", self._recorder.close)
         if self._statistics is not None:
             self._statistics.unlink(missing_ok=True)
+        self._stuck_calls.close()
         super().shutdown()
 
     # --- before a step ---

@@ -605,6 +605,7 @@ class SimEngine:
             open_record=self._open_record,
             now_ns=loop.now_ns,
             make_queue_clock=lambda: lambda: 0,
+            interrupts_policies=False,
         )
         self.engine = Engine(self.config, environment=environment, seed=seed)
         self.client = AsgiClient(create_app(self.engine, ApiSettings()))
