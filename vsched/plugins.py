@@ -362,7 +362,7 @@ def load_registered(group: str, name: str, *, path: str, extra: str = "") -> obj
         raise ConfigError(f"{path}: cannot import {target!r}: {error}. Remedy: {remedy}") from error
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"{path}: cannot import {target!r}: {error}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(
             f"{path}: cannot import {target!r}: {described(error)}. Remedy: correct the module"
         ) from error

@@ -140,6 +140,7 @@ def test_resolve_policy_refusal_starts_with_the_key(table: dict[str, Any], expec
     [
         ("def admit(:\n", r"SyntaxError: .*\(a_faulty_module.py, line 1\). Remedy: "),
         ("\nAdmision()\n", r"NameError: .*/a_faulty_module.py, line 2\). Remedy: "),
+        ("raise SystemExit(3)\n", r"SystemExit: 3 .*/a_faulty_module.py, line 1\). Remedy: "),
     ],
 )
 def test_resolve_policy_names_the_line_of_a_module_that_cannot_be_imported(
