@@ -236,16 +236,6 @@ async def test_generation_held_text_goes_out_at_the_end() -> None:
     assert "".join(delta.text for delta in await made.read()) == "bc?"
 
 
-async def test_generation_logprobs_go_with_their_tokens() -> None:
-    made = Made(logprobs=1)
-    first, second = (TokenLogprob(token, -0.5, [(token, -0.5)]) for token in (0, 1))
-    made.stream.push(0, first)
-    assert (await anext(made.stream)).logprobs == [first]
-    made.stream.push(1, second)
-    made.finish()
-    assert [delta.logprobs for delta in await made.read()] == [[second]]
-
-
 @pytest.mark.parametrize(
     ("reason", "code", "status"),
     [

@@ -124,17 +124,6 @@ async def test_stream_table_reports_a_failure_before_the_end_of_a_prompt_at_once
         table.generations[1].take()
 
 
-async def test_stream_table_gives_logprobs_by_slot() -> None:
-    table = Table(2, logprobs=1)
-    table.emit([(2, 8), (1, 7)], [SlotLogprob(1, -0.5, [(7, -0.5)])])
-    delta = await anext(table.generations[1])
-    assert delta.logprobs is not None
-    assert [(one.token_id, one.logprob, one.top) for one in delta.logprobs] == [
-        (7, -0.5, [(7, -0.5)])
-    ]
-    assert (await anext(table.generations[2])).logprobs == []
-
-
 async def test_stream_table_gives_the_tokens_of_drafts_one_by_one_with_their_logprobs() -> None:
     """Clients count tokens by events. Broken streams, and readers that iterate, get complete deltas as well."""
     table = Table(2, logprobs=1)

@@ -128,15 +128,6 @@ def test_embedding_item_without_pixels_needs_none_when_it_is_cached() -> None:
     assert_served(cluster, "r1", "r2")
 
 
-def test_images_of_a_failed_batch_are_like_others_once_they_are_encoded() -> None:
-    """Otherwise a policy would never see their sizes again."""
-    cluster = make_cluster(image_request("r", (b"a", 8), (b"b", 8)))
-    cluster.run_encode(fail=EncodeErrorKind.FAILED)
-    cluster.drain()
-    assert [entry.tokens for entry in cluster.kernel.embeddings] == [8, 8]
-    assert_served(cluster, "r")
-
-
 def test_policy_that_holds_keeps_images_of_a_failed_batch_back_as_well() -> None:
     def hold(view: Any) -> Admission:
         """Admit all at first, and then hold for a while."""

@@ -16,6 +16,7 @@ from tests.unit.kernel.setups import (
     image_request,
     make_limits,
     submit_texts,
+    tight,
     words,
 )
 from vsched.kernel import Scheduler, SchedulerLimits
@@ -43,10 +44,9 @@ class Swapping(RequestPolicy, frozen=True, kw_only=True):
 SWAPPING = default_policies(preemption=Swapping())
 
 
-def tight(**changes: object) -> SchedulerLimits:
-    """Limits under which four requests start and not all can grow."""
-    base = {"blocks": 14, "slots": 4, "prefix_cache": False, "swap_blocks": 40}
-    return make_limits(**{**base, **changes})
+def swapping(**changes: Any) -> SchedulerLimits:
+    """Tight limits, with room to swap."""
+    return tight(**{"swap_blocks": 40, **changes})
 
 
 class Three(DraftingPolicy, frozen=True, kw_only=True):
@@ -94,7 +94,7 @@ DRAFTING = {"drafts": True, "slots": 7}
 def test_swapped_request_goes_on_where_it_was(limits: dict[str, Any]) -> None:
     """It computes one token to join again, its last one, and its outputs are those of an undisturbed run."""
     policies = default_policies(preemption=Swapping(), drafting=Three())
-    cluster = run_growing(tight(**limits), policies)
+    cluster = run_growing(swapping(**limits), policies)
     counts = generate_statistics(cluster)
     assert counts["swapped_out"] > 0
     assert counts["swapped_in"] > 0
@@ -103,7 +103,7 @@ def test_swapped_request_goes_on_where_it_was(limits: dict[str, Any]) -> None:
 
 
 def test_swap_without_room_recomputes() -> None:
-    cluster = run_growing(tight(swap_blocks=2))
+    cluster = run_growing(swapping(swap_blocks=2))
     assert generate_statistics(cluster)["preemptions"] > 0
     assert generate_statistics(cluster)["swapped_out"] == 0
     assert prefilled(cluster) > 4 * 12 + 4
@@ -112,7 +112,7 @@ def test_swap_without_room_recomputes() -> None:
 
 def test_swapped_images_are_not_encoded_again() -> None:
     """The KV blocks contain their results: no embedding is claimed to resume."""
-    cluster = ModelCluster(tight(pages=8), SWAPPING)
+    cluster = ModelCluster(swapping(pages=8), SWAPPING)
     for index in range(4):
         cluster.submit(image_request(f"r{index}", (b"image%d" % index, 10), max_tokens=24))
     cluster.drain()
@@ -141,7 +141,7 @@ def test_swap_copies_only_what_others_do_not_hold() -> None:
 
 def test_swapped_request_is_restored_from_a_snapshot() -> None:
     """A scheduler that takes over while requests are swapped out has the same copies to make."""
-    cluster = run_growing(tight(), drain=False)
+    cluster = run_growing(swapping(), drain=False)
     run_until_swapped(cluster)
     state = encode_snapshot(cluster.kernel)
     cluster.kernel = restore_snapshot(Scheduler(cluster.limits, SWAPPING), state)
