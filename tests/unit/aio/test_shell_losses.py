@@ -10,17 +10,20 @@ from tests.unit.aio.ranks import (
     BLOCKS,
     SEPARATE,
     TOGETHER,
+    TWO_GENERATE,
     ShellHarness,
     Stream,
     check_image_tokens,
     image_stream,
+    state_of,
     streams_of,
 )
 from tests.unit.rank.fake_plugin import expected_tokens
 from vsched.aio.worker_groups import LOSSES_WINDOW_S, RESTART_DELAYS_S
 from vsched.errors import CheckpointError, RequestRefused
+from vsched.failures import ErrorKind
 from vsched.testing import make_request
-from vsched.wire import GenerateResult
+from vsched.wire import GenerateResult, RankFailed
 
 BOTH_PLACEMENTS = pytest.mark.parametrize(
     "played", [SEPARATE, TOGETHER], indirect=True, ids=["separate", "together"]
@@ -182,3 +185,21 @@ async def test_shell_losses_far_apart_are_each_the_first(played: ShellHarness) -
         losses_s = played.shell.worker_groups[1]._losses_s
         losses_s.append(losses_s.pop() - LOSSES_WINDOW_S - 1)
     assert played.shell.healthy
+
+
+@pytest.mark.parametrize("played", [TWO_GENERATE], indirect=True)
+async def test_kernel_uses_the_blocks_that_a_group_came_back_with(
+    played: ShellHarness, caplog: pytest.LogCaptureFixture
+) -> None:
+    ranks = played.ranks
+    await played.stop()
+    ranks.blocks = 10_000
+    await played.start(TWO_GENERATE)
+    ranks.blocks = 9_000
+    ranks.say("generate-1", RankFailed(ErrorKind.OUT_OF_MEMORY, "DeviceOutOfMemory", "no room"))
+    await ranks.until(lambda: state_of(played, "generate-1") == "up" and played.shell.healthy)
+    groups = played.shell.statistics()["generate"]["groups"]
+    assert [groups[f"generate-{number}"]["blocks_total"] for number in (0, 1)] == [10_000, 9_000]
+    assert played.shell.groups["generate-1"].worker_group.restarts == 1
+    assert "generate-1" in caplog.text
+    assert "after a step ran out of memory" in caplog.text

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -124,32 +122,6 @@ def test_packed_commit_is_used_without_a_repository(tree: Path, tmp_path: Path) 
 
 
 # --- lower bounds of step times ---
-
-
-@pytest.mark.slow
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", SHAPES)
-def test_counts_are_those_of_the_model(name: str, tmp_path: Path) -> None:
-    """Transformers builds it, without weights."""
-    torch = pytest.importorskip("torch")
-    from torch import nn
-
-    from vsched_workers.batching import paged_attention
-    from vsched_workers.families import FAMILIES
-
-    def linears(module: Any) -> int:
-        return sum(each.weight.numel() for each in module.modules() if isinstance(each, nn.Linear))
-
-    shape = SHAPES[name]
-    (tmp_path / "config.json").write_text(json.dumps(shape.config()))
-    paged_attention.register()
-    family = FAMILIES["qwen2_5_vl"]
-    with torch.device("meta"):
-        model = family.build_language(str(tmp_path), paged_attention.NAME)
-        tower = family.build_vision(str(tmp_path), "sdpa")
-    assert linears(model) == shape.language_linears
-    assert linears(tower.merger) == shape.merger_linears
-    assert linears(tower) == shape.vision_linears + shape.merger_linears
 
 
 def test_decode_of_the_3b_shape_is_as_written_out() -> None:

@@ -6,14 +6,14 @@ import os
 import re
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from tests.machines import pretend_cores
+from tests.unit.configs import config_of
 from tests.unit.rank.fake_plugin import model_info
 from vsched import assembly
 from vsched.assembly import WorkerGroupPlan, memory_limit, worker_group_plans
-from vsched.config import Config, load_config, resolve_policies
+from vsched.config import Config, resolve_policies
 from vsched.config.devices import HEAVY_BYTES, choose_placement, placed, placement_here
 from vsched.config.sections import size_bytes
 from vsched.errors import ConfigError
@@ -21,10 +21,6 @@ from vsched.worker import memory
 from vsched.worker.spec import cores_text, default_limit, shared_out, threads_of, usable_cores
 
 TINY, MID = 10 << 20, 800 << 20
-
-
-def config_of(*sets: str) -> Config:
-    return load_config(None, sets=sets, environ={}).config
 
 
 @pytest.mark.parametrize(
@@ -160,8 +156,7 @@ def test_threads_follow_the_quota(groups: Path, quota: str, separate: int, toget
     (groups.parent / "own").write_text("0::/\n")
     share_group(groups, quota)
     for placement, threads in (("separate", separate), ("together", together)):
-        config = load_config(None, sets=[f"placement={placement}"], environ={}).config
-        assert config.threads("generate") == threads
+        assert config_of(f"placement={placement}").threads("generate") == threads
 
 
 def test_cores_of_a_container_set_threads_and_placement(groups: Path, tmp_path: Path) -> None:
@@ -170,7 +165,7 @@ def test_cores_of_a_container_set_threads_and_placement(groups: Path, tmp_path: 
     share_group(groups, "200000")
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.truncate(1 << 30)
-    config = load_config(None, sets=[f"model.path={tmp_path}"], environ={}).config
+    config = config_of(f"model.path={tmp_path}")
     assert (config.threads("encode"), config.threads("generate")) == (1, 1)
     assert placement_here(config).placement == "together"
 
@@ -260,11 +255,7 @@ def test_memory_limit_is_per_process_and_adds_up_if_one_process_does_both(
 
 def test_memory_limit_of_a_gpu_rank_is_none_by_default() -> None:
     """A GPU rank's private memory includes mappings of the driver, of whatever size."""
-    config = config_of()
-    gpu = msgspec.structs.replace(
-        config, generate=msgspec.structs.replace(config.generate, device="cuda:0")
-    )
-    assert memory_limit(gpu, plans(gpu)[1]) == 0
+    assert limits("generate.device=cuda:0", "placement=separate")[1] == 0
 
 
 def test_reserved_size_goes_to_the_encode_rank() -> None:

@@ -16,12 +16,15 @@ from tests.unit.kernel.setups import (
     image_request,
     make_cluster,
     make_limits,
+    submit_texts,
     words,
 )
 from vsched.aio.arrivals import refusal_error
 from vsched.failures import ErrorKind, StartFailed
+from vsched.kernel import Scheduler
 from vsched.kernel.events import Drain, GroupRetired, Resume
-from vsched.testing import ModelCluster, make_request
+from vsched.policy_host.snapshot import encode_snapshot, restore_snapshot
+from vsched.testing import ModelCluster, default_policies, make_request
 from vsched.types import FinishReason
 
 SEEN: list[tuple[list[tuple[int, int, int]], int]] = []
@@ -190,6 +193,30 @@ def test_pages_that_a_lost_encoder_may_write_to_are_kept_from_others(
     end(cluster, "encode-0")
     assert encode_statistics(cluster)["pages_orphaned"] == 0
     assert_served(cluster, "r")
+
+
+def test_group_serves_all_its_requests_with_fewer_blocks_until_it_comes_back_with_all() -> None:
+    """Memory ran out. The largest request still fits; the next loss may give all blocks back."""
+    limits = make_limits(blocks=40, context_tokens=64, generators=2)
+    cluster = ModelCluster(limits)
+
+    def blocks_of(kernel: Scheduler) -> list[int]:
+        groups = kernel.statistics()["generate"]["groups"]
+        return [groups[name]["blocks_total"] for name in ("generate-0", "generate-1")]
+
+    names = submit_texts(cluster, 8, 40, apart=100, max_tokens=24)
+    cluster.run_generate()
+    cluster.lose("generate-1")
+    assert limits.blocks_min < limits.blocks
+    cluster.restore_group("generate-1", limits.blocks_min)
+    state = encode_snapshot(cluster.kernel)
+    restored = restore_snapshot(Scheduler(limits, default_policies()), state)
+    for kernel in (cluster.kernel, restored):
+        assert blocks_of(kernel) == [limits.blocks, limits.blocks_min]
+    assert_served(cluster, *names)
+    cluster.lose("generate-1")
+    cluster.restore_group("generate-1")
+    assert blocks_of(cluster.kernel) == [limits.blocks] * 2
 
 
 # --- draining ---

@@ -209,23 +209,6 @@ async def test_worker_group_ranks_leave_signals_to_the_engine(place: Place) -> N
         assert received.lost == []
 
 
-@pytest.mark.thorough
-async def test_worker_group_rank_that_is_stopped_in_a_step_is_found(place: Place) -> None:
-    """The rank timeout finds it, not the step timeout; a long step is not killed."""
-    slow, quick = Behaviour(step_s=NEVER_S, slow_at=5), limits(rank_timeout_s=1.5, heartbeat_s=0.1)
-    async with started(place, ranks=2, behaviour=slow, limits=quick) as (worker_group, received):
-        leader = worker_group.leader("generate")
-        for decision in (one_request(), GenerateDecision(2), GenerateDecision(3)):
-            leader.decide(decision)
-        await received.wait_until(lambda: len(received.results) == 2)
-        await asyncio.sleep(0.1)
-        pids = worker_group.pids
-        os.kill(pids[1], signal.SIGSTOP)
-        await received.wait_until(lambda: received.lost)
-        assert received.lost[0][1].startswith("generate: rank 1 was silent for ")
-    assert not any(is_running(pid) for pid in pids)
-
-
 async def test_shell_stop_in_the_middle_of_a_restart_leaves_no_process(place: Place) -> None:
     """Stopping cancels a restart that has begun to start ranks."""
     before = place_children()
