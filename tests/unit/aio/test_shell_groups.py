@@ -211,18 +211,11 @@ async def test_shell_ranks_that_were_refused_last_do_not_stay(played: ShellHarne
     )
 
 
-def is_deaf(played: ShellHarness) -> None:
-    """Have the second rank not read its next decision."""
-    played.ranks.backlogged.add(("generate", 1))
-    played.ranks.say("generate", played.ranks.step())
-
-
 FAULTS: dict[str, tuple[Callable[[ShellHarness], None], str]] = {
     "ProcessExited": (
         lambda played: played.ranks.of("generate", 1).exit(-9),
         "generate: rank 1 was killed by SIGKILL",
     ),
-    "RankUnreachable": (is_deaf, "generate: rank 1 is gone or does not read its decisions"),
     "HostLost": (
         lambda played: played.ranks.lose_host("cannot be reached"),
         "generate: host far cannot be reached",

@@ -69,17 +69,6 @@ def test_no_step_begins_when_the_time_is_up(tmp_path: Path) -> None:
 PYTHON = "3.12"
 
 
-def test_dependencies_of_dependencies_are_carried() -> None:
-    """Of each extra, for that system and Python, and not those of packages that are there."""
-    known = {
-        "app": ["server[fast]>=1", "torch>=2", "old; python_version < '3.12'"],
-        "server": ["loop", "quick; extra == 'fast'", "rare; extra == 'other'", "winapi; sys_platform == 'win32'"],
-        "quick": ["App"],
-    }  # fmt: skip
-    found = pack.needed(["app"], lambda name: known.get(name, []), python=PYTHON)
-    assert found == ["app", "loop", "quick", "server"]
-
-
 def test_every_carried_package_has_a_version_in_the_constraints() -> None:
     """The command line, the server, the models, the grammars and the tests have theirs."""
     found = pack.needed(pack.roots(), pack.installed, python=PYTHON)

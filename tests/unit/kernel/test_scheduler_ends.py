@@ -141,12 +141,8 @@ def test_scheduler_abort_of_a_stranger_changes_nothing() -> None:
     cluster.drain()
     cluster.abort("r")
     cluster.abort("never seen")
-    assert cluster.kernel.statistics()["finished"] == {
-        "stop": 0,
-        "length": 1,
-        "abort": 0,
-        "error": 0,
-    }
+    finished = cluster.kernel.statistics()["finished"]
+    assert {reason: count for reason, count in finished.items() if count} == {"length": 1}
 
 
 def test_scheduler_clear_ends_everything() -> None:

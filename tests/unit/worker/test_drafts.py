@@ -18,7 +18,7 @@ from vsched.kernel.events import Drafted, Finished
 from vsched.sim.ranks.symbolic_workers import stand_in_info
 from vsched.types import FinishReason, ItemPlace, SamplingParams
 from vsched.worker.contract import Batch, Sampled, SequenceState, TokenLogprobs
-from vsched.worker.drafts import DraftModel, DraftWorker, allows, draft, lookup, only_token
+from vsched.worker.drafts import DraftModel, DraftWorker, allows, draft, lookup
 from vsched.worker.generate_rank import GenerateRank
 from vsched.worker.spec import StepLimits
 
@@ -109,16 +109,6 @@ def test_lookup_finds_what_followed_the_last_tokens(
     tokens: tuple[int, ...], ngram: int, found: list[int]
 ) -> None:
     assert lookup(int32(*tokens), 3, ngram) == found
-
-
-def test_masks_report_the_only_token() -> None:
-    mask = np.zeros(3, np.uint32)
-    assert only_token(mask) is None
-    mask[2] = 1 << 31
-    assert only_token(mask) == 95
-    assert [allows(mask, token) for token in (95, 94, 96)] == [True, False, False]
-    mask[0] = 1
-    assert only_token(mask) is None
 
 
 def test_draft_stops_before_what_stands_for_an_image() -> None:

@@ -15,33 +15,6 @@ from vsched.types import FinishReason, SamplingParams
 
 
 @pytest.mark.parametrize(
-    ("stops", "pieces", "out", "stopped", "flushed"),
-    [
-        ((), ["ab", "c"], ["ab", "c"], False, ""),
-        (("x",), ["ab", "cxd"], ["ab", "c"], True, ""),
-        (("END",), ["some E", "N", "D more"], ["some ", "", ""], True, ""),
-        (("END",), ["some E", "N", "T"], ["some ", "", "ENT"], False, ""),
-        (("END",), ["EEN", "D"], ["E", ""], True, ""),
-        (("END",), ["a EN"], ["a "], False, "EN"),
-        (("bc", "abcd"), ["ab", "cd"], ["", "a"], True, ""),
-        (("cd", "bc"), ["abcd"], ["a"], True, ""),
-        (("\n\n",), ["a\n", "b\n", "\nc"], ["a", "\nb", ""], True, ""),
-        (("aab",), ["aa", "a", "b"], ["", "a", ""], True, ""),
-    ],
-)
-def test_stop_matcher_finds_stop_strings_across_pieces(
-    stops: tuple[str, ...], pieces: list[str], out: list[str], stopped: bool, flushed: str
-) -> None:
-    """Text that may begin a stop string is held back until that is decided."""
-    matcher = StopMatcher(stops)
-    results = [matcher.push(piece) for piece in pieces]
-    assert [text for text, _ in results] == out
-    assert results[-1][1] is stopped
-    assert not any(found for _, found in results[:-1])
-    assert matcher.flush() == flushed
-
-
-@pytest.mark.parametrize(
     "stops", [("STOP",), ("\n\n", "###"), ("aba", "bab"), ("tw", "e\n two"), ("n", "one")]
 )
 def test_stop_matcher_gives_the_same_however_the_text_is_cut(stops: tuple[str, ...]) -> None:
@@ -58,28 +31,6 @@ def test_stop_matcher_gives_the_same_however_the_text_is_cut(stops: tuple[str, .
             if stopped:
                 break
         assert out == expected
-
-
-@pytest.mark.parametrize(
-    ("stops", "exempt", "rest", "out"),
-    [
-        (("b",), "ab", "cbd", "abc"),
-        (("bc",), "ab", "cd", "a"),  # it ends after them
-        (("b", "abx"), "ab", "cb", "abc"),  # held back because of the longer one
-        (("b",), "ab", "", "ab"),
-    ],
-)
-def test_stop_matcher_finds_no_stop_string_that_ends_in_exempt_text(
-    stops: tuple[str, ...], exempt: str, rest: str, out: str
-) -> None:
-    for pieces in ([exempt], list(exempt)):
-        matcher = StopMatcher(stops)
-        said = ""
-        for piece in pieces:
-            text, stopped = matcher.push(piece, exempt=True)
-            assert not stopped
-            said += text
-        assert said + matcher.push(rest)[0] + matcher.flush() == out
 
 
 class Letters:

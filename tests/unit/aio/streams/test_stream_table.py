@@ -18,7 +18,6 @@ from vsched.aio.streams import (
     PromptToken,
     StreamTable,
     TokenStream,
-    int32_array,
 )
 from vsched.errors import RequestFailed
 from vsched.kernel.commands import Finish, RequestTimes
@@ -165,12 +164,6 @@ async def test_stream_table_is_idle_when_the_last_has_ended() -> None:
     await asyncio.sleep(0)
     assert idle.done()
     assert table.streams.request_ids(9) == []
-
-
-def test_int32_array_refuses_partial_values() -> None:
-    assert int32_array(b"\x01\x00\x00\x00\xff\xff\xff\xff").tolist() == [1, -1]
-    with pytest.raises(ValueError, match="multiple"):
-        int32_array(b"\x01\x00\x00")
 
 
 async def test_stream_table_gives_each_prompt_what_is_told_of_it() -> None:

@@ -97,18 +97,6 @@ def test_generate_older_request_is_never_preempted_for_a_younger() -> None:
     assert cluster.ended["young"].times.preemptions > 0
 
 
-def test_generate_request_waits_while_its_blocks_are_taken() -> None:
-    cluster = make_cluster(blocks=8, slots=4, prefix_cache=False, generate_depth=1)
-    cluster.submit(make_request("first", words(20), max_tokens=4))
-    cluster.submit(make_request("second", words(20, start=50), max_tokens=4))
-    cluster.submit(make_request("third", words(2, start=90), max_tokens=2))
-    assert joined(cluster) == ["first"]
-    assert "needs 5 KV blocks" in cluster.kernel.explain("second")
-    cluster.drain()
-    assert joined(cluster) == ["first", "second", "third"]
-    assert_served(cluster, "first", "second", "third")
-
-
 def hold(view: Any) -> Admission:
     """Hold everything for a millisecond, then admit in order."""
     if view.now_ns < 1_000_000:

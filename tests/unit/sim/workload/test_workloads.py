@@ -246,11 +246,6 @@ def test_generator_is_a_function_of_its_seed(name: str) -> None:
             generate_workload(name, seed=0, requests=1, rate=rate)
 
 
-def test_generator_unknown() -> None:
-    with pytest.raises(ConfigError, match="unknown. Known: poisson, gamma"):
-        generate_workload("nope", seed=0, requests=1, rate=1.0)
-
-
 @pytest.mark.parametrize(
     ("gaps", "variation"),
     [(poisson(5.0), 1.0), (gamma(5.0, cv=2.0), 2.0), (weibull(5.0, shape=0.6), 1.758)],
