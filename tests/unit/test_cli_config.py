@@ -75,10 +75,7 @@ def test_cli_policies_lists_names_fields_and_defaults() -> None:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        (
-            "tenant-fair",
-            ("policy: tenant-fair", "output_weight = 2", "VTC", "policies try tenant-fair"),
-        ),
+        ("tenant-fair", ("policy: tenant-fair", "output_weight = 2", "policies try tenant-fair")),
         (
             "tests.unit.test_plugins:Counting",
             (

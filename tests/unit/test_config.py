@@ -113,17 +113,11 @@ def test_config_set_parses_by_the_type_of_the_key(
             "encode.weights_group (from command line) is not valid: value 17, limit int, 0 to 128, a mult",
         ),
         ("deadlines.step_s=nan", "deadlines.step_s (from command line) is not valid: value nan,"),
-        (
-            "placement=apart",
-            "placement (from command line) is not valid: value 'apart', limit 'auto'",
-        ),
+        ("placement=apart", "placement (from command line) is not valid: value 'apart', limit"),
         ("zzz=1", "zzz (from command line): unknown key. Keys here: placement, model, server,"),
         ("routing=round-robin", "routing (from command line): not a table; write routing = {use ="),
         ("routing.use=1", "routing.use: no policy is named."),
-        (
-            'media.hosts=["https://images.example.com"]',
-            "media.hosts (from command line) is not valid: value ['https:",
-        ),
+        ('media.hosts=["https://a.com"]', "media.hosts (from command line) is not valid: value ["),
         ('media.private_hosts=["a.com:65536"]', "media.private_hosts (from command line) is not"),
         (
             "generate.chunk_tokens=4096",
@@ -131,7 +125,7 @@ def test_config_set_parses_by_the_type_of_the_key(
         ),
         (
             "deadlines.heartbeat_s=10",
-            "deadlines.heartbeat_s: a rank must not time out over one late heartbeat",
+            "deadlines.heartbeat_s: a rank must not time out over one",
         ),
         (
             'generate.memory={use="pinned", tokens=1, bytes=1}',
@@ -142,7 +136,7 @@ def test_config_set_parses_by_the_type_of_the_key(
             "generate.memory.mem_fraction is not valid: value 1.01, limit number, above 0, at most 1. Remedy: set",
         ),
         (
-            'cluster.hosts={far = "10.0.0.2"}',
+            'cluster.hosts={far="10.0.0.2"}',
             "cluster.hosts (from command line) is not valid: value {",
         ),
         ('cluster.hosts={local = "tcp://h:1"}', "cluster.hosts: 'local' is this host"),

@@ -90,10 +90,7 @@ class Router(RoutingPolicy, frozen=True, kw_only=True):
         (Thawed, "Thawed: not frozen; declare it `class Thawed(..., frozen=True)`"),
         (Hidden, "Hidden: the field `share` hides a method"),
         (Newer, "Newer: made for version 2 of RequestPolicy, this is version 3"),
-        (
-            Router,
-            "Router: not a subclass of vsched.policy.RequestPolicy (its bases: RoutingPolicy)",
-        ),
+        (Router, "not a subclass of vsched.policy.RequestPolicy (its bases: RoutingPolicy)"),
         (int, "builtins.int: not a subclass of"),
         (3, "3: not a class; admission policies subclass vsched.policy.RequestPolicy"),
     ],
@@ -133,10 +130,7 @@ def test_resolve_policy_by_module_and_class() -> None:
         ({"use": ":"}, "a.b.use: cannot import ':'"),
         ({"use": f"{__name__}:Whole"}, "a.b: Object missing required field `most`"),
         ({"use": "fifo", "x": 1}, "a.b.x: unknown field of 'fifo'. Its fields: "),
-        (
-            {"use": "token-budget", "max_items": "8"},
-            "a.b.max_items is not valid: value '8', limit int, 1 or more.",
-        ),
+        ({"use": "token-budget", "max_items": "8"}, "a.b.max_items is not valid: value '8', limit"),
     ],
 )
 def test_resolve_policy_refusal_starts_with_the_key(table: dict[str, Any], expected: str) -> None:
@@ -184,9 +178,7 @@ def test_resolve_policy_names_the_line_of_a_class_that_cannot_be_built(
 
 
 def test_resolve_policy_refuses_a_class_of_another_kind() -> None:
-    with pytest.raises(
-        PolicyError, match="RoundRobin: not a subclass of vsched.policy.RequestPolicy"
-    ):
+    with pytest.raises(PolicyError, match="RoundRobin: not a subclass of .*RequestPolicy"):
         resolve_policy("admission", {"use": "vsched_policies.routing:RoundRobin"})
 
 
@@ -257,10 +249,7 @@ def test_policy_table_decides_for_its_methods_or_its_seats() -> None:
         ([USE, "policy.seats=7"], "policy.seats: not tables for which"),
         ([USE, "policy.fly=7"], "policy.fly: unknown field of"),
         (["policy.most=7"], "policy.use: no policy is named"),
-        (
-            [USE, "generate.admission.use=priority"],
-            "generate.admission: both this table and policy",
-        ),
+        ([USE, "generate.admission.use=priority"], "generate.admission: both this table and"),
     ],
 )
 def test_policy_table_refuses_input_that_it_cannot_decide(sets: list[str], expected: str) -> None:

@@ -15,9 +15,7 @@ from vsched.types import SamplingParams
 
 @pytest.mark.parametrize("code", RefusalCode)
 def test_refusal_of_every_code_has_words(code: RefusalCode) -> None:
-    error = refusal_error(
-        Refuse("r", code, 3, 2, "generate.some_key", detail=(4, 5), reason="it is gone")
-    )
+    error = refusal_error(Refuse("r", code, 3, 2, "some.key", detail=(4, 5), reason="it is gone"))
     assert error.code == code.value
     assert error.message.count(". Remedy: ") == 1
     assert error.message.endswith(".")

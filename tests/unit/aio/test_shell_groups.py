@@ -127,24 +127,6 @@ async def test_groups_lost_at_once_come_back(played: ShellHarness, lost: tuple[s
     assert ranks.pauses_s == []
 
 
-@pytest.mark.parametrize("second", ["generate-0", "generate-1", "encode"])
-async def test_fault_during_recovery_ends_in_service(played: ShellHarness, second: str) -> None:
-    """While one worker group loads again it is lost again, or another one is."""
-    ranks = played.ranks
-    streams = streams_of(played, steps=3)
-    ranks.mute.add("generate-0")
-    starts = ranks.starts
-    ranks.of("generate-0").exit(-9)
-    await ranks.until(lambda: ranks.starts == starts + 1)
-    ranks.mute.clear()
-    ranks.of(second).exit(-9)
-    if second != "generate-0":
-        await ranks.until(lambda: ranks.starts == starts + 2)
-        ranks.of("generate-0").exit(-9)  # or it would load for ever
-    await played.recover()
-    await played.run_out(streams)
-
-
 @pytest.mark.parametrize(
     ("groups", "ranks", "failures"),
     [

@@ -178,9 +178,7 @@ async def test_sizing_together_finds_a_leak_of_any_group() -> None:
     """The leak shows when the caches are dropped, and nothing is built on top of it."""
     groups = groups_on(OneDevice(1024 * MIB))
     groups["generate-1"].worker.leaks = True
-    with pytest.raises(
-        MemoryLeak, match="generate-1 rank 0: the KV cache was dropped .* value 0, "
-    ):
+    with pytest.raises(MemoryLeak, match="generate-1 rank 0: the KV cache was .* value 0, "):
         await lead_all(sizing_of(), groups)
     assert [order.tokens for order in groups["generate-0"].orders] == [8192, 0]
 

@@ -128,7 +128,7 @@ def answering(decision: str, answer: Any, views: list[Any] | None = None) -> Pol
     def method(*arguments: Any) -> Any:
         if views is not None:
             views.append(arguments[-1])
-        if isinstance(answer, Exception):
+        if isinstance(answer, BaseException):
             raise answer
         return answer(arguments[-1]) if inspect.isfunction(answer) else answer
 

@@ -175,10 +175,7 @@ def state_of(*field: Any, frozen: bool = False) -> Any:
     ("state_type", "words"),
     [
         (state_of("seen", set[str], set()), "the state State.seen is a set, whose order differs"),
-        (
-            state_of("by_name", dict[str, list[frozenset[int]]], {}),
-            "the state State.by_name is a set",
-        ),
+        (state_of("by_name", dict[str, list[frozenset[int]]], {}), "State.by_name is a set"),
         (state_of("lock", complex, 0j), "the state State.lock is no plain value"),
         (state_of("wish", Any, None), "the state State.wish has no type of its own"),
         (state_of("rate", float), "must have a default for every field"),

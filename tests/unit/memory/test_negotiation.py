@@ -372,18 +372,16 @@ def test_sizing_survives_many_failures(failures: list[tuple[int, int]], total_mi
         assert all(f"device {rank}: " in str(ended.error) for rank in range(2)), "the ledger"
 
 
-@pytest.mark.parametrize(
-    ("newcomer_mib", "fits"), [(8, True), (96, True), (300, True), (480, False)]
-)
-def test_sizing_makes_room_for_a_peer(newcomer_mib: int, fits: bool) -> None:
+@pytest.mark.parametrize(("peer_mib", "fits"), [(8, True), (96, True), (300, True), (480, False)])
+def test_sizing_makes_room_for_a_peer(peer_mib: int, fits: bool) -> None:
     """A process that comes between probe and build is seen by the build that fails, and memory is left for it."""
-    ended = Ended(AUTO, group(), newcomer_bytes=newcomer_mib * MIB)
+    ended = Ended(AUTO, group(), newcomer_bytes=peer_mib * MIB)
     assert ended.attempts[0].outcome == "fits"
     if not fits:
         assert "others peers 480.0 MiB" in str(ended.error)
         return
     assert ended.accepted is not None
-    left_mib = 512 - newcomer_mib - 24 - 16 - 20
+    left_mib = 512 - peer_mib - 24 - 16 - 20
     assert 0.85 * left_mib < ended.accepted.tokens * 8192 / MIB <= left_mib
 
 

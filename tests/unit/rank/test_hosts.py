@@ -45,9 +45,8 @@ async def test_hosts_yield_the_tokens_of_one_host(
                 make_request("two images", [16] * 20, [(3, 5, b"image2"), (9, 6, b"image1")]),
             ]
             streams = [generate(shell, request, max_tokens=40) for request in requests]
-            for request, tokens in zip(
-                requests, await asyncio.gather(*map(read, streams)), strict=True
-            ):
+            found = await asyncio.gather(*map(read, streams))
+            for request, tokens in zip(requests, found, strict=True):
                 assert tokens == expected_tokens(request.prompt_token_ids, 40)
         assert not any(host.server.pids for host in hosts.running.values())
 

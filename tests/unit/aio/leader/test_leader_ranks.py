@@ -9,11 +9,11 @@ import logging
 import pytest
 
 from tests.unit.aio.leader.leader_harness import LIMITS, LeaderHarness, said
+from tests.unit.memory.views import rank_memory
 from vsched.aio.leader import THREADS_LAST_S, ProcessLiveness, RankThreads
 from vsched.failures import EncodeErrorKind, ErrorKind
 from vsched.kernel.decisions import EncodeDecision
 from vsched.memory import Sized
-from vsched.policy import RankMemory
 from vsched.transport.zmq_link import QUEUE_MAX, pulse_identity
 from vsched.wire import (
     Beat,
@@ -28,10 +28,6 @@ from vsched.wire import (
     ThreadsInUse,
     check_of,
     encode_report,
-)
-
-MEMORY = RankMemory(
-    rank=0, pool="x", total_bytes=1, available_bytes=1, reserved_bytes=0, weights_bytes=0
 )
 
 
@@ -84,8 +80,8 @@ NO_STEP = "sent a result of no step that is out"
         (
             1,
             1,
-            RankFailed(ErrorKind.OUT_OF_MEMORY, "DeviceOutOfMemory", "full"),
-            "stopped with DeviceOutOfMemory: full",
+            RankFailed(ErrorKind.OUT_OF_MEMORY, "Full", "no room"),
+            "stopped with Full: no room",
         ),
     ],
 )
@@ -241,7 +237,7 @@ async def test_leader_asks_ranks_that_voted_differently_to_meet_again() -> None:
         sizing = asyncio.ensure_future(led.leader.size(order))
         await asyncio.sleep(0)
         for rank, outcome in enumerate(votes):
-            led.receive(rank, Sized(outcome, "", MEMORY))  # type: ignore[arg-type]
+            led.receive(rank, Sized(outcome, "", rank_memory()))  # type: ignore[arg-type]
         assert [vote.outcome for vote in await sizing] == list(votes)
     orders = [entry for entry in led.entries() if isinstance(entry, SizeKv)]
     assert [one.renew for one in orders] == [False, True, False]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from typing import Any
 
 import msgspec
@@ -20,10 +19,9 @@ from tests.unit.kernel.setups import (
     words,
 )
 from vsched.kernel.decisions import Join
-from vsched.kernel.request import chain_hashes
 from vsched.policy import InsertionView, Policy
 from vsched.testing import ModelCluster, make_request
-from vsched.types import MediaItem, Request
+from vsched.types import Request
 from vsched_policies.eviction import KeepNothing
 
 
@@ -68,48 +66,6 @@ def test_prefix_second_turn_computes_only_what_is_new(
         assert cluster.encoded[turn - 1 :] == [[b"image%d" % turn]]
         assert_served(cluster, f"turn{turn}")
     assert encode_statistics(cluster)["items_encoded"] == 5
-
-
-def item(key: bytes, offset: int, tokens: int) -> MediaItem:
-    return MediaItem(key=key, tokens=tokens, offset=offset)
-
-
-def hashes(*items: MediaItem, tokens: list[int] | None = None, salt: bytes = b"") -> list[bytes]:
-    return chain_hashes(array("i", tokens or [5] * 16), items, block_size=4, parent=salt)
-
-
-A, B = item(b"a", 0, 4), item(b"b", 0, 4)
-LATER_A, LATER_B = item(b"a", 4, 4), item(b"b", 4, 4)
-WHOLE = item(b"a", 0, 16)
-SECONDS = [msgspec.structs.replace(LATER_A, metadata=b"second %d" % second) for second in (1, 2)]
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "equal_blocks"),
-    [
-        (hashes(), hashes(), 4),
-        (hashes(), hashes(tokens=[5] * 8 + [6] + [5] * 7), 2),
-        (hashes(), hashes(WHOLE), 0),  # text of placeholders
-        (hashes(WHOLE), hashes(WHOLE), 4),
-        (hashes(WHOLE), hashes(item(b"b", 0, 16)), 0),
-        (hashes(item(b"a", 8, 4)), hashes(item(b"b", 8, 4)), 2),
-        (hashes(A, LATER_B), hashes(B, LATER_A), 0),
-        (hashes(item(b"a", 4, 8)), hashes(item(b"a", 6, 8)), 1),  # the image starts later
-        # two images in a block, split elsewhere
-        (hashes(item(b"a", 0, 2), item(b"b", 2, 2)), hashes(item(b"a", 0, 3), item(b"b", 3, 1)), 0),
-        (hashes(SECONDS[0]), hashes(SECONDS[1]), 1),
-        (hashes(salt=b"x"), hashes(salt=b"y"), 0),
-    ],
-)
-def test_prefix_hashes_cover_tokens_items_and_salt(
-    one: list[bytes], other: list[bytes], equal_blocks: int
-) -> None:
-    """Equal hashes mean equal KV, though every placeholder is the same token."""
-    assert len(one) == len(other) == 4
-    assert [a == b for a, b in zip(one, other, strict=True)] == [
-        index < equal_blocks for index in range(4)
-    ]
-    assert len({*one}) == 4
 
 
 @pytest.mark.parametrize(

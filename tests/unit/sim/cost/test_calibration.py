@@ -223,13 +223,10 @@ def test_calibrate_refuses_unmeasured_steps(took_ns: float) -> None:
 
 def test_calibrate_needs_to_see_everything() -> None:
     scene = rounds(1.0)
-    for part, message in (
-        ("encode", "no measured encoder steps"),
-        ("generate", "no measured generator steps"),
-    ):
+    for part, name in {"encode": "encoder", "generate": "generator"}.items():
         steps = [step for step in scene.steps if step.group != part]
         seen = msgspec.structs.replace(scene.observation(), steps=steps)
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises(ConfigError, match=f"no measured {name} steps"):
             calibrate(seen, name="found", source="a scene")
     scene.requests.clear()
     with pytest.raises(ConfigError, match="no request was seen"):
