@@ -157,6 +157,11 @@ def test_config_set_parses_by_the_type_of_the_key(
             "cluster.encode_resources.CPU: no amount of a resource: value 0",
         ),
         ([RAY, HOSTS, 'cluster.encode=["far"]'], "cluster.key_file: not set"),
+        ("encode.reserved=auto", "encode.reserved (from command line) is not valid: value 'auto'"),
+        *(
+            (f'encode.memory_limit="{size}"', "encode.memory_limit (from command line) is not")
+            for size in ("4GB", "-1", "", "GiB", "1e3", "4 G iB", "nan")
+        ),
     ],
 )
 def test_config_refusal_has_the_key_and_the_limit(sets: str | list[str], expected: str) -> None:

@@ -22,17 +22,6 @@ def test_refusal_of_every_code_has_words(code: RefusalCode) -> None:
     assert (error.status == 429) == (error.retry_after_s is not None)
 
 
-def test_refusal_names_the_setting_that_was_reached() -> None:
-    for setting, words in {
-        "generate.max_waiting": "too many requests wait",
-        "generate.max_waiting_bytes": "the requests that wait hold too many bytes",
-    }.items():
-        error = refusal_error(Refuse("r", RefusalCode.QUEUE_FULL, 3, 2, setting))
-        assert error.message == (
-            f"{words}: value 3, limit 2. Remedy: try again later, or raise {setting}."
-        )
-
-
 VOCABULARY = 100
 INT32_MAX = 2**31 - 1
 SEED_MAX = 2**63 - 1

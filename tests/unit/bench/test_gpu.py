@@ -63,9 +63,6 @@ def test_no_step_begins_when_the_time_is_up(tmp_path: Path) -> None:
     assert written(tmp_path) == results
 
 
-# --- the package and its commit ---
-
-
 PYTHON = "3.12"
 
 
@@ -76,9 +73,6 @@ def test_every_carried_package_has_a_version_in_the_constraints() -> None:
     carried = "typer pydantic-core uvicorn transformers llguidance pytest-asyncio"
     assert set(carried.split()) <= set(found)
     assert not {"torch", "mpmath", "llvmlite"} & set(found)
-
-
-# --- the commit in the results of a measurement ---
 
 
 @pytest.fixture
@@ -110,18 +104,12 @@ def test_packed_commit_is_used_without_a_repository(tree: Path, tmp_path: Path) 
     assert revision_of(tree, packed) == f"{commit} with later changes"
 
 
-# --- lower bounds of step times ---
-
-
 def test_decode_of_the_3b_shape_is_as_written_out() -> None:
     """3.09 G weights of two bytes and 36,864 bytes a token; two operations a weight, four a value of a key."""
     cost = SHAPES["3b"].decode(8, 1024)
     weights = 36 * (2 * 2048**2 + 2 * 2048 * 256 + 3 * 2048 * 11008) + 2048 * 151936
     assert cost.moved == 2 * weights + 8 * 1024 * 36_864
     assert cost.operations == 8 * (2 * weights + 4 * 36 * 2048 * 1024)
-
-
-# --- the whole command ---
 
 
 @pytest.mark.slow

@@ -15,7 +15,6 @@ from vsched import assembly
 from vsched.assembly import WorkerGroupPlan, memory_limit, worker_group_plans
 from vsched.config import Config, resolve_policies
 from vsched.config.devices import HEAVY_BYTES, choose_placement, placed, placement_here
-from vsched.errors import ConfigError
 from vsched.worker import memory
 from vsched.worker.spec import cores_text, default_limit, shared_out, threads_of, usable_cores
 
@@ -180,20 +179,6 @@ def plans(config: Config) -> list[WorkerGroupPlan]:
 def limits(*sets: str) -> list[int]:
     config = config_of(*sets)
     return [memory_limit(config, plan) for plan in plans(config)]
-
-
-@pytest.mark.parametrize(
-    ("key", "written"),
-    [
-        *(("encode.memory_limit", one) for one in ("4GB", "-1", "", "GiB", "1e3", "4 G iB", "nan")),
-        ("generate.memory_limit", "4GB"),
-        ("encode.reserved", "auto"),
-    ],
-)
-def test_config_refuses_a_size_that_cannot_be_read(key: str, written: str) -> None:
-    """Found at load, with its path, the value and valid values; only the limits may be `auto`."""
-    with pytest.raises(ConfigError, match=rf"{key} .*is not valid: value .* limit .* Remedy: "):
-        config_of(f'{key}="{written}"')
 
 
 @pytest.mark.parametrize(

@@ -84,11 +84,6 @@ def waits_for_the_generate_group(cluster: ModelCluster) -> None:
     cluster.lose("generate")
 
 
-def waits_for_the_encode_group(cluster: ModelCluster) -> None:
-    waits_in_the_encode_queue(cluster)
-    cluster.lose("encode")
-
-
 PHASES: list[Callable[[ModelCluster], None]] = [
     waits_in_the_encode_queue,
     is_being_encoded,
@@ -98,7 +93,6 @@ PHASES: list[Callable[[ModelCluster], None]] = [
     decodes,
     waits_for_its_last_step,
     waits_for_the_generate_group,
-    waits_for_the_encode_group,
 ]
 
 

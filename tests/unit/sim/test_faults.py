@@ -95,8 +95,6 @@ def test_random_plan_is_its_seed_and_keeps_to_the_stage() -> None:
             assert getattr(fault, "rank", 0) in {0, 1}
 
 
-# --- shrinking ---
-
 SHRINKING = settings(
     max_examples=20_000,  # the first bad one ends the search
     database=None,

@@ -338,16 +338,6 @@ def test_draft_model_proposes_and_all_prove_right_if_both_think_alike() -> None:
     assert (small.computed, small.batches_run) == (10, 6)
 
 
-def test_draft_model_catches_up_in_chunks_and_drafts_when_it_has() -> None:
-    small = Small()
-    rank = model_rank(Periodic(), small, chunk=8)
-    begun(rank, [16 + at % 3 for at in range(20)])
-    reported = [rank.apply(GenerateDecision(step, granted=by_model(2))) for step in range(2, 6)]
-    # 21, 22, 23 tokens are known in these steps, and each computes 8 more of them.
-    assert [len(one.drafted) for one in reported] == [0, 0, 1, 1]
-    assert small.computed == 23 + 1 + 2 + 1
-
-
 def test_draft_model_takes_no_more_positions_a_step_than_memory_is_proved_for() -> None:
     """One sequence catches up while draft tokens are proposed for another."""
     small = Small()

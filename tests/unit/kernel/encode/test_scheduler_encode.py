@@ -131,16 +131,6 @@ def test_encode_newcomers_stand_behind_refused_items() -> None:
     assert cluster.encoded == [[b"a"], [b"b"], [b"c", b"d"]]
 
 
-def test_encode_request_that_ends_early_encodes_no_later_item() -> None:
-    cluster = make_cluster(chunk_tokens=40)
-    cluster.submit(make_request("r", words(150), [(0, 20, b"a"), (140, 20, b"b")]))
-    cluster.run_encode()
-    cluster.abort("r")
-    cluster.drain()
-    assert cluster.encoded == [[b"a"]]
-    assert_holds_nothing(cluster)
-
-
 def test_encode_same_image_of_many_requests_is_one_task() -> None:
     """Misses are deduplicated by key and returned to all, in request order."""
     cluster = make_cluster(image_request("busy", (b"other", 8)))

@@ -233,9 +233,6 @@ def test_calibrate_needs_to_see_everything() -> None:
         found(scene)
 
 
-# --- cost models ---
-
-
 def test_fit_has_no_negative_costs() -> None:
     """If longer contexts seem to make steps shorter, their cost is 0."""
     odd = [
