@@ -18,6 +18,7 @@ from vsched.policy import (
     DECISIONS,
     Admission,
     AdmissionView,
+    MemoryPolicy,
     Policy,
     RequestPolicy,
 )
@@ -196,7 +197,16 @@ def test_contract_takes_a_state_of_plain_values(state_type: Any) -> None:
     check_contract(class_with(state_type), "admission")
 
 
-@pytest.mark.parametrize("kind", ["eviction", "memory"])
-def test_contract_refuses_a_state_if_none_is_kept(kind: str) -> None:
+class Plan(MemoryPolicy, frozen=True, kw_only=True):
+    state_type = Tally
+
+    def plan(self, view: Any) -> Any:
+        yield
+
+
+@pytest.mark.parametrize(
+    ("cls", "kind"), [(class_with(Tally, "eviction"), "eviction"), (Plan, "memory")]
+)
+def test_contract_refuses_a_state_if_none_is_kept(cls: type[Policy], kind: str) -> None:
     with pytest.raises(PolicyError, match=f"of the kind {kind} has no state"):
-        check_contract(class_with(Tally, kind), kind)
+        check_contract(cls, kind)

@@ -99,21 +99,6 @@ async def test_hosts_stream_goes_on_when_a_cable_is_pulled(place: Place) -> None
             )
 
 
-@pytest.mark.thorough
-async def test_hosts_next_host_takes_over(place: Place) -> None:
-    """A replica whose host is lost starts on the next of the list."""
-    async with hosts_of("far", "farther") as hosts:
-        hosts.launcher(place, generate=["far", "farther"])
-        async with shell_of(place, behaviour=Behaviour(step_s=0.004)) as shell:
-            assert hosts.running["far"].server.pids
-            request = make_request("text", [11, 12, 13])
-            stream = generate(shell, request, max_tokens=60)
-            before = await read(stream, at_least=20)
-            await hosts.running.pop("far").close()
-            assert before + await read(stream) == expected_tokens(request.prompt_token_ids, 60)
-            assert hosts.running["farther"].server.pids
-
-
 async def test_hosts_first_start_fails_without_its_host(place: Place) -> None:
     """A missing host is an error at once, without waiting."""
     async with hosts_of("far") as hosts:

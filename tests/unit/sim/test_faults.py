@@ -111,7 +111,8 @@ def test_strategy_draws_faults_of_hosts_only_if_there_are_some() -> None:
 
     plans = fault_plans(GROUPS, SPAN_NS, kinds=[Hang, HostCrash], hosts=["far"])
     (crash,) = hypothesis.find(plans, has_a_crash, settings=SHRINKING).faults
-    assert crash == HostCrash(at_ns=crash.at_ns, host="far")
+    assert isinstance(crash, HostCrash)
+    assert crash.host == "far"
     with pytest.raises(ValueError, match=r"HostCrash strikes a host, and there is none. Remedy:"):
         fault_plans(GROUPS, SPAN_NS, kinds=[Hang, HostCrash])
 
