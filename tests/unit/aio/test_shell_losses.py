@@ -309,9 +309,10 @@ async def test_shell_scheduler_that_fails_at_a_submission_refuses_it(
     await all_given_up(played, streams)
 
 
+@pytest.mark.parametrize("fails", [False, True], ids=["stops", "fails"])
 @pytest.mark.parametrize("pauses", [False, True])
-async def test_shell_that_fails_ends_a_restart(
-    played: ShellHarness, monkeypatch: pytest.MonkeyPatch, *, pauses: bool
+async def test_shell_that_ends_ends_a_restart(
+    played: ShellHarness, monkeypatch: pytest.MonkeyPatch, *, pauses: bool, fails: bool
 ) -> None:
     """Whether its ranks are loading or it pauses between two attempts."""
     ranks = played.ranks
@@ -321,9 +322,12 @@ async def test_shell_that_fails_ends_a_restart(
         ranks.pause_over.clear()
     ranks.of("encode").exit(1)
     await ranks.until(lambda: ranks.pauses_s if pauses else ranks.starts == 3)
-    fail_on(monkeypatch, Stepped)
-    ranks.run(1)
-    await all_given_up(played, streams)
+    if fails:
+        fail_on(monkeypatch, Stepped)
+        ranks.run(1)
+        await all_given_up(played, streams)
+    else:
+        await played.shell.stop()
     await ranks.until(lambda: not played.shell.pids)
     ranks.pause_over.set()
     for _ in range(20):

@@ -85,15 +85,6 @@ def test_a_hold_ends_by_the_timer_and_another_answer() -> None:
     assert one.ended.keys() == {"a"}
 
 
-def test_policy_is_not_called_for_requests_aborted_while_held() -> None:
-    one = cluster()
-    one.withdraw(one.arrive(of_tenant("a", "held")))
-    one.drain()
-    one.check_settled()
-    assert not one.ended
-    assert one.kernel.statistics()["arrival"]["admitted"] == 0
-
-
 def test_as_many_are_held_as_may_wait() -> None:
     one = cluster()
     for index in range(LIMITS.waiting + 1):

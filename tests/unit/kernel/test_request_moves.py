@@ -267,17 +267,6 @@ def test_drain_of_a_lost_group_changes_nothing() -> None:
     assert_served(cluster, "r")
 
 
-def test_group_that_was_lost_while_it_drained_reports_once_that_it_is_drained_again() -> None:
-    cluster = make_cluster(make_request("r", words(5), max_tokens=9))
-    cluster.run_generate()
-    cluster.send(Drain("generate"))
-    crash(cluster)
-    cluster.send(Drain("generate"))
-    cluster.drain()
-    assert cluster.drained == ["generate"]
-    assert_served(cluster, "r")
-
-
 def test_draining_group_waits_for_the_image_of_what_ran_when_it_was_lost() -> None:
     """No other group accepts it, though it holds no slot and its image is yet to be encoded."""
     cluster = make_cluster(

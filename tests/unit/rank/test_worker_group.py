@@ -21,7 +21,6 @@ from tests.unit.rank.worker_groups import (
     is_running,
     limits,
     python_path,
-    shell_of,
     started,
 )
 from tests.unit.worker.test_generate_rank import join, prefill
@@ -207,28 +206,6 @@ async def test_worker_group_ranks_leave_signals_to_the_engine(place: Place) -> N
         worker_group.leader("generate").decide(one_request())
         await received.wait_until(lambda: received.results or received.lost)
         assert received.lost == []
-
-
-async def test_shell_stop_in_the_middle_of_a_restart_leaves_no_process(place: Place) -> None:
-    """Stopping cancels a restart that has begun to start ranks."""
-    before = place_children()
-    async with shell_of(place) as shell:
-        pids = shell.pids
-        os.kill(pids[1], signal.SIGKILL)
-        async with patience():
-            while shell.healthy:  # noqa: ASYNC110 - the very turn of the loop matters
-                await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        await shell.stop()
-        assert shell.pids == []
-        assert not any(is_running(pid) for pid in pids)
-    assert place_children() <= before, "no rank was started after the stop"
-
-
-def place_children() -> set[int]:
-    """Return the running children of this process."""
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    return {int(pid) for pid in children if is_running(int(pid))}
 
 
 def test_rank_without_a_specification_exits(tmp_path: Path) -> None:
