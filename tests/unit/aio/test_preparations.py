@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from tests.patience import NEVER_S, patience
+from tests.patience import patience
 from tests.unit.aio.ranks import ShellHarness, fail_on
 from tests.unit.kernel.setups import ByTenant
 from tests.unit.rank.worker_groups import Text
@@ -20,7 +20,7 @@ from vsched.errors import RequestFailed, RequestRefused
 from vsched.kernel.events import Cleared, PolicyReplaced
 from vsched.types import SamplingParams
 
-NEVER_NS = int(NEVER_S * 1e9)
+LONG_NS = 50_000_000_000
 
 
 class SlowMedia:
@@ -50,7 +50,7 @@ class Preparations:
 
     def __init__(self, played: ShellHarness) -> None:
         self.shell, self.ranks, self.media = played.shell, played.ranks, SlowMedia()
-        played.shell._kernel._gate._seat.ask = ByTenant(hold_ns=NEVER_NS).arrive
+        played.shell._kernel._gate._seat.ask = ByTenant(hold_ns=LONG_NS).arrive
         engine = self.engine = played.engine()
         assert engine._running is not None
         engine._running = dataclasses.replace(engine._running, media=cast("Any", self.media))

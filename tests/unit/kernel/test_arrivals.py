@@ -57,14 +57,14 @@ def test_policy_sees_how_many_before_the_slots_are_as_urgent() -> None:
 
 
 def test_shed_and_redirected_requests_get_the_reason() -> None:
-    """Requests of a tenant are counted wherever they are: here two run, and one waits."""
+    """Requests of a tenant are counted wherever they are, also the one that runs here."""
     one = cluster()
     for index in range(3):
         one.submit(of_tenant(f"r{index}", "shed"))
     shed = one.arrive(of_tenant("a", "shed"))
     away = one.arrive(of_tenant("b", "elsewhere"))
     assert one.rejected == [
-        RejectArrival(shed, "1 wait, 3 of yours", 503, 7),
+        RejectArrival(shed, "2 wait, 3 of yours", 503, 7),
         RejectArrival(away, base_url="http://other:8000/"),
     ]
     counts = one.kernel.statistics()["arrival"]
