@@ -130,7 +130,7 @@ def add_command(commands: list[Any]) -> None:
     [
         (change_step, r"step=1\d\d\d,", r"step=\d{1,3},"),
         (add_command, "Drained", "nothing"),
-        (list.clear, "nothing", "Decide"),
+        (list.clear, "nothing", "EmitTokens"),
     ],
 )
 def test_replay_finds_decisions_that_were_changed(

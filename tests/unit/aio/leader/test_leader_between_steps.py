@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.aio.leader.leader_harness import LIMITS, LeaderHarness, said
-from vsched.aio.leader import ProcessLiveness
+from vsched.aio.leader import EncodeSlices, ProcessLiveness
 from vsched.failures import EncodeErrorKind
 from vsched.kernel.decisions import EncodeDecision, EncodeTask, GenerateDecision
 from vsched.types import Extent
@@ -39,6 +39,24 @@ def layers(entries: list[LogEntry]) -> list[int]:
 @pytest.fixture
 async def led() -> LeaderHarness:
     return LeaderHarness(2, name="encode").enter(hooks={"balance": 10.0})
+
+
+def test_encode_slices_follow_what_parts_took() -> None:
+    """The first slice is one layer; later ones hold as many as fit, given the tokens of the batch, and at least one."""
+    encode_slices = EncodeSlices()
+    assert encode_slices.begin(batch(1, 200)).layers == 1
+    assert encode_slices.go_on(Paused(1, 1, 20 * MS)) == 5
+    assert encode_slices.go_on(Paused(1, 5, 125 * MS)) == 4, "25 ms each by now"
+    assert encode_slices.go_on(Paused(1, 4, 40 * MS)) == 4, "others like them may come"
+    assert encode_slices.busy_ns == 185 * MS
+    assert encode_slices.end()
+    assert encode_slices.begin(batch(2, 50, 50)).layers == 8, "half the tokens"
+    assert encode_slices.begin(batch(3, 100_000)).layers == 1
+    assert encode_slices.begin(batch(4, 100, time_slice_ms=1000)).layers == 80
+    assert encode_slices.go_on(Paused(4, 80, 400 * MS)) == 200, "another batch, another cost"
+    encoded = EncodeDecision(5, [EncodeTask(b"", 200, Extent(0, 8), [0], encoded=True)], MS)
+    assert encode_slices.begin(encoded) == encoded, "nothing to compute"
+    assert not encode_slices.end()
 
 
 async def test_leader_sends_time_slices_between_the_steps_of_the_other_group() -> None:

@@ -162,13 +162,13 @@ async def test_generation_ends_its_text_at_what_stopped_it(
 
 @pytest.mark.parametrize(
     ("min_tokens", "tokens", "text"),
-    [(0, 1, ""), (1, 4, "abc"), (3, 4, "abc"), (4, 5, "ab"), (9, 5, "abcab")],
+    [(0, 1, ""), (1, 2, "a"), (3, 4, "abc"), (4, 5, "ab"), (9, 5, "abcab")],
 )
 async def test_generation_finds_no_stop_string_before_min_tokens(
     min_tokens: int, tokens: int, text: str
 ) -> None:
     """As in vLLM: the token that completes a stop string must come after the first `min_tokens`."""
-    made = Made(stop=("a", "cab"), min_tokens=min_tokens)
+    made = Made(stop=("a", "b", "cab"), min_tokens=min_tokens)
     made.push(*(0, 1, 2, 0, 1)[:tokens])
     stopped = len(text) < tokens
     assert bool(made.stops) is stopped

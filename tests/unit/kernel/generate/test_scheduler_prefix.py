@@ -21,6 +21,7 @@ from tests.unit.kernel.setups import (
 from vsched.kernel.decisions import Join
 from vsched.policy import InsertionView, Policy
 from vsched.testing import ModelCluster, make_request
+from vsched.testing.cluster import PLACEHOLDER
 from vsched.types import Request
 from vsched_policies.eviction import KeepNothing
 
@@ -69,23 +70,48 @@ def test_prefix_second_turn_computes_only_what_is_new(
 
 
 @pytest.mark.parametrize(
-    ("image", "salt", "adapter", "cached"),
+    ("of_image", "of_request", "cached"),
     [
-        (b"a", "", 7, 12),
-        (b"b", "", 7, 0),
-        (b"a", "tenant", 7, 0),
-        (b"a", "", 0, 0),
-        (b"a", "", 8, 0),
+        ({}, {}, 12),
+        ({"key": b"b"}, {}, 0),
+        ({"metadata": b"the same frames, a second later"}, {}, 0),
+        ({"attention": ((4, 9),)}, {}, 0),
+        ({}, {"cache_salt": "tenant"}, 0),
+        ({}, {"adapter": 0}, 0),
+        ({}, {"adapter": 8}, 0),
     ],
 )
 def test_prefix_is_shared_only_with_equal_content_salt_and_adapter(
-    image: bytes, salt: str, adapter: int, cached: int
+    of_image: dict[str, Any], of_request: dict[str, Any], cached: int
 ) -> None:
     cluster = make_cluster()
-    first = image_request("r1", (b"a", 14))
-    complete(cluster, msgspec.structs.replace(first, adapter=7))
-    request = image_request("r2", (image, 14))
-    complete(cluster, msgspec.structs.replace(request, cache_salt=salt, adapter=adapter))
+    first = msgspec.structs.replace(image_request("r1", (b"a", 14)), adapter=7)
+    complete(cluster, first)
+    images = tuple(msgspec.structs.replace(one, **of_image) for one in first.items)
+    changes = {"request_id": "r2", "items": images, **of_request}
+    complete(cluster, msgspec.structs.replace(first, **changes))
+    assert cluster.ended["r2"].times.cached_tokens == cached
+    assert_served(cluster, "r2")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "cached"),
+    [
+        ([], [(0, 16, b"a")], 0),
+        ([(8, 4, b"a")], [(8, 4, b"b")], 8),
+        ([(4, 8, b"a")], [(6, 8, b"a")], 4),
+        ([(0, 4, b"a"), (0, 4, b"b")], [(0, 4, b"b"), (0, 4, b"a")], 0),
+        ([(0, 2, b"a"), (0, 2, b"b")], [(0, 2, b"b"), (0, 2, b"a")], 0),
+    ],
+)
+def test_prefix_is_shared_up_to_the_first_image_that_differs(
+    first: list[tuple[int, int, bytes]], second: list[tuple[int, int, bytes]], cached: int
+) -> None:
+    """Though every placeholder is the same token, and a text may be made of them."""
+    cluster = make_cluster()
+    for name, images in (("r1", first), ("r2", second)):
+        text = [PLACEHOLDER] * (17 - sum(tokens for _, tokens, _ in images))
+        complete(cluster, make_request(name, text, images))
     assert cluster.ended["r2"].times.cached_tokens == cached
     assert_served(cluster, "r2")
 
