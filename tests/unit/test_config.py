@@ -123,10 +123,7 @@ def test_config_set_parses_by_the_type_of_the_key(
             "generate.chunk_tokens=4096",
             "generate.chunk_tokens: a chunk cannot be longer than a step (generate.max_batch_tokens):",
         ),
-        (
-            "deadlines.heartbeat_s=10",
-            "deadlines.heartbeat_s: a rank must not time out over one",
-        ),
+        ("deadlines.heartbeat_s=10", "deadlines.heartbeat_s: a rank must not time out over one"),
         (
             'generate.memory={use="pinned", tokens=1, bytes=1}',
             "generate.memory: the size of the KV cache must be given once: value both of tokens",

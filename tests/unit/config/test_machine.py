@@ -183,14 +183,7 @@ def limits(*sets: str) -> list[int]:
 
 @pytest.mark.parametrize(
     ("available_gib", "ranks", "expected_gib"),
-    [
-        (4, 2, 1.0),
-        (8, 2, 2.0),
-        (64, 2, 8.0),
-        (64, 7, 8.0),
-        (18, 8, 2.0),
-        (9, 8, 1.0),
-    ],
+    [(4, 2, 1.0), (8, 2, 2.0), (64, 2, 8.0), (64, 7, 8.0), (18, 8, 2.0), (9, 8, 1.0)],
 )
 def test_default_limit_leaves_room(available_gib: int, ranks: int, expected_gib: float) -> None:
     """All ranks together leave the share of one; two of them half of the host."""

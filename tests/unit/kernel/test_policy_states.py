@@ -14,14 +14,7 @@ from tests.unit.kernel.setups import answering, complete, make_cluster, make_lim
 from vsched.errors import PolicyError, RecordError
 from vsched.kernel import Scheduler
 from vsched.plugins import check_contract
-from vsched.policy import (
-    DECISIONS,
-    Admission,
-    AdmissionView,
-    MemoryPolicy,
-    Policy,
-    RequestPolicy,
-)
+from vsched.policy import DECISIONS, Admission, AdmissionView, MemoryPolicy, Policy, RequestPolicy
 from vsched.policy_host.seats import STATE_BYTES_MAX, PolicyFaults, PolicySeat
 from vsched.policy_host.snapshot import encode_snapshot, restore_snapshot
 from vsched.testing import ModelCluster, default_policies, make_request

@@ -12,13 +12,7 @@ from hypothesis import strategies as st
 from tests.unit.memory.views import attempted, memory_view, rank_memory, reserved
 from tests.workers.properties import REPEATABLE
 from vsched.errors import DeviceOutOfMemory
-from vsched.memory import (
-    HostShares,
-    Ledger,
-    LedgerLine,
-    group_ledger,
-    on_host,
-)
+from vsched.memory import HostShares, Ledger, LedgerLine, group_ledger, on_host
 from vsched.policy import Attempt, RankMemory
 from vsched.sim.ranks.device_memory import SimulatedMemory
 

@@ -101,7 +101,7 @@ def test_prefix_is_shared_only_with_equal_content_salt_and_adapter(
         ([(8, 4, b"a")], [(8, 4, b"b")], 8),
         ([(4, 8, b"a")], [(6, 8, b"a")], 4),
         ([(0, 4, b"a"), (0, 4, b"b")], [(0, 4, b"b"), (0, 4, b"a")], 0),
-        ([(0, 2, b"a"), (0, 2, b"b")], [(0, 2, b"b"), (0, 2, b"a")], 0),
+        ([(0, 2, b"a"), (0, 2, b"b")], [(0, 2, b"c"), (0, 2, b"b")], 0),
     ],
 )
 def test_prefix_is_shared_up_to_the_first_image_that_differs(
