@@ -10,6 +10,7 @@ import pytest
 
 from tests.unit.kernel.policy_pool import random_policies
 from tests.unit.kernel.setups import (
+    answering,
     assert_served,
     complete,
     generate_statistics,
@@ -20,40 +21,28 @@ from tests.unit.kernel.setups import (
     words,
 )
 from vsched.kernel import Scheduler, SchedulerLimits
-from vsched.policy import (
-    Draft,
-    DraftingPolicy,
-    DraftingView,
-    Preemption,
-    PreemptionView,
-    RequestPolicy,
-)
+from vsched.policy import Draft, DraftingView, Preemption, PreemptionView
 from vsched.policy_host import SeatPolicies
 from vsched.policy_host.snapshot import encode_snapshot, restore_snapshot
 from vsched.testing import ModelCluster, default_policies, make_request, run_random
 from vsched.testing.cluster import random_limits
 
 
-class Swapping(RequestPolicy, frozen=True, kw_only=True):
-    """Swaps out the youngest."""
-
-    def victim(self, view: PreemptionView) -> Preemption:
-        return Preemption(len(view.running) - 1, "swap")
+def youngest(view: PreemptionView) -> Preemption:
+    return Preemption(len(view.running) - 1, "swap")
 
 
-SWAPPING = default_policies(preemption=Swapping())
+def three_tokens(view: DraftingView) -> Draft:
+    return Draft(min(3, view.rows_free), 0, 2)
+
+
+SWAP_YOUNGEST = answering("preemption", youngest)
+SWAPPING = default_policies(preemption=SWAP_YOUNGEST)
 
 
 def swapping(**changes: Any) -> SchedulerLimits:
     """Tight limits, with room to swap."""
     return tight(**{"swap_blocks": 40, **changes})
-
-
-class Three(DraftingPolicy, frozen=True, kw_only=True):
-    """Three tokens in every step."""
-
-    def grant(self, view: DraftingView) -> Draft:
-        return Draft(min(3, view.rows_free), 0, 2)
 
 
 def run_growing(
@@ -93,7 +82,9 @@ DRAFTING = {"drafts": True, "slots": 7}
 )
 def test_swapped_request_goes_on_where_it_was(limits: dict[str, Any]) -> None:
     """It computes one token to join again, its last one, and its outputs are those of an undisturbed run."""
-    policies = default_policies(preemption=Swapping(), drafting=Three())
+    policies = default_policies(
+        preemption=SWAP_YOUNGEST, drafting=answering("drafting", three_tokens)
+    )
     cluster = run_growing(swapping(**limits), policies)
     counts = generate_statistics(cluster)
     assert counts["swapped_out"] > 0
@@ -156,7 +147,7 @@ def test_swapping_keeps_every_promise_under_random_schedules(seed: int) -> None:
     """With faults, aborts, draft tokens, shared prefixes and images, if every preemption swaps."""
     rng = random.Random(seed)
     drawn = random_policies(rng)
-    by_table = {**drawn.by_table, "generate.preemption": Swapping()}
+    by_table = {**drawn.by_table, "generate.preemption": SWAP_YOUNGEST}
     limits = msgspec.structs.replace(
         random_limits(rng), blocks=rng.randint(12, 40), swap_blocks=30, state_snapshots=None
     )
