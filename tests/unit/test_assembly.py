@@ -8,9 +8,10 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
+from tests.unit.configs import config_of
 from tests.unit.rank.fake_plugin import LAYOUT, FakePlugin, model_info
 from vsched.assembly import (
     arena_layout,
@@ -39,13 +40,9 @@ INFO = model_info()
 NO_IMAGES = {"encode": {"pages_total": 0, "pages_free": 0, "pages_evictable": 0}}
 
 
-def config_of(*sets: str) -> Config:
-    return load_config(None, sets=sets, environ={}).config
-
-
 def with_state(size: int) -> ModelInfo:
     """Return a model with a recurrent state of this size."""
-    return msgspec.structs.replace(INFO, state_bytes=size)
+    return replace(INFO, state_bytes=size)
 
 
 TWO_BY_TWO = (
@@ -131,7 +128,7 @@ def test_batch_cap_of_encoders_is_shared_by_replicas() -> None:
 @pytest.mark.parametrize(("fact", "longest"), [("item_atomic", 900), ("prompt_atomic", 1000)])
 def test_a_step_holds_what_sees_itself(fact: str, longest: int) -> None:
     """Kernel and profiling run use chunks of that length, and an image that fits no step is an error."""
-    info = msgspec.structs.replace(INFO, item_tokens_max=900, **{fact: True})
+    info = replace(INFO, item_tokens_max=900, **{fact: True})
     config = config_of(
         "generate.max_batch_tokens=1010", "generate.slots=10", "generate.chunk_tokens=64"
     )
@@ -142,10 +139,8 @@ def test_a_step_holds_what_sees_itself(fact: str, longest: int) -> None:
     assert limits.prefix_cache == (fact == "item_atomic")
     for plan in worker_group_plans(config, info, policies):
         assert plan.generate is None or plan.generate.limits.chunk_tokens == longest
-    large = msgspec.structs.replace(info, item_tokens_max=1001)
-    with pytest.raises(
-        ConfigError, match=r"value 1000, limit at least 1001 tokens.*set it to 1011"
-    ):
+    large = replace(info, item_tokens_max=1001)
+    with pytest.raises(ConfigError, match="value 1000, limit at least 1001 tokens.*it to 1011"):
         scheduler_limits(config, large, policies, blocks=7)
     scheduler_limits(config.text_alone, large.text_alone, policies, blocks=7)
 
@@ -159,7 +154,7 @@ def test_kernel_is_told_how_long_a_request_may_wait() -> None:
 
 
 def test_ranks_without_heads_of_their_own_keep_the_whole_kv_cache() -> None:
-    config, info = config_of(*TWO_BY_TWO), msgspec.structs.replace(INFO, shares_kv=False)
+    config, info = config_of(*TWO_BY_TWO), replace(INFO, shares_kv=False)
     sizing = create_sizing(config, info, resolve_policies(config))
     assert sizing._view.bytes_per_token == INFO.kv_bytes_per_token
 
@@ -178,7 +173,7 @@ def test_rank_is_told_its_share_of_the_kv_cache() -> None:
     used = memory_in_use(statistics, None, config, INFO)
     one_cache = 3 * config.generate.block_size * INFO.kv_bytes_per_token
     assert used["kv"] == one_cache
-    whole = msgspec.structs.replace(INFO, shares_kv=False)
+    whole = replace(INFO, shares_kv=False)
     assert memory_in_use(statistics, None, config, whole)["kv"] == 2 * one_cache
 
 
@@ -259,10 +254,7 @@ def test_swap_memory_is_places_for_blocks_of_each_rank(sets: tuple[str, ...]) ->
     [("1", {}, "smaller than one KV block"), ("1GiB", {"state_bytes": 9}, "keep a state")],
 )
 def test_swap_memory_of_no_use_is_refused(size: str, changes: dict[str, int], message: str) -> None:
-    config, info = (
-        config_of(f"generate.swap_memory={size}"),
-        msgspec.structs.replace(INFO, **changes),
-    )
+    config, info = config_of(f"generate.swap_memory={size}"), replace(INFO, **changes)
     with pytest.raises(ConfigError, match=rf"generate\.swap_memory.*{message}"):
         scheduler_limits(config, info, resolve_policies(config), blocks=9)
 
@@ -270,13 +262,13 @@ def test_swap_memory_of_no_use_is_refused(size: str, changes: dict[str, int], me
 def test_int8_kv_cache_is_reported_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """A byte for a value and two for the scale of a head; a plug-in without the number of heads is refused."""
     plugin = FakePlugin()
-    found = msgspec.structs.replace(INFO, dtype="bfloat16", kv_bytes_per_token=256)
+    found = replace(INFO, dtype="bfloat16", kv_bytes_per_token=256)
     monkeypatch.setattr("vsched.assembly.load_worker", lambda *_, **__: plugin)
     monkeypatch.setattr(plugin, "inspect", lambda *_, **__: found, raising=False)
     config = config_of("generate.kv_dtype=int8", "model.path=x")
     with pytest.raises(ConfigError, match=r"generate\.kv_dtype: .* heads of .*set it to auto"):
         inspect_checkpoint(config, resolve_policies(config))
-    found = msgspec.structs.replace(found, kv_heads_per_token=8)
+    found = replace(found, kv_heads_per_token=8)
     info = inspect_checkpoint(config, resolve_policies(config))
     assert (info.kv_dtype, rank_kv_bytes_per_token(config, info)) == ("int8", 128 + 16)
     plain = config_of("model.path=x")
@@ -300,7 +292,7 @@ def test_swap_memory_of_a_plugin_that_cannot_swap_is_refused(
 
 SIMULATED = plugin.inspect("model", dtype="auto", item_tokens_max=0)
 STATEFUL = plugin.inspect(HYBRID, dtype="auto", item_tokens_max=0)
-WITH_DRAFT = msgspec.structs.replace(SIMULATED, draft=SIMULATED.text_alone)
+WITH_DRAFT = replace(SIMULATED, draft=SIMULATED.text_alone)
 UNASKED = "generate.draft_model is loaded, and generate.drafting does not ask it"
 
 
@@ -334,7 +326,7 @@ def test_drafts_are_refused_without_what_they_need() -> None:
 
 def test_draft_model_gets_a_prompt_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even for a model whose prompts are bidirectional: to the draft model they are ordinary tokens."""
-    whole = msgspec.structs.replace(SIMULATED, prompt_atomic=True, item_atomic=True)
+    whole = replace(SIMULATED, prompt_atomic=True, item_atomic=True)
     monkeypatch.setattr(type(plugin), "inspect", lambda *_, **_given: whole)
     config = config_of(f"generate.plugin={NAME}", "generate.draft_model=small")
     found = inspect_draft(config, plugin, SIMULATED)
@@ -350,17 +342,15 @@ def test_draft_model_gets_a_prompt_chunk_by_chunk(monkeypatch: pytest.MonkeyPatc
 DEMO = Path(__file__).parents[2] / "workers" / "demo-model"
 
 
-@pytest.mark.parametrize(
-    ("sets", "temperature"), [((), 0.3), (("model.sampling_defaults=false",), 1.0)]
-)
+@pytest.mark.parametrize(("used", "temperature"), [("true", 0.3), ("false", 1.0)])
 def test_model_section_decides_what_is_taken_from_the_checkpoint(
-    tmp_path: Path, sets: tuple[str, ...], temperature: float
+    tmp_path: Path, used: str, temperature: float
 ) -> None:
     path = shutil.copytree(DEMO, tmp_path / "copy")
     stated = {"eos_token_id": 2, "temperature": 0.3}
     (path / "generation_config.json").write_text(json.dumps(stated))
-    chosen = (f"model.path={path}", "model.chat_template=mine.jinja", *sets)
-    loaded = load_config(None, sets=chosen, environ={})
+    sets = f"model.path={path}", "model.chat_template=mine.jinja", f"model.sampling_defaults={used}"
+    loaded = load_config(None, sets=sets, environ={})
     info = inspect_checkpoint(loaded.config, loaded.policies)
     assert info.sampling == SamplingDefaults(temperature=temperature)
     engine = Engine(loaded.config)

@@ -265,42 +265,28 @@ def test_refusals_of_a_hub_are_one_sentence(hub: HubServer, name: str, text: str
     assert "\n" not in str(error.value)
 
 
-def test_part_is_the_named_gguf_file_after_another_was_downloaded(
+def test_part_names_one_gguf_file_of_a_repository(
     hub: HubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for part in ("Q4_K_M", "Q8_0"):
-        (hub.repositories["org/model"] / f"model-{part}.gguf").write_bytes(part.encode())
-    monkeypatch.setattr(checkpoints, "_converted", lambda file, _: file.name)
-    for part in ("Q4_K_M", "Q8_0"):
-        assert local_checkpoint(f"org/model:{part}") == f"model-{part}.gguf"
-    assert (Path(local_checkpoint("org/model")) / "model.safetensors").exists()
-
-
-def test_part_of_several_gguf_files_is_an_error_before_they_are_downloaded(
-    hub: HubServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The end of a name is preferred."""
-    for part in ("Q4_K", "Q4_K_M", "Q4_K_S"):
-        (hub.repositories["org/model"] / f"model-{part}.gguf").write_bytes(part.encode())
-    monkeypatch.setattr(checkpoints, "_converted", lambda file, _: file.name)
-    assert local_checkpoint("org/model:Q4_K") == "model-Q4_K.gguf"
-    with pytest.raises(CheckpointError, match=r"3 files have 'Q4' .*model-Q4_K_M.gguf.*Remedy"):
+    """The end of a name is preferred, and the language model to its vision part; other files are not downloaded."""
+    names = ("Q4_K", "Q4_K_M", "Q4_K_S", "Q8_0")
+    files = [f"model-{part}.gguf" for part in names]
+    for name in (*files, "mmproj-model-Q8_0.gguf", "Q4_0/model.gguf"):
+        file = hub.repositories["org/model"] / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(name.encode())
+    monkeypatch.setattr(checkpoints, "_converted", lambda file, _: file.read_text())
+    with pytest.raises(CheckpointError, match=r"4 files have 'Q4' .*model-Q4_K_M.gguf.*Remedy"):
         local_checkpoint("org/model:Q4")
     folder = download("org/model:Q4_K")
     assert [file.name for file in folder.glob("*.gguf")] == ["model-Q4_K.gguf"]
-
-
-def test_part_is_the_language_model_next_to_its_vision_part_and_in_folders(
-    hub: HubServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names = ("model-Q8_0.gguf", "mmproj-model-Q8_0.gguf", "Q4_0/model.gguf")
-    for file in [hub.repositories["org/model"] / name for name in names]:
-        file.parent.mkdir(exist_ok=True)
-        file.write_bytes(file.name.encode())
-    monkeypatch.setattr(checkpoints, "_converted", lambda file, _: file.read_text())
-    assert local_checkpoint("org/model:Q8_0") == "model-Q8_0.gguf"
-    assert local_checkpoint("org/model:Q4_0") == "model.gguf"
-    assert local_checkpoint("org/model:mmproj") == "mmproj-model-Q8_0.gguf"
+    for part, name in {
+        **dict(zip(names, files, strict=True)),
+        "Q4_0": "Q4_0/model.gguf",
+        "mmproj": "mmproj-model-Q8_0.gguf",
+    }.items():
+        assert local_checkpoint(f"org/model:{part}") == name
+    assert (Path(local_checkpoint("org/model")) / "model.safetensors").exists()
 
 
 def test_gguf_file_in_several_parts_is_refused(hub: HubServer, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.machines import pretend_cores
+from tests.unit.configs import config_of
 from vsched.config import (
     ArenaConfig,
     Config,
@@ -29,6 +30,7 @@ IMAGE_HOSTS = ("images.example.com", "B.example.com:8443", "[::1]", "[::1]:8080"
 HOSTS = 'cluster.hosts={far = "tcp://10.0.0.2:7700"}'
 KEY = "cluster.key_file=hosts.key"
 THERE = 'cluster.generate=["far", "local"]'
+FAR = [HOSTS, KEY, THERE]
 RAY = "cluster.ray=auto"
 
 
@@ -98,8 +100,7 @@ def test_config_precedence_is_command_line_environment_file_default(tmp_path: Pa
 def test_config_set_parses_by_the_type_of_the_key(
     assignment: str, section: str, key: str, value: object
 ) -> None:
-    config = load_config(None, sets=[assignment], environ={}).config
-    assert getattr(getattr(config, section), key) == value
+    assert getattr(getattr(config_of(assignment), section), key) == value
 
 
 @pytest.mark.parametrize(
@@ -112,26 +113,17 @@ def test_config_set_parses_by_the_type_of_the_key(
             "encode.weights_group (from command line) is not valid: value 17, limit int, 0 to 128, a mult",
         ),
         ("deadlines.step_s=nan", "deadlines.step_s (from command line) is not valid: value nan,"),
-        (
-            "placement=apart",
-            "placement (from command line) is not valid: value 'apart', limit 'auto'",
-        ),
+        ("placement=apart", "placement (from command line) is not valid: value 'apart', limit"),
         ("zzz=1", "zzz (from command line): unknown key. Keys here: placement, model, server,"),
         ("routing=round-robin", "routing (from command line): not a table; write routing = {use ="),
         ("routing.use=1", "routing.use: no policy is named."),
-        (
-            'media.hosts=["https://images.example.com"]',
-            "media.hosts (from command line) is not valid: value ['https:",
-        ),
+        ('media.hosts=["https://a.com"]', "media.hosts (from command line) is not valid: value ["),
         ('media.private_hosts=["a.com:65536"]', "media.private_hosts (from command line) is not"),
         (
             "generate.chunk_tokens=4096",
             "generate.chunk_tokens: a chunk cannot be longer than a step (generate.max_batch_tokens):",
         ),
-        (
-            "deadlines.heartbeat_s=10",
-            "deadlines.heartbeat_s: a rank must not time out over one late heartbeat",
-        ),
+        ("deadlines.heartbeat_s=10", "deadlines.heartbeat_s: a rank must not time out over one"),
         (
             'generate.memory={use="pinned", tokens=1, bytes=1}',
             "generate.memory: the size of the KV cache must be given once: value both of tokens",
@@ -141,7 +133,7 @@ def test_config_set_parses_by_the_type_of_the_key(
             "generate.memory.mem_fraction is not valid: value 1.01, limit number, above 0, at most 1. Remedy: set",
         ),
         (
-            'cluster.hosts={far = "10.0.0.2"}',
+            'cluster.hosts={far="10.0.0.2"}',
             "cluster.hosts (from command line) is not valid: value {",
         ),
         ('cluster.hosts={local = "tcp://h:1"}', "cluster.hosts: 'local' is this host"),
@@ -151,7 +143,7 @@ def test_config_set_parses_by_the_type_of_the_key(
             [HOSTS, KEY, 'cluster.encode=["far"]', "placement=together"],
             "cluster.encode: with placement = together",
         ),
-        ([HOSTS, KEY, THERE, "adapters.count_max=2"], "adapters.count_max: ranks on other hosts"),
+        ([*FAR, "adapters.count_max=2"], "adapters.count_max: ranks on other hosts"),
         ([RAY, "adapters.count_max=2"], "adapters.count_max: ranks on other hosts"),
         ('cluster.hosts={ray = "tcp://h:1"}', "cluster.hosts: 'ray' is Ray's"),
         ('cluster.encode=["ray"]', "cluster.encode: there is no host 'ray'"),
@@ -162,6 +154,11 @@ def test_config_set_parses_by_the_type_of_the_key(
             "cluster.encode_resources.CPU: no amount of a resource: value 0",
         ),
         ([RAY, HOSTS, 'cluster.encode=["far"]'], "cluster.key_file: not set"),
+        ("encode.reserved=auto", "encode.reserved (from command line) is not valid: value 'auto'"),
+        *(
+            (f'encode.memory_limit="{size}"', "encode.memory_limit (from command line) is not")
+            for size in ("4GB", "-1", "", "GiB", "1e3", "4 G iB", "nan")
+        ),
     ],
 )
 def test_config_refusal_has_the_key_and_the_limit(sets: str | list[str], expected: str) -> None:
@@ -212,6 +209,14 @@ def test_config_combinations_are_told_together_once_each_value_is_legal() -> Non
     assert [one.partition(" ")[0] for one in reported] == ["generate.max_batch_token"]
 
 
+def test_config_value_in_place_of_a_table_is_reported_next_to_a_key_of_the_table() -> None:
+    environ = {"VSCHED__GENERATE": "3", "VSCHED__GENERATE__SLOTS": "4"}
+    place = "generate (from environment VSCHED__GENERATE)"
+    assert refusal(environ=environ).startswith(f"{place}: a table of keys, not a value")
+    said = refusal(["arena=3", "arena.pixel_bytes=1GiB"])
+    assert said.startswith("arena (from command line): a table of keys, not a value")
+
+
 def test_config_refusals_of_files_name_the_file(tmp_path: Path) -> None:
     missing = tmp_path / "missing.toml"
     remedy = "Remedy: check the path of --config"
@@ -234,41 +239,41 @@ def test_config_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
 
 
 def test_config_text_cannot_smuggle_further_keys() -> None:
-    config = load_config(None, sets=['model.name="a"\n[generate]\nslots = 1'], environ={}).config
+    config = config_of('model.name="a"\n[generate]\nslots = 1')
     assert config.generate.slots == 64
     assert "slots = 1" in config.model.name
 
 
-def test_config_layer_that_names_a_policy_replaces_the_table(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("environ", "sets", "expected"),
+    [
+        ({}, ["max_items=2"], {"use": "token-budget", "max_tokens": 9, "max_items": 2}),
+        ({}, ["use=fifo"], {"use": "fifo"}),
+        # The order of a name and its fields does not matter.
+        ({}, ["max_items=3", "use=token-budget"], {"use": "token-budget", "max_items": 3}),
+        ({"USE": "token-budget", "MAX_ITEMS": "3"}, [], {"use": "token-budget", "max_items": 3}),
+    ],
+)
+def test_config_layer_that_names_a_policy_replaces_the_table(
+    tmp_path: Path, environ: dict[str, str], sets: list[str], expected: dict[str, object]
+) -> None:
     path = write(
         tmp_path, '[encode.admission]\nuse = "token-budget"\nmax_tokens = 9\nmax_items = 3\n'
     )
-    loaded = load_config(path, sets=["encode.admission.max_items=2"], environ={})
-    merged = {"use": "token-budget", "max_tokens": 9, "max_items": 2}
-    assert loaded.config.encode.admission == merged
-    assert loaded.origins["encode.admission.max_tokens"] == f"file {path}"
-    assert loaded.origins["encode.admission.max_items"] == "command line"
-    loaded = load_config(path, sets=["encode.admission.use=fifo"], environ={})
-    assert loaded.config.encode.admission == {"use": "fifo"}
-
-
-def test_config_order_of_a_policys_name_and_fields_does_not_matter() -> None:
-    environ = {
-        "VSCHED__ENCODE__ADMISSION__USE": "token-budget",
-        "VSCHED__ENCODE__ADMISSION__MAX_ITEMS": "3",
-    }
-    table = {"use": "token-budget", "max_items": 3}
-    assert load_config(None, environ=environ).config.encode.admission == table
-    sets = ["encode.admission.max_items=3", "encode.admission.use=token-budget"]
-    assert load_config(None, sets=sets, environ={}).config.encode.admission == table
+    loaded = load_config(
+        path,
+        sets=[f"encode.admission.{one}" for one in sets],
+        environ={f"VSCHED__ENCODE__ADMISSION__{key}": value for key, value in environ.items()},
+    )
+    assert loaded.config.encode.admission == expected
 
 
 def test_config_memory_size_in_bytes_replaces_the_one_in_tokens() -> None:
     environ = {"VSCHED__GENERATE__MEMORY": '{use="pinned", tokens=64}'}
     config = load_config(None, sets=["generate.memory.bytes=1000"], environ=environ).config
     assert config.generate.memory == {"use": "pinned", "bytes": 1000}
-    config = load_config(None, sets=["generate.memory.mem_fraction=0.5"], environ={}).config
-    assert config.generate.memory == {"use": "auto-profile", "mem_fraction": 0.5}
+    changed = config_of("generate.memory.mem_fraction=0.5").generate.memory
+    assert changed == {"use": "auto-profile", "mem_fraction": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -318,7 +323,7 @@ def test_config_documentation_is_current() -> None:
 
 
 def test_cluster_of_hosts_is_read() -> None:
-    cluster = load_config(None, sets=[HOSTS, KEY, THERE], environ={}).config.cluster
+    cluster = config_of(*FAR).cluster
     assert cluster.hosts == {"far": "tcp://10.0.0.2:7700"}
     assert cluster.generate == ["far", "local"]
     assert cluster.elsewhere
@@ -327,47 +332,36 @@ def test_cluster_of_hosts_is_read() -> None:
 @pytest.mark.parametrize("address", ["auto", "head:6379", "10.0.0.1:6379", "[fd00::1]:6379"])
 def test_cluster_on_ray_needs_no_key(address: str) -> None:
     """A stage whose list is empty starts there."""
-    sets = [f'cluster.ray="{address}"', 'cluster.encode=["local"]']
-    cluster = load_config(None, sets=sets, environ={}).config.cluster
+    cluster = config_of(f'cluster.ray="{address}"', 'cluster.encode=["local"]').cluster
     assert cluster.elsewhere
     assert (cluster.hosts_of("encode"), cluster.hosts_of("generate")) == (["local"], ["ray"])
 
 
 @pytest.mark.parametrize(
-    ("sets", "here", "there"),
+    ("sets", "cores", "processes", "threads"),
     [
-        ([], 2, 0),
-        ([HOSTS, KEY, 'cluster.encode=["far"]'], 1, 1),
-        ([HOSTS, KEY, THERE, "generate.replicas=3", "generate.tensor_parallel=2"], 3, 4),
-        ([HOSTS, KEY, THERE, "placement=together"], 0, 1),
-    ],
-)
-def test_cluster_shares_cores_out_among_those_that_start_there(
-    sets: list[str], here: int, there: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A rank on another host takes none of the cores of this one."""
-    pretend_cores(monkeypatch, 12)
-    config = load_config(None, sets=sets, environ={}).config
-    assert (config.processes_on("local"), config.processes_on("far")) == (here, there)
-    assert config.threads("generate") == 12 // max(here, 1)
-
-
-@pytest.mark.parametrize(
-    ("sets", "cores", "threads"),
-    [
-        ([], 16, (8, 8)),
-        (["generate.replicas=2", "generate.tensor_parallel=3"], 16, (2, 2)),
-        (["generate.threads=5"], 16, (8, 5)),
-        (["encode.replicas=2", "generate.replicas=2"], 2, (1, 1)),
-        (["placement=together"], 2, (2, 2)),
+        ([], 16, (2, 0), (8, 8)),
+        (["generate.replicas=2", "generate.tensor_parallel=3"], 16, (7, 0), (2, 2)),
+        (["generate.threads=5"], 16, (2, 0), (8, 5)),
+        (["encode.replicas=2", "generate.replicas=2"], 2, (4, 0), (1, 1)),
+        (["placement=together"], 2, (1, 0), (2, 2)),
+        # A rank on another host takes none of the cores of this one.
+        ([HOSTS, KEY, 'cluster.encode=["far"]'], 12, (1, 1), (12, 12)),
+        ([*FAR, "generate.replicas=3", "generate.tensor_parallel=2"], 12, (3, 4), (4, 4)),
+        ([*FAR, "placement=together"], 12, (0, 1), (12, 12)),
     ],
 )
 def test_config_threads_default_to_the_share_of_a_rank(
-    sets: list[str], cores: int, threads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    sets: list[str],
+    cores: int,
+    processes: tuple[int, int],
+    threads: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Ranks that start in parallel do not take each other's cores."""
+    """Ranks that start in parallel, here and on the other host, do not take each other's cores."""
     pretend_cores(monkeypatch, cores)
-    config = load_config(None, sets=sets, environ={}).config
+    config = config_of(*sets)
+    assert (config.processes_on("local"), config.processes_on("far")) == processes
     assert (config.threads("encode"), config.threads("generate")) == threads
 
 
@@ -386,7 +380,7 @@ def test_config_threads_default_to_the_share_of_a_rank(
     ],
 )
 def test_config_names_what_fixes_the_threads(sets: list[str], encode: str, generate: str) -> None:
-    config = load_config(None, sets=sets, environ={}).config
+    config = config_of(*sets)
     found = (config.threads_fixed_by("encode"), config.threads_fixed_by("generate"))
     assert found == (encode, generate)
 
@@ -414,8 +408,6 @@ def test_config_stages_together_are_equally_placed(sets: list[str], key: str, sa
     assert refusal([*sets, "placement=together"]).startswith(
         f"encode.{key}: {together}{said.format(f'generate.{key}')}. Remedy:"
     )
-    load_config(None, sets=sets, environ={})
-    both = ["encode.replicas=2", "generate.replicas=2", "placement=together"]
-    assert load_config(None, sets=both, environ={}).config.ranks == 4
-    same = ["encode.device=cuda:0", "generate.device=cuda", "placement=together"]
-    load_config(None, sets=same, environ={})
+    config_of(*sets)
+    assert config_of("encode.replicas=2", "generate.replicas=2", "placement=together").ranks == 4
+    config_of("encode.device=cuda:0", "generate.device=cuda", "placement=together")

@@ -248,9 +248,7 @@ def test_fewer_devices_than_ranks_are_an_error(
 
 def test_configured_device_is_not_replaced_by_a_cpu(pretend: Pretend) -> None:
     pretend(OLD)
-    with pytest.raises(
-        ConfigError, match=r"generate.device: cannot be used: value cuda:0, limit its"
-    ):
+    with pytest.raises(ConfigError, match="generate.device: cannot be used: value cuda:0, limit"):
         resolve("generate.device=cuda")
     pretend(problem="torch hung", failed=True)
     assert resolve("generate.device=cuda").generate.device == "cuda"

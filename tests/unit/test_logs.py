@@ -43,9 +43,7 @@ def test_logs_carry_time_level_process_and_logger() -> None:
     first, of_a_worker, second, third, *_ = run_program()
     assert of_a_worker.endswith("INFO [generate-0 rank 1] vsched_workers.backends: of a worker")
     assert re.fullmatch(rf"{STAMP} INFO \[generate-0 rank 1\] vsched.aio: a {{brace}}", first)
-    assert re.fullmatch(
-        rf"{STAMP} WARNING \[generate-0 rank 1\] uvicorn.error: of a library", second
-    )
+    assert second.endswith("WARNING [generate-0 rank 1] uvicorn.error: of a library")
     assert re.match(rf"{STAMP} WARNING \[generate-0 rank 1\] py.warnings: .*old", third)
 
 

@@ -16,9 +16,9 @@ import pytest
 
 from tests.patience import NEVER_S
 from tests.unit.rank.fake_plugin import Behaviour, FakeEncoder, FakeGenerator, expected_tokens
-from tests.unit.rank.worker_groups import Place, Text, generate, limits_for, make_sizing, read
+from tests.unit.rank.worker_groups import Place, Text, generate, read, start_groups
 from vsched.aio.launcher import OwnHost, OwnLauncher
-from vsched.aio.shell import Shell, start_shell
+from vsched.aio.shell import Shell
 from vsched.config import Config
 from vsched.config.sections import DeadlinesConfig
 from vsched.engine import Engine, RunningParts
@@ -29,7 +29,7 @@ from vsched.kernel.decisions import EncodeDecision, GenerateDecision
 from vsched.kernel.events import Event
 from vsched.memory import Sized
 from vsched.policy import Reservation
-from vsched.testing import default_policies, make_request
+from vsched.testing import make_request
 from vsched.transport.arena import Arena
 from vsched.transport.zmq_link import OnFrame, rank_identity
 from vsched.types import FinishReason, Request, SamplingParams, stage_of
@@ -239,7 +239,7 @@ class Ranks(OwnLauncher):
     def of(self, group: str, number: int = 0) -> Rank:
         """The latest rank of a group with this number."""
         return next(
-            rank for rank in reversed(self.made) if group in rank.groups and rank.number == number
+            one for one in reversed(self.made) if group in one.groups and one.number == number
         )
 
     def say(self, group: str, report: RankReport, rank: int = 0) -> None:
@@ -384,18 +384,8 @@ class ShellHarness:
 
     async def start(self, groups: Groups = SEPARATE, *, ranks: int = 1) -> None:
         """Start worker groups for these groups, each with this number of ranks."""
-        sizing = make_sizing(groups, ranks=ranks)
-        self.shell = await start_shell(
-            lambda events: [
-                self._place.worker_group(
-                    events, groups=names, limits=LIMITS, sizing=sizing, ranks=ranks
-                )
-                for names in groups
-            ],
-            limits=limits_for(groups),
-            policies=default_policies(),
-            on_progress=lambda *_: None,
-            drain_s=DRAIN_S,
+        self.shell = await start_groups(
+            self._place, groups, ranks=ranks, limits=LIMITS, drain_s=DRAIN_S
         )
 
     def engine(self) -> Engine:
@@ -430,8 +420,7 @@ class ShellHarness:
         self.ranks.wires.clear()
 
     async def close(self) -> None:
-        await self.shell.stop()
-        assert all(rank.ended for rank in self.ranks.made), "a rank outlives its shell"
+        await self.stop()
         self._place.arena.close()
 
 

@@ -12,13 +12,15 @@ import pytest
 
 from tests.patience import patience
 from tests.unit.aio.ranks import ShellHarness, fail_on
+from tests.unit.kernel.setups import ByTenant
 from tests.unit.rank.worker_groups import Text
 from vsched.aio.arrivals import PendingArrivals
 from vsched.aio.streams import Generation
 from vsched.errors import RequestFailed, RequestRefused
-from vsched.kernel.events import Cleared, TimerFired
-from vsched.policy import Admit, ArrivalDecision, ArrivalView, Hold, Redirect, RequestPolicy, Shed
+from vsched.kernel.events import Cleared, PolicyReplaced
 from vsched.types import SamplingParams
+
+LONG_NS = 50_000_000_000
 
 
 class SlowMedia:
@@ -43,27 +45,12 @@ class SlowMedia:
         pass
 
 
-class Told(RequestPolicy, frozen=True, kw_only=True):
-    """Decides by tenant; held requests are let in when asked again."""
-
-    def arrive(self, view: ArrivalView) -> ArrivalDecision:
-        match view.request.tenant:
-            case "shed":
-                return Shed("too many, value 3, limit 2", 7, 503)
-            case "elsewhere":
-                return Redirect("http://other:8000/")
-            case "held" if not view.request.asks:
-                return Hold(view.now_ns + 50_000_000_000)
-            case _:
-                return Admit()
-
-
 class Preparations:
     """An engine over a shell, whose prompts are prepared when a test allows it."""
 
     def __init__(self, played: ShellHarness) -> None:
         self.shell, self.ranks, self.media = played.shell, played.ranks, SlowMedia()
-        played.shell._kernel._gate._seat.ask = Told().arrive
+        played.shell._kernel._gate._seat.ask = ByTenant(hold_ns=LONG_NS).arrive
         engine = self.engine = played.engine()
         assert engine._running is not None
         engine._running = dataclasses.replace(engine._running, media=cast("Any", self.media))
@@ -196,7 +183,7 @@ async def test_rejected_request_is_not_prepared(made: Preparations) -> None:
     with pytest.raises(RequestRefused) as shed:
         await made.ask("shed")
     error = shed.value
-    assert (error.message, error.code) == ("too many, value 3, limit 2.", "shed")
+    assert (error.message, error.code) == ("0 wait, 0 of yours.", "shed")
     assert (error.status, error.retry_after_s) == (503, 7)
     with pytest.raises(RequestRefused) as away:
         await made.ask("elsewhere")
@@ -212,9 +199,7 @@ async def test_held_request_waits_and_is_served(made: Preparations) -> None:
     assert made.media.started.empty()
     assert made.shell.statistics()["waiting"] == 1
     assert "the arrival policy holds it" in made.engine.explain("held")
-    made.shell._kernel._gate._held[1].until_ns = 0
-    made.shell._kernel._gate.due_ns = 0
-    made.shell.handle(TimerFired())
+    made.shell.handle(PolicyReplaced(tables={"arrival": {"use": "open"}}))
     async with patience():
         await made.media.started.get()
         assert made.counts() == (0, 1)

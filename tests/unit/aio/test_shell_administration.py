@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Awaitable, Coroutine
 from typing import Any
 
 import pytest
@@ -23,11 +23,8 @@ from tests.unit.aio.ranks import (
     state_of,
     streams_of,
 )
-from tests.unit.api.fakes import Client
 from tests.unit.rank.fake_plugin import expected_tokens
 from vsched.aio.worker_groups import RESTART_DELAYS_S
-from vsched.api import ApiSettings, create_app
-from vsched.engine import Engine
 from vsched.errors import RequestRefused
 from vsched.testing import make_request
 
@@ -106,6 +103,7 @@ async def test_group_that_is_lost_while_it_drains_comes_back_draining(played: Sh
     ranks.of("generate-1").exit(-9)
     await ranks.until(lambda: ranks.of("generate-1").serves and ranks.starts == starts + 1)
     await ranks.until(lambda: state_of(played, "generate-1") == "draining")
+    assert not draining.done()
     await serve_until(played, draining)
     await played.run_out(streams)
 
@@ -128,13 +126,14 @@ async def test_restart_under_load_costs_no_tokens(played: ShellHarness, group: s
     streams = streams_of(played)
     image = image_stream(played)
     ranks.run_all(2)
-    old, starts = ranks.of(group), ranks.starts
-    restarting = asyncio.ensure_future(played.shell.groups.restart(group))
+    engine, old, starts = played.engine(), ranks.of(group), ranks.starts
+    restarting = await begun(played.shell.groups.restart(group))
+    assert engine.state == "degraded"
     assert await serve_until(played, restarting) is True
+    assert engine.state == "ready"
     assert old.ended
     assert ranks.starts == starts + 1
     assert ranks.pauses_s == []
-    assert played.shell.healthy
     late = Stream(played.shell, make_request("late", [51]))
     await played.run_out(streams)
     await check_image_tokens(image)
@@ -225,40 +224,6 @@ async def test_drain_of_the_last_group_of_its_stage_is_refused(played: ShellHarn
     assert await played.shell.groups.drain("generate-0") is True
     await check_refused(played, "generate-1", "last_group", "Remedy: restart it", "drain")
     assert await played.shell.groups.restart("generate-1") is True
-
-
-async def post(engine: Engine, group: str, action: str) -> Any:
-    app = create_app(engine, ApiSettings())
-    body = {"group": group, "action": action}
-    return await Client(app).send("POST", "/admin/replicas", body)
-
-
-LOOP_TURNS = 10
-
-
-@pytest.mark.parametrize("played", [TWO_OF_EACH], indirect=True)
-async def test_groups_restarted_one_by_one_over_http_under_load(played: ShellHarness) -> None:
-    """A rolling restart: every rank is new, no request fails, and health reports `degraded` meanwhile."""
-    engine = played.engine()
-    old = list(played.ranks.made)
-    streams: list[Sequence[Stream]] = []
-    for row in engine.groups():
-        streams.append(streams_of(played, named=row["name"]))
-        played.ranks.run_all(2)
-        posting = asyncio.ensure_future(post(engine, row["name"], "restart"))
-        for _ in range(LOOP_TURNS):  # until the body is read
-            await asyncio.sleep(0)
-            if engine.state == "degraded":
-                break
-        assert engine.state == "degraded"
-        reply = await serve_until(played, posting)
-        assert (reply.json["done"], reply.json["state"]) == (True, "up")
-        assert engine.state == "ready"
-    played.ranks.run()
-    for four in streams:
-        await check_tokens([*four])
-    assert all(rank.ended for rank in old)
-    assert [row["restarts"] for row in engine.groups()] == [1, 1, 1, 1]
 
 
 async def test_clear_reaches_every_replica(played: ShellHarness) -> None:

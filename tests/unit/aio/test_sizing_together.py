@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 
 import pytest
 
 from tests.unit.aio.test_sizing import Roll, turns
 from tests.unit.worker.device_fakes import KV_BYTES, LOAD, MIB, MeasuredGenerator, model_info
-from vsched.aio.kv_sizing import Sizing
+from vsched.aio.kv_sizing import EIGHTHS_MIN, Sizing
 from vsched.errors import DeviceOutOfMemory, MemoryLeak
 from vsched.memory import LedgerLine, Sized
 from vsched.policy import MemoryPolicy, MemoryView
@@ -177,9 +178,7 @@ async def test_sizing_together_finds_a_leak_of_any_group() -> None:
     """The leak shows when the caches are dropped, and nothing is built on top of it."""
     groups = groups_on(OneDevice(1024 * MIB))
     groups["generate-1"].worker.leaks = True
-    with pytest.raises(
-        MemoryLeak, match="generate-1 rank 0: the KV cache was dropped .* value 0, "
-    ):
+    with pytest.raises(MemoryLeak, match="generate-1 rank 0: the KV cache was .* value 0, "):
         await lead_all(sizing_of(), groups)
     assert [order.tokens for order in groups["generate-0"].orders] == [8192, 0]
 
@@ -213,3 +212,57 @@ async def test_sizing_together_on_a_host_that_is_too_small_says_who_shares_it() 
     message = str(caught.value)
     assert "The host has 30.0 MiB free" in message
     assert "generate-0 rank 0, generate-1 rank 0 may take 15.0 MiB each" in message
+
+
+# --- a restarted group has a smaller KV cache if something else took its memory, or a step ran out of it ---
+
+NAME = "generate-1"
+
+
+async def led_again(sizing: Sizing, before: Group) -> Group:
+    """Return the group after a loss and a restart."""
+    before.die()
+    again = Group(before.device, ROW_BYTES[1])
+    await sizing.lead(NAME, again)  # type: ignore[arg-type]
+    return again
+
+
+async def test_group_comes_back_with_what_fits_and_with_all_of_it_later(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The steps of a smaller size are proved again; those of the whole size were proved at the first start."""
+    device, sizing = OneDevice(1024 * MIB), sizing_of()
+    groups = groups_on(device)
+    await lead_all(sizing, groups)
+    group, (blocks,) = groups[NAME], groups[NAME].accepted
+    taken = group.votes[-1].memory.kv_bytes // 3
+    device.total_bytes -= taken
+    with caplog.at_level(logging.WARNING):
+        group = await led_again(sizing, group)
+    assert blocks * EIGHTHS_MIN // 8 <= group.accepted[0] < blocks
+    assert [order.profile for order in group.orders] == [False] + [True] * (len(group.orders) - 1)
+    assert f"{group.accepted[0] * 16} tokens of KV cache instead of {blocks * 16}: " in caplog.text
+    device.total_bytes += taken
+    group = await led_again(sizing, group)
+    assert group.accepted == [blocks]
+    assert [order.profile for order in group.orders] == [False]
+
+
+async def test_each_step_that_runs_out_of_memory_costs_an_eighth_down_to_a_half() -> None:
+    sizing = sizing_of()
+    groups = groups_on(OneDevice(1024 * MIB))
+    await lead_all(sizing, groups)
+    group, (blocks,) = groups[NAME], groups[NAME].accepted
+    for eighths in (7, 6, 5, 4, 4):
+        sizing.ran_out([NAME])
+        group = await led_again(sizing, group)
+        assert group.accepted == [blocks * eighths // 8]
+
+
+async def test_group_without_memory_for_half_of_its_cache_does_not_start() -> None:
+    device, sizing = OneDevice(1024 * MIB), sizing_of()
+    groups = groups_on(device)
+    await lead_all(sizing, groups)
+    device.total_bytes -= groups[NAME].votes[-1].memory.kv_bytes
+    with pytest.raises(DeviceOutOfMemory, match=r"had before it was lost.*what is free on the"):
+        await led_again(sizing, groups[NAME])

@@ -1,11 +1,13 @@
-"""`python -m tests.bench.parts accuracy`: which changed answers are faults, and the settings that are compared."""
+"""Commands of `tests.bench`: which changed answers are faults, the settings that are compared, and the kernel."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import pytest
 
+from tests.bench import kernel
 from tests.bench.parts.accuracy import (
     VARIANTS,
     ExamAnswer,
@@ -64,3 +66,14 @@ def test_settings_load(variant: Variant) -> None:
     config = load_config(None, sets=sets, environ={}).config
     assert config.model.dtype == "bfloat16"
     assert config.generate.memory["tokens"] == (32 if variant.starved else 16384)
+
+
+def test_the_command_prints_a_table_and_how_far_a_kernel_goes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lines: list[str] = []
+    options = "--replicas 2 1 --running 1 --events 2 --repeats 1"
+    monkeypatch.setattr(sys, "argv", ["kernel", *options.split()])
+    kernel.main(lines.append)
+    assert [line.split("|")[1].strip() for line in lines[1:3]] == ["1", "2"]
+    assert "One core drives" in lines[-1]

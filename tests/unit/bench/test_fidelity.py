@@ -77,29 +77,6 @@ def test_dresser_repeats_what_the_model_answered(texts: RequestTexts) -> None:
     assert ids[7:] == [73, 74]
 
 
-def test_dresser_calls_an_engine_with_all_that_an_arrival_says(texts: RequestTexts) -> None:
-    one = Arrival(
-        at_ns=0,
-        request_id="r",
-        prompt=(Text(1, 2),),
-        output_tokens=9,
-        priority=3,
-        ttft_target_ms=40,
-        tenant="t",
-    )
-    call = texts.call(one, [])
-    sampling = call.pop("sampling")
-    assert (sampling.max_tokens, sampling.ignore_eos, sampling.temperature) == (9, True, 0.0)
-    assert call == {
-        "prompt": texts.text(1, 2),
-        "images": [],
-        "request_id": "r",
-        "priority": 3,
-        "ttft_target_ms": 40,
-        "cache_salt": "t",
-    }
-
-
 def test_dresser_fits_a_workload_once(texts: RequestTexts) -> None:
     workload = workload_of("w", [arrival(Image("a", 7), Image("b", 90))])
     fitted = texts.fit(workload)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -65,21 +63,7 @@ def test_no_step_begins_when_the_time_is_up(tmp_path: Path) -> None:
     assert written(tmp_path) == results
 
 
-# --- the package and its commit ---
-
-
 PYTHON = "3.12"
-
-
-def test_dependencies_of_dependencies_are_carried() -> None:
-    """Of each extra, for that system and Python, and not those of packages that are there."""
-    known = {
-        "app": ["server[fast]>=1", "torch>=2", "old; python_version < '3.12'"],
-        "server": ["loop", "quick; extra == 'fast'", "rare; extra == 'other'", "winapi; sys_platform == 'win32'"],
-        "quick": ["App"],
-    }  # fmt: skip
-    found = pack.needed(["app"], lambda name: known.get(name, []), python=PYTHON)
-    assert found == ["app", "loop", "quick", "server"]
 
 
 def test_every_carried_package_has_a_version_in_the_constraints() -> None:
@@ -89,9 +73,6 @@ def test_every_carried_package_has_a_version_in_the_constraints() -> None:
     carried = "typer pydantic-core uvicorn transformers llguidance pytest-asyncio"
     assert set(carried.split()) <= set(found)
     assert not {"torch", "mpmath", "llvmlite"} & set(found)
-
-
-# --- the commit in the results of a measurement ---
 
 
 @pytest.fixture
@@ -123,44 +104,12 @@ def test_packed_commit_is_used_without_a_repository(tree: Path, tmp_path: Path) 
     assert revision_of(tree, packed) == f"{commit} with later changes"
 
 
-# --- lower bounds of step times ---
-
-
-@pytest.mark.slow
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", SHAPES)
-def test_counts_are_those_of_the_model(name: str, tmp_path: Path) -> None:
-    """Transformers builds it, without weights."""
-    torch = pytest.importorskip("torch")
-    from torch import nn
-
-    from vsched_workers.batching import paged_attention
-    from vsched_workers.families import FAMILIES
-
-    def linears(module: Any) -> int:
-        return sum(each.weight.numel() for each in module.modules() if isinstance(each, nn.Linear))
-
-    shape = SHAPES[name]
-    (tmp_path / "config.json").write_text(json.dumps(shape.config()))
-    paged_attention.register()
-    family = FAMILIES["qwen2_5_vl"]
-    with torch.device("meta"):
-        model = family.build_language(str(tmp_path), paged_attention.NAME)
-        tower = family.build_vision(str(tmp_path), "sdpa")
-    assert linears(model) == shape.language_linears
-    assert linears(tower.merger) == shape.merger_linears
-    assert linears(tower) == shape.vision_linears + shape.merger_linears
-
-
 def test_decode_of_the_3b_shape_is_as_written_out() -> None:
     """3.09 G weights of two bytes and 36,864 bytes a token; two operations a weight, four a value of a key."""
     cost = SHAPES["3b"].decode(8, 1024)
     weights = 36 * (2 * 2048**2 + 2 * 2048 * 256 + 3 * 2048 * 11008) + 2048 * 151936
     assert cost.moved == 2 * weights + 8 * 1024 * 36_864
     assert cost.operations == 8 * (2 * weights + 4 * 36 * 2048 * 1024)
-
-
-# --- the whole command ---
 
 
 @pytest.mark.slow

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
-import itertools
 import socket
 import sys
-import time
 from pathlib import Path
-from typing import Any, cast
 
 import msgspec
 import pytest
 from rich.console import Console
 
-from tests.bench.servers import llamacpp, openvino_server, setup, sides, torchvision
+from tests.bench.servers import llamacpp, setup, sides
 from tests.bench.servers.peers import PEERS, PeerStart
 from tests.bench.servers.processes import identities, neighbours
 from tests.bench.servers.server import HOST, Server, ServerError, Spec, serving
@@ -23,8 +19,6 @@ from tests.each_case import each_case
 from tests.host_process import free_port
 from tests.patience import NEVER_S
 from vsched.errors import ConfigError
-
-# --- sides ---
 
 
 def test_a_peer_gets_the_sizes_of_the_other_side(tmp_path: Path) -> None:
@@ -55,9 +49,6 @@ def test_a_peer_that_is_not_installed_is_reported(tmp_path: Path, name: str) -> 
         PEERS[name].spec(start)
 
 
-# --- servers ---
-
-
 def test_a_server_that_ends_is_reported_with_its_last_words(tmp_path: Path) -> None:
     command = [sys.executable, "-S", "-c", "print('out of luck'); raise SystemExit(3)"]
     spec = Spec(side="x", command=command, model="m", port=1, version="v")
@@ -66,29 +57,6 @@ def test_a_server_that_ends_is_reported_with_its_last_words(tmp_path: Path) -> N
         serving(spec, tmp_path / "log") as server,
     ):
         server.wait_ready(NEVER_S)
-
-
-# --- the peer's environment ---
-
-READER = """def other():
-    _assert_has_image_ops()
-
-
-def decode_image(input):
-    _assert_has_image_ops()
-    return 1
-"""
-
-
-def test_patches_change_torchvision_once() -> None:
-    patched = torchvision.decode_without_operators(READER)
-    assert patched.index("_pil_decode(input)") > patched.index("def decode_image")
-    assert torchvision.decode_without_operators(patched) == patched
-    compile(patched, "image.py", "exec")
-    source = '@torch.library.register_fake("torchvision::nms")\ndef nms(): ...\n'
-    mended = torchvision.register_when_there(source)
-    assert mended == '@register_meta("nms")\ndef nms(): ...\n'
-    assert torchvision.register_when_there(mended) == mended
 
 
 def test_an_installed_peer_is_left_alone(tmp_path: Path) -> None:
@@ -126,9 +94,6 @@ def test_server_of_an_earlier_run_is_not_taken_for_the_new_one(tmp_path: Path) -
             Server(spec, tmp_path / "log")
 
 
-# --- the server of OpenVINO, conversions, neighbours ---
-
-
 def test_a_conversion_that_fails_leaves_nothing_to_be_taken_for_a_model(tmp_path: Path) -> None:
     checkpoint, source = tmp_path / "model", tmp_path / "sdist" / "x" / "vendor" / "llama.cpp"
     for folder in (checkpoint, source):
@@ -137,53 +102,6 @@ def test_a_conversion_that_fails_leaves_nothing_to_be_taken_for_a_model(tmp_path
     with pytest.raises(ConfigError, match="no such model"):
         llamacpp.convert_when_missing("bf16", tmp_path, checkpoint)
     assert not llamacpp.model_of(tmp_path, checkpoint).exists()
-
-
-class Pipe:
-    """Counts concurrent writers, and ends each request at once."""
-
-    def __init__(self, front: openvino_server.Front) -> None:
-        self.front, self.loop = front, asyncio.get_running_loop()
-        self.writing = self.most = 0
-
-    def send(self, request: dict[str, Any]) -> None:
-        self.writing += 1
-        self.most = max(self.most, self.writing)
-        time.sleep(0.002)
-        self.writing -= 1
-        stream = self.front._streams[request["id"]]
-        for said in (("prompt", 3), ("end", None)):
-            self.loop.call_soon_threadsafe(stream.put_nowait, said)
-
-
-class Writer:
-    """Keeps written bytes."""
-
-    def __init__(self) -> None:
-        self.written = b""
-
-    def write(self, data: bytes) -> None:
-        self.written += data
-
-    async def drain(self) -> None:
-        pass
-
-
-async def test_requests_of_several_clients_are_written_one_by_one() -> None:
-    """Writes of several threads would interleave in the pipe and break the pipeline."""
-    front = object.__new__(openvino_server.Front)
-    front.sees, front._names, front._streams = False, itertools.count(), {}
-    front._sending = asyncio.Lock()
-    pipe = Pipe(front)
-    front._pipe = cast("Any", pipe)
-    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
-    writers = [Writer() for _ in range(4)]
-    await asyncio.gather(*(front._chat(body, cast("Any", each)) for each in writers))
-    assert pipe.most == 1
-    for each in writers:
-        assert b'"usage": {"prompt_tokens": 3, "completion_tokens": 0}' in each.written
-        assert each.written.endswith(b"0\r\n\r\n")
-    assert not front._streams
 
 
 def test_neighbours_run_until_the_end_whatever_happens() -> None:

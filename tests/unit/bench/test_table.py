@@ -108,9 +108,6 @@ def test_each_side_is_started_once_a_round_and_nothing_is_measured_twice(
     assert len(Store(both.out).report.runs) == 12
 
 
-# --- sides ---
-
-
 def test_sides_of_vsched_have_the_settings_of_their_names(tmp_path: Path) -> None:
     found = parsed(tmp_path, "--best", "mid25:placement=together")
     found.sides = ["vsched", "vsched-best", "vsched-int8", "vsched-int4"]
@@ -124,9 +121,6 @@ def test_sides_of_vsched_have_the_settings_of_their_names(tmp_path: Path) -> Non
             assert setting in spec.command
             assert setting in spec.version, "other settings are measured again"
     assert "with" not in default.version
-
-
-# --- the page ---
 
 
 def made(
@@ -209,8 +203,6 @@ def test_page_replaces_what_lies_between_its_markers(tmp_path: Path) -> None:
         page = report.holding(options.PAGES, name).read_text()
         assert "\nfound\n" in report.replaced(page, name, "found")
 
-
-# --- the timeline ---
 
 SECONDS = (10, 20, 15)
 

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
-import shutil
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -179,27 +175,3 @@ def test_workflow_builds_both_images(name: str) -> None:
     assert value == "${{ matrix.torch_index }}"
     indices = {one["torch_index"] for one in job["strategy"]["matrix"]["include"]}
     assert indices == {dict_of_arguments()["TORCH_INDEX"], ""}
-
-
-@pytest.mark.thorough
-def test_image_builds_the_package_from_the_files_that_it_copies(tmp_path: Path) -> None:
-    """The layers COPY and `pip install`, without the dependencies."""
-    source, installed = tmp_path / "source", tmp_path / "installed"
-    source.mkdir()
-    for sources in of("COPY"):
-        *names, target = sources.split()
-        for name in names:
-            if (ROOT / name).is_dir():
-                ignored = shutil.ignore_patterns("__pycache__", "*.safetensors")
-                shutil.copytree(ROOT / name, source / target, ignore=ignored)
-            else:
-                shutil.copy(ROOT / name, source / target)
-    command = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    subprocess.run(
-        [sys.executable, *command, f"--target={installed}", str(source)],
-        check=True,
-        env={**os.environ, "PYTHONPATH": ""},
-    )
-    packages = {path.name for path in installed.iterdir() if (path / "__init__.py").exists()}
-    assert packages == {"vsched", "vsched_policies", "vsched_workers"}
-    assert (installed / "bin" / json.loads(of("ENTRYPOINT")[0])[0]).is_file()

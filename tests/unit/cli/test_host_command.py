@@ -28,10 +28,7 @@ def test_host_makes_a_key_that_engine_and_hosts_can_read(tmp_path: Path) -> None
     for words, message in (
         ([], "--listen and --key-file are needed"),
         (["--listen", "tcp://127.0.0.2:*"], "--listen and --key-file are needed"),
-        (
-            ["--listen", "tcp://192.0.2.1:1", "--key-file", str(path)],
-            r"cannot listen on tcp://192\.0\.2\.1:1",
-        ),
+        (["--listen", "tcp://192.0.2.1:1", "--key-file", str(path)], r"cannot listen on tcp://192"),
     ):
         with pytest.raises(ConfigError, match=message):
             run(*words)

@@ -130,8 +130,6 @@ def test_serve_sets_level_and_format_of_the_log(
 ) -> None:
     found: list[dict[str, str]] = []
     monkeypatch.setattr(serve_command, "change_logging", lambda **given: found.append(given))
-    serve(
-        "checkpoint", "--port", "0", "--log-level", "DEBUG", "--log-format", "json", "--seed", "1"
-    )
+    serve("model", "--port", "0", "--log-level", "DEBUG", "--log-format", "json", "--seed", "1")
     assert found == [{"level": "debug", "form": "json"}]
     assert caplog.messages[0].startswith("--seed of vLLM has no effect")

@@ -17,6 +17,7 @@ from tests.unit.sim.fast.test_recorded import load, record
 from tests.unit.sim.shapes import COST, read_json
 from vsched.cli import app
 from vsched.cli.main import import_commands
+from vsched.cli.policy_commands import gallery
 from vsched.errors import ConfigError
 from vsched.sim.cost.model import save_cost_model
 from vsched.terminal.options import check_writable
@@ -145,6 +146,17 @@ def test_simulate_accepts_an_output_file_in_a_folder_that_is_not_writable(
         check_writable({"--json": Path("new.json")})
 
 
+def test_two_outputs_in_one_file_are_refused(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    check_writable({"--html": out, "--json": tmp_path / "other"})
+    check_writable({"--html": Path("/dev/null"), "--json": Path("/dev/null")})
+    with pytest.raises(ConfigError, match=r"--json .*: --html has the same file\. Remedy: "):
+        check_writable({"--html": out, "--json": tmp_path / "." / "out"})
+    out.touch()
+    with pytest.raises(ConfigError, match=r"out: cannot be created: File exists\. Remedy: "):
+        gallery(out)
+
+
 def test_simulate_runs_a_swarm_with_the_policies_of_a_configuration(
     folder: Path, broken: str
 ) -> None:
@@ -174,15 +186,9 @@ def test_simulate_runs_a_swarm_with_the_policies_of_a_configuration(
         (["--trace", "trace.csv", "--timeline", "no/such/folder"], "cannot be written"),
         (["--trace", "trace.csv", "--json", "no/such"], "--json no/such: cannot be written"),
         (["--trace", "trace.csv", "--html", "."], "--html .: cannot be written"),
-        (
-            ["--swarm", "1", "--rate", "3", "--html", "o.html"],
-            "--rate, --html: is not used with --swarm",
-        ),
+        (["--swarm", "1", "--rate", "3", "--html", "o.html"], "--rate, --html: is not used with"),
         (["--swarm", "1", "-c", "a.toml", "-c", "b.toml"], "value 2 files, limit one"),
-        (
-            ["--swarm", "1", "--set", "routing.use=no_such_module:Mine"],
-            "routing.use: .*no_such_module",
-        ),
+        (["--swarm", "1", "--set", "routing.use=no_module:Mine"], "routing.use: .*no_module"),
         (["--swarm", "1", "-c", "nowhere.toml"], "nowhere.toml: cannot be read"),
         (["--probes"], "add --swarm N"),
         (["--trace", "trace.csv", "--faults", "plan.json"], "--faults: needs --swarm"),

@@ -6,25 +6,19 @@ import os
 import re
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from tests.machines import pretend_cores
+from tests.unit.configs import config_of
 from tests.unit.rank.fake_plugin import model_info
 from vsched import assembly
 from vsched.assembly import WorkerGroupPlan, memory_limit, worker_group_plans
-from vsched.config import Config, load_config, resolve_policies
+from vsched.config import Config, resolve_policies
 from vsched.config.devices import HEAVY_BYTES, choose_placement, placed, placement_here
-from vsched.config.sections import size_bytes
-from vsched.errors import ConfigError
 from vsched.worker import memory
 from vsched.worker.spec import cores_text, default_limit, shared_out, threads_of, usable_cores
 
 TINY, MID = 10 << 20, 800 << 20
-
-
-def config_of(*sets: str) -> Config:
-    return load_config(None, sets=sets, environ={}).config
 
 
 @pytest.mark.parametrize(
@@ -151,26 +145,13 @@ def test_cores_text_names_affinity_and_quota(groups: Path, monkeypatch: pytest.M
     assert cores_text() == "1 usable: affinity to 64 of 64, a quota of 1.5 CPUs"
 
 
-@pytest.mark.parametrize(
-    ("quota", "separate", "together"),
-    [("50000", 1, 1), ("150000", 1, 1), ("200000", 1, 2), ("400000", 2, 4)],
-)
-def test_threads_follow_the_quota(groups: Path, quota: str, separate: int, together: int) -> None:
-    """The table in docs/deployment.md."""
-    (groups.parent / "own").write_text("0::/\n")
-    share_group(groups, quota)
-    for placement, threads in (("separate", separate), ("together", together)):
-        config = load_config(None, sets=[f"placement={placement}"], environ={}).config
-        assert config.threads("generate") == threads
-
-
 def test_cores_of_a_container_set_threads_and_placement(groups: Path, tmp_path: Path) -> None:
     """The path of its group may be that outside of the container, which does not exist inside."""
     (tmp_path / "own").write_text("0::/docker/abc\n")
     share_group(groups, "200000")
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.truncate(1 << 30)
-    config = load_config(None, sets=[f"model.path={tmp_path}"], environ={}).config
+    config = config_of(f"model.path={tmp_path}")
     assert (config.threads("encode"), config.threads("generate")) == (1, 1)
     assert placement_here(config).placement == "together"
 
@@ -201,47 +182,8 @@ def limits(*sets: str) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("written", "expected"),
-    [
-        (0, 0),
-        (4096, 4096),
-        ("4096", 4096),
-        ("4GiB", 4 * GIB),
-        ("1.5 GiB", 3 * GIB // 2),
-        ("7MiB", 7 << 20),
-    ],
-)
-def test_size_bytes_reads_numbers_and_units(written: int | str, expected: int) -> None:
-    assert size_bytes(written, path="x") == expected
-
-
-@pytest.mark.parametrize(
-    ("key", "written"),
-    [
-        *(("encode.memory_limit", one) for one in ("4GB", "-1", "", "GiB", "1e3", "4 G iB", "nan")),
-        ("generate.memory_limit", "4GB"),
-        ("encode.reserved", "auto"),
-    ],
-)
-def test_config_refuses_a_size_that_cannot_be_read(key: str, written: str) -> None:
-    """Found at load, with its path, the value and valid values; only the limits may be `auto`."""
-    with pytest.raises(ConfigError, match=rf"{key} .*is not valid: value .* limit .* Remedy: "):
-        config_of(f'{key}="{written}"')
-
-
-@pytest.mark.parametrize(
     ("available_gib", "ranks", "expected_gib"),
-    [
-        (4, 2, 1.0),
-        (8, 2, 2.0),
-        (12, 2, 2.0),
-        (16, 2, 2.0),
-        (64, 2, 8.0),
-        (64, 7, 8.0),
-        (63, 8, 7.0),
-        (18, 8, 2.0),
-        (9, 8, 1.0),
-    ],
+    [(4, 2, 1.0), (8, 2, 2.0), (64, 2, 8.0), (64, 7, 8.0), (18, 8, 2.0), (9, 8, 1.0)],
 )
 def test_default_limit_leaves_room(available_gib: int, ranks: int, expected_gib: float) -> None:
     """All ranks together leave the share of one; two of them half of the host."""
@@ -254,26 +196,20 @@ def test_memory_limit_is_per_process_and_adds_up_if_one_process_does_both(
     monkeypatch.setattr(assembly, "host_available", lambda: 64 * GIB)
     assert limits() == [8 * GIB, 8 * GIB]
     assert limits("generate.memory_limit=3GiB", "encode.memory_limit=0") == [0, 3 * GIB]
+    assert limits("generate.memory_limit=1.5 GiB", "encode.memory_limit=7MiB") == [7 << 20, 3 << 29]
+    assert limits("generate.memory_limit=4096", 'encode.memory_limit="4096"') == [4096, 4096]
     assert limits("generate.memory_limit=3GiB", "placement=together") == [11 * GIB]
     assert limits("generate.memory_limit=0", "placement=together") == [0]
 
 
 def test_memory_limit_of_a_gpu_rank_is_none_by_default() -> None:
     """A GPU rank's private memory includes mappings of the driver, of whatever size."""
-    config = config_of()
-    gpu = msgspec.structs.replace(
-        config, generate=msgspec.structs.replace(config.generate, device="cuda:0")
-    )
-    assert memory_limit(gpu, plans(gpu)[1]) == 0
+    assert limits("generate.device=cuda:0", "placement=separate")[1] == 0
 
 
 def test_reserved_size_goes_to_the_encode_rank() -> None:
     """The override arrives in bytes; without one the rank measures."""
-    for sets, expected in (
-        ((), None),
-        (('encode.reserved="2GiB"',), 2 * GIB),
-        (("encode.reserved=0",), 0),
-    ):
+    for expected, *sets in ((None,), (2 * GIB, 'encode.reserved="2GiB"'), (0, "encode.reserved=0")):
         config = config_of(*sets)
         encode = plans(config)[0].encode
         assert encode is not None
@@ -290,6 +226,7 @@ def shared(*sets: str, cores: int = 16, available_bytes: int = 32 * GIB) -> list
 
 
 HOSTS = ('cluster.hosts={a="tcp://h:1", b="tcp://i:1"}', "cluster.key_file=k")
+LIMITED = "encode.memory_limit=1GiB"
 SPREAD = (*HOSTS, "encode.replicas=3", 'cluster.encode=["a", "b"]')
 
 
@@ -298,17 +235,11 @@ SPREAD = (*HOSTS, "encode.replicas=3", 'cluster.encode=["a", "b"]')
     [
         # Two encoders on a, one on b, which has the cores of a host for itself.
         (SPREAD, [(8, 4 * GIB), (16, 4 * GIB), (8, 4 * GIB), (16, 4 * GIB)]),
-        (
-            (*SPREAD, "encode.threads=3", "encode.memory_limit=1GiB"),
-            [(3, GIB)] * 3 + [(16, 4 * GIB)],
-        ),
+        ((*SPREAD, "encode.threads=3", LIMITED), [(3, GIB)] * 3 + [(16, 4 * GIB)]),
         # A bundle on Ray has its CPUs for its own ranks, however many bundles there are.
         (("cluster.ray=auto", "encode.replicas=3"), [(16, 4 * GIB)] * 4),
         ((*SPREAD, "encode.memory_limit=0"), [(8, 0), (16, 0), (8, 0), (16, 4 * GIB)]),
-        (
-            (*HOSTS, "placement=together", 'cluster.generate=["a"]', "encode.memory_limit=1GiB"),
-            [(16, 5 * GIB)],
-        ),
+        ((*HOSTS, "placement=together", 'cluster.generate=["a"]', LIMITED), [(16, 5 * GIB)]),
     ],
 )
 def test_what_is_left_open_follows_from_the_host_of_a_rank(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
+from tests.unit.kernel.setups import ByTenant
 from vsched.config.policies import HostSettings
 from vsched.integrations.vllm.middleware import Middleware
 from vsched.integrations.vllm.settings import statistics_path, write_file
@@ -18,33 +19,15 @@ from vsched.policy import (
     Admit,
     ArrivalDecision,
     ArrivalView,
-    Hold,
     Policy,
-    Redirect,
     RequestPolicy,
     RoutingPolicy,
     RoutingView,
-    Shed,
 )
 from vsched.policy_host import SeatPolicies
+from vsched.sim.network.asgi_client import AsgiClient, Response
 
 CHAT = "/v1/chat/completions"
-
-
-class ByTenant(RequestPolicy, frozen=True, kw_only=True):
-    """Decides by the name of the tenant; a held one is admitted at the second call."""
-
-    def arrive(self, view: ArrivalView) -> ArrivalDecision:
-        match view.request.tenant:
-            case "shed":
-                return Shed("too many", 7, 503)
-            case "moved":
-                return Redirect("http://other:1")
-            case "held" if not view.request.asks:
-                return Hold(view.now_ns + 1_000_000)
-            case "broken":
-                raise RuntimeError("a bug")
-        return Admit()
 
 
 class LastReplica(RoutingPolicy, frozen=True, kw_only=True):
@@ -79,6 +62,10 @@ class Door(Middleware):
     def read_settings(self, vllm_config: Any) -> HostSettings:
         return self.settings
 
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = SimpleNamespace(state=SimpleNamespace(vllm_config=VLLM))
+        await super().__call__({**scope, "app": app}, receive, send)
+
 
 PARALLEL = SimpleNamespace(data_parallel_size=3, data_parallel_rank=0)
 VLLM = SimpleNamespace(parallel_config=PARALLEL, instance_id="test-middleware")
@@ -86,49 +73,25 @@ VLLM = SimpleNamespace(parallel_config=PARALLEL, instance_id="test-middleware")
 
 async def call(
     door: Door, body: Any = None, headers: Mapping[str, str] | None = None, path: str = CHAT
-) -> tuple[int, dict[str, str], bytes]:
-    """Send one request; return status, headers and body of the answer."""
+) -> Response:
+    """Send one request, its body in two pieces."""
     data = body if isinstance(body, bytes) else json.dumps(body or {}).encode()
-    sent: list[Message] = []
-    method = "POST" if path == CHAT else "GET"
-    scope = {
-        "type": "http",
-        "method": method,
-        "path": path,
-        "app": SimpleNamespace(state=SimpleNamespace(vllm_config=VLLM)),
-        "headers": [(key.encode(), value.encode()) for key, value in (headers or {}).items()],
-    }
-    pieces = [data[:5], data[5:]]
 
-    async def receive() -> Message:
-        if pieces:
-            piece = pieces.pop(0)
-            return {"type": "http.request", "body": piece, "more_body": bool(pieces)}
-        return await forever()
+    async def pieces() -> AsyncIterator[bytes]:
+        yield data[:5]
+        yield data[5:]
 
-    async def send(message: Message) -> None:
-        sent.append(message)
-
-    await door(scope, receive, send)
-    start = sent[0]
-    found = {key.decode().lower(): value.decode() for key, value in start["headers"]}
-    return start["status"], found, b"".join(one.get("body", b"") for one in sent[1:])
-
-
-async def forever() -> Message:
-    """Wait until the test ends: the client stays."""
-    import asyncio
-
-    await asyncio.Event().wait()
-    raise AssertionError
+    method, lines = "POST" if path == CHAT else "GET", (headers or {}).items()
+    async with AsgiClient(door).open(method, path, pieces=pieces(), headers=lines) as sent:
+        return await sent.response()
 
 
 async def test_tenant_of_the_gateway_replaces_that_of_the_client() -> None:
     server = Server()
     door = Door(server, {"arrival": ByTenant()}, tenant_header="X-Tenant")
     body = {"n": 1, "vllm_xargs": {"tenant": "liar", "ttft_target_ms": 5}, "text": "é"}
-    status, _, text = await call(door, body, {"x-tenant": "a", "content-length": "1"})
-    assert (status, text) == (200, b"onetwo")
+    reply = await call(door, body, {"x-tenant": "a", "content-length": "1"})
+    assert (reply.status, reply.body) == (200, b"onetwo")
     assert server.bodies == [{**body, "vllm_xargs": {"tenant": "a", "ttft_target_ms": 5}}]
     assert server.headers[0]["content-length"] != "1"
 
@@ -144,16 +107,18 @@ async def test_key_names_the_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("tenant", "status", "header"),
-    [("shed", 503, ("retry-after", "7")), ("moved", 307, ("location", "http://other:1"))],
+    [
+        ("shed", 503, ("retry-after", "7")),
+        ("elsewhere", 307, ("location", f"http://other:8000{CHAT}")),
+    ],
 )
 async def test_refused_requests_do_not_reach_the_server(
     tenant: str, status: int, header: tuple[str, str]
 ) -> None:
     server = Server()
     door = Door(server, {"arrival": ByTenant()}, tenant_header="x-tenant")
-    got, headers, _ = await call(door, {}, {"x-tenant": tenant})
-    assert got == status
-    assert headers[header[0]] == header[1] + (CHAT if status == 307 else "")
+    reply = await call(door, {}, {"x-tenant": tenant})
+    assert (reply.status, reply.headers[header[0]]) == (status, header[1])
     assert server.bodies == []
 
 
@@ -161,13 +126,11 @@ async def test_refused_requests_do_not_reach_the_server(
 async def test_held_and_failing_decisions_end_in_admission(tenant: str) -> None:
     server = Server()
     door = Door(server, {"arrival": ByTenant()}, tenant_header="x-tenant")
-    status, _, _ = await call(door, {}, {"x-tenant": tenant})
-    assert status == 200
+    assert (await call(door, {}, {"x-tenant": tenant})).status == 200
     path = statistics_path(VLLM)
     write_file(path, b'{"waiting":3}')
-    _, _, text = await call(door, path="/vsched")
+    figures = (await call(door, path="/vsched")).json()
     path.unlink()
-    figures = json.loads(text)
     assert figures["scheduler"] == {"waiting": 3}
     assert figures["arrival"]["policy_faults"] == ({"ByTenant": 1} if tenant == "broken" else {})
     calls = figures["arrival"]["policy_calls"]["arrival"]["calls"]
@@ -184,9 +147,9 @@ async def test_routing_policy_names_the_replica() -> None:
 async def test_broken_bodies_and_names_are_answered() -> None:
     server = Server()
     door = Door(server, {}, tenant_header="x-tenant")
-    status, _, text = await call(door, {}, {"x-tenant": "no name!"})
-    assert status == 400
-    assert b"64 letters" in text
+    reply = await call(door, {}, {"x-tenant": "no name!"})
+    assert reply.status == 400
+    assert b"64 letters" in reply.body
     with pytest.raises(json.JSONDecodeError):
         await call(door, b"{no json")  # the server gets it as it is
 

@@ -88,17 +88,12 @@ class Tally(msgspec.Struct):
         self.recent.place = (size, what)
         return self.calls + int(self.share) + next(iter(self.seen.values()))
 
-    def fail_at(self, every: int) -> None:
-        """Fail in every n-th call, 0 for never."""
-        if every and self.calls % every == 0:
-            raise RuntimeError("a bug in the policy")
-
 
 def tally(fails: int, view: Any, what: str, size: int) -> int:
     """Count a call in the state, and fail in every n-th; return a number that depends on all calls and measurements."""
-    state: Tally = view.state
-    number = state.count(what, size + digest(view.measured))
-    state.fail_at(fails)
+    number: int = view.state.count(what, size + digest(view.measured))
+    if fails and view.state.calls % fails == 0:
+        raise RuntimeError("a bug in the policy")
     return number
 
 

@@ -9,7 +9,19 @@ import msgspec
 
 from vsched.kernel import SchedulerLimits
 from vsched.kernel.request import RequestState, int32
-from vsched.policy import DECISIONS, Admission, AdmissionView, Policy, RequestPolicy
+from vsched.policy import (
+    DECISIONS,
+    Admission,
+    AdmissionView,
+    Admit,
+    ArrivalDecision,
+    ArrivalView,
+    Hold,
+    Policy,
+    Redirect,
+    RequestPolicy,
+    Shed,
+)
 from vsched.sim.ranks.stepped import correct_outputs
 from vsched.testing import ModelCluster, default_policies, make_request
 from vsched.testing.cluster import SEATS
@@ -89,6 +101,26 @@ class Gathering(RequestPolicy, frozen=True, kw_only=True):
         return Admission(range(min(len(view.waiting), self.count)))
 
 
+class ByTenant(RequestPolicy, frozen=True, kw_only=True):
+    """Decides about arrivals by the name of the tenant; a held request is admitted after some holds."""
+
+    holds: int = 1
+    hold_ns: int = 1_000_000
+
+    def arrive(self, view: ArrivalView) -> ArrivalDecision:
+        match view.request.tenant:
+            case "shed":
+                return Shed(f"{view.waiting} wait, {view.tenant_requests} of yours", 7, 503)
+            case "elsewhere":
+                return Redirect("http://other:8000/")
+            case "held" if view.request.asks < self.holds:
+                return Hold(view.now_ns + self.hold_ns)
+            case "broken":
+                raise RuntimeError("a bug in the policy")
+            case _:
+                return Admit()
+
+
 def answering(decision: str, answer: Any, views: list[Any] | None = None) -> Policy:
     """Return a policy with one answer, error, or function of the view, for every call; its views go to `views`."""
     one = DECISIONS[decision]
@@ -96,7 +128,7 @@ def answering(decision: str, answer: Any, views: list[Any] | None = None) -> Pol
     def method(*arguments: Any) -> Any:
         if views is not None:
             views.append(arguments[-1])
-        if isinstance(answer, Exception):
+        if isinstance(answer, BaseException):
             raise answer
         return answer(arguments[-1]) if inspect.isfunction(answer) else answer
 
@@ -122,6 +154,11 @@ def outcome(cluster: ModelCluster) -> list[object]:
     """All that the kernel decided."""
     names = ("decisions", "encoded", "outputs", "ended", "refused", "rejected", "drained")
     return [getattr(cluster, name) for name in names]
+
+
+def tight(**changes: object) -> SchedulerLimits:
+    """Limits under which four requests start and not all can grow."""
+    return make_limits(**{"blocks": 14, "slots": 4, "prefix_cache": False, **changes})
 
 
 def crash(cluster: ModelCluster, group: str = "generate") -> None:

@@ -69,12 +69,7 @@ WAITS: list[tuple[dict[str, Any], list[Request], str, list[str]]] = [
         "second",
         ["is draining: it takes no more work", "Remedy: ", "resume it"],
     ),
-    (
-        {"encode_items": 1},
-        IMAGES,
-        "one",
-        ["items [0] of 1 are not encoded yet; encode encodes it, for "],
-    ),
+    ({"encode_items": 1}, IMAGES, "one", ["items [0] of 1 are not encoded yet; encode encodes it"]),
     ({"encode_items": 1}, IMAGES, "two", ["all 1 encode groups are busy; images ahead of it: 0"]),
 ]
 

@@ -143,11 +143,16 @@ def test_first_come_first_served_passes_no_request_over() -> None:
     assert statistics["passed_over_s"] == {"encode": 0.0, "generate": 0.0}
 
 
-def test_more_entries_than_places_are_counted() -> None:
-    cluster = make_cluster(slots=2, generate_admission=AllWaiting())
-    submit_texts(cluster, 5, 4, apart=9)
-    cluster.drain()
-    assert set(overruled(cluster, "generate.admission")) == {"more entries than can join"}
+def test_more_entries_than_places_are_counted_and_wait() -> None:
+    """The third of three images returns to the front if there are two permits, and requests if there are two slots."""
+    policies = dict.fromkeys(["encode_admission", "generate_admission"], AllWaiting())
+    cluster = make_cluster(slots=2, encode_items=2, **policies)
+    cluster.submit(image_request("r", (b"a", 8), (b"b", 8), (b"c", 8)))
+    names = submit_texts(cluster, 5, 4, apart=9)
+    assert_served(cluster, "r", *names)
+    assert cluster.encoded == [[b"a", b"b"], [b"c"]]
+    for seat in ("encode.admission", "generate.admission"):
+        assert set(overruled(cluster, seat)) == {"more entries than can join"}
 
 
 def last_image(view: Any) -> Admission:

@@ -10,19 +10,11 @@ import msgspec
 import pytest
 
 from tests.unit.kernel.policy_pool import Tallied, Tally
-from tests.unit.kernel.setups import complete, make_cluster, make_limits, words
+from tests.unit.kernel.setups import answering, complete, make_cluster, make_limits, words
 from vsched.errors import PolicyError, RecordError
 from vsched.kernel import Scheduler
 from vsched.plugins import check_contract
-from vsched.policy import (
-    DECISIONS,
-    Admission,
-    AdmissionView,
-    CachePolicy,
-    MemoryPolicy,
-    Policy,
-    RequestPolicy,
-)
+from vsched.policy import DECISIONS, Admission, AdmissionView, MemoryPolicy, Policy, RequestPolicy
 from vsched.policy_host.seats import STATE_BYTES_MAX, PolicyFaults, PolicySeat
 from vsched.policy_host.snapshot import encode_snapshot, restore_snapshot
 from vsched.testing import ModelCluster, default_policies, make_request
@@ -161,15 +153,11 @@ class Node(msgspec.Struct):
     pair: tuple[int, float] | None = None
 
 
-def admission_with(state_type: Any) -> type[Policy]:
+def class_with(state_type: Any, decision: str = "admission") -> type[Policy]:
     """Return a policy class with this type of state."""
-
-    class Made(RequestPolicy, frozen=True, kw_only=True):
-        def admit(self, view: AdmissionView) -> Admission:
-            return Admission([0])
-
-    Made.state_type = state_type
-    return Made
+    made = type(answering(decision, Admission([0])))
+    made.state_type = state_type
+    return made
 
 
 def state_of(*field: Any, frozen: bool = False) -> Any:
@@ -177,28 +165,11 @@ def state_of(*field: Any, frozen: bool = False) -> Any:
     return msgspec.defstruct("State", [field], frozen=frozen)
 
 
-class Order(CachePolicy, frozen=True, kw_only=True):
-    state_type = Tally
-
-    def build_order(self) -> Any:
-        return None
-
-
-class Plan(MemoryPolicy, frozen=True, kw_only=True):
-    state_type = Tally
-
-    def plan(self, view: Any) -> Any:
-        yield
-
-
 @pytest.mark.parametrize(
     ("state_type", "words"),
     [
         (state_of("seen", set[str], set()), "the state State.seen is a set, whose order differs"),
-        (
-            state_of("by_name", dict[str, list[frozenset[int]]], {}),
-            "the state State.by_name is a set",
-        ),
+        (state_of("by_name", dict[str, list[frozenset[int]]], {}), "State.by_name is a set"),
         (state_of("lock", complex, 0j), "the state State.lock is no plain value"),
         (state_of("wish", Any, None), "the state State.wish has no type of its own"),
         (state_of("rate", float), "must have a default for every field"),
@@ -210,16 +181,25 @@ class Plan(MemoryPolicy, frozen=True, kw_only=True):
 )
 def test_contract_refuses_a_state_that_cannot_be_kept(state_type: Any, words: str) -> None:
     with pytest.raises(PolicyError, match=words) as caught:
-        check_contract(admission_with(state_type), "admission")
-    assert "Made: " in str(caught.value)
+        check_contract(class_with(state_type), "admission")
+    assert "Answering: " in str(caught.value)
 
 
 @pytest.mark.parametrize("state_type", [None, Tally, Node])
 def test_contract_takes_a_state_of_plain_values(state_type: Any) -> None:
-    check_contract(admission_with(state_type), "admission")
+    check_contract(class_with(state_type), "admission")
 
 
-@pytest.mark.parametrize(("cls", "kind"), [(Order, "eviction"), (Plan, "memory")])
+class Plan(MemoryPolicy, frozen=True, kw_only=True):
+    state_type = Tally
+
+    def plan(self, view: Any) -> Any:
+        yield
+
+
+@pytest.mark.parametrize(
+    ("cls", "kind"), [(class_with(Tally, "eviction"), "eviction"), (Plan, "memory")]
+)
 def test_contract_refuses_a_state_if_none_is_kept(cls: type[Policy], kind: str) -> None:
     with pytest.raises(PolicyError, match=f"of the kind {kind} has no state"):
         check_contract(cls, kind)

@@ -16,12 +16,15 @@ from tests.unit.kernel.setups import (
     image_request,
     make_cluster,
     make_limits,
+    submit_texts,
     words,
 )
 from vsched.aio.arrivals import refusal_error
 from vsched.failures import ErrorKind, StartFailed
-from vsched.kernel.events import Drain, GroupRetired, Resume
-from vsched.testing import ModelCluster, make_request
+from vsched.kernel import Scheduler
+from vsched.kernel.events import Drain, GroupRetired
+from vsched.policy_host.snapshot import encode_snapshot, restore_snapshot
+from vsched.testing import ModelCluster, default_policies, make_request
 from vsched.types import FinishReason
 
 SEEN: list[tuple[list[tuple[int, int, int]], int]] = []
@@ -116,21 +119,6 @@ def test_lost_generator_does_not_keep_embeddings_from_others() -> None:
     assert_served(cluster, "older")
 
 
-def test_retired_generator_gives_everything_away() -> None:
-    """A group that cannot be brought back: its requests resume elsewhere, in their order."""
-    cluster = make_cluster(generators=2, routing=FIRST)
-    for number in range(3):
-        cluster.submit(text(f"r{number}", start=40 * number))
-    cluster.run_generate("generate-0")
-    cluster.lose("generate-0")
-    cluster.retire("generate-0")
-    joins = [join.number for join in cluster.generators["generate-1"].log[0].joined]
-    assert joins == sorted(joins)
-    assert_served(cluster, "r0", "r1", "r2")
-    groups = cluster.kernel.statistics()["generate"]["groups"]
-    assert [one["state"] for one in groups.values()] == ["retired", "up"]
-
-
 @pytest.mark.parametrize("stage", ["encode", "generate"])
 def test_last_retired_group_ends_everything(stage: str) -> None:
     cluster = make_cluster(encoders=2, generators=2)
@@ -147,26 +135,6 @@ def test_last_retired_group_ends_everything(stage: str) -> None:
     assert (refusal.code, refusal.status) == ("given_up", 503)
     assert f"{stage}-1 could not be restarted. Remedy: restart the server" in refusal.message
     assert cluster.kernel.given_up == f"{stage}-1 could not be restarted"
-
-
-def test_planned_loss_suspects_no_request_and_moves_all() -> None:
-    """Requests of a group that is restarted on purpose resume elsewhere, and do not become suspects."""
-    cluster = make_cluster(generators=2, slots=1, routing=FIRST)
-    cluster.submit(image_request("r", (b"a", 8), max_tokens=40))
-    cluster.lose("encode", planned=True)
-    cluster.restore_group("encode")
-    cluster.lose("encode", planned=True)
-    cluster.restore_group("encode")
-    cluster.run_encode()
-    for _ in range(4):
-        for group in ("generate-0", "generate-1"):
-            while not cluster.generators[group].sequences and cluster.busy("generate"):
-                cluster.run_generate()
-            cluster.run_generate()
-            cluster.lose(group, planned=True)
-            assert cluster.busy("generate"), "it runs in the other group at once"
-            cluster.restore_group(group)
-    assert_served(cluster, "r")
 
 
 def pages_out(cluster: ModelCluster, group: str) -> set[int]:
@@ -192,23 +160,31 @@ def test_pages_that_a_lost_encoder_may_write_to_are_kept_from_others(
     assert_served(cluster, "r")
 
 
+def test_group_serves_all_its_requests_with_fewer_blocks_until_it_comes_back_with_all() -> None:
+    """Memory ran out. The largest request still fits; the next loss may give all blocks back."""
+    limits = make_limits(blocks=40, context_tokens=64, generators=2)
+    cluster = ModelCluster(limits)
+
+    def blocks_of(kernel: Scheduler) -> list[int]:
+        groups = kernel.statistics()["generate"]["groups"]
+        return [groups[name]["blocks_total"] for name in ("generate-0", "generate-1")]
+
+    names = submit_texts(cluster, 8, 40, apart=100, max_tokens=24)
+    cluster.run_generate()
+    cluster.lose("generate-1")
+    assert limits.blocks_min < limits.blocks
+    cluster.restore_group("generate-1", limits.blocks_min)
+    state = encode_snapshot(cluster.kernel)
+    restored = restore_snapshot(Scheduler(limits, default_policies()), state)
+    for kernel in (cluster.kernel, restored):
+        assert blocks_of(kernel) == [limits.blocks, limits.blocks_min]
+    assert_served(cluster, *names)
+    cluster.lose("generate-1")
+    cluster.restore_group("generate-1")
+    assert blocks_of(cluster.kernel) == [limits.blocks] * 2
+
+
 # --- draining ---
-
-
-def test_draining_generator_finishes_what_runs_and_takes_nothing_new() -> None:
-    cluster = make_cluster(text("runs"), generators=2, slots=1, routing=FIRST)
-    cluster.submit(text("waits", start=60))
-    cluster.send(Drain("generate-0"))
-    cluster.submit(text("new", start=90))
-    assert not cluster.drained
-    cluster.drain()
-    assert cluster.drained == ["generate-0"]
-    assert_served(cluster, "runs", "waits", "new")
-    first = cluster.kernel.generators[0].statistics()
-    assert first["admitted"] == 1
-    cluster.send(Resume("generate-0"))
-    complete(cluster, text("after", start=120))
-    assert cluster.kernel.generators[0].statistics()["admitted"] == 2
 
 
 def test_draining_the_only_generator_holds_requests_until_it_is_back() -> None:

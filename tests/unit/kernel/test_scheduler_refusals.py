@@ -147,7 +147,8 @@ def test_scheduler_refuses_when_too_many_wait() -> None:
     """The queue is bounded; 429 has a time to retry, and a free place is given again."""
     cluster = make_cluster(slots=1, waiting=2, generate_depth=1)
     submit_texts(cluster, 4, 3, apart=20)
-    assert_queue_full(cluster, "r3", "value 3, limit 2")
+    words_of_it = "too many requests wait: value 3, limit 2. Remedy: try again later, or raise"
+    assert_queue_full(cluster, "r3", f"{words_of_it} generate.max_waiting.")
     cluster.abort("r2")
     cluster.submit(make_request("again", words(3)))
     assert_served(cluster, "r0", "r1", "again")
@@ -168,7 +169,7 @@ def test_scheduler_refuses_when_too_many_bytes_wait() -> None:
     cluster.submit(heavy("first", 600))
     cluster.submit(heavy("second", 400))
     cluster.submit(make_request("one too many", words(1)))
-    assert_queue_full(cluster, "one too many", "value 1004, limit 1000")
+    assert_queue_full(cluster, "one too many", "hold too many bytes: value 1004, limit 1000")
     assert_queue_full(cluster, "one too many", "generate.max_waiting_bytes")
     cluster.abort("second")
     cluster.submit(heavy("again", 400))

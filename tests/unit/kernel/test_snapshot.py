@@ -19,7 +19,7 @@ from vsched.kernel.commands import Command
 from vsched.kernel.events import Event
 from vsched.policy import CachePolicy, RecordableOrder
 from vsched.policy_host import SeatPolicies
-from vsched.policy_host.snapshot import Restorable, SnapshotError, encode_snapshot, restore_snapshot
+from vsched.policy_host.snapshot import SnapshotError, encode_snapshot, restore_snapshot
 from vsched.testing import ModelCluster, run_random
 from vsched.testing.cluster import default_policies
 from vsched_policies.eviction import LruOrder, S3Fifo
@@ -35,14 +35,10 @@ class RestoredCluster(ModelCluster):
         self.handled = 0
         super().__init__(limits, self.policies)
 
-    def restored(self) -> Scheduler:
-        """Return a scheduler with the same state."""
-        fresh = Scheduler(self.limits, self.policies)
-        return restore_snapshot(fresh, encode_snapshot(self.kernel))
-
     def _handle(self, event: Event) -> list[Command]:
-        restored = self.restored()
-        assert encode_snapshot(restored) == encode_snapshot(self.kernel)
+        state = encode_snapshot(self.kernel)
+        restored = restore_snapshot(Scheduler(self.limits, self.policies), state)
+        assert encode_snapshot(restored) == state
         assert restored.statistics() == self.kernel.statistics()
         self.handled += 1
         if not self.handled % 10:
@@ -67,14 +63,6 @@ def test_snapshot_holds_all_that_decides(seed: int) -> None:
     assert outcome(cluster) == outcome(plain)
     assert isinstance(cluster, RestoredCluster)
     assert cluster.handled > 20
-    objects = {type(one): one for one in kernel_objects(cluster.kernel, {}).values()}
-    assert len(objects) > 15
-    for one in objects.values() if seed < 2 else ():
-        if type(one).__name__ not in CACHES:
-            one.grown = 1  # type: ignore[attr-defined]
-            found = [*differing(cluster.kernel, cluster.restored(), "scheduler", set())]
-            assert [path.rpartition(".")[2] for path in found] == ["grown"], type(one)
-            del one.grown  # type: ignore[attr-defined]
 
 
 CACHES = {
@@ -114,18 +102,6 @@ def differing(one: Any, other: Any, path: str, seen: set[int]) -> Iterator[str]:
 def field_names(one: object) -> list[str]:
     slots = [name for cls in type(one).__mro__ for name in getattr(cls, "__slots__", ())]
     return [*getattr(one, "__struct_fields__", slots), *getattr(one, "__dict__", ())]
-
-
-def kernel_objects(one: Any, found: dict[int, Restorable]) -> dict[int, Restorable]:
-    """Return the objects of a kernel that have fields that change."""
-    if isinstance(one, Restorable) and id(one) not in found:
-        found[id(one)] = one
-        for value in vars(one).values():
-            kernel_objects(value, found)
-    elif isinstance(one, dict | list):
-        for value in one.values() if isinstance(one, dict) else one:
-            kernel_objects(value, found)
-    return found
 
 
 class SilentOrder(LruOrder[Any]):

@@ -12,15 +12,7 @@ from hypothesis import strategies as st
 from tests.unit.memory.views import attempted, memory_view, rank_memory, reserved
 from tests.workers.properties import REPEATABLE
 from vsched.errors import DeviceOutOfMemory
-from vsched.memory import (
-    HostShares,
-    Ledger,
-    LedgerLine,
-    group_ledger,
-    group_pools,
-    on_host,
-    size_text,
-)
+from vsched.memory import HostShares, Ledger, LedgerLine, group_ledger, on_host
 from vsched.policy import Attempt, RankMemory
 from vsched.sim.ranks.device_memory import SimulatedMemory
 
@@ -169,20 +161,6 @@ def test_ledger_renders_a_table() -> None:
     assert lines[-2:] == ["engine arena 512.0 MiB 12.5 %", "unclaimed 3.50 GiB 87.5 %"]
 
 
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [
-        (0, "0 bytes"),
-        (1023, "1023 bytes"),
-        (1024, "1.0 KiB"),
-        (5 << 20, "5.0 MiB"),
-        (-(3 << 29), "-1.50 GiB"),
-    ],
-)
-def test_size_text(size: int, text: str) -> None:
-    assert size_text(size) == text
-
-
 ENCODER = rank_memory(reserved_bytes=300_000)
 
 
@@ -226,19 +204,6 @@ def test_phases_are_in_the_json_of_the_ledger() -> None:
     assert [one["action"] for one in phases] == ["reserve", "probe", "build", "build"]
     assert phases[2]["message"] == "rank 0: out_of_memory"
     assert phases[2]["ranks"][0]["peak_bytes"] == 990_000
-
-
-def test_reservations_are_summed_by_pool() -> None:
-    """Those that are held count among the peers instead."""
-    reservations = [
-        reserved(5, pool="b"),
-        reserved(0, rank=1, pool="a"),
-        reserved(9, rank=2, pool="a", held=True),
-        reserved(7, pool="b"),
-    ]
-    ranks = [rank_memory(pool=pool, rank=rank) for rank, pool in enumerate("ab")]
-    unheld = {pool.name: pool.unheld_bytes for pool in group_pools(ranks, reservations)}
-    assert unheld == {"a": 0, "b": 12}
 
 
 def limited(pid: int, limit_bytes: int, *, reserved_bytes: int = 100_000) -> RankMemory:

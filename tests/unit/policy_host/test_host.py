@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
+from tests.unit.kernel.setups import answering
 from vsched.errors import PolicyError
 from vsched.policy import Admission, AdmissionView, Policy, RequestPolicy, StepShares, StepView
 from vsched.policy_host import HostCapabilities, PolicyHost, SeatPolicies, check_capabilities
@@ -14,22 +16,43 @@ from vsched.policy_host.call_times import PolicyTimes
 from vsched_policies.preemption import SwapLong, Youngest
 
 STEP = "generate.step"
+MS = 1_000_000
 VIEW = StepView(now_ns=0, prefilling=(), waiting=0, decodes=0, tokens_free=1)
 
 
-class Clocked(RequestPolicy, frozen=True, kw_only=True):
-    def share(self, view: StepView) -> StepShares:
-        CLOCK[0] += 10_000_000
-        return StepShares(())
+class Clock:
+    """A clock that advances by a fixed time with each policy call."""
 
+    def __init__(self) -> None:
+        self.now_ns = self.queued_ns = 0
+        self.received: list[tuple[str, str]] = []
 
-CLOCK = [0]
+    def times(self, *, budget_ms: float, slow_max: int) -> PolicyTimes:
+        return PolicyTimes(
+            budget_ms=budget_ms,
+            slow_max=slow_max,
+            now_ns=lambda: self.now_ns,
+            replace=lambda seat, reason: self.received.append((seat, reason)),
+            queued_ns=lambda: self.queued_ns,
+        )
+
+    def ask(
+        self, took_ms: int, queued_ms: int = 0, answer: object = "ok"
+    ) -> Callable[[object], Any]:
+        def ask(_: object) -> object:
+            self.now_ns += took_ms * MS
+            self.queued_ns += queued_ms * MS
+            return answer
+
+        return ask
 
 
 def make_host(**more: dict[str, str]) -> PolicyHost:
+    """A host of a policy that takes twice the budget."""
+    clock = Clock()
     return PolicyHost(
-        SeatPolicies(by_table={STEP: Clocked()}),
-        now_ns=lambda: CLOCK[0],
+        SeatPolicies(by_table={STEP: answering("step", clock.ask(10, answer=StepShares(())))}),
+        now_ns=lambda: clock.now_ns,
         log=logging.getLogger("host"),
         budget_ms=5,
         slow_max=1,
@@ -66,41 +89,13 @@ def test_table_without_a_hook_has_no_seat(caplog: pytest.LogCaptureFixture) -> N
     assert "generate.step: no policy decides: this version has no hook" in caplog.text
 
 
-MS = 1_000_000
-
-
-class Clock:
-    """A clock that advances by a fixed time with each policy call."""
-
-    def __init__(self) -> None:
-        self.now_ns = self.queued_ns = 0
-        self.received: list[tuple[str, str]] = []
-
-    def times(self, *, budget_ms: float, slow_max: int) -> PolicyTimes:
-        return PolicyTimes(
-            budget_ms=budget_ms,
-            slow_max=slow_max,
-            now_ns=lambda: self.now_ns,
-            replace=lambda seat, reason: self.received.append((seat, reason)),
-            queued_ns=lambda: self.queued_ns,
-        )
-
-    def ask(self, took_ms: int, queued_ms: int = 0) -> Callable[[object], int]:
-        def ask(_: object) -> int:
-            self.now_ns += took_ms * MS
-            self.queued_ns += queued_ms * MS
-            return took_ms
-
-        return ask
-
-
 def test_calls_are_counted_and_answers_passed_on(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     times = clock.times(budget_ms=5, slow_max=2)
     with caplog.at_level(logging.WARNING):
-        assert [times.watch("s", clock.ask(took))("view") for took in (3,)] == [3]
-        ask = times.watch("s", clock.ask(7))
-        assert [ask("view") for _ in range(2)] == [7, 7]
+        assert times.watch("s", clock.ask(0, answer="quick"))("view") == "quick"
+        ask = times.watch("s", clock.ask(7, answer="slow"))
+        assert [ask("view") for _ in range(2)] == ["slow", "slow"]
     assert times.statistics() == {"s": {"calls": 2, "seconds": 0.014, "longest_ms": 7.0, "slow": 2}}
     assert "value 7.0 ms, limit 5 ms. Remedy: make it faster" in caplog.text
     assert clock.received == []
@@ -113,10 +108,10 @@ def test_calls_are_counted_and_answers_passed_on(caplog: pytest.LogCaptureFixtur
 def test_slow_calls_that_are_rare_replace_nothing() -> None:
     clock = Clock()
     times = clock.times(budget_ms=5, slow_max=2)
-    took = [1]
-    ask = times.watch("s", lambda view: clock.ask(took[0])(view))
+    took_ms = 1
+    ask = times.watch("s", lambda view: clock.ask(took_ms)(view))
     for number in range(600):
-        took[0] = 9 if number % 50 == 0 else 1
+        took_ms = 9 if number % 50 == 0 else 1
         ask("view")
     assert times.statistics()["s"]["slow"] == 12
     assert clock.received == []
@@ -155,21 +150,9 @@ class Levitates(Preempts, frozen=True, kw_only=True):
 @pytest.mark.parametrize(
     ("policy", "table", "sentence"),
     [
-        (
-            Preempts(),
-            "generate.step",
-            "generate.step: not decided by a policy in Plain 1.0: its steps are fixed",
-        ),
-        (
-            Preempts(),
-            "routing",
-            "Plain 1.0 makes this decision itself. .* or use Preempts in generate.admission",
-        ),
-        (
-            Preempts(),
-            "generate.admission",
-            r"Preempts needs preemption .* \(preempt\), which Plain 1.0 does not have",
-        ),
+        (Preempts(), "generate.step", "not decided by a policy in Plain 1.0: its steps are fixed"),
+        (Preempts(), "routing", "decision itself. .* or use Preempts in generate.admission"),
+        (Preempts(), "generate.admission", r"needs preemption .*, which Plain 1.0 does not have"),
         (Levitates(), "generate.admission", "'levitation', which is none of hold"),
         (SwapLong(), "generate.preemption", "SwapLong needs swap space"),
         (Youngest(mode="swap"), "generate.preemption", r"Youngest needs .*\(swap\)"),

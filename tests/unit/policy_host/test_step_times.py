@@ -57,13 +57,34 @@ def test_model_fills_a_step_up_to_its_target_wherever_the_chunk_lies(start: int)
         assert (step_ns <= target_ns * 1.01) == fits
 
 
-def test_model_reports_how_long_decodes_may_wait_for_something_else() -> None:
+@pytest.mark.parametrize(
+    ("target_ms", "ratio", "share", "left_ms"),
+    [
+        (25, 2, 1.0, 20),
+        (6, 4, 1.0, 15),
+        # A long queue doubles the ratio but not the target.
+        (6, 4, 2.0, 35),
+        (50, 4, 2.0, 45),
+        # A share of the limit leaves three quarters of the time of the decodes.
+        (40, 8, 0.5, 15),
+        (80, 8, 0.5, 35),
+        (40, 8, 0.01, 3.75),
+        (1e-6, 1.5, 0.01, 2.5),
+    ],
+)
+def test_model_reports_how_long_decodes_may_wait_for_something_else(
+    target_ms: float, ratio: float, share: float, left_ms: float
+) -> None:
     """The budget of prefill in a step also applies to an encoder in the same process; without decodes there is none."""
-    assert learned(25_000_000).left_ns(DECODES) == pytest.approx(20_000_000, rel=0.01)
-    assert learned(6_000_000, ratio=4).left_ns(DECODES) == pytest.approx(15_000_000, rel=0.01)
+    left_ns = learned(int(target_ms * 1e6), ratio).left_ns(DECODES, share)
+    assert left_ns == pytest.approx(left_ms * 1e6, rel=0.01)
+
+
+def test_model_has_no_limit_without_decodes_or_a_target() -> None:
     assert learned(DECODE_NS, ratio=1).left_ns(DECODES) >= 1
-    assert learned(25_000_000).left_ns(0) == 0
-    assert learned(0).left_ns(DECODES) == 0
+    assert learned(25_000_000).left_ns(0) == learned(0).left_ns(DECODES) == 0
+    assert learned(25_000_000).budget_for(5_000, decodes=0).tokens_at(16_000) == 5_000
+    assert learned(0).budget_for(5_000, decodes=DECODES).tokens_at(16_000) == 5_000
 
 
 @pytest.mark.parametrize(
@@ -77,33 +98,6 @@ def test_limit_follows_the_waiting_requests_for_each_decoding_one(
     decoding: int, waiting: int, share: float
 ) -> None:
     assert limit_share(decoding, waiting) == share
-
-
-def test_long_queue_doubles_the_ratio_but_not_the_target() -> None:
-    assert learned(6_000_000, ratio=4).left_ns(DECODES, 2.0) == pytest.approx(35_000_000, rel=0.01)
-    assert learned(50_000_000, ratio=4).left_ns(DECODES, 2.0) == pytest.approx(45_000_000, rel=0.01)
-
-
-def test_share_of_the_limit_leaves_three_quarters_of_the_time_of_the_decodes() -> None:
-    assert learned(40_000_000, 8).left_ns(DECODES, 0.5) == pytest.approx(15_000_000, rel=0.01)
-    assert learned(80_000_000, 8).left_ns(DECODES, 0.5) == pytest.approx(35_000_000, rel=0.01)
-    assert learned(40_000_000, 8).left_ns(DECODES, 0.01) == pytest.approx(3_750_000, rel=0.01)
-    assert learned(1, 1.5).left_ns(DECODES, 0.01) == pytest.approx(2_500_000, rel=0.01)
-
-
-def test_model_does_not_bind_prefill_without_decodes_or_without_a_target() -> None:
-    assert learned(25_000_000).budget_for(5_000, decodes=0).tokens_at(16_000) == 5_000
-    assert learned(0).budget_for(5_000, decodes=DECODES).tokens_at(16_000) == 5_000
-
-
-@pytest.mark.parametrize("ratio", [2.0, 5.0])
-def test_model_allows_a_multiple_of_decoding_alone_when_the_target_is_below_it(
-    ratio: float,
-) -> None:
-    tokens = learned(1, ratio).budget_for(5_000, decodes=DECODES).tokens_at(0)
-    step_ns = DECODE_NS + tokens * TOKEN_NS + pairs_of(0, tokens) * PAIR_NS
-    assert step_ns == pytest.approx(ratio * DECODE_NS, rel=0.12)
-    assert tokens >= 16
 
 
 @pytest.mark.parametrize("decodes", [1, 8, 32, 128])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -119,17 +118,3 @@ def test_calls_find_a_group_by_its_name(calls: InstalledRay) -> None:
             calls.find_group("another")
     finally:
         ray.util.remove_placement_group(made)
-
-
-def test_calls_leave_signals_as_they_were(head: str) -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    calls = InstalledRay()
-    calls.connect(head)
-    try:
-        assert signal.getsignal(signal.SIGTERM) is before
-        again = InstalledRay()
-        again.connect(head)
-        again.close([], None)
-        assert ray.is_initialized(), "an existing connection stays open"
-    finally:
-        calls.close([], None)

@@ -21,7 +21,6 @@ from tests.unit.rank.worker_groups import (
     is_running,
     limits,
     python_path,
-    shell_of,
     started,
 )
 from tests.unit.worker.test_generate_rank import join, prefill
@@ -207,45 +206,6 @@ async def test_worker_group_ranks_leave_signals_to_the_engine(place: Place) -> N
         worker_group.leader("generate").decide(one_request())
         await received.wait_until(lambda: received.results or received.lost)
         assert received.lost == []
-
-
-@pytest.mark.thorough
-async def test_worker_group_rank_that_is_stopped_in_a_step_is_found(place: Place) -> None:
-    """The rank timeout finds it, not the step timeout; a long step is not killed."""
-    slow, quick = Behaviour(step_s=NEVER_S, slow_at=5), limits(rank_timeout_s=1.5, heartbeat_s=0.1)
-    async with started(place, ranks=2, behaviour=slow, limits=quick) as (worker_group, received):
-        leader = worker_group.leader("generate")
-        for decision in (one_request(), GenerateDecision(2), GenerateDecision(3)):
-            leader.decide(decision)
-        await received.wait_until(lambda: len(received.results) == 2)
-        await asyncio.sleep(0.1)
-        pids = worker_group.pids
-        os.kill(pids[1], signal.SIGSTOP)
-        await received.wait_until(lambda: received.lost)
-        assert received.lost[0][1].startswith("generate: rank 1 was silent for ")
-    assert not any(is_running(pid) for pid in pids)
-
-
-async def test_shell_stop_in_the_middle_of_a_restart_leaves_no_process(place: Place) -> None:
-    """Stopping cancels a restart that has begun to start ranks."""
-    before = place_children()
-    async with shell_of(place) as shell:
-        pids = shell.pids
-        os.kill(pids[1], signal.SIGKILL)
-        async with patience():
-            while shell.healthy:  # noqa: ASYNC110 - the very turn of the loop matters
-                await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        await shell.stop()
-        assert shell.pids == []
-        assert not any(is_running(pid) for pid in pids)
-    assert place_children() <= before, "no rank was started after the stop"
-
-
-def place_children() -> set[int]:
-    """Return the running children of this process."""
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    return {int(pid) for pid in children if is_running(int(pid))}
 
 
 def test_rank_without_a_specification_exits(tmp_path: Path) -> None:

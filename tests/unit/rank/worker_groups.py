@@ -67,6 +67,9 @@ class Received:
                 await self.changed.wait()
 
 
+ENCODE = EncodeRole(
+    address="", plugin=NAME, settings=WorkerSettings(), items=4, tokens=0, pixels_max=0
+)
 LOAD = StepLimits(slots=4, batch_tokens=64, chunk_tokens=16, context_tokens=400, block_size=4)
 
 
@@ -122,9 +125,6 @@ class Place:
         memory_limit_bytes: int = 0,
     ) -> WorkerGroup:
         """Return a worker group of these groups; all of its ranks behave alike."""
-        encode = EncodeRole(
-            address="", plugin=NAME, settings=WorkerSettings(), items=4, tokens=0, pixels_max=0
-        )
         generate = GenerateRole(address="", plugin=NAME, settings=WorkerSettings(), limits=LOAD)
         template = RankSpec(
             rank=0,
@@ -133,7 +133,7 @@ class Place:
             info=model_info(behaviour),
             timeout_s=limits.rank_timeout_s,
             memory_limit_bytes=memory_limit_bytes,
-            encode=encode if stage_of(groups[0]) == "encode" else None,
+            encode=ENCODE if stage_of(groups[0]) == "encode" else None,
             generate=generate if stage_of(groups[-1]) == "generate" else None,
         )
         return WorkerGroup(
@@ -193,32 +193,40 @@ def limits_for(worker_groups: Sequence[Sequence[str]]) -> Callable[[int], Schedu
     return limits
 
 
-@asynccontextmanager
-async def shell_of(
+async def start_groups(
     place: Place,
+    groups: Sequence[Sequence[str]],
     *,
-    groups: Sequence[Sequence[str]] = (("encode",), ("generate",)),
     behaviour: Behaviour | None = None,
     limits: DeadlinesConfig = LIMITS,
     ranks: int = 1,
-) -> AsyncIterator[Shell]:
-    """Yield a started shell of one worker group for each tuple of groups."""
+    **options: float,
+) -> Shell:
+    """Start a shell of one worker group for each tuple of groups."""
     sizing = make_sizing(groups, ranks=ranks)
 
     def worker_groups(events: WorkerGroupEvents) -> list[WorkerGroup]:
-        return [
-            place.worker_group(
-                events, groups=names, behaviour=behaviour, ranks=ranks, limits=limits, sizing=sizing
-            )
-            for names in groups
-        ]
+        made = {"behaviour": behaviour, "ranks": ranks, "limits": limits, "sizing": sizing}
+        return [place.worker_group(events, groups=names, **made) for names in groups]  # type: ignore[arg-type]
 
-    shell = await start_shell(
+    return await start_shell(
         worker_groups,
         limits=limits_for(groups),
         policies=default_policies(),
         on_progress=lambda *_: None,
+        **options,
     )
+
+
+SEPARATE = (("encode",), ("generate",))
+
+
+@asynccontextmanager
+async def shell_of(
+    place: Place, *, groups: Sequence[Sequence[str]] = SEPARATE, **options: Any
+) -> AsyncIterator[Shell]:
+    """Yield a started shell."""
+    shell = await start_groups(place, groups, **options)
     try:
         yield shell
     finally:

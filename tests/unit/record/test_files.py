@@ -173,14 +173,6 @@ def test_entries_leave_out_slots_behind_the_last_in_use(tokens: list[int]) -> No
     assert len(wide) == len(body)
 
 
-def test_entries_refuse_an_array_that_is_longer_than_it_says() -> None:
-    body = msgspec.msgpack.encode(
-        [0, 0, ["Stepped", 1, [1, bytes(8)], [], 0, "generate", [], 0, 0], [], b""]
-    )
-    with pytest.raises(RecordError, match="an array of 1 numbers has 8 bytes"):
-        decode_entry(body)
-
-
 def decide(prompt: list[int]) -> Decide:
     data = RequestData(
         tokens=array("i", prompt).tobytes(),
@@ -209,11 +201,20 @@ def test_entries_hold_a_digest_in_place_of_a_prompt() -> None:
     assert command.decision.step == 9
 
 
+TOO_LONG = ["Stepped", 1, [1, bytes(8)], [], 0, "generate", [], 0, 0]
+
+
 @pytest.mark.parametrize(
-    "body", [b"", b"\x93", msgspec.msgpack.encode([0, 0, ["Exec", "x"], [], b""])]
+    ("body", "message"),
+    [
+        (b"", "an entry cannot be read"),
+        (b"\x93", "an entry cannot be read"),
+        (msgspec.msgpack.encode([0, 0, ["Exec", "x"], [], b""]), "cannot be read: 'Exec'"),
+        (msgspec.msgpack.encode([0, 0, TOO_LONG, [], b""]), "an array of 1 numbers has 8 bytes"),
+    ],
 )
-def test_entries_refuse_what_is_none(body: bytes) -> None:
-    with pytest.raises(RecordError):
+def test_entries_refuse_what_is_none(body: bytes, message: str) -> None:
+    with pytest.raises(RecordError, match=message):
         decode_entry(body)
 
 

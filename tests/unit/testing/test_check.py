@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import msgspec
@@ -11,20 +10,18 @@ import pytest
 
 from tests.each_case import each_case
 from tests.unit.kernel.policy_pool import HoldingForEver, Tallied
+from tests.unit.kernel.setups import answering
 from vsched.errors import DeviceOutOfMemory, PolicyError, limit_message
 from vsched.policy import (
     Admission,
     AdmissionView,
     Build,
-    CachePolicy,
     EncodeLimits,
     EncodingView,
-    ImagePolicy,
     MemoryPlan,
     MemoryPolicy,
     MemoryView,
     Policy,
-    PreemptionView,
     Probe,
     PruningPolicy,
     PruningView,
@@ -51,16 +48,14 @@ class Shortest(RequestPolicy, frozen=True, kw_only=True):
         return Admission(order[: min(self.most, view.entries_free)])
 
 
-class RaisesRarely(RequestPolicy, frozen=True, kw_only=True):
-    def admit(self, view: AdmissionView) -> Admission:
-        if len(view.waiting) >= 3:
-            raise ZeroDivisionError("three are too many")
-        return Admission(range(min(len(view.waiting), view.entries_free)))
+def raise_rarely(view: AdmissionView) -> Admission:
+    if len(view.waiting) >= 3:
+        raise ZeroDivisionError("three are too many")
+    return Admission(range(min(len(view.waiting), view.entries_free)))
 
 
-class AdmitsNobody(RequestPolicy, frozen=True, kw_only=True):
-    def admit(self, view: AdmissionView) -> Admission:
-        return Admission()
+def propose_too_much(view: EncodingView) -> list[int]:
+    return [len(view.items)]
 
 
 class Remembers(RequestPolicy, frozen=True, kw_only=True):
@@ -136,35 +131,11 @@ class NoLimits(Shortest, frozen=True, kw_only=True):
         return EncodeLimits(images=0)
 
 
-class TooFar(ImagePolicy, frozen=True, kw_only=True):
-    def select(self, view: EncodingView) -> Sequence[int]:
-        return [len(view.items)]
-
-
-class NoOrder(CachePolicy, frozen=True, kw_only=True):
-    def build_order(self) -> Any:
-        return {}
-
-
 class PrunesAll(PruningPolicy, frozen=True, kw_only=True):
     """Keeps no token, not even of the first group."""
 
     def prune(self, view: PruningView) -> bytes:
         return bytes(view.changes.nbytes // 4)
-
-
-class Nobody(RequestPolicy, frozen=True, kw_only=True):
-    def victim(self, view: PreemptionView) -> int:
-        return -1
-
-
-class Routes(RoutingPolicy, frozen=True, kw_only=True):
-    choice: int
-
-    def choose(self, view: RoutingView) -> int:
-        if self.choice < 0:
-            raise SystemExit(0)
-        return min(self.choice, len(view.replicas))
 
 
 class Sorts(RoutingPolicy, frozen=True, kw_only=True):
@@ -234,10 +205,6 @@ class WithMargin(MemoryPolicy, frozen=True, kw_only=True):
 TOO_LITTLE = limit_message("too little", value=1, limit=2, remedy="wait")
 
 
-class Unfinished(RequestPolicy, frozen=True, kw_only=True):
-    pass
-
-
 class Misses(RequestPolicy, frozen=True, kw_only=True):
     need: int
 
@@ -268,8 +235,8 @@ def test_check_policy_passes_a_good_one(policy: type[Policy] | Policy) -> None:
 @pytest.mark.parametrize(
     ("policy", "words"),
     [
-        (RaisesRarely, "three are too many"),
-        (AdmitsNobody, "nothing is admitted"),
+        (answering("admission", raise_rarely), "three are too many"),
+        (answering("admission", Admission()), "nothing is admitted"),
         (HoldingForEver, "held for over 60 s"),
         *[
             (Dislikes(field=field), f"a {field}")
@@ -280,12 +247,12 @@ def test_check_policy_passes_a_good_one(policy: type[Policy] | Policy) -> None:
         (Hoards, "its state grows"),
         (Overflows, "its state is too large"),
         (LeavesOther, "asked again, it leaves"),
-        (TooFar, "outside 0 to"),
-        (NoOrder, "policy NoOrder failed"),
-        (Nobody, "index -1 is outside"),
-        (Routes(choice=0), "replica 0 is down"),
-        (Routes(choice=99), "outside 0 to"),
-        (Routes(choice=-1), "SystemExit: 0"),
+        (answering("encoding", propose_too_much), "outside 0 to"),
+        (answering("eviction", {}), "policy Answering failed"),
+        (answering("preemption", -1), "index -1 is outside"),
+        (answering("routing", 0), "replica 0 is down"),
+        (answering("routing", 99), "outside 0 to"),
+        (answering("routing", SystemExit(0)), "SystemExit: 0"),
         (Sorts, "'tuple' object has no attribute 'sort'"),
         (Proposes(tokens=1 << 60), "does not fit on an empty device"),
         (Forgetful(probes=1 << 40), "it does not end"),
@@ -310,7 +277,6 @@ def test_check_policy_names_seed_and_fault(policy: type[Policy] | Policy, words:
 @each_case(
     ("policy", "words"),
     [
-        (Unfinished, "overrides no method of a policy class"),
         (Misses, "pass an instance instead of the class"),
         (int, "int: not a subclass of vsched.policy.Policy"),
     ],

@@ -193,13 +193,3 @@ def test_wire_checks_tell_results_apart() -> None:
     assert checks[-1] == check_of(result)
     assert len(set(checks)) == 5
     assert len(checks[0]) == 8
-    failed = [
-        EncodeResult(1, EncodeErrorKind.OUT_OF_MEMORY, 5),
-        EncodeResult(1, EncodeErrorKind.FAILED, 6),
-    ]
-    assert check_of(failed[0]) == check_of(failed[1]) != check_of(EncodeResult(1, None, 5))
-
-
-def test_wire_frames_of_a_steady_step_are_small() -> None:
-    """Cost follows change: a steady decode step takes a few bytes on the wire, not one a request."""
-    assert len(LeaderLog().append(GenerateDecision(1_000_000))) < 48

@@ -18,7 +18,7 @@ from vsched.kernel.events import Drafted, Finished
 from vsched.sim.ranks.symbolic_workers import stand_in_info
 from vsched.types import FinishReason, ItemPlace, SamplingParams
 from vsched.worker.contract import Batch, Sampled, SequenceState, TokenLogprobs
-from vsched.worker.drafts import DraftModel, DraftWorker, allows, draft, lookup, only_token
+from vsched.worker.drafts import DraftModel, DraftWorker, allows, draft, lookup
 from vsched.worker.generate_rank import GenerateRank
 from vsched.worker.spec import StepLimits
 
@@ -109,16 +109,6 @@ def test_lookup_finds_what_followed_the_last_tokens(
     tokens: tuple[int, ...], ngram: int, found: list[int]
 ) -> None:
     assert lookup(int32(*tokens), 3, ngram) == found
-
-
-def test_masks_report_the_only_token() -> None:
-    mask = np.zeros(3, np.uint32)
-    assert only_token(mask) is None
-    mask[2] = 1 << 31
-    assert only_token(mask) == 95
-    assert [allows(mask, token) for token in (95, 94, 96)] == [True, False, False]
-    mask[0] = 1
-    assert only_token(mask) is None
 
 
 def test_draft_stops_before_what_stands_for_an_image() -> None:
@@ -346,16 +336,6 @@ def test_draft_model_proposes_and_all_prove_right_if_both_think_alike() -> None:
     assert len(found.tokens) == 3
     # That draft token and the next output token, in rows, and again two draft tokens.
     assert (small.computed, small.batches_run) == (10, 6)
-
-
-def test_draft_model_catches_up_in_chunks_and_drafts_when_it_has() -> None:
-    small = Small()
-    rank = model_rank(Periodic(), small, chunk=8)
-    begun(rank, [16 + at % 3 for at in range(20)])
-    reported = [rank.apply(GenerateDecision(step, granted=by_model(2))) for step in range(2, 6)]
-    # 21, 22, 23 tokens are known in these steps, and each computes 8 more of them.
-    assert [len(one.drafted) for one in reported] == [0, 0, 1, 1]
-    assert small.computed == 23 + 1 + 2 + 1
 
 
 def test_draft_model_takes_no_more_positions_a_step_than_memory_is_proved_for() -> None:

@@ -8,7 +8,7 @@ import pytest
 from vsched.errors import ConfigError
 from vsched.types import ArraySpec
 from vsched.worker.contract import ImagePlan, extent_bytes, view_arrays
-from vsched.worker.expansion import expand_images, places_of
+from vsched.worker.expansion import expand_images
 from vsched.worker.registry import check_worker_name, load_worker
 
 IMAGE, BREAK, END = 5, 6, 7
@@ -23,13 +23,6 @@ def test_expansion_of_rows_with_separators() -> None:
     assert spans == [((2, 5), (6, 9)), ((10, 12),)]
     places = [at for runs in spans for start, stop in runs for at in range(start, stop)]
     assert [at for at, token in enumerate(ids) if token == IMAGE] == places
-
-
-def test_places_are_all_there_are() -> None:
-    """At both ends, adjacent, or nowhere."""
-    assert places_of([IMAGE, 1, IMAGE, IMAGE, 2, IMAGE], IMAGE) == [0, 2, 3, 5]
-    assert places_of([1, 2], IMAGE) == []
-    assert places_of([], IMAGE) == []
 
 
 def test_arrays_lie_one_after_the_other_each_at_a_cache_line() -> None:

@@ -231,7 +231,7 @@ def test_generate_rank_slot_that_is_left_is_as_new() -> None:
         ({"joined": [join(2, 0, [1])]}, "request 2 joins slot 0, which is taken"),
         (
             {"joined": [Join(1, 1, 0, 9, [1], None)]},
-            "request 1 joins with 9 tokens; it is 1 tokens long here",
+            "joins with 9 tokens; it is 1 tokens long here",
         ),
         ({"joined": [Join(5, 1, 0, 2, [1], None)]}, "joins with 2 tokens; it is unknown here"),
         ({"left": [Leave(1, 1, keep=True)]}, "leaves slot 1, which it has not"),

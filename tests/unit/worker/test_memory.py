@@ -75,9 +75,7 @@ def test_memory_errors_become_the_one_type(error: Exception) -> None:
         raise error
 
 
-@pytest.mark.parametrize(
-    "error", [ImportError("no torch"), SystemError("bad call"), OSError("bad")]
-)
+@pytest.mark.parametrize("error", [ImportError("no torch"), SystemError("bad"), OSError("bad")])
 def test_memory_errors_let_others_pass(error: Exception) -> None:
     with pytest.raises(type(error)), memory_errors("loading", remedy="raise it"):
         raise error

@@ -12,7 +12,8 @@ import pytest
 from tests.machines import pretend_cores
 from tests.unit.aio.hosts.test_stream import Side
 from tests.unit.aio.leader.leader_harness import FakeLink
-from tests.unit.rank.fake_plugin import NAME, model_info
+from tests.unit.rank.fake_plugin import model_info
+from tests.unit.rank.worker_groups import ENCODE
 from vsched.aio.hosts import server
 from vsched.aio.hosts.link import (
     PIECE_BYTES,
@@ -35,14 +36,10 @@ from vsched.failures import EncodeErrorKind
 from vsched.transport.zmq_link import OnFrame, pulse_identity, rank_identity
 from vsched.types import ArenaLayout
 from vsched.wire import ON_THE_WAY, EncodeResult, Pulse, encode_report
-from vsched.worker.contract import WorkerSettings
-from vsched.worker.spec import EncodeRole, HostShare, RankSpec
+from vsched.worker.spec import HostShare, RankSpec
 
 LAYOUT = ArenaLayout(pixel_bytes=2 * WINDOW_BYTES, pages=0, page_rows=4, row_bytes=16)
-ROLE = EncodeRole(
-    address="", plugin=NAME, settings=WorkerSettings(), items=4, tokens=0, pixels_max=0
-)
-SPEC = RankSpec(rank=0, secret="", layout=LAYOUT, info=model_info(), timeout_s=60, encode=ROLE)
+SPEC = RankSpec(rank=0, secret="", layout=LAYOUT, info=model_info(), timeout_s=60, encode=ENCODE)
 FIRST = rank_identity(0)
 
 

@@ -18,7 +18,6 @@ from vsched.aio.streams import (
     PromptToken,
     StreamTable,
     TokenStream,
-    int32_array,
 )
 from vsched.errors import RequestFailed
 from vsched.kernel.commands import Finish, RequestTimes
@@ -124,17 +123,6 @@ async def test_stream_table_reports_a_failure_before_the_end_of_a_prompt_at_once
         table.generations[1].take()
 
 
-async def test_stream_table_gives_logprobs_by_slot() -> None:
-    table = Table(2, logprobs=1)
-    table.emit([(2, 8), (1, 7)], [SlotLogprob(1, -0.5, [(7, -0.5)])])
-    delta = await anext(table.generations[1])
-    assert delta.logprobs is not None
-    assert [(one.token_id, one.logprob, one.top) for one in delta.logprobs] == [
-        (7, -0.5, [(7, -0.5)])
-    ]
-    assert (await anext(table.generations[2])).logprobs == []
-
-
 async def test_stream_table_gives_the_tokens_of_drafts_one_by_one_with_their_logprobs() -> None:
     """Clients count tokens by events. Broken streams, and readers that iterate, get complete deltas as well."""
     table = Table(2, logprobs=1)
@@ -176,12 +164,6 @@ async def test_stream_table_is_idle_when_the_last_has_ended() -> None:
     await asyncio.sleep(0)
     assert idle.done()
     assert table.streams.request_ids(9) == []
-
-
-def test_int32_array_refuses_partial_values() -> None:
-    assert int32_array(b"\x01\x00\x00\x00\xff\xff\xff\xff").tolist() == [1, -1]
-    with pytest.raises(ValueError, match="multiple"):
-        int32_array(b"\x01\x00\x00")
 
 
 async def test_stream_table_gives_each_prompt_what_is_told_of_it() -> None:

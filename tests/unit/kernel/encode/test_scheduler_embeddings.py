@@ -25,20 +25,6 @@ from vsched.policy_host.seats import PolicySeats
 from vsched.testing import default_policies, make_request
 
 
-def test_embedding_read_by_a_step_in_flight_stays() -> None:
-    """All pages are read by a step in flight; the next image waits for it, whichever request needs the image."""
-    cluster = make_cluster(image_request("r1", (b"a", 16)), pages=4)
-    cluster.run_encode()
-    cluster.submit(image_request("r2", (b"b", 16)))
-    assert cluster.generate_log
-    assert cluster.encoded == [[b"a"]]
-    cluster.abort("r1")
-    assert cluster.encoded == [[b"a"]], "the step still reads the pages of the request that left"
-    cluster.run_generate()
-    assert cluster.encoded == [[b"a"], [b"b"]]
-    assert_served(cluster, "r2")
-
-
 def test_embedding_that_a_step_reads_is_not_taken_for_an_older_request() -> None:
     """The oldest request may take embeddings of waiting younger ones, but none that a step in flight reads."""
     cluster = make_cluster(pages=4, chunk_tokens=16, generate_depth=1)
@@ -126,15 +112,6 @@ def test_embedding_item_without_pixels_needs_none_when_it_is_cached() -> None:
     bare = msgspec.structs.replace(request.items[0], extent=None)
     cluster.submit(msgspec.structs.replace(request, items=(bare,)))
     assert_served(cluster, "r1", "r2")
-
-
-def test_images_of_a_failed_batch_are_like_others_once_they_are_encoded() -> None:
-    """Otherwise a policy would never see their sizes again."""
-    cluster = make_cluster(image_request("r", (b"a", 8), (b"b", 8)))
-    cluster.run_encode(fail=EncodeErrorKind.FAILED)
-    cluster.drain()
-    assert [entry.tokens for entry in cluster.kernel.embeddings] == [8, 8]
-    assert_served(cluster, "r")
 
 
 def test_policy_that_holds_keeps_images_of_a_failed_batch_back_as_well() -> None:

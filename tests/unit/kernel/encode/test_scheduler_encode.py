@@ -64,14 +64,6 @@ def test_encode_refused_items_keep_the_front(
     assert_served(cluster, "r")
 
 
-def test_encode_permits_bind_whatever_a_policy_proposes() -> None:
-    """The third of three items returns to the front when there are two permits."""
-    cluster = make_cluster(encode_items=2, encode_admission=AllWaiting())
-    complete(cluster, image_request("r", (b"a", 8), (b"b", 8), (b"c", 8)))
-    assert cluster.encoded == [[b"a", b"b"], [b"c"]]
-    assert_served(cluster, "r")
-
-
 @pytest.mark.parametrize("together", [True, False])
 def test_encode_next_to_decodes_may_keep_them_for_as_long_as_prefill_may(*, together: bool) -> None:
     """Decodes of the encode group's own generate group count, and only if the two share their processes."""
@@ -139,16 +131,6 @@ def test_encode_newcomers_stand_behind_refused_items() -> None:
     assert cluster.encoded == [[b"a"], [b"b"], [b"c", b"d"]]
 
 
-def test_encode_request_that_ends_early_encodes_no_later_item() -> None:
-    cluster = make_cluster(chunk_tokens=40)
-    cluster.submit(make_request("r", words(150), [(0, 20, b"a"), (140, 20, b"b")]))
-    cluster.run_encode()
-    cluster.abort("r")
-    cluster.drain()
-    assert cluster.encoded == [[b"a"]]
-    assert_holds_nothing(cluster)
-
-
 def test_encode_same_image_of_many_requests_is_one_task() -> None:
     """Misses are deduplicated by key and returned to all, in request order."""
     cluster = make_cluster(image_request("busy", (b"other", 8)))
@@ -210,7 +192,7 @@ def test_encode_brought_embeddings_cost_the_encoder_nothing() -> None:
 
 @pytest.mark.parametrize("broken", [b"a", b"b", b"c"])
 def test_encode_failing_item_is_isolated(broken: bytes) -> None:
-    """A failed batch is halved until the broken item is alone, and only its requests fail."""
+    """A failed batch is halved until the broken item is alone, and only its requests fail. It may be sent again."""
     cluster = make_cluster(image_request("busy", (b"other", 4)))
     users = {b"a": ["r1", "r4"], b"b": ["r2"], b"c": ["r3"]}
     for name, key in (("r1", b"a"), ("r2", b"b"), ("r3", b"c"), ("r4", b"a")):
@@ -223,7 +205,8 @@ def test_encode_failing_item_is_isolated(broken: bytes) -> None:
         finish = cluster.ended[name]
         assert (finish.reason, finish.code) == (FinishReason.ERROR, "encode_failed")
         assert finish.message == "the image could not be encoded"
-    assert_served(cluster, "busy", *(name for names in users.values() for name in names))
+    complete(cluster, image_request("again", (broken, 10)))
+    assert_served(cluster, "busy", "again", *(name for names in users.values() for name in names))
 
 
 def test_encode_policy_chooses_which_suspect_is_next() -> None:
@@ -253,7 +236,7 @@ def test_encode_suspects_run_alone() -> None:
 
 
 def test_encode_items_of_a_failed_batch_have_no_known_size() -> None:
-    """A policy sees None for them, never a number, and they run alone."""
+    """A policy sees None for them, never a number, and they run alone. Once encoded, they are like others."""
     Watching.queues.clear()
     cluster = make_cluster(encode_admission=Watching(max_tokens=200))
     cluster.submit(image_request("r", (b"a", 10), (b"b", 20)))
@@ -261,14 +244,7 @@ def test_encode_items_of_a_failed_batch_have_no_known_size() -> None:
     cluster.drain()
     assert Watching.queues == [[10, 20], [None, None], [None]]
     assert cluster.encoded == [[b"a", b"b"], [b"a"], [b"b"]]
-
-
-def test_encode_failed_image_may_be_sent_again() -> None:
-    cluster = make_cluster(image_request("r1", (b"a", 10)))
-    fail_when(cluster, b"a")
-    complete(cluster, image_request("r2", (b"a", 10)))
-    assert cluster.ended["r1"].reason is FinishReason.ERROR
-    assert_served(cluster, "r2")
+    assert [entry.tokens for entry in cluster.kernel.embeddings] == [10, 20], "known again"
 
 
 def test_unneeded_encode_result_is_discarded() -> None:

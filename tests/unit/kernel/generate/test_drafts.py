@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from tests.unit.kernel.setups import (
+    answering,
     assert_served,
     complete,
     generate_statistics,
@@ -13,26 +14,23 @@ from tests.unit.kernel.setups import (
 )
 from vsched.kernel import SchedulerLimits
 from vsched.kernel.decisions import DraftGrant
-from vsched.policy import Draft, DraftingPolicy, DraftingView
+from vsched.policy import Draft, DraftingView
 from vsched.testing import ModelCluster, default_policies, make_request
 
 DRAFTS = make_limits(drafts=True, slots=8)
 
 
-class Scripted(DraftingPolicy, frozen=True, kw_only=True):
-    """Grants a number of tokens for a number of steps, from one list; records its views."""
+def cluster_of(
+    *grants: Draft, limits: SchedulerLimits = DRAFTS
+) -> tuple[ModelCluster, list[DraftingView]]:
+    """Return a cluster whose policy gives these grants, the last one again and again, and the views that it gets."""
+    seen: list[DraftingView] = []
 
-    grants: list[Draft]
-    seen: list[DraftingView] = msgspec.field(default_factory=list)
+    def next_grant(_: DraftingView) -> Draft:
+        return grants[min(len(seen), len(grants)) - 1]
 
-    def grant(self, view: DraftingView) -> Draft:
-        self.seen.append(view)
-        return self.grants[min(len(self.seen), len(self.grants)) - 1]
-
-
-def cluster_of(*grants: Draft, limits: SchedulerLimits = DRAFTS) -> tuple[ModelCluster, Scripted]:
-    policy = Scripted(grants=list(grants))
-    return ModelCluster(limits, default_policies(drafting=policy)), policy
+    policy = answering("drafting", next_grant, seen)
+    return ModelCluster(limits, default_policies(drafting=policy)), seen
 
 
 def granted(cluster: ModelCluster) -> list[tuple[int, list[DraftGrant]]]:
@@ -40,14 +38,14 @@ def granted(cluster: ModelCluster) -> list[tuple[int, list[DraftGrant]]]:
 
 
 def test_a_request_is_granted_drafts_with_its_first_token_and_until_they_are_over() -> None:
-    cluster, policy = cluster_of(Draft(3, 4, 2), Draft(0, 5, 0), Draft(3, 0, 2))
+    cluster, seen = cluster_of(Draft(3, 4, 2), Draft(0, 5, 0), Draft(3, 0, 2))
     complete(cluster, make_request("a", words(9), max_tokens=60))
     assert granted(cluster)[:3] == [
         (1, [DraftGrant(0, 3, 2)]),
         (6, [DraftGrant(0, 0, 0)]),
         (11, [DraftGrant(0, 3, 2)]),
     ]
-    first, second, third = policy.seen
+    first, second, third = seen
     assert (first.outputs, first.outputs_max, first.last, first.rows_free) == (1, 60, None, 7)
     assert (second.last, second.running) == (Draft(3, 4, 2), 1)
     # One step ahead, results of three of the four steps are known.
@@ -64,17 +62,17 @@ def test_a_request_is_granted_drafts_with_its_first_token_and_until_they_are_ove
 def test_a_step_without_grants_is_what_it_was() -> None:
     """The same decisions, blocks and buckets; the policy is called once per request."""
     plain = ModelCluster(msgspec.structs.replace(DRAFTS, drafts=False), default_policies())
-    requested, policy = cluster_of(Draft())
+    requested, seen = cluster_of(Draft())
     for cluster in (plain, requested):
         for name in "abc":
             cluster.submit(make_request(name, words(5), max_tokens=30))
         cluster.drain()
     assert requested.decisions == plain.decisions
-    assert len(policy.seen) == 3
+    assert len(seen) == 3
     never, silent = cluster_of(Draft(3), limits=msgspec.structs.replace(DRAFTS, drafts=False))
     never.submit(make_request("a", words(5), max_tokens=30))
     never.drain()
-    assert not silent.seen
+    assert not silent
 
 
 def test_drafts_take_no_block_that_another_may_need() -> None:
@@ -92,7 +90,7 @@ def test_drafts_take_no_block_that_another_may_need() -> None:
 def test_grants_go_when_requests_take_the_slots() -> None:
     """No step samples more rows than there are slots; the model rank asserts it, too."""
     limits = msgspec.structs.replace(DRAFTS, slots=4)
-    cluster, policy = cluster_of(Draft(8, 0, 1), limits=limits)
+    cluster, seen = cluster_of(Draft(8, 0, 1), limits=limits)
     cluster.submit(make_request("a", words(5), max_tokens=200))
     for _ in range(3):
         cluster.run_generate()
@@ -101,6 +99,6 @@ def test_grants_go_when_requests_take_the_slots() -> None:
         cluster.submit(make_request(name, words(5, start=10 * ord(name)), max_tokens=8))
         cluster.run_generate()
     assert DraftGrant(0, 0, 1) in [one for _, grants in granted(cluster) for one in grants]
-    requested = len(policy.seen)
+    requested = len(seen)
     assert_served(cluster, "a", "b", "c", "d")
-    assert len(policy.seen) > requested, "the policy was not called again when slots were free"
+    assert len(seen) > requested, "the policy was not called again when slots were free"

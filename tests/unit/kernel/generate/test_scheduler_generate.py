@@ -18,11 +18,12 @@ from tests.unit.kernel.setups import (
     make_cluster,
     make_limits,
     submit_texts,
+    tight,
     words,
 )
 from vsched.kernel import SchedulerLimits
 from vsched.kernel.decisions import GenerateDecision
-from vsched.policy import Admission, RequestPolicy, StepShares, StepView
+from vsched.policy import Admission, StepShares, StepView
 from vsched.probes import observed
 from vsched.testing import ModelCluster, default_policies, make_request
 from vsched.types import Request
@@ -57,27 +58,6 @@ def test_generate_steady_decode_decisions_name_only_growth() -> None:
     grown = [slot for decision in steady for slot in decision.grown[::2]]
     assert sorted(grown) == sorted([0, 1, 2, 3] * 6), "each slot grows once in block_size steps"
     assert_served(cluster, "r0", "r1", "r2", "r3")
-
-
-def test_generate_step_never_exceeds_its_token_budget() -> None:
-    cluster = make_cluster(batch_tokens=12, chunk_tokens=8, slots=4, prefix_cache=False)
-    for index in range(6):
-        cluster.submit(make_request(f"r{index}", words(15, start=index), max_tokens=9))
-    decoding: set[int] = set()
-    while cluster.generate_log:
-        decision = cluster.generate_log[0]
-        for leave in decision.left:
-            decoding.discard(leave.slot)
-        tokens = sum(chunk.stop - chunk.start for chunk in decision.chunks)
-        assert tokens + len(decoding) <= 12
-        decoding |= {chunk.slot for chunk in decision.chunks if chunk.stop == 15}
-        cluster.run_generate()
-    assert_served(cluster, *(f"r{index}" for index in range(6)))
-
-
-def tight(**changes: object) -> SchedulerLimits:
-    """Limits under which four requests start and not all can grow."""
-    return make_limits(**{"blocks": 14, "slots": 4, "prefix_cache": False, **changes})
 
 
 NAMES = ("r0", "r1", "r2", "r3", "r4")
@@ -115,18 +95,6 @@ def test_generate_older_request_is_never_preempted_for_a_younger() -> None:
     assert_served(cluster, "old", "young")
     assert cluster.ended["old"].times.preemptions == 0
     assert cluster.ended["young"].times.preemptions > 0
-
-
-def test_generate_request_waits_while_its_blocks_are_taken() -> None:
-    cluster = make_cluster(blocks=8, slots=4, prefix_cache=False, generate_depth=1)
-    cluster.submit(make_request("first", words(20), max_tokens=4))
-    cluster.submit(make_request("second", words(20, start=50), max_tokens=4))
-    cluster.submit(make_request("third", words(2, start=90), max_tokens=2))
-    assert joined(cluster) == ["first"]
-    assert "needs 5 KV blocks" in cluster.kernel.explain("second")
-    cluster.drain()
-    assert joined(cluster) == ["first", "second", "third"]
-    assert_served(cluster, "first", "second", "third")
 
 
 def hold(view: Any) -> Admission:
@@ -231,34 +199,31 @@ def test_a_prompt_waits_for_all_its_images() -> None:
     assert _chunks(cluster) == [(0, 15)]
 
 
-ANSWERS: list[Any] = []
+NOBODY = StepShares([])
 SEEN: list[StepView] = []
 
 
-class Scripted(RequestPolicy, frozen=True, kw_only=True):
-    """Returns the test's decisions, then advances all requests in order."""
-
-    def share(self, view: StepView) -> Any:
-        SEEN.append(view)
-        if not ANSWERS:
-            return StepShares(range(len(view.prefilling)))
-        return ANSWERS[0] if len(ANSWERS) == 1 and ANSWERS[0] is NOBODY else ANSWERS.pop(0)
-
-
-NOBODY = StepShares([])
-
-
 def cluster_of(*prompts: int, choices: list[Any], **limits: Any) -> ModelCluster:
-    """A cluster in which requests with these prompts have joined with a block each, and no step is in flight."""
+    """A cluster in which requests with these prompts have joined with a block each, and no step is in flight.
+
+    The step policy returns these decisions, the last one repeatedly if it is `NOBODY`, then all requests in order.
+    """
     SEEN.clear()
-    ANSWERS.clear()
-    cluster = make_cluster(generate_depth=1, chunk_tokens=4, step=Scripted(), **limits)
+    answers: list[Any] = []
+
+    def share(view: StepView) -> Any:
+        if answers == [NOBODY]:
+            return NOBODY
+        return answers.pop(0) if answers else StepShares(range(len(view.prefilling)))
+
+    step = answering("step", share, SEEN)
+    cluster = make_cluster(generate_depth=1, chunk_tokens=4, step=step, **limits)
     for index, tokens in enumerate(prompts):
         cluster.submit(make_request(f"r{index}", words(tokens, start=100 * index), max_tokens=30))
     cluster.run_generate()
     while len(cluster.decisions[-1].chunks) < len(prompts):
         cluster.run_generate()
-    ANSWERS.extend(choices)
+    answers += choices
     return cluster
 
 
@@ -303,18 +268,15 @@ def test_step_may_leave_prefill_out_while_others_decode_but_not_for_ever() -> No
 
 def test_step_policy_is_called_about_requests_that_can_go_on() -> None:
     """Until its image is encoded, a request cannot take more of its prompt."""
-    SEEN.clear()
-    ANSWERS.clear()
-    cluster = make_cluster(chunk_tokens=4, step=Scripted())
+    cluster = cluster_of(40, choices=[])
     cluster.submit(image_request("image", (b"one", 8), max_tokens=4))
-    cluster.submit(make_request("text", words(40), max_tokens=4))
-    while cluster.kernel.generators[0].steps_in_flight:
+    SEEN.clear()
+    while cluster.busy("generate"):
         cluster.run_generate()
     assert {len(view.prefilling) for view in SEEN} <= {0, 1}, "the image is not encoded"
     requested = len(SEEN)
-    cluster.drain()
+    assert_served(cluster, "r0", "image")
     assert len(SEEN) > requested
-    assert_served(cluster, "image", "text")
 
 
 def stalling(limits: SchedulerLimits, *, prefills: int) -> ModelCluster:

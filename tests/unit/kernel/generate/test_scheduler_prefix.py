@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from typing import Any
 
 import msgspec
@@ -20,10 +19,10 @@ from tests.unit.kernel.setups import (
     words,
 )
 from vsched.kernel.decisions import Join
-from vsched.kernel.request import chain_hashes
 from vsched.policy import InsertionView, Policy
 from vsched.testing import ModelCluster, make_request
-from vsched.types import MediaItem, Request
+from vsched.testing.cluster import PLACEHOLDER
+from vsched.types import Request
 from vsched_policies.eviction import KeepNothing
 
 
@@ -70,66 +69,49 @@ def test_prefix_second_turn_computes_only_what_is_new(
     assert encode_statistics(cluster)["items_encoded"] == 5
 
 
-def item(key: bytes, offset: int, tokens: int) -> MediaItem:
-    return MediaItem(key=key, tokens=tokens, offset=offset)
-
-
-def hashes(*items: MediaItem, tokens: list[int] | None = None, salt: bytes = b"") -> list[bytes]:
-    return chain_hashes(array("i", tokens or [5] * 16), items, block_size=4, parent=salt)
-
-
-A, B = item(b"a", 0, 4), item(b"b", 0, 4)
-LATER_A, LATER_B = item(b"a", 4, 4), item(b"b", 4, 4)
-WHOLE = item(b"a", 0, 16)
-SECONDS = [msgspec.structs.replace(LATER_A, metadata=b"second %d" % second) for second in (1, 2)]
-
-
 @pytest.mark.parametrize(
-    ("one", "other", "equal_blocks"),
+    ("of_image", "of_request", "cached"),
     [
-        (hashes(), hashes(), 4),
-        (hashes(), hashes(tokens=[5] * 8 + [6] + [5] * 7), 2),
-        (hashes(), hashes(WHOLE), 0),  # text of placeholders
-        (hashes(WHOLE), hashes(WHOLE), 4),
-        (hashes(WHOLE), hashes(item(b"b", 0, 16)), 0),
-        (hashes(item(b"a", 8, 4)), hashes(item(b"b", 8, 4)), 2),
-        (hashes(A, LATER_B), hashes(B, LATER_A), 0),
-        (hashes(item(b"a", 4, 8)), hashes(item(b"a", 6, 8)), 1),  # the image starts later
-        # two images in a block, split elsewhere
-        (hashes(item(b"a", 0, 2), item(b"b", 2, 2)), hashes(item(b"a", 0, 3), item(b"b", 3, 1)), 0),
-        (hashes(SECONDS[0]), hashes(SECONDS[1]), 1),
-        (hashes(salt=b"x"), hashes(salt=b"y"), 0),
-    ],
-)
-def test_prefix_hashes_cover_tokens_items_and_salt(
-    one: list[bytes], other: list[bytes], equal_blocks: int
-) -> None:
-    """Equal hashes mean equal KV, though every placeholder is the same token."""
-    assert len(one) == len(other) == 4
-    assert [a == b for a, b in zip(one, other, strict=True)] == [
-        index < equal_blocks for index in range(4)
-    ]
-    assert len({*one}) == 4
-
-
-@pytest.mark.parametrize(
-    ("image", "salt", "adapter", "cached"),
-    [
-        (b"a", "", 7, 12),
-        (b"b", "", 7, 0),
-        (b"a", "tenant", 7, 0),
-        (b"a", "", 0, 0),
-        (b"a", "", 8, 0),
+        ({}, {}, 12),
+        ({"key": b"b"}, {}, 0),
+        ({"metadata": b"the same frames, a second later"}, {}, 0),
+        ({"attention": ((4, 9),)}, {}, 0),
+        ({}, {"cache_salt": "tenant"}, 0),
+        ({}, {"adapter": 0}, 0),
+        ({}, {"adapter": 8}, 0),
     ],
 )
 def test_prefix_is_shared_only_with_equal_content_salt_and_adapter(
-    image: bytes, salt: str, adapter: int, cached: int
+    of_image: dict[str, Any], of_request: dict[str, Any], cached: int
 ) -> None:
     cluster = make_cluster()
-    first = image_request("r1", (b"a", 14))
-    complete(cluster, msgspec.structs.replace(first, adapter=7))
-    request = image_request("r2", (image, 14))
-    complete(cluster, msgspec.structs.replace(request, cache_salt=salt, adapter=adapter))
+    first = msgspec.structs.replace(image_request("r1", (b"a", 14)), adapter=7)
+    complete(cluster, first)
+    images = tuple(msgspec.structs.replace(one, **of_image) for one in first.items)
+    changes = {"request_id": "r2", "items": images, **of_request}
+    complete(cluster, msgspec.structs.replace(first, **changes))
+    assert cluster.ended["r2"].times.cached_tokens == cached
+    assert_served(cluster, "r2")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "cached"),
+    [
+        ([], [(0, 16, b"a")], 0),
+        ([(8, 4, b"a")], [(8, 4, b"b")], 8),
+        ([(4, 8, b"a")], [(6, 8, b"a")], 4),
+        ([(0, 4, b"a"), (0, 4, b"b")], [(0, 4, b"b"), (0, 4, b"a")], 0),
+        ([(0, 2, b"a"), (0, 2, b"b")], [(0, 2, b"c"), (0, 2, b"b")], 0),
+    ],
+)
+def test_prefix_is_shared_up_to_the_first_image_that_differs(
+    first: list[tuple[int, int, bytes]], second: list[tuple[int, int, bytes]], cached: int
+) -> None:
+    """Though every placeholder is the same token, and a text may be made of them."""
+    cluster = make_cluster()
+    for name, images in (("r1", first), ("r2", second)):
+        text = [PLACEHOLDER] * (17 - sum(tokens for _, tokens, _ in images))
+        complete(cluster, make_request(name, text, images))
     assert cluster.ended["r2"].times.cached_tokens == cached
     assert_served(cluster, "r2")
 

@@ -10,50 +10,39 @@ import pytest
 
 from tests.unit.kernel.policy_pool import random_policies
 from tests.unit.kernel.setups import (
+    answering,
     assert_served,
     complete,
     generate_statistics,
     image_request,
     make_limits,
     submit_texts,
+    tight,
     words,
 )
 from vsched.kernel import Scheduler, SchedulerLimits
-from vsched.policy import (
-    Draft,
-    DraftingPolicy,
-    DraftingView,
-    Preemption,
-    PreemptionView,
-    RequestPolicy,
-)
+from vsched.policy import Draft, DraftingView, Preemption, PreemptionView
 from vsched.policy_host import SeatPolicies
 from vsched.policy_host.snapshot import encode_snapshot, restore_snapshot
 from vsched.testing import ModelCluster, default_policies, make_request, run_random
 from vsched.testing.cluster import random_limits
 
 
-class Swapping(RequestPolicy, frozen=True, kw_only=True):
-    """Swaps out the youngest."""
-
-    def victim(self, view: PreemptionView) -> Preemption:
-        return Preemption(len(view.running) - 1, "swap")
+def youngest(view: PreemptionView) -> Preemption:
+    return Preemption(len(view.running) - 1, "swap")
 
 
-SWAPPING = default_policies(preemption=Swapping())
+def three_tokens(view: DraftingView) -> Draft:
+    return Draft(min(3, view.rows_free), 0, 2)
 
 
-def tight(**changes: object) -> SchedulerLimits:
-    """Limits under which four requests start and not all can grow."""
-    base = {"blocks": 14, "slots": 4, "prefix_cache": False, "swap_blocks": 40}
-    return make_limits(**{**base, **changes})
+SWAP_YOUNGEST = answering("preemption", youngest)
+SWAPPING = default_policies(preemption=SWAP_YOUNGEST)
 
 
-class Three(DraftingPolicy, frozen=True, kw_only=True):
-    """Three tokens in every step."""
-
-    def grant(self, view: DraftingView) -> Draft:
-        return Draft(min(3, view.rows_free), 0, 2)
+def swapping(**changes: Any) -> SchedulerLimits:
+    """Tight limits, with room to swap."""
+    return tight(**{"swap_blocks": 40, **changes})
 
 
 def run_growing(
@@ -93,8 +82,10 @@ DRAFTING = {"drafts": True, "slots": 7}
 )
 def test_swapped_request_goes_on_where_it_was(limits: dict[str, Any]) -> None:
     """It computes one token to join again, its last one, and its outputs are those of an undisturbed run."""
-    policies = default_policies(preemption=Swapping(), drafting=Three())
-    cluster = run_growing(tight(**limits), policies)
+    policies = default_policies(
+        preemption=SWAP_YOUNGEST, drafting=answering("drafting", three_tokens)
+    )
+    cluster = run_growing(swapping(**limits), policies)
     counts = generate_statistics(cluster)
     assert counts["swapped_out"] > 0
     assert counts["swapped_in"] > 0
@@ -103,7 +94,7 @@ def test_swapped_request_goes_on_where_it_was(limits: dict[str, Any]) -> None:
 
 
 def test_swap_without_room_recomputes() -> None:
-    cluster = run_growing(tight(swap_blocks=2))
+    cluster = run_growing(swapping(swap_blocks=2))
     assert generate_statistics(cluster)["preemptions"] > 0
     assert generate_statistics(cluster)["swapped_out"] == 0
     assert prefilled(cluster) > 4 * 12 + 4
@@ -112,7 +103,7 @@ def test_swap_without_room_recomputes() -> None:
 
 def test_swapped_images_are_not_encoded_again() -> None:
     """The KV blocks contain their results: no embedding is claimed to resume."""
-    cluster = ModelCluster(tight(pages=8), SWAPPING)
+    cluster = ModelCluster(swapping(pages=8), SWAPPING)
     for index in range(4):
         cluster.submit(image_request(f"r{index}", (b"image%d" % index, 10), max_tokens=24))
     cluster.drain()
@@ -141,7 +132,7 @@ def test_swap_copies_only_what_others_do_not_hold() -> None:
 
 def test_swapped_request_is_restored_from_a_snapshot() -> None:
     """A scheduler that takes over while requests are swapped out has the same copies to make."""
-    cluster = run_growing(tight(), drain=False)
+    cluster = run_growing(swapping(), drain=False)
     run_until_swapped(cluster)
     state = encode_snapshot(cluster.kernel)
     cluster.kernel = restore_snapshot(Scheduler(cluster.limits, SWAPPING), state)
@@ -156,7 +147,7 @@ def test_swapping_keeps_every_promise_under_random_schedules(seed: int) -> None:
     """With faults, aborts, draft tokens, shared prefixes and images, if every preemption swaps."""
     rng = random.Random(seed)
     drawn = random_policies(rng)
-    by_table = {**drawn.by_table, "generate.preemption": Swapping()}
+    by_table = {**drawn.by_table, "generate.preemption": SWAP_YOUNGEST}
     limits = msgspec.structs.replace(
         random_limits(rng), blocks=rng.randint(12, 40), swap_blocks=30, state_snapshots=None
     )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 
 import msgspec
@@ -163,11 +163,8 @@ class Plain(HostedRequest):
         self.prompt_tokens = tokens
 
 
-@contextmanager
-def recording(trace: Path) -> Iterator[HostRecorder]:
-    recorder = HostRecorder(str(trace), TRACE_HEADER)
-    yield recorder
-    recorder.close()
+def recording(trace: Path) -> AbstractContextManager[HostRecorder]:
+    return closing(HostRecorder(str(trace), TRACE_HEADER))
 
 
 def begin(recorder: HostRecorder, number: int, at_ns: int, tokens: int) -> Plain:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from itertools import pairwise
 from random import Random
@@ -12,12 +11,13 @@ import numpy as np
 import pytest
 
 from tests.each_case import each_case
+from tests.unit.kernel.policy_pool import Reversed
 from tests.unit.sim.shapes import COST, SCARCE, TINY, arrival, config, scarce
 from vsched.errors import ConfigError, PolicyError
 from vsched.kernel import Scheduler
 from vsched.kernel.commands import Command, Finish
 from vsched.kernel.events import Event, PolicyReplaced, Stepped
-from vsched.policy import Admission, AdmissionView, Policy, RequestPolicy
+from vsched.policy import Policy
 from vsched.sim.cost.model import CostModel, EncodeCost, GenerateCost, HostCost
 from vsched.sim.fast.metrics import (
     SAMPLE_NS,
@@ -262,13 +262,6 @@ def test_run_adapters_share_no_blocks_and_images_where_they_do_not_change_them(
 # --- inputs ---
 
 
-class Backwards(RequestPolicy, frozen=True, kw_only=True):
-    """Last come, first admitted."""
-
-    def admit(self, view: AdmissionView) -> Admission:
-        return Admission(range(len(view.waiting) - 1, -1, -1)[: view.entries_free])
-
-
 def test_run_size_of_the_kv_cache() -> None:
     """As given, otherwise as pinned, otherwise from the cost model; otherwise unknown."""
     pinned = config('generate.memory={use="pinned", tokens=160}')
@@ -293,9 +286,9 @@ def test_run_needs_a_shape_and_policies_that_fit_their_tables() -> None:
     with pytest.raises(PolicyError, match="an object of its own for each table"):
         simulate(config(), workload_of("none", []), cost=COST, policies=two)
     with pytest.raises(ConfigError, match="not a policy table"):
-        prepare(config(), COST, policies={"encode": Backwards()})
+        prepare(config(), COST, policies={"encode": Reversed()})
     with pytest.raises(PolicyError, match="not a subclass of vsched.policy.RoutingPolicy"):
-        prepare(config(), COST, policies={"routing": Backwards()})
+        prepare(config(), COST, policies={"routing": Reversed()})
 
 
 def test_run_goodput_counts_requests_within_both_targets() -> None:
@@ -316,9 +309,9 @@ def test_run_goodput_counts_requests_within_both_targets() -> None:
 def test_run_with_a_policy_of_ones_own_checks_the_order_of_that() -> None:
     """The configured `fifo` that was replaced is not checked; a `fifo` that replaces another policy is."""
     plain = simulate(config(*SCARCE), scarce(1), cost=COST)
-    policies = {"generate.admission": Backwards()}
+    policies = {"generate.admission": Reversed()}
     own = simulate(config(*SCARCE), scarce(1), cost=COST, policies=policies, oracles=True)
-    assert own.policies["generate.admission"] == "Backwards()"
+    assert own.policies["generate.admission"] == "Reversed()"
     assert own.digest != plain.digest
     assert own.figures.finished == 40
     assert not own.figures.policy_faults
@@ -362,18 +355,6 @@ def test_run_twice_is_the_same() -> None:
     assert digests[0] == digests[1] != digests[2]
 
 
-CPU = CostModel(
-    name="cpu",
-    source="about those of a model of 400 million parameters on two cores",
-    encode=EncodeCost(step_ns=2e7, item_ns=1e6, token_ns=3e6),
-    generate=GenerateCost(step_ns=3e7, decode_ns=1e6, context_ns=100, prefill_ns=1.2e6, pair_ns=50),
-    bytes_per_token=2352,
-    shape=msgspec.structs.replace(TINY, context_tokens=32768),
-    kv_tokens=131_072,
-    noise=0.05,
-)
-
-
 def test_a_video_is_prepared_by_one_thread_and_encoded_group_by_group() -> None:
     host = HostCost(image_ns=4_000_000)
     video = Video("a", 5, 50)
@@ -384,37 +365,6 @@ def test_a_video_is_prepared_by_one_thread_and_encoded_group_by_group() -> None:
     assert seen.ttft_ns("r1") <= prepared_ns + encoded_ns + step_ns
     assert seen.ttft_ns("r1") > prepared_ns + encoded_ns
     assert outcome.figures.images_encoded == 5
-
-
-@pytest.mark.thorough
-def test_decoding_goes_on_next_to_long_videos() -> None:
-    """31 requests decode in the processes that encode and prefill a video of 256 frames every four minutes."""
-    texts = [
-        arrival(100 * client + turn, 0, outputs=1000, conversation=f"c{client}")
-        for client in range(31)
-        for turn in range(9)
-    ]
-    videos = [
-        arrival(10_000 + number, 240e3 * number, Video(f"{number}", 128, 64), Text(number, 20))
-        for number in range(3)
-    ]
-    seen = Seen()
-    outcome = simulate(
-        config(
-            "placement=together",
-            "generate.slots=32",
-            "generate.step_target_ratio=1.5",
-            "arena.pixel_bytes=100000000",
-        ),
-        workload_of("ten minutes", [*texts, *videos]),
-        cost=CPU,
-        observers=[seen],
-    )
-    assert outcome.figures.finished == len(texts) + len(videos)
-    assert outcome.figures.images_encoded == 128 * len(videos)
-    gaps = seen.gaps_ns()
-    assert sum(gaps) > 600e9
-    assert max(gaps) <= 3 * statistics.median(gaps)
 
 
 # --- figures ---

@@ -132,9 +132,6 @@ async def test_link_refuses_frames_when_its_queue_is_full() -> None:
     assert [end.send(b"y") for _ in range(4)] == [True] * 3 + [False]
 
 
-# --- faults of a plan ---
-
-
 @pytest.mark.sim
 async def test_partition_holds_frames_until_it_ends() -> None:
     cut = Partition(at_ns=10 * MS, duration_ns=20 * MS, group="generate-0", frames="held")

@@ -229,14 +229,6 @@ def test_slow_requests_are_the_slowest(outcomes: list[SimulationOutcome]) -> Non
             assert before_decode == pytest.approx(one.ttft_ms)
 
 
-def outcome_at(every_ms: float, *sets: str, requests: int = 300) -> SimulationOutcome:
-    """Return the outcome of equal requests that arrive at a rate; a slot serves one in 40 ms."""
-    arrivals = [arrival(number, number * every_ms, outputs=30) for number in range(requests)]
-    return simulate(
-        config("generate.slots=1", *sets), workload_of("steady", arrivals), cost=COST, label="one"
-    )
-
-
 @pytest.mark.parametrize(
     ("every_ms", "requests", "sets", "warning"),
     [
@@ -249,7 +241,10 @@ def outcome_at(every_ms: float, *sets: str, requests: int = 300) -> SimulationOu
 def test_load_that_no_figures_follow_from_is_named(
     every_ms: float, requests: int, sets: tuple[str, ...], warning: str
 ) -> None:
-    outcome = outcome_at(every_ms, *sets, requests=requests)
+    """Of equal requests that arrive at a rate; a slot serves one in 40 ms."""
+    arrivals = [arrival(number, number * every_ms, outputs=30) for number in range(requests)]
+    steady, one_slot = workload_of("steady", arrivals), config("generate.slots=1", *sets)
+    outcome = simulate(one_slot, steady, cost=COST, label="one")
     grown = f"[^(]*{max(outcome.series.gauges['waiting']):,.0f} requests"
     found = load_warning(outcome)
     assert re.search(

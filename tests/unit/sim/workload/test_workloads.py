@@ -62,10 +62,7 @@ IMAGES = "TIMESTAMP,NumImages,ContextTokens,GeneratedTokens\n"
     ("text", "arrivals"),
     [
         # ServeGen.
-        (
-            SERVEGEN + "0.5,179,1200|30,2\n1.25,20,,7\n",
-            [(0, 1409, [1200, 30], 2), (0.75, 20, [], 7)],
-        ),
+        (SERVEGEN + "0.5,179,1200|30,2\n1.7,20,,7\n", [(0, 1409, [1200, 30], 2), (1.2, 20, [], 7)]),
         # Azure 2023.
         (
             AZURE + "2023-11-16 18:17:03.9799600,4808,10\n2023-11-16 18:17:04,3,8\n",
@@ -244,11 +241,6 @@ def test_generator_is_a_function_of_its_seed(name: str) -> None:
     for rate in (0.0, -1.0, math.inf, math.nan):
         with pytest.raises(ConfigError, match="--rate: no rate of requests: value "):
             generate_workload(name, seed=0, requests=1, rate=rate)
-
-
-def test_generator_unknown() -> None:
-    with pytest.raises(ConfigError, match="unknown. Known: poisson, gamma"):
-        generate_workload("nope", seed=0, requests=1, rate=1.0)
 
 
 @pytest.mark.parametrize(
