@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -16,7 +16,8 @@ from tests.patience import PATIENCE_S, patience, until
 from tests.unit.media.fakes import FakePreprocessor, data_url, image_bytes, model_info
 from tests.unit.media.pipelines import ITEM_BYTES, Bench
 from tests.unit.media.test_fetch import private, server
-from vsched.config import MediaConfig
+from vsched.config import Config, MediaConfig
+from vsched.engine import Engine, RunningParts
 from vsched.errors import RequestFailed, RequestRefused, VschedError
 from vsched.media import MediaReference
 from vsched.media.held import HeldBytes
@@ -379,3 +380,41 @@ async def test_cancelled_read_holds_its_bytes_until_the_thread_is_done(
         assert bench.pipeline.statistics().preparing_bytes > 0
         gate.set()
         await bench.all_back()
+
+
+class Stopping:
+    """Stands for the parts of an engine that stop at once."""
+
+    async def stop(self, *, grace_s: float) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+async def test_engine_stops_without_holding_the_loop_up(bench: Bench) -> None:
+    """Only `stop` waits for an image that is still being decoded."""
+    engine = Engine(Config())
+    rest = cast("Any", Stopping())
+    engine._running = RunningParts(
+        arena=rest,
+        launcher=rest,
+        shell=rest,
+        media=bench.pipeline,
+        grammars=rest,
+        tells_prompts=False,
+        adapters=rest,
+    )
+    bench.preprocessor.gate.clear()
+    decoding = bench.start("\x01", [IMAGE])
+    await bench.entered()
+    stopping = asyncio.ensure_future(engine.stop())
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not stopping.done()
+    bench.preprocessor.gate.set()
+    async with patience():
+        await stopping
+    await decoding
+    assert engine.statistics()["media"] == {}
+    await engine.stop()
