@@ -22,7 +22,6 @@ from tests.unit.api.fakes import (
     accepted,
     body_of,
     chat,
-    post,
     refusal,
 )
 from vsched.aio.streams import OutputDelta
@@ -248,29 +247,6 @@ async def test_every_way_to_ask_for_a_form_reaches_the_engine(
     else:
         assert json.dumps(json.loads(sampling.grammar)) == json.dumps(grammar)
         assert not sampling.is_plain_greedy
-
-
-@each_case(
-    ("fields", "param"),
-    [
-        ({"response_format": NAMED}, "response_format"),
-        (
-            {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"},
-            "tools",
-        ),
-    ],
-)
-async def test_a_grammar_that_the_engine_refuses_names_its_parameter(
-    fields: dict[str, Any], param: str
-) -> None:
-    engine = FakeEngine()
-    engine.refusal = RequestRefused("it cannot be used. Remedy: mend it.", code="invalid_grammar")
-    reply = await post(engine, CHAT, chat(**fields))
-    assert (reply.status, reply.error["param"]) == (400, param)
-    assert (reply.error["code"], reply.error["type"]) == (
-        "invalid_grammar",
-        "invalid_request_error",
-    )
 
 
 HISTORY: list[dict[str, Any]] = [

@@ -94,17 +94,24 @@ async def test_absent_sampling_fields_are_as_the_checkpoint_states() -> None:
 
 
 @each_case(
-    ("path", "fields"), [(CHAT, {"logprobs": True, "top_logprobs": -1}), (PLAIN, {"logprobs": -1})]
+    ("path", "fields"),
+    [
+        (CHAT, {"logprobs": True, "top_logprobs": -1}),
+        (PLAIN, {"logprobs": -1}),
+        (PLAIN, {"prompt_logprobs": -1}),
+    ],
 )
 async def test_logprobs_of_the_whole_vocabulary_need_the_setting(
     path: str, fields: dict[str, Any]
 ) -> None:
-    """-1 means the size of the vocabulary."""
+    """-1 means the size of the vocabulary, of the output or of the prompt."""
     error = await refusal(path, body_of(path, **fields))
     wanted = "value 256, limit 20. Remedy: ask for fewer or raise server.logprobs_max"
     assert wanted in error["message"]
     engine = await accepted(path, body_of(path, **fields), logprobs_max=256)
-    assert engine.sampling.logprobs == 256
+    found = engine.sampling
+    asked_of_prompt = "prompt_logprobs" in fields
+    assert (found.prompt_logprobs if asked_of_prompt else found.logprobs) == 256
 
 
 async def test_biases_and_bad_words_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,15 +153,15 @@ async def test_fields_that_change_nothing_are_accepted() -> None:
     await accepted(PLAIN, body_of(PLAIN, **NEUTRAL, suffix=None))
 
 
+CLOSED = "add_generation_prompt=False;"
+
+
 @each_case(
     ("fields", "before"),
     [
         ({"add_generation_prompt": True}, ""),
-        ({"add_generation_prompt": False}, "add_generation_prompt=False;"),
-        (
-            {"continue_final_message": True},
-            "continue_final_message=True;add_generation_prompt=False;",
-        ),
+        ({"add_generation_prompt": False}, CLOSED),
+        ({"continue_final_message": True}, f"continue_final_message=True;{CLOSED}"),
     ],
 )
 async def test_prompt_may_go_on_with_the_last_message(fields: dict[str, Any], before: str) -> None:
