@@ -148,10 +148,19 @@ async def test_process_that_hangs_is_killed() -> None:
         await hasty.all_back()
 
 
-async def test_process_of_a_cancelled_video_is_killed() -> None:
-    """At once, not at its deadline; another request for the video then starts a new one."""
-    video = MediaReference((data_url(image_bytes()), HANGS), is_video=True)
-    with ArenaBench(NEVER_S) as bench:
+@pytest.mark.parametrize(
+    ("source", "preprocessor"),
+    [
+        ((data_url(image_bytes()), HANGS), FaultyPreprocessor),
+        (data_url(b"any file", "video/mp4"), HangingPreprocessor),
+    ],
+)
+async def test_process_of_a_cancelled_video_is_killed(
+    source: str | tuple[str, ...], preprocessor: type[FaultyPreprocessor]
+) -> None:
+    """At once, not at its deadline, while it decodes and while it inspects; a later request starts a new one."""
+    video = MediaReference(source, is_video=True)
+    with ArenaBench(NEVER_S, preprocessor) as bench:
         first = bench.start("\x02", [video])
         await until(lambda: bool(children(bench.pictures.pid)))
         [child] = children(bench.pictures.pid)
@@ -161,16 +170,6 @@ async def test_process_of_a_cancelled_video_is_killed() -> None:
         second.cancel()
         await bench.all_back()
         await until(lambda: not children(bench.pictures.pid))
-
-
-async def test_inspection_of_a_cancelled_video_is_killed() -> None:
-    file = MediaReference(data_url(b"any file", "video/mp4"), is_video=True)
-    with ArenaBench(NEVER_S, HangingPreprocessor) as bench:
-        request = bench.start("\x02", [file])
-        await until(lambda: bool(children(bench.pictures.pid)))
-        request.cancel()
-        await until(lambda: not children(bench.pictures.pid))
-        await bench.all_back()
 
 
 def children(pid: int) -> list[int]:
