@@ -14,16 +14,7 @@ from hypothesis import strategies as st
 
 from tests.each_case import each_case
 from tests.patience import NEVER_S, patience, until
-from tests.unit.api.fakes import (
-    CHAT,
-    PLAIN,
-    Client,
-    FakeEngine,
-    accepted,
-    body_of,
-    chat,
-    refusal,
-)
+from tests.unit.api.fakes import CHAT, PLAIN, Client, FakeEngine, accepted, body_of, chat, refusal
 from vsched.aio.streams import OutputDelta
 from vsched.api import ApiSettings, bodies, create_app, parameters
 from vsched.api.bodies import count_values

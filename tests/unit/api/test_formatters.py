@@ -12,15 +12,7 @@ import numpy as np
 import pytest
 
 from tests.each_case import each_case
-from tests.unit.api.fakes import (
-    CHAT,
-    PLAIN,
-    FakeEngine,
-    FakeGeneration,
-    body_of,
-    choices_of,
-    post,
-)
+from tests.unit.api.fakes import CHAT, PLAIN, FakeEngine, FakeGeneration, body_of, choices_of, post
 from vsched.aio.streams import OutputDelta, PromptReport, TokenLogprob
 from vsched.wire import PromptPiece
 

@@ -487,20 +487,15 @@ async def test_request_id_is_on_what_no_endpoint_caught(monkeypatch: pytest.Monk
         raise ValueError("broken")
 
     monkeypatch.setattr(JsonEndpoint, "__call__", broken)
-    sent: list[dict[str, Any]] = []
+    app = create_app(FakeEngine(), ApiSettings())
 
-    async def send(message: Any) -> None:
-        sent.append(message)
+    async def survived(scope: Any, receive: Any, send: Any) -> None:
+        with pytest.raises(ValueError, match="broken"):
+            await app(scope, receive, send)
 
-    scope = {
-        "type": "http", "method": "GET", "path": "/admin/statistics", "client": ("127.0.0.1", 1),
-        "headers": [(b"x-request-id", b"mine")],
-    }  # fmt: skip
-    app: Any = create_app(FakeEngine(), ApiSettings())
-    with pytest.raises(ValueError, match="broken"):
-        await app(scope, None, send)
-    assert sent[0]["status"] == 500
-    assert dict(sent[0]["headers"])[b"x-request-id"] == b"mine"
+    sent = {"x-request-id": "mine"}
+    reply = await Client(survived).send("GET", "/admin/statistics", headers=sent)
+    assert (reply.status, reply.headers["x-request-id"]) == (500, "mine")
 
 
 async def test_access_log_has_a_line_for_each_request_but_probes_if_it_is_on(

@@ -35,6 +35,11 @@ DEFAULTS = {
         (PLAIN, {"skip_special_tokens": False}, {"show_special": True}),
         (CHAT, {"chat_template_kwargs": {"enable_thinking": False}},
             {"prompt": "enable_thinking=False;user:hi"}),
+        # The prompt may go on with the last message.
+        (CHAT, {"add_generation_prompt": True}, {"prompt": "user:hi"}),
+        (CHAT, {"add_generation_prompt": False}, {"prompt": "add_generation_prompt=False;user:hi"}),
+        (CHAT, {"continue_final_message": True},
+            {"prompt": "continue_final_message=True;add_generation_prompt=False;user:hi"}),
         (CHAT, {"prompt_cache_key": "talk-7"}, {"session": "talk-7"}),
         (CHAT, {"prompt_cache_key": None}, {"session": ""}),
         (CHAT, {"prompt_cache_key": 5}, {"session": ""}),
@@ -151,21 +156,3 @@ async def test_fields_that_change_nothing_are_accepted() -> None:
     }  # fmt: skip
     await accepted(CHAT, chat(**NEUTRAL, **of_chats))
     await accepted(PLAIN, body_of(PLAIN, **NEUTRAL, suffix=None))
-
-
-CLOSED = "add_generation_prompt=False;"
-
-
-@each_case(
-    ("fields", "before"),
-    [
-        ({"add_generation_prompt": True}, ""),
-        ({"add_generation_prompt": False}, CLOSED),
-        ({"continue_final_message": True}, f"continue_final_message=True;{CLOSED}"),
-    ],
-)
-async def test_prompt_may_go_on_with_the_last_message(fields: dict[str, Any], before: str) -> None:
-    engine = await accepted(CHAT, chat(**fields))
-    assert engine.calls[0]["prompt"] == f"{before}user:hi"
-    counted = await post(engine, "/tokenize", chat(**fields))
-    assert counted.json["count"] == len(f"{before}user:hi")

@@ -252,8 +252,7 @@ async def test_server_favours_the_event_loop(acted: Acted, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("number", "second"),
-    [(SIGINT, None), (SIGTERM, None), (SIGINT, SIGINT), (SIGINT, SIGTERM)],
+    ("number", "second"), [(SIGINT, None), (SIGTERM, None), (SIGINT, SIGINT), (SIGINT, SIGTERM)]
 )
 async def test_server_first_signal_drains_and_a_second_one_stops_at_once(
     acted: Acted, number: signal.Signals, second: signal.Signals | None
