@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from tests.each_case import each_case
 from tests.patience import NEVER_S, patience, until
 from tests.unit.api.fakes import CHAT, PLAIN, Client, FakeEngine, accepted, body_of, chat, refusal
+from tests.workers.properties import REPEATABLE
 from vsched.aio.streams import OutputDelta
 from vsched.api import ApiSettings, bodies, create_app, parameters
 from vsched.api.bodies import count_values
 from vsched.errors import RequestRefused
 
-REPEATABLE = settings(derandomize=True, database=None, deadline=None, max_examples=25)
 VALUES = st.recursive(
     st.none() | st.integers() | st.text(alphabet='a"\\,[{é\n', max_size=8),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner),
@@ -37,7 +37,7 @@ def marks(value: Any) -> int:
     return 0
 
 
-@REPEATABLE
+@settings(REPEATABLE, max_examples=25)
 @given(value=VALUES, size=st.integers(1, 9))
 def test_count_sees_no_text(value: Any, size: int) -> None:
     """Whatever the strings contain, and wherever the slices end."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from tests.contract.harmful import KINDS, ODD, RAISES, changed_by, wrapped
+from tests.workers.properties import thorough
 from vsched.aio.live import LiveState
 from vsched.config.policies import policy_table
 from vsched.errors import RequestRefused
@@ -212,17 +213,11 @@ async def serve(does: Callable[[Any, Any], Any]) -> dict[str, Any]:
         DOES.pop()
 
 
-def sample(values: Sequence[Any], count: int) -> list[Any]:
-    """The first values for every run, the others for the thorough ones."""
-    others = [pytest.param(each, marks=pytest.mark.thorough) for each in values[count:]]
-    return [*values[:count], *others]
-
-
 @pytest.mark.sim
-@pytest.mark.parametrize("odd", sample(ODD[::6], 1), ids=[one.name for one in ODD[::6]])
-async def test_odd_answers_harm_no_server(odd: Any) -> None:
+@pytest.mark.parametrize("number", [0, *thorough(*range(6, len(ODD), 6))])
+async def test_odd_answers_harm_no_server(number: int) -> None:
     """A sample: `tests.contract` tries every odd answer in the kernel."""
-    await serve(lambda *_: odd.make())
+    await serve(lambda *_: ODD[number].make())
 
 
 @pytest.mark.sim
@@ -242,7 +237,7 @@ async def test_no_view_can_be_changed_in_a_server() -> None:
 
 
 @pytest.mark.sim
-@pytest.mark.parametrize("number", sample(range(0, len(RAISES), 3), 2))
+@pytest.mark.parametrize("number", [0, 3, *thorough(*range(6, len(RAISES), 3))])
 async def test_no_exception_ends_a_server(number: int, caplog: pytest.LogCaptureFixture) -> None:
     """It is counted, and logged with file, line and, once for each policy, the traceback."""
 

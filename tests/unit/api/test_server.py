@@ -149,26 +149,16 @@ async def test_server_that_cannot_be_made_is_reported_and_leaves_no_socket(
     assert all(listener.fileno() == -1 for listener in listeners)
 
 
-@pytest.mark.parametrize(
-    ("host", "url", "reached"),
-    [
-        ("0.0.0.0", "http://127.0.0.1:", ["127.0.0.1"]),
-        ("localhost", "http://127.0.0.1:", ["localhost"]),
-        ("::1", "http://[::1]:", ["::1"]),
-        ("[::1]", "http://[::1]:", ["::1"]),
-        ("::", "http://[::1]:", ["::1", "127.0.0.1"]),
-    ],
-)
-async def test_server_url_can_be_reached(
-    acted: Acted, host: str, url: str, reached: list[str]
-) -> None:
+@pytest.mark.parametrize("host", ["0.0.0.0", "localhost", "::1", "[::1]", "::"])
+async def test_server_url_can_be_reached(acted: Acted, host: str) -> None:
     """A loopback address for any bind address; `::` is reachable over IPv4, too."""
     if ":" in host and not socket.has_ipv6:
         pytest.skip("no IPv6 here")
     async with running_server(config(host=host)) as running:
-        assert running.url.startswith(url)
+        assert running.url.startswith("http://[::1]:" if ":" in host else "http://127.0.0.1:")
         assert running.on_every_address == (host in {"0.0.0.0", "::"})
-        for address in reached:
+        reached = {"0.0.0.0": ["127.0.0.1"], "::": ["::1", "127.0.0.1"]}
+        for address in reached.get(host, [host.strip("[]")]):
             socket.create_connection((address, port_of(running.url)), PATIENCE_S).close()
 
 

@@ -24,6 +24,7 @@ from tests.unit.media.fakes import (
     model_info,
 )
 from tests.unit.media.pipelines import Bench
+from tests.workers.properties import thorough
 from vsched.config import MediaConfig
 from vsched.errors import RequestRefused
 from vsched.media.budget import ByteBudget, Grant
@@ -246,9 +247,7 @@ async def test_closing_fails_what_waits_for_memory() -> None:
         await bench.all_back()
 
 
-@pytest.mark.parametrize(
-    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(2, 6))]
-)
+@pytest.mark.parametrize("seed", [0, 1, *thorough(*range(2, 6))])
 async def test_any_schedule_keeps_to_the_budget_and_gives_it_back(seed: int, seam: Seam) -> None:
     """Random arrivals, sizes, sharing, failures, cancellations and deadlines."""
     draw = random.Random(seed)

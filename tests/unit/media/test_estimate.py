@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from tests.each_case import each_case
+from tests.workers.properties import thorough
 from vsched.config import Config
 from vsched.config.checks import decode_bytes_needed
 from vsched.config.loading import load_config
@@ -33,12 +34,7 @@ MEBIBYTE = 1 << 20
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("width", "height", "every"),
-    [
-        (1100, 800, 5),
-        pytest.param(1100, 800, 1, marks=pytest.mark.thorough),
-        pytest.param(300, 2000, 1, marks=pytest.mark.thorough),
-    ],
+    ("width", "height", "every"), [(1100, 800, 5), *thorough((1100, 800, 1), (300, 2000, 1))]
 )
 def test_estimate_bounds_what_is_measured(width: int, height: int, every: int) -> None:
     """Formats and modes, decoded alone and processed; memory is measured in a process of its own."""
