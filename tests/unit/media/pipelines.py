@@ -24,7 +24,7 @@ ITEM_BYTES = 8 * 48 * 4
 
 
 class Bench:
-    """A pipeline and its parts; the context closes it."""
+    """A pipeline and its parts; the context closes it, and asserts that nothing is left."""
 
     def __init__(
         self,
@@ -49,18 +49,20 @@ class Bench:
             read_remote=read if remote else fetch,
         )
 
-    def __enter__(self) -> Self:
+    async def __aenter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    async def __aexit__(self, *error: object) -> None:
         self.preprocessor.gate.set()
+        if error[0] is None:
+            await self.all_back()
         self.pipeline.close()
 
     def start(
         self, prompt: str, images: Sequence[ImageReference]
     ) -> asyncio.Future[PreparedRequest]:
-        """Prepare a request in a task."""
-        return asyncio.ensure_future(self.pipeline.prepare(prompt, images))
+        """Prepare a request in a task, and release its pixels."""
+        return asyncio.ensure_future(self.prepare(prompt, images))
 
     async def prepare(
         self, prompt: str | list[int], images: Sequence[ImageReference] = (), salt: str = ""

@@ -10,7 +10,7 @@ import math
 import re
 import struct
 import tracemalloc
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +58,8 @@ def bench_with(info: dict[str, Any] | None = None, **settings: Any) -> Bench:
 
 
 @pytest.fixture
-def bench() -> Iterator[Bench]:
-    with bench_with() as bench:
+async def bench() -> AsyncIterator[Bench]:
+    async with bench_with() as bench:
         yield bench
 
 
@@ -81,7 +81,6 @@ async def test_embeddings_mix_with_images_in_order(bench: Bench) -> None:
     assert other.view(np.float32).tolist() == [4.0] * 3 * 4 * 48
     statistics = bench.pipeline.statistics()
     assert (statistics.processed, statistics.embedded) == (2, 1)
-    await bench.all_back()
 
 
 async def test_embeddings_of_a_video_are_items_of_frame_groups(bench: Bench) -> None:
@@ -105,7 +104,6 @@ async def test_embeddings_of_a_video_are_items_of_frame_groups(bench: Bench) -> 
     assert extended.items[0].extent == groups[0].extent
     other = await bench.prepare("\x02", [embedded(file, is_video=True)], "tenant")
     assert not {one.key for one in other.items} & {one.key for one in extended.items}
-    await bench.all_back()
 
 
 def header(**entries: object) -> bytes:
@@ -250,7 +248,7 @@ async def test_bad_embedding_fails_its_request_alone(
 
     Another request is not affected, and nothing is kept.
     """
-    with bench_with() as bench:
+    async with bench_with() as bench:
         beside = bench.start("\x01", [data_url(image_bytes(value=5))])
         await asyncio.sleep(0)
         prompt = "\x01\x02" if brought.is_video else "\x01\x01"
@@ -261,8 +259,7 @@ async def test_bad_embedding_fails_its_request_alone(
         assert "Remedy: " in caught.value.message
         assert "weights" not in caught.value.message
         assert code != "embeddings_invalid" or len(caught.value.message) < 260
-        (await beside).lease.release()
-        await bench.all_back()
+        await beside
 
 
 TWO = [embedded(FILE), embedded(embedding_file(rows_of(2, seed=1)))]
@@ -287,7 +284,7 @@ async def test_embeddings_count_towards_every_bound(
 ) -> None:
     """Switched off by default; then they are refused before anything is fetched."""
     assert not MediaConfig().allow_embeddings
-    with bench_with(**settings) as bench:
+    async with bench_with(**settings) as bench:
         error = await bench.refusal("\x01\x01", brought)
     assert (error.code, error.status) == (code, status)
     assert re.search(text, error.message)
@@ -296,7 +293,7 @@ async def test_embeddings_count_towards_every_bound(
 async def test_embeddings_of_videos_need_a_model_that_takes_them(bench: Bench) -> None:
     bench.preprocessor.video_times = ""
     assert (await bench.refusal("\x02", [video_with()])).code == "embeddings_not_taken"
-    with bench_with({"video_token_id": None}) as other:
+    async with bench_with({"video_token_id": None}) as other:
         assert (await other.refusal("\x02", [video_with()])).code == "videos_not_taken"
 
 
@@ -315,7 +312,7 @@ async def test_embeddings_by_reference(tmp_path: Path) -> None:
     def references(image: str, video: str) -> list[MediaReference]:
         return [base64_image(image), MediaReference(video, is_video=True, is_embedded=True)]
 
-    with Bench(settings, preprocessor, remote=remote) as bench:
+    async with Bench(settings, preprocessor, remote=remote) as bench:
         keys = set()
         for sources in (
             [base64.b64encode(file).decode() for file in files.values()],
@@ -340,7 +337,7 @@ async def test_embeddings_by_reference(tmp_path: Path) -> None:
 
 @each_case("dtype", ["bfloat16", "float16"])
 async def test_extent_has_every_level_in_a_row_of_the_served_dtype(dtype: str) -> None:
-    with bench_with({"dtype": dtype, "embedding_levels": 3}) as bench:
+    async with bench_with({"dtype": dtype, "embedding_levels": 3}) as bench:
         prepared = await bench.prepare("\x01", [embedded(embedding_file(rows_of(2, 24)))])
         assert bench.pixels(prepared.items[0]).nbytes == 2 * 24 * 2
         error = await bench.refusal("\x01", [embedded(FILE)])
@@ -349,7 +346,7 @@ async def test_extent_has_every_level_in_a_row_of_the_served_dtype(dtype: str) -
 
 async def test_length_is_checked_before_base64() -> None:
     """50 MB cost the memory of a few pieces; a file of exactly the limit is accepted."""
-    with bench_with(image_bytes_max=len(FILE)) as bench:
+    async with bench_with(image_bytes_max=len(FILE)) as bench:
         await bench.prepare("\x01", [embedded(FILE)])
         brought = base64_image("A" * 50_000_000)
         tracemalloc.start()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import msgspec
@@ -62,7 +62,7 @@ def test_spans_are_placed_in_the_prompt(spans: Spans, placed: Spans | None) -> N
 async def prepared(*images: ImageReference, **info: bool | int) -> tuple[MediaItem, ...]:
     facts = msgspec.structs.replace(model_info(video_token_id=2), **info)
     prompt = "a" + "".join("\x02" if as_reference(each).is_video else "\x01" for each in images)
-    with Bench(preprocessor=FakePreprocessor(facts)) as bench:
+    async with Bench(preprocessor=FakePreprocessor(facts)) as bench:
         return (await bench.prepare(prompt, images)).items
 
 
@@ -120,8 +120,8 @@ TWO = PixelBounds(max_pixels=128)
 
 
 @pytest.fixture
-def bench() -> Iterator[Bench]:
-    with Bench(MediaConfig(allow_embeddings=True), BoundedPreprocessor(), items=512) as bench:
+async def bench() -> AsyncIterator[Bench]:
+    async with Bench(MediaConfig(allow_embeddings=True), BoundedPreprocessor(), items=512) as bench:
         yield bench
 
 
@@ -149,12 +149,12 @@ async def test_an_embedding_has_its_size(bench: Bench) -> None:
 
 
 async def test_bounds_that_are_not_taken_are_refused() -> None:
-    with Bench(MediaConfig(image_pixels_max=1000), BoundedPreprocessor()) as limited:
+    async with Bench(MediaConfig(image_pixels_max=1000), BoundedPreprocessor()) as limited:
         large = MediaReference(URL, bounds=PixelBounds(max_pixels=1001))
         error = await limited.refusal("\x01a\x01", [URL, large])
         assert error.message.startswith("image 1: above")
         assert error.code == "pixel_bounds_invalid"
-    with Bench(preprocessor=FakePreprocessor()) as other:
+    async with Bench(preprocessor=FakePreprocessor()) as other:
         error = await other.refusal("\x01", [MediaReference(URL, bounds=TWO)])
         assert (error.code, error.status) == ("pixel_bounds_not_taken", 400)
         assert "Remedy: leave min_pixels and max_pixels" in error.message
@@ -165,7 +165,7 @@ async def test_picture_processes_know_the_bounds(monkeypatch: pytest.MonkeyPatch
     arena = Arena.create(ArenaLayout(pixel_bytes=1 << 20, pages=0, page_rows=1, row_bytes=1))
     settings = MediaConfig(prepare_s=PATIENCE_S)  # imports take long on a busy machine
     store = PixelStore(arena.pixels, arena.fd)
-    with Bench(settings, BoundedPreprocessor(), store=store) as bench:
+    async with Bench(settings, BoundedPreprocessor(), store=store) as bench:
         prepared = await bench.prepare("\x01a\x01", [MediaReference(URL, bounds=TWO), URL])
         assert [item.tokens for item in prepared.items] == [2, 8]
     arena.close()

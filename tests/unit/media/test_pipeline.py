@@ -5,7 +5,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,8 +27,8 @@ IMAGE = data_url(image_bytes())
 
 
 @pytest.fixture
-def bench() -> Iterator[Bench]:
-    with Bench(items=8) as bench:
+async def bench() -> AsyncIterator[Bench]:
+    async with Bench(items=8) as bench:
         yield bench
 
 
@@ -71,11 +71,9 @@ async def test_concurrent_requests_share_a_processing_that_outlives_the_first(be
     first.cancel()
     await asyncio.sleep(0)
     bench.preprocessor.gate.set()
-    for prepared in await asyncio.gather(*others):
-        prepared.lease.release()
+    await asyncio.gather(*others)
     assert first.cancelled()
     assert bench.preprocessor.processed == 1
-    await bench.all_back()
 
 
 def test_item_key_separates_every_part() -> None:
@@ -116,7 +114,7 @@ def test_item_key_separates_every_part() -> None:
 )
 async def test_prepare_refuses_and_keeps_nothing(prompt: str, images: list[str], text: str) -> None:
     """Index, value, limit and remedy, before any pixel is decoded."""
-    with Bench(preprocessor=FakePreprocessor(model_info(item_tokens_max=2))) as bench:
+    async with Bench(preprocessor=FakePreprocessor(model_info(item_tokens_max=2))) as bench:
         error = await bench.refusal(prompt, images)
         assert re.search(text, error.message)
         assert bench.pipeline.statistics().refused == 1
@@ -125,7 +123,7 @@ async def test_prepare_refuses_and_keeps_nothing(prompt: str, images: list[str],
 
 async def test_bytes_of_one_request_are_bounded() -> None:
     first, second = image_bytes(value=1), image_bytes(value=2)
-    with Bench(MediaConfig(request_bytes_max=len(first) + len(second) - 1)) as bench:
+    async with Bench(MediaConfig(request_bytes_max=len(first) + len(second) - 1)) as bench:
         error = await bench.refusal("\x01\x01", [data_url(first), data_url(second)])
     assert error.message.startswith("image 1: the images of this request")
     assert error.status == 413
@@ -147,7 +145,7 @@ async def test_failing_image_fails_its_request_and_returns_its_memory(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The client gets no details, a wrong shape is never trimmed, and the pool goes on."""
-    with Bench() as bench:
+    async with Bench() as bench:
         vars(bench.preprocessor).update(faults)
         for _ in range(3):
             with pytest.raises(error, match=text) as caught:
@@ -162,25 +160,24 @@ async def test_failing_image_fails_its_request_and_returns_its_memory(
 
 async def test_waits_for_space_and_goes_on() -> None:
     one, other = (data_url(image_bytes(value=value)) for value in (1, 2))
-    with Bench(items=1) as bench:
+    async with Bench(items=1) as bench:
         first = await bench.pipeline.prepare("\x01", [one])
         second = bench.start("\x01", [other])
         await until(lambda: bench.store.statistics().waiting == 1)
         first.lease.release()
-        (await second).lease.release()
+        await second
         assert "pixel space" in (await bench.refusal("\x01\x01", [one, other])).message
 
 
 async def test_deadline_is_a_503_that_keeps_nothing() -> None:
     """Every wait has a deadline."""
-    with Bench(items=1) as bench:
+    async with Bench(items=1) as bench:
         held = await bench.pipeline.prepare("\x01", [IMAGE])
         bench.pipeline._settings = MediaConfig(prepare_s=0.02)
         with pytest.raises(RequestRefused, match=r"limit 0\.02 s.*media\.prepare_s") as caught:
             await bench.prepare("\x01", [data_url(image_bytes(value=2))])
         assert (caught.value.status, caught.value.retry_after_s) == (503, 5)
         held.lease.release()
-        await bench.all_back()
 
 
 @pytest.mark.parametrize(("slow", "images"), [("render", []), ("tokenize", [IMAGE])])
@@ -194,7 +191,7 @@ async def test_deadline_holds_for_the_text_as_well(
         assert gate.wait(PATIENCE_S)
         return text if slow == "render" else [1, 2]
 
-    with Bench(MediaConfig(prepare_s=0.02)) as bench:
+    async with Bench(MediaConfig(prepare_s=0.02)) as bench:
         if slow == "tokenize":
             monkeypatch.setattr(bench.preprocessor, "tokenize", wait)
         with pytest.raises(RequestRefused, match=r"limit 0\.02 s.*media\.prepare_s") as caught:
@@ -202,7 +199,6 @@ async def test_deadline_holds_for_the_text_as_well(
         assert caught.value.status == 503
         assert bench.pipeline.statistics().preparing == 0
         gate.set()
-        await bench.all_back()
 
 
 async def test_long_texts_take_one_core_and_nothing_waits_for_them(
@@ -222,7 +218,7 @@ async def test_long_texts_take_one_core_and_nothing_waits_for_them(
         inside[0] -= 1
         return [7, 8]
 
-    with Bench() as bench:
+    async with Bench() as bench:
         monkeypatch.setattr(bench.preprocessor, "tokenize", tokenize)
         long = [bench.start("x" * 5000, []) for _ in range(4)]
         await until(lambda: inside[0] == 1)
@@ -242,7 +238,7 @@ async def test_long_texts_take_one_core_and_nothing_waits_for_them(
 )
 async def test_too_many_in_preparation_is_a_429(settings: MediaConfig) -> None:
     """Bounded in count and in bytes, with Retry-After."""
-    with Bench(settings) as bench:
+    async with Bench(settings) as bench:
         bench.preprocessor.gate.clear()
         first = bench.start("\x01", [IMAGE])
         await bench.entered()
@@ -250,7 +246,7 @@ async def test_too_many_in_preparation_is_a_429(settings: MediaConfig) -> None:
             await bench.prepare("\x01", [IMAGE])
         assert (caught.value.status, caught.value.retry_after_s) == (429, 1)
         bench.preprocessor.gate.set()
-        (await first).lease.release()
+        await first
         await bench.prepare("\x01", [IMAGE])
 
 
@@ -318,14 +314,13 @@ def test_held_bytes_of_several_requests_are_limited() -> None:
 
 
 async def held_while_processing(settings: MediaConfig, image: str) -> int:
-    with Bench(settings) as bench:
+    async with Bench(settings) as bench:
         bench.preprocessor.gate.clear()
         task = bench.start("\x01", [image])
         await bench.entered()
         held = bench.pipeline.statistics().preparing_bytes
         bench.preprocessor.gate.set()
-        (await task).lease.release()
-        await bench.all_back()
+        await task
     return held
 
 
@@ -346,17 +341,19 @@ async def test_an_image_counts_as_sent_and_as_read(tmp_path: Path) -> None:
 async def test_fetch_stops_where_the_bytes_end() -> None:
     """Streamed bytes are counted as they arrive: the body here never ends by itself."""
     head = b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n"
-    async with server(head, bytes(5000), pause=True) as (host, _):
-        with Bench(private(host, preparing_bytes_max=4000)) as bench:
-            bench.preprocessor.gate.clear()
-            other = bench.start("\x01", [data_url(image_bytes())])
-            await bench.entered()
-            before = bench.pipeline.statistics().preparing_bytes
-            with pytest.raises(RequestRefused, match="hold too many bytes.*limit 4000 bytes"):
-                await bench.prepare("\x01", [f"http://{host}/a.png"])
-            assert bench.pipeline.statistics().preparing_bytes == before
-            bench.preprocessor.gate.set()
-            (await other).lease.release()
+    async with (
+        server(head, bytes(5000), pause=True) as (host, _),
+        Bench(private(host, preparing_bytes_max=4000)) as bench,
+    ):
+        bench.preprocessor.gate.clear()
+        other = bench.start("\x01", [data_url(image_bytes())])
+        await bench.entered()
+        before = bench.pipeline.statistics().preparing_bytes
+        with pytest.raises(RequestRefused, match="hold too many bytes.*limit 4000 bytes"):
+            await bench.prepare("\x01", [f"http://{host}/a.png"])
+        assert bench.pipeline.statistics().preparing_bytes == before
+        bench.preprocessor.gate.set()
+        await other
 
 
 async def test_cancelled_read_holds_its_bytes_until_the_thread_is_done(
@@ -370,7 +367,7 @@ async def test_cancelled_read_holds_its_bytes_until_the_thread_is_done(
         return image_bytes()
 
     monkeypatch.setattr("vsched.media.measure.read_local", read)
-    with Bench() as bench:
+    async with Bench() as bench:
         task = bench.start("\x01", [data_url(image_bytes())])
         assert await asyncio.to_thread(entered.wait, PATIENCE_S)
         task.cancel()
@@ -379,7 +376,6 @@ async def test_cancelled_read_holds_its_bytes_until_the_thread_is_done(
         assert bench.pipeline.statistics().preparing == 0
         assert bench.pipeline.statistics().preparing_bytes > 0
         gate.set()
-        await bench.all_back()
 
 
 class Stopping:
