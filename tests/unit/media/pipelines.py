@@ -64,6 +64,15 @@ class Bench:
         """Prepare a request in a task, and release its pixels."""
         return asyncio.ensure_future(self.prepare(prompt, images))
 
+    async def stuck(
+        self, prompt: str, images: Sequence[ImageReference]
+    ) -> asyncio.Future[PreparedRequest]:
+        """Prepare a request in a task, and wait until a thread is inside the image processor, which is held."""
+        self.preprocessor.gate.clear()
+        task = self.start(prompt, images)
+        assert await asyncio.to_thread(self.preprocessor.entered.wait, PATIENCE_S)
+        return task
+
     async def prepare(
         self, prompt: str | list[int], images: Sequence[ImageReference] = (), salt: str = ""
     ) -> PreparedRequest:
@@ -80,10 +89,6 @@ class Bench:
             await self.pipeline.prepare(prompt, images, salt)
         await self.all_back()
         return caught.value
-
-    async def entered(self) -> None:
-        """Wait until a thread is inside the image processor."""
-        assert await asyncio.to_thread(self.preprocessor.entered.wait, PATIENCE_S)
 
     def pixels(self, item: MediaItem) -> npt.NDArray[np.uint8]:
         """Return the bytes in the store."""

@@ -121,9 +121,7 @@ async def test_request_of_many_images_needs_the_memory_of_one(seam: Seam) -> Non
 async def test_image_over_the_whole_budget_is_refused_at_once() -> None:
     limit = work_bytes(LARGE) - 1
     async with bench_with(limit) as bench:
-        bench.preprocessor.gate.clear()
-        other = bench.start("\x01", [image_url()])
-        await bench.entered()
+        other = await bench.stuck("\x01", [image_url()])
         with pytest.raises(RequestRefused) as caught:
             await bench.prepare("\x01\x01", [image_url(), image_url(LARGE)])
         assert caught.value.status == 413
@@ -185,9 +183,7 @@ async def test_cancelling_while_waiting_leaves_the_queue(seam: Seam) -> None:
 
 async def test_cancelling_at_work_keeps_the_bytes_until_the_thread_is_done() -> None:
     async with bench_with(work_bytes() + SLACK) as bench:
-        bench.preprocessor.gate.clear()
-        task = bench.start("\x01", [image_url()])
-        await bench.entered()
+        task = await bench.stuck("\x01", [image_url()])
         waiting = bench.start("\x01", [image_url(value=1)])
         await until(lambda: decoding(bench)[1] == 1)
         await give_up(task)

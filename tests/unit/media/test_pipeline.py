@@ -63,9 +63,7 @@ async def test_repeated_image_costs_no_processing_until_it_is_evicted(bench: Ben
 
 async def test_concurrent_requests_share_a_processing_that_outlives_the_first(bench: Bench) -> None:
     """By content and by name; the request that began it may be cancelled."""
-    bench.preprocessor.gate.clear()
-    first = bench.start("\x01", [MediaReference(IMAGE, uuid="cat")])
-    await bench.entered()
+    first = await bench.stuck("\x01", [MediaReference(IMAGE, uuid="cat")])
     others = [bench.start("\x01", [each]) for each in (IMAGE, MediaReference(uuid="cat"), IMAGE)]
     await until(lambda: bench.pipeline.statistics().repeated == 3)
     first.cancel()
@@ -239,9 +237,7 @@ async def test_long_texts_take_one_core_and_nothing_waits_for_them(
 async def test_too_many_in_preparation_is_a_429(settings: MediaConfig) -> None:
     """Bounded in count and in bytes, with Retry-After."""
     async with Bench(settings) as bench:
-        bench.preprocessor.gate.clear()
-        first = bench.start("\x01", [IMAGE])
-        await bench.entered()
+        first = await bench.stuck("\x01", [IMAGE])
         with pytest.raises(RequestRefused) as caught:
             await bench.prepare("\x01", [IMAGE])
         assert (caught.value.status, caught.value.retry_after_s) == (429, 1)
@@ -315,9 +311,7 @@ def test_held_bytes_of_several_requests_are_limited() -> None:
 
 async def held_while_processing(settings: MediaConfig, image: str) -> int:
     async with Bench(settings) as bench:
-        bench.preprocessor.gate.clear()
-        task = bench.start("\x01", [image])
-        await bench.entered()
+        task = await bench.stuck("\x01", [image])
         held = bench.pipeline.statistics().preparing_bytes
         bench.preprocessor.gate.set()
         await task
@@ -345,9 +339,7 @@ async def test_fetch_stops_where_the_bytes_end() -> None:
         server(head, bytes(5000), pause=True) as (host, _),
         Bench(private(host, preparing_bytes_max=4000)) as bench,
     ):
-        bench.preprocessor.gate.clear()
-        other = bench.start("\x01", [data_url(image_bytes())])
-        await bench.entered()
+        other = await bench.stuck("\x01", [data_url(image_bytes())])
         before = bench.pipeline.statistics().preparing_bytes
         with pytest.raises(RequestRefused, match="hold too many bytes.*limit 4000 bytes"):
             await bench.prepare("\x01", [f"http://{host}/a.png"])
@@ -401,9 +393,7 @@ async def test_engine_stops_without_holding_the_loop_up(bench: Bench) -> None:
         tells_prompts=False,
         adapters=rest,
     )
-    bench.preprocessor.gate.clear()
-    decoding = bench.start("\x01", [IMAGE])
-    await bench.entered()
+    decoding = await bench.stuck("\x01", [IMAGE])
     stopping = asyncio.ensure_future(engine.stop())
     for _ in range(20):
         await asyncio.sleep(0)
