@@ -28,17 +28,14 @@ async def test_token_ids_come_as_requested(path: str) -> None:
     def of_prompt(reply: dict[str, Any], name: str = "prompt_token_ids") -> Any:
         return (reply if path == CHAT else reply["choices"][0]).get(name)
 
+    prompt = FakeGeneration((), "").prompt_token_ids
     (whole,) = await events(return_token_ids=True)
     assert whole["choices"][0]["token_ids"] == [72, 101, 108, 108, 111]
-    assert of_prompt(whole) == FakeGeneration((), "").prompt_token_ids
+    assert of_prompt(whole) == prompt
     streamed = await events(return_token_ids=True, stream=True)
     found = [event["choices"][0]["token_ids"] for event in streamed]
     assert found == [[72, 101, 108], [108], [111]]
-    assert [of_prompt(event) for event in streamed] == [
-        FakeGeneration((), "").prompt_token_ids,
-        None,
-        None,
-    ]
+    assert [of_prompt(event) for event in streamed] == [prompt, None, None]
     (plain,) = await events()
     assert plain["choices"][0]["token_ids"] is None
     assert (of_prompt(plain), of_prompt(plain, "prompt_logprobs")) == (None, None)

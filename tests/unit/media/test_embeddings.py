@@ -360,14 +360,9 @@ async def test_length_is_checked_before_base64() -> None:
 def test_embedding_key_separates_every_part() -> None:
     """Full width, typed, length-framed; stable across processes, hosts and releases."""
     base = {
-        "settings_digest": b"s",
-        "cache_salt": "",
-        "served": ("float32", 8, 1),
-        "dtype": "F32",
-        "shape": (2, 8),
-        "metadata": struct.pack("<3q", 1, 2, 4),
-        "rows": memoryview(b"rows"),
-    }
+        "settings_digest": b"s", "cache_salt": "", "served": ("float32", 8, 1), "dtype": "F32",
+        "shape": (2, 8), "metadata": struct.pack("<3q", 1, 2, 4), "rows": memoryview(b"rows"),
+    }  # fmt: skip
     changed: list[dict[str, object]] = [
         {},
         {"settings_digest": b"t"},

@@ -76,13 +76,9 @@ def frame_and_scan(
     height, width = size[1].to_bytes(2, "big"), size[0].to_bytes(2, "big")
     frame = b"\x08" + height + width + b"\x03" + components
     scan = bytes([scanned]) + bytes(2 * scanned + 3)
-    return (
-        bytes([0xFF, marker])
-        + (len(frame) + 2).to_bytes(2, "big")
-        + frame
-        + b"\xff\xda"
-        + (len(scan) + 2).to_bytes(2, "big")
-        + scan
+    segments = ((marker, frame), (0xDA, scan))
+    return b"".join(
+        bytes([0xFF, kind]) + (len(data) + 2).to_bytes(2, "big") + data for kind, data in segments
     )
 
 

@@ -383,16 +383,9 @@ class Stopping:
 async def test_engine_stops_without_holding_the_loop_up(bench: Bench) -> None:
     """Only `stop` waits for an image that is still being decoded."""
     engine = Engine(Config())
-    rest = cast("Any", Stopping())
-    engine._running = RunningParts(
-        arena=rest,
-        launcher=rest,
-        shell=rest,
-        media=bench.pipeline,
-        grammars=rest,
-        tells_prompts=False,
-        adapters=rest,
-    )
+    rest = dict.fromkeys(("arena", "launcher", "shell", "grammars", "adapters"), Stopping())
+    parts = cast("Any", {**rest, "media": bench.pipeline, "tells_prompts": False})
+    engine._running = RunningParts(**parts)
     decoding = await bench.stuck("\x01", [IMAGE])
     stopping = asyncio.ensure_future(engine.stop())
     for _ in range(20):
