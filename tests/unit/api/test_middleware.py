@@ -65,12 +65,7 @@ WRONG_KEYS = (
     *(alike(part) for part in (slice(0, 1), slice(0, 2), slice(-1, None))),
 )
 NO_KEYS = (None, "", "Bearer", "Bearer ", "Basic right", KEY, f"Bearer{KEY}")
-BEHIND_A_KEY = {
-    CHAT: "POST",
-    "/metrics": "GET",
-    "/admin/replicas/": "POST",
-    "/v1/responses/x": "GET",
-}
+BEHIND_A_KEY = (f"POST {CHAT}", "GET /metrics", "POST /admin/replicas/", "GET /v1/responses/x")
 FOR_OPERATORS = [
     *(("GET", f"/admin/{name}", 200) for name in ("statistics", "replicas", "adapters", "live")),
     ("POST", "/v1/load_lora_adapter", 400),
@@ -117,7 +112,7 @@ OF_ALL = {"api_key": "user", "admin_key": "root", "tenant_keys": KEYS, **ANY_NAM
         *(("GET", MODELS, bearer(wrong), {"api_key": KEY}, 401) for wrong in WRONG_KEYS),
         *(
             (method, path, {} if sent is None else {"authorization": sent}, {"api_key": KEY}, 401)
-            for path, method in BEHIND_A_KEY.items()
+            for method, path in map(str.split, BEHIND_A_KEY)
             for sent in NO_KEYS
         ),
         ("GET", MODELS, {"authorization": f"bearer {KEY}"}, {"api_key": KEY}, 200),

@@ -374,17 +374,13 @@ async def test_key_guards_websockets_and_lets_lifespan_pass() -> None:
     assert sent[-1] == {"type": "lifespan.shutdown.complete"}
 
 
-async def test_replicas_lists_the_groups() -> None:
-    engine = FakeEngine()
-    engine.state = "degraded"
-    reply = await ask("GET", "/admin/replicas", engine=engine)
-    assert reply.json == {"state": "degraded", "groups": engine.rows}
-
-
 @each_case("action", ["drain", "restart", "resume"])
-async def test_replicas_action_is_done_and_reported(action: str) -> None:
+async def test_replicas_are_listed_and_their_actions_done_and_reported(action: str) -> None:
     """A drain that takes too long gets a response, too."""
     engine = FakeEngine()
+    engine.state = "degraded"
+    listed = await ask("GET", "/admin/replicas", engine=engine)
+    assert listed.json == {"state": "degraded", "groups": engine.rows}
     sent = {"group": "generate-1", "action": action}
     reply = await ask("POST", "/admin/replicas", sent, engine=engine)
     assert engine.actions == [(action, "generate-1")]

@@ -129,16 +129,10 @@ def meant(**fields: Any) -> ChatRequest:
     return chat_request(msgspec.convert(body(**fields), ResponsesRequest))
 
 
-def test_a_text_with_instructions() -> None:
-    assert plain(meant(input="hi", instructions="Be short.")) == [
-        {"role": "system", "content": "Be short."},
-        {"role": "user", "content": "hi"},
-    ]
-
-
-def test_a_history_of_items() -> None:
+def test_a_history_of_items_and_instructions() -> None:
     """Items of one turn of the model are merged into one message; texts may have the type that chats use."""
     request = meant(
+        instructions="Be short.",
         input=[
             {"role": "user", "content": [TEXT, IMAGE]},
             {"type": "reasoning", "id": "r", "summary": [], "content": [
@@ -163,6 +157,7 @@ def test_a_history_of_items() -> None:
     calls = [("1", "f"), ("2", "g")]
     look = {"content": "I look.", "reasoning_content": "hm", "calls": calls}
     assert messages == [
+        {"role": "system", "content": "Be short.", "calls": []},
         {"role": "user", "content": parts, "calls": []},
         {"role": "assistant", **look},
         {"role": "tool", "content": "one", "tool_call_id": "1", "calls": []},
