@@ -167,36 +167,30 @@ async def test_waits_for_space_and_goes_on() -> None:
         assert "pixel space" in (await bench.refusal("\x01\x01", [one, other])).message
 
 
-async def test_deadline_is_a_503_that_keeps_nothing() -> None:
-    """Every wait has a deadline."""
-    async with Bench(items=1) as bench:
-        held = await bench.pipeline.prepare("\x01", [IMAGE])
-        bench.pipeline._settings = MediaConfig(prepare_s=0.02)
-        with pytest.raises(RequestRefused, match=r"limit 0\.02 s.*media\.prepare_s") as caught:
-            await bench.prepare("\x01", [data_url(image_bytes(value=2))])
-        assert (caught.value.status, caught.value.retry_after_s) == (503, 5)
-        held.lease.release()
-
-
-@pytest.mark.parametrize(("slow", "images"), [("render", []), ("tokenize", [IMAGE])])
-async def test_deadline_holds_for_the_text_as_well(
-    slow: str, images: list[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("slow", ["space", "render", "tokenize"])
+async def test_deadline_is_a_503_that_keeps_nothing(
+    slow: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A template or a tokenizer that takes long is a 503, and its thread keeps nothing when it is done."""
+    """Every wait has a deadline: for space, a template or a tokenizer, whose thread keeps nothing when it is done."""
     gate = threading.Event()
 
     def wait(text: str = "x" * 5000, **_: bool) -> Any:
         assert gate.wait(PATIENCE_S)
         return text if slow == "render" else [1, 2]
 
-    async with Bench(MediaConfig(prepare_s=0.02)) as bench:
+    async with Bench(items=1) as bench:
+        held = await bench.pipeline.prepare("\x01", [IMAGE])
+        bench.pipeline._settings = MediaConfig(prepare_s=0.02)
         if slow == "tokenize":
             monkeypatch.setattr(bench.preprocessor, "tokenize", wait)
+        images = [] if slow == "render" else [data_url(image_bytes(value=2))]
+        prompt = {"space": "\x01", "tokenize": "x" * 5000}.get(slow, wait)
         with pytest.raises(RequestRefused, match=r"limit 0\.02 s.*media\.prepare_s") as caught:
-            await bench.pipeline.prepare(wait if slow == "render" else "x" * 5000, images)
-        assert caught.value.status == 503
+            await bench.pipeline.prepare(prompt, images)
+        assert (caught.value.status, caught.value.retry_after_s) == (503, 5)
         assert bench.pipeline.statistics().preparing == 0
         gate.set()
+        held.lease.release()
 
 
 async def test_long_texts_take_one_core_and_nothing_waits_for_them(
