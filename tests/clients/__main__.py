@@ -32,43 +32,35 @@ ERROR_CHARACTERS_MAX = 200
 
 
 @dataclass(frozen=True)
-class Check:
-    """A check, and its error; empty if it passed."""
-
-    name: str
-    error: str
-
-
-@dataclass(frozen=True)
 class Tried:
-    """A client with its version, and its checks."""
+    """A client with its version, and the error of each check, empty if it passed."""
 
     client: str
     version: str
-    checks: list[Check]
+    errors: dict[str, str]
 
 
-def read_checks(results: Path, trouble: str) -> list[Check]:
+def read_errors(results: Path, trouble: str) -> dict[str, str]:
     """Return the checks in a script's results, and a failed one for a bad end or an empty file."""
     lines = results.read_text().splitlines() if results.exists() else []
-    checks = [Check(line["check"], line["error"]) for line in map(json.loads, lines)]
-    if trouble or not checks:
-        checks.append(Check("end", trouble or "the script told of no check"))
-    return checks
+    errors: dict[str, str] = {line["check"]: line["error"] for line in map(json.loads, lines)}
+    if trouble or not errors:
+        errors["end"] = trouble or "the script told of no check"
+    return errors
 
 
 def write_table(tried: Sequence[Tried]) -> str:
     """Return the table of clients, followed by the table of failures."""
     lines = ["| client | version | passed | failed |", "|---|---|---|---|"]
     for one in tried:
-        passed = ", ".join(check.name for check in one.checks if not check.error)
-        failed = ", ".join(check.name for check in one.checks if check.error)
+        passed = ", ".join(name for name, error in one.errors.items() if not error)
+        failed = ", ".join(name for name, error in one.errors.items() if error)
         lines.append(f"| {one.client} | {one.version} | {passed} | {failed} |")
     failures = [
-        f"| {one.client}: {check.name} | {_short(check.error)} |"
+        f"| {one.client}: {name} | {_short(error)} |"
         for one in tried
-        for check in one.checks
-        if check.error
+        for name, error in one.errors.items()
+        if error
     ]
     if failures:
         lines += ["", "| failed | error |", "|---|---|", *failures]
@@ -150,7 +142,7 @@ async def try_one(client: Client, options: argparse.Namespace, given: dict[str, 
     try:
         await asyncio.to_thread(environments.install, place, options.pip_arguments.split())
     except environments.NotInstalled as error:
-        return Tried(client.name, "", [Check("install", str(error))])
+        return Tried(client.name, "", {"install": str(error)})
     place.results.unlink(missing_ok=True)
     with place.log.open("ab") as log:
         process = await asyncio.create_subprocess_exec(
@@ -163,8 +155,8 @@ async def try_one(client: Client, options: argparse.Namespace, given: dict[str, 
             process.kill()
             await process.wait()
             status = f"nothing more after {client.limit_s:.0f} s"
-    checks = read_checks(place.results, "" if status == "status 0" else status)
-    return Tried(client.name, await asyncio.to_thread(environments.version, place), checks)
+    errors = read_errors(place.results, "" if status == "status 0" else status)
+    return Tried(client.name, await asyncio.to_thread(environments.version, place), errors)
 
 
 def main() -> None:
@@ -176,7 +168,7 @@ def main() -> None:
     ]
     tried = asyncio.run(run(clients, options))
     print(write_table(tried))
-    sys.exit(any(check.error for one in tried for check in one.checks))
+    sys.exit(any(any(one.errors.values()) for one in tried))
 
 
 if __name__ == "__main__":

@@ -11,9 +11,13 @@ from pydantic import BaseModel, Field
 
 from tests.clients import asked
 
-chat = ChatOpenAI(
-    model=asked.MODEL, base_url=asked.URL, api_key="none", temperature=0, max_tokens=200
-)
+
+def model(**options: Any) -> ChatOpenAI:
+    given = {"model": asked.MODEL, "base_url": asked.URL, "api_key": "none", "temperature": 0}
+    return ChatOpenAI(**{**given, "max_tokens": 200, **options})
+
+
+chat = model()
 
 
 class City(BaseModel):
@@ -62,20 +66,10 @@ def check_structured_output() -> None:
 
 
 def check_responses_api() -> None:
-    other = ChatOpenAI(
-        model=asked.MODEL,
-        base_url=asked.URL,
-        api_key="none",
-        use_responses_api=True,
-        store=False,
-        temperature=0,
-        max_tokens=30,
-    )
+    other = model(use_responses_api=True, store=False, max_tokens=30)
     assert "Paris" in other.invoke(asked.CAPITAL).text
 
 
 def check_images() -> None:
-    vision = ChatOpenAI(
-        model=asked.VISION_MODEL, base_url=asked.VISION_URL, api_key="none", temperature=0
-    )
+    vision = model(model=asked.VISION_MODEL, base_url=asked.VISION_URL)
     asked.check_picture(vision.invoke(asked.about_picture()).content)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Literal
+from typing import Any, Literal
 
 import openai
 from pydantic import BaseModel, Field
@@ -20,26 +20,24 @@ class City(BaseModel):
     size: Literal["small", "large"]
 
 
+GREEDY: dict[str, Any] = {"model": asked.MODEL, "temperature": 0}
+DESCRIBE = "Describe Paris as JSON."
+
+
+def ask(text: str, **options: Any) -> Any:
+    return client.chat.completions.create(**GREEDY, messages=asked.user(text), **options)
+
+
 def check_chat() -> None:
-    reply = client.chat.completions.create(
-        model=asked.MODEL, messages=asked.user(asked.CAPITAL), temperature=0, max_tokens=30
-    )
+    reply = ask(asked.CAPITAL, max_tokens=30)
     assert "Paris" in str(reply.choices[0].message.content)
     assert reply.usage
     assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
 
 
 def check_stream() -> None:
-    chunks = list(
-        client.chat.completions.create(
-            model=asked.MODEL,
-            messages=asked.user(asked.CAPITAL),
-            temperature=0,
-            max_tokens=30,
-            stream=True,
-            stream_options={"include_usage": True},
-        )
-    )
+    options = {"include_usage": True}
+    chunks = list(ask(asked.CAPITAL, max_tokens=30, stream=True, stream_options=options))
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert "Paris" in text
     assert chunks[0].choices[0].delta.role == "assistant"
@@ -63,45 +61,28 @@ async def check_async() -> None:
 
 def check_parse() -> None:
     reply = client.chat.completions.parse(
-        model=asked.MODEL,
-        messages=asked.user("Describe Paris as JSON."),
-        response_format=City,
-        temperature=0,
-        max_tokens=200,
+        **GREEDY, messages=asked.user(DESCRIBE), response_format=City, max_tokens=200
     )
     assert isinstance(reply.choices[0].message.parsed, City)
 
 
 def check_tools() -> None:
-    with client.chat.completions.stream(
-        model=asked.MODEL,
-        messages=asked.user(asked.WEATHER),
-        tools=[asked.TOOL],  # type: ignore[list-item]
-        tool_choice=asked.NAMED,  # type: ignore[arg-type]
-        temperature=0,
-        max_tokens=100,
-    ) as stream:
+    tools: dict[str, Any] = {"tools": [asked.TOOL], "tool_choice": asked.NAMED, "max_tokens": 100}
+    messages = asked.user(asked.WEATHER)
+    with client.chat.completions.stream(**GREEDY, messages=messages, **tools) as stream:
         reply = stream.get_final_completion()
     (call,) = reply.choices[0].message.tool_calls or []
     asked.check_weather(json.loads(call.function.arguments))
 
 
 def check_responses() -> None:
-    reply = client.responses.create(
-        model=asked.MODEL, input=asked.CAPITAL, temperature=0, max_output_tokens=30, store=False
-    )
-    assert "Paris" in reply.output_text
+    limits: dict[str, Any] = {"max_output_tokens": 30, "store": False}
+    assert "Paris" in client.responses.create(**GREEDY, input=asked.CAPITAL, **limits).output_text
 
 
 def check_responses_parse() -> None:
-    with client.responses.stream(
-        model=asked.MODEL,
-        input="Describe Paris as JSON.",
-        text_format=City,
-        temperature=0,
-        max_output_tokens=200,
-        store=False,
-    ) as stream:
+    limits: dict[str, Any] = {"max_output_tokens": 200, "store": False}
+    with client.responses.stream(**GREEDY, input=DESCRIBE, text_format=City, **limits) as stream:
         reply = stream.get_final_response()
     assert isinstance(reply.output_parsed, City)
 
@@ -119,7 +100,7 @@ def check_models() -> None:
 
 def check_errors() -> None:
     try:
-        client.chat.completions.create(model=asked.MODEL, messages=asked.user(asked.TOO_LONG))
+        ask(asked.TOO_LONG)
     except openai.BadRequestError as error:
         assert error.code == "context_length_exceeded"  # noqa: PT017
         assert error.request_id  # noqa: PT017

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 
 from tests.unit.media.fakes import FakeDetokenizer, FakePreprocessor
 from vsched.aio.live import LiveState
-from vsched.aio.streams import ChoiceInputs, OutputDelta, PromptReport, TokenStream
+from vsched.aio.streams import ChoiceInputs, OutputDelta, TokenStream
 from vsched.api import ApiSettings, create_app
 from vsched.api.http_server import http_server, listen
 from vsched.api.server import api_settings
@@ -34,28 +34,27 @@ Headers = dict[str, str] | list[tuple[str, str]] | None
 """Headers next to the Content-Type of JSON, or a list of all."""
 
 
-class FakeGeneration:
-    """Yields the given items; an Exception is raised, an Event is waited for."""
+Script = Sequence[OutputDelta | Exception | asyncio.Event]
 
-    def __init__(
-        self, script: Sequence[OutputDelta | Exception | asyncio.Event], request_id: str
-    ) -> None:
-        self.request_id = request_id
-        self.prompt_token_ids = [3, 1, 4, 1, 5, 9, 2]
-        self.prompt_report: PromptReport | None = None
-        self.times = RequestTimes()
-        self._submitted_ns = KERNEL_CLOCK()
-        self.reason: FinishReason | None = None
-        self.prompt_tokens = 7
-        self.cached_tokens = 0
-        self.output_tokens = 0
+
+class FakeGeneration(TokenStream):
+    """Yields the given items instead of tokens; an Exception is raised, an Event is waited for."""
+
+    def __init__(self, script: Script, request_id: str) -> None:
+        inputs = ChoiceInputs(
+            request_id=request_id,
+            prompt_token_ids=[3, 1, 4, 1, 5, 9, 2],
+            on_stop=lambda *_: asyncio.get_running_loop().call_soon(self._end_aborted),
+            on_end=lambda: None,
+        )
+        super().__init__(inputs, lambda **_: FakeDetokenizer())
         self.aborted = 0
         self.waiting = asyncio.Event()
         self._script = list(script)
-        self._reader: Callable[[], None] | None = None
+        self._began_ns = KERNEL_CLOCK()
 
-    def __aiter__(self) -> AsyncIterator[OutputDelta]:
-        return self
+    def one_by_one(self) -> None:
+        assert all(len(getattr(step, "token_ids", ())) < 2 for step in self._script), "write it so"
 
     async def __anext__(self) -> OutputDelta:
         while (delta := self.take()) is None:
@@ -66,60 +65,46 @@ class FakeGeneration:
             await step.wait()
         return delta
 
-    def subscribe(self, reader: Callable[[], None] | None) -> None:
-        self._reader = reader
-
-    def one_by_one(self) -> None:
-        assert all(len(getattr(step, "token_ids", ())) < 2 for step in self._script), "write it so"
-
     def take(self) -> OutputDelta | None:
         if not self._script:
             return None
         step = self._script[0]
-        if isinstance(step, asyncio.Event):
-            if not step.is_set():
-                self.waiting.set()
-                self._waker = asyncio.ensure_future(self._wake(step))
-                return None
-            self._script.pop(0)
-            return self.take()
+        if isinstance(step, asyncio.Event) and not step.is_set():
+            self.waiting.set()
+            self._waker = asyncio.ensure_future(self._wake(step))
+            return None
         self._script.pop(0)
+        if isinstance(step, asyncio.Event):
+            return self.take()
         if isinstance(step, Exception):
             self._end(FinishReason.ERROR)
             raise step
-        self.cached_tokens = 4
+        self.times = RequestTimes(cached_tokens=4)
         self.output_tokens += len(step.token_ids)
         if step.finish_reason is not None:
             self._end(FinishReason(step.finish_reason))
         return step
 
-    def _end(self, reason: FinishReason) -> None:
-        began_ns = self._submitted_ns
-        self.times = RequestTimes(
-            submitted_ns=began_ns,
-            items_ready_ns=began_ns + 10,
-            admitted_ns=began_ns + 20,
-            first_token_ns=began_ns + 30,
-            finished_ns=began_ns + 40,
-            encoded_items=1,
-        )
-        self.reason = reason
-
     async def _wake(self, event: asyncio.Event) -> None:
         await event.wait()
-        if self._reader is not None:
-            self._reader()
+        self.deliver()
+
+    def _end(self, reason: FinishReason) -> None:
+        if self.reason is not None:
+            return
+        times = RequestTimes(self._began_ns, finished_ns=KERNEL_CLOCK())
+        if reason is not FinishReason.ABORT:
+            all_ns = range(self._began_ns, self._began_ns + 50, 10)
+            times = RequestTimes(*all_ns, cached_tokens=self.cached_tokens, encoded_items=1)
+        self.finish(Finish(self.request_id, 1, reason, times))
 
     def abort(self) -> None:
         self.aborted += 1
-        if self.reason is None:
-            asyncio.get_running_loop().call_soon(self._end_aborted)
+        super().abort()
 
     def _end_aborted(self) -> None:
-        self.times = RequestTimes(self._submitted_ns, finished_ns=KERNEL_CLOCK())
-        self.reason = FinishReason.ABORT
-        if self._reader is not None:
-            self._reader()
+        self._end(FinishReason.ABORT)
+        self.deliver()
 
 
 class FakeEngine:
@@ -132,12 +117,12 @@ class FakeEngine:
         self.preprocessor = FakePreprocessor()
         self.model_name = "demo"
         self.state = "ready"
-        self.script: Sequence[OutputDelta | Exception | asyncio.Event] = script or (
+        self.script: Script = script or (
             OutputDelta("Hel", [72, 101, 108]),
             OutputDelta("", [108]),
             OutputDelta("lo", [111], finish_reason="stop"),
         )
-        self.scripts: dict[str, Sequence[OutputDelta | Exception | asyncio.Event]] = {}
+        self.scripts: dict[str, Script] = {}
         self.refusal: Exception | None = None
         self.entering: asyncio.Event | None = None
         self.entered = asyncio.Event()
@@ -348,8 +333,7 @@ class Client:
             with contextlib.suppress(Disconnected):
                 await call.response()
         response = call.response_so_far()
-        pieces_so_far = response.chunks
-        return Reply(response.status, response.headers, pieces_so_far)
+        return Reply(response.status, response.headers, response.chunks)
 
 
 async def one_by_one(pieces: Sequence[bytes]) -> AsyncIterator[bytes]:

@@ -30,70 +30,55 @@ from vsched.media import MediaReference
 from vsched.worker.contract import PixelBounds, VideoSampling
 
 
-async def test_chat_whole_response() -> None:
+@each_case(
+    ("path", "kind", "choice"),
+    [
+        (CHAT, "chat.completion",
+         {"message": {"role": "assistant", "content": "Hello", "refusal": None},
+          "token_ids": None}),
+        (PLAIN, "text_completion",
+         {"text": "Hello", "token_ids": None, "prompt_token_ids": None, "prompt_logprobs": None}),
+    ],
+)  # fmt: skip
+async def test_a_whole_reply_has_the_text_the_usage_and_the_engines_id(
+    path: str, kind: str, choice: dict[str, Any]
+) -> None:
     engine = FakeEngine()
-    reply = await post(engine, CHAT, chat(max_tokens=9))
-    assert reply.status == 200
-    assert reply.json["choices"] == [
-        {
-            "index": 0,
-            "message": {"role": "assistant", "content": "Hello", "refusal": None},
-            "finish_reason": "stop",
-            "logprobs": None,
-            "token_ids": None,
-        }
-    ]
+    reply = await post(engine, path, body_of(path, model="demo", max_tokens=9))
+    assert (reply.status, reply.json["object"]) == (200, kind)
+    ended = {"index": 0, "finish_reason": "stop", "logprobs": None}
+    assert reply.json["choices"] == [choice | ended]
     assert reply.json["usage"] == {
         "prompt_tokens": 7,
         "completion_tokens": 5,
         "total_tokens": 12,
         "prompt_tokens_details": {"cached_tokens": 4},
     }
-    assert reply.json["object"] == "chat.completion"
-    assert reply.json["id"] == reply.headers["x-request-id"]
-    assert engine.generations[0].request_id == reply.json["id"]
-    assert engine.calls[0]["prompt"] == "user:hi"
+    assert reply.json["id"] == reply.headers["x-request-id"] == engine.generations[0].request_id
     assert engine.sampling.max_tokens == 9
 
 
-async def test_chat_stream() -> None:
-    """One encode and one write for each delta, whatever the number of its tokens."""
-    reply = await post(FakeEngine(), CHAT, chat(stream=True))
-    assert reply.headers["content-type"].startswith("text/event-stream")
-    choices = choices_of(reply, stream=True)
-    assert [choice["delta"] for choice in choices] == [
-        {"role": "assistant", "content": "Hel"},
-        {"content": ""},
-        {"content": "lo"},
-    ]
-    assert [choice["finish_reason"] for choice in choices] == [None, None, "stop"]
-    assert all("usage" not in event for event in reply.events)
-    assert len({event["id"] for event in reply.events}) == 1
-    assert len(reply.pieces) == 4  # with `[DONE]`
-
-
 @each_case("path", [CHAT, PLAIN])
-async def test_stream_shows_every_token_also_those_without_text(path: str) -> None:
-    """Clients count events: special tokens, and half characters, are events with an empty text."""
-    silent = [OutputDelta("", [token]) for token in (7, 8)]
-    engine = FakeEngine(*silent, OutputDelta("a", [9]), OutputDelta("", [0], None, "stop"))
-    choices = choices_of(await post(engine, path, body_of(path, stream=True)), stream=True)
-    texts = [choice["delta"]["content"] if path == CHAT else choice["text"] for choice in choices]
-    assert texts == ["", "", "a", ""]
-    assert [choice["finish_reason"] for choice in choices] == [None, None, None, "stop"]
+async def test_each_delta_is_an_event_also_those_without_text(path: str) -> None:
+    """Clients count events. One write for each; their JSON is assembled from parts encoded in advance."""
+    texts = ["", "plain", "", 'a "quote"', "ümlaut\n", "\x00", "\u2028", "}\\", ""]
+    deltas = [OutputDelta(text, [7, 8]) for text in texts[:-1]]
+    engine = FakeEngine(*deltas, OutputDelta(texts[-1], [0], None, "stop"))
+    reply = await post(engine, path, body_of(path, stream=True))
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    assert len(reply.pieces) == len(texts) + 1  # with `[DONE]`
+    choices = choices_of(reply, stream=True)
     if path == CHAT:
-        roles = [choice["delta"].get("role") for choice in choices]
-        assert roles == ["assistant", None, None, None]
-
-
-async def test_plain_completion_whole_and_streamed() -> None:
-    reply = await post(FakeEngine(), PLAIN, {"model": "demo", "prompt": "abc"})
-    choice = {"index": 0, "text": "Hello", "finish_reason": "stop", "logprobs": None}
-    vllms = dict.fromkeys(["token_ids", "prompt_token_ids", "prompt_logprobs"])
-    assert reply.json["choices"] == [choice | vllms]
-    assert reply.json["object"] == "text_completion"
-    streamed = await post(FakeEngine(), PLAIN, {"prompt": "abc", "stream": True})
-    assert [event["choices"][0]["text"] for event in streamed.events] == ["Hel", "", "lo"]
+        first, *others = [choice["delta"] for choice in choices]
+        assert first == {"role": "assistant", "content": texts[0]}
+        assert others == [{"content": text} for text in texts[1:]]
+    else:
+        assert [choice["text"] for choice in choices] == texts
+    assert [choice["finish_reason"] for choice in choices] == [None] * 8 + ["stop"]
+    assert all(choice.keys() == choices[-1].keys() for choice in choices)
+    heads = [{**event, "choices": None} for event in reply.events]
+    assert heads == [heads[0]] * len(texts)
+    assert "usage" not in heads[0]
 
 
 def user(*parts: object) -> dict[str, object]:
@@ -157,16 +142,13 @@ async def test_images_may_have_bounds_of_their_pixels() -> None:
         MediaReference("data:three", bounds=PixelBounds(400)),
     ]
     size = {"shortest_edge": 500, "longest_edge": 700}
-    for arguments, wanted in (
-        ({"size": size}, MediaReference("data:three", bounds=PixelBounds(500, 700))),
-        (
-            {"size": size, "max_pixels": 600},
-            MediaReference("data:three", bounds=PixelBounds(500, 600)),
-        ),
-        ({}, MediaReference("data:three")),
+    for arguments, bounds in (
+        ({"size": size}, PixelBounds(500, 700)),
+        ({"size": size, "max_pixels": 600}, PixelBounds(500, 600)),
+        ({}, None),
     ):
         engine = await accepted(CHAT, body | {"mm_processor_kwargs": arguments})
-        assert engine.calls[0]["images"][2] == wanted
+        assert engine.calls[0]["images"][2] == MediaReference("data:three", bounds=bounds)
 
 
 async def test_template_rejection_is_a_400() -> None:
@@ -175,26 +157,55 @@ async def test_template_rejection_is_a_400() -> None:
     assert (reply.status, reply.error["code"]) == (400, "template_error")
 
 
-async def test_refusal_carries_status_and_retry_after() -> None:
-    engine = FakeEngine()
-    engine.refusal = RequestRefused("full", code="queue_full", status=429, retry_after_s=3)
-    for stream in (False, True):
-        reply = await post(engine, CHAT, chat(stream=stream))
-        assert (reply.status, reply.headers["retry-after"]) == (429, "3")
-        error = reply.error
-        assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
+FULL = RequestRefused("full", code="queue_full", status=429, retry_after_s=3)
+AWAY = RequestRefused("away", code="redirected", status=307, location="http://b:1")
+BAD_GRAMMAR = RequestRefused("it cannot be used. Remedy: mend it.", code="invalid_grammar")
+TOO_LONG = "too long: value 9, limit 8. Remedy: less."
+FORM = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 
-@each_case("code", ["context_exceeded", "kv_exceeded"])
-@each_case("path", [CHAT, PLAIN])
-async def test_prompt_that_is_too_long_is_told_as_clients_know_it(code: str, path: str) -> None:
-    """OpenAI's code, and the words by which litellm recognizes its ContextWindowExceededError."""
+@each_case(
+    ("path", "fields", "refused", "error", "headers"),
+    [
+        *(
+            (CHAT, {"stream": stream}, FULL,
+             {"type": "rate_limit_error", "code": "rate_limit_exceeded"}, {"retry-after": "3"})
+            for stream in (False, True)
+        ),
+        # The client sends the same request there: 307 keeps method and body.
+        (CHAT, {}, AWAY, {}, {"location": f"http://b:1{CHAT}"}),
+        *(
+            (CHAT, fields, BAD_GRAMMAR,
+             {"param": param, "code": "invalid_grammar", "type": "invalid_request_error"}, {})
+            for param, fields in (
+                ("response_format", {"response_format": FORM}),
+                ("tools", {"tools": TOOLS, "tool_choice": "required"}),
+            )
+        ),
+        # OpenAI's code, and the words by which litellm recognizes its ContextWindowExceededError.
+        *(
+            (path, {}, RequestRefused(TOO_LONG, code=code),
+             {"code": "context_length_exceeded",
+              "message": f"This model's maximum context length is exceeded: {TOO_LONG}"}, {})
+            for code in ("context_exceeded", "kv_exceeded")
+            for path in (CHAT, PLAIN, "/tokenize")
+        ),
+    ],
+)  # fmt: skip
+async def test_refusals_of_the_engine_reach_the_client_as_it_knows_them(
+    path: str,
+    fields: dict[str, Any],
+    refused: RequestRefused,
+    error: dict[str, str],
+    headers: dict[str, str],
+) -> None:
     engine = FakeEngine()
-    engine.refusal = RequestRefused("too long: value 9, limit 8. Remedy: less.", code=code)
-    error = (await post(engine, path, body_of(path))).error
-    assert error["code"] == "context_length_exceeded"
-    assert "this model's maximum context length is" in error["message"].lower()
-    assert "value 9, limit 8. Remedy: " in error["message"]
+    engine.refusal = refused
+    reply = await post(engine, path, body_of(path, **fields))
+    assert reply.status == refused.status
+    assert error.items() <= reply.error.items()
+    assert headers.items() <= reply.headers.items()
 
 
 async def test_bug_is_a_500_without_details(caplog: pytest.LogCaptureFixture) -> None:
@@ -205,49 +216,17 @@ async def test_bug_is_a_500_without_details(caplog: pytest.LogCaptureFixture) ->
     assert "/secret" in caplog.text
 
 
-async def test_chat_logprobs_shape() -> None:
-    infinite = TokenLogprob(72, -0.5, [(72, -0.5), (255, float("-inf"))])
-    engine = FakeEngine(
-        OutputDelta("H", [72], [infinite]),
-        OutputDelta("", [105], [TokenLogprob(105, -1, [])], "stop"),
-    )
-    reply = await post(engine, CHAT, chat(logprobs=True, top_logprobs=2))
-    assert engine.sampling.logprobs == 2
-    first, second = reply.json["choices"][0]["logprobs"]["content"]
-    assert first["token"] == "H"
-    assert first["bytes"] == [72]
-    assert first["top_logprobs"][1] == {"token": "bytes:\\xff", "logprob": -9999.0, "bytes": [255]}
-    assert second["logprob"] == -1.0
-    streamed = await post(engine, CHAT, chat(logprobs=True, stream=True))
-    assert [
-        event["choices"][0]["logprobs"]["content"][0]["token"] for event in streamed.events
-    ] == ["H", "i"]
-
-
 @each_case("stream", [False, True])
-async def test_plain_logprobs_always_hold_the_sampled_token(stream: bool) -> None:
-    """`logprobs: 0` asks for nothing else; halves of characters do not hide each other."""
-    engine = FakeEngine(
-        OutputDelta("H", [72], [TokenLogprob(72, -0.5, [])]),
-        OutputDelta("", [105], [TokenLogprob(105, -3.0, [(254, -1.0), (255, -2.0)])], "stop"),
-    )
-    reply = await post(engine, PLAIN, {"prompt": "x", "logprobs": 0, "stream": stream})
-    choices = choices_of(reply, stream=stream)
-    tops = [top for choice in choices for top in choice["logprobs"]["top_logprobs"]]
-    assert tops == [{"H": -0.5}, {"i": -3.0, "bytes:\\xfe": -1.0, "bytes:\\xff": -2.0}]
-    assert engine.sampling.logprobs == 0
-
-
-@each_case("stream", [False, True])
-async def test_disconnect_aborts_the_generation(stream: bool) -> None:
+async def test_disconnect_aborts_all_choices(stream: bool) -> None:
     """Streaming or not, one owner of receive() notices and aborts."""
     engine = FakeEngine(OutputDelta("Hel", [1]), asyncio.Event())
-    client, sending = await under_way(engine, CHAT, chat(stream=stream))
-    assert engine.generations[0].aborted == 0
+    count = 2 if stream else 1
+    client, sending = await under_way(engine, CHAT, chat(n=count, stream=stream))
+    assert [one.aborted for one in engine.generations] == [0] * count
     client.leave()
     reply = await sending
-    assert engine.generations[0].aborted == 1
-    assert len(reply.pieces) == (1 if stream else 0)
+    assert [one.aborted for one in engine.generations] == [1] * count
+    assert len(reply.pieces) == (2 if stream else 0)
 
 
 async def test_disconnect_while_preparing_cancels_it() -> None:
@@ -280,13 +259,6 @@ async def test_cancelled_server_aborts_the_generation() -> None:
     assert engine.generations[0].aborted == 1
 
 
-async def test_body_in_pieces_is_one_body() -> None:
-    raw = msgspec.json.encode(chat())
-    client = Client(create_app(FakeEngine(), ApiSettings()))
-    reply = await client.send("POST", CHAT, pieces=[raw[:5], b"", raw[5:]])
-    assert reply.status == 200
-
-
 async def test_body_over_the_cap_is_not_read() -> None:
     """A fast 413 with bounded memory, whether its size is announced or not; one of exactly the cap is accepted."""
     client = Client(create_app(FakeEngine(), ApiSettings(body_bytes_max=100)))
@@ -297,7 +269,8 @@ async def test_body_over_the_cap_is_not_read() -> None:
     reply = await client.send("POST", CHAT, pieces=[b"x" * 60] * 1000)
     assert (reply.status, client.receives) == (413, 2)
     raw = msgspec.json.encode(chat())
-    await accepted(CHAT, raw, body_bytes_max=len(raw))
+    exact = Client(create_app(FakeEngine(), ApiSettings(body_bytes_max=len(raw))))
+    assert (await exact.send("POST", CHAT, pieces=[raw[:5], b"", raw[5:]])).status == 200
 
 
 @each_case(
@@ -315,14 +288,6 @@ async def test_slow_templates_are_rendered_in_the_thread_that_tokenizes(
     """By the length of the text, and by the number of messages and of their parts."""
     prompt = (await accepted(CHAT, chat(messages=messages))).calls[0]["prompt"]
     assert prompt == "user:hi" if size == 0 else len(prompt()) == size
-
-
-async def test_redirect_names_the_same_path_elsewhere() -> None:
-    """The client sends the same request there: 307 keeps method and body."""
-    engine = FakeEngine()
-    engine.refusal = RequestRefused("away", code="redirected", status=307, location="http://b:1")
-    reply = await post(engine, CHAT, chat())
-    assert (reply.status, reply.headers["location"]) == (307, f"http://b:1{CHAT}")
 
 
 async def test_videos_have_options_of_their_own_or_of_the_request() -> None:
@@ -484,15 +449,6 @@ async def test_refusal_of_a_later_prompt_ends_the_earlier_ones() -> None:
     reply = await post(engine, PLAIN, {"prompt": ["x", "y", "z"], "n": 2})
     assert (reply.status, reply.error["message"]) == (429, "too many wait")
     assert [one.aborted for one in engine.generations] == [1, 1, 1, 1]
-
-
-async def test_a_client_that_leaves_ends_all_answers() -> None:
-    engine = FakeEngine(asyncio.Event())
-    engine.scripts = {"1": [asyncio.Event()]}
-    client, sending = await under_way(engine, PLAIN, body_of(PLAIN, n=2, stream=True))
-    client.leave()
-    await sending
-    assert [one.aborted for one in engine.generations] == [1, 1]
 
 
 async def test_best_of_returns_the_likeliest_and_hides_its_logprobs() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import functools
 import json
 import re
 import shutil
@@ -17,7 +15,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from vsched.api import ApiSettings, create_app
 from vsched.sim.cluster import SimEngine
-from vsched.sim.loop import VirtualLoop
 from vsched.sim.network.asgi_client import AsgiClient
 
 DEPLOY = Path(__file__).resolve().parents[3] / "deploy"
@@ -48,12 +45,6 @@ async def scraped(*, vllm_metrics: bool = False) -> str:
         client = AsgiClient(create_app(simulated.engine, settings))
         await client.request("POST", "/v1/completions", json=BODY)
         return (await client.request("GET", "/metrics")).body.decode()
-
-
-@functools.cache
-def run(**options: Any) -> str:
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(scraped(**options))
 
 
 def series(text: str) -> dict[str, set[str]]:
@@ -88,8 +79,9 @@ def alerts() -> list[dict[str, Any]]:
     return rules
 
 
-def test_dashboard_and_alerts_read_metrics_that_exist() -> None:
-    text = run()
+@pytest.mark.sim
+async def test_dashboard_and_alerts_read_metrics_that_exist() -> None:
+    text = await scraped()
     found = series(text)
     for expression in (*queries(), *(alert["expr"] for alert in alerts())):
         check(expression, found)
@@ -98,13 +90,14 @@ def test_dashboard_and_alerts_read_metrics_that_exist() -> None:
     # Creation times double the number of series, and cannot be summed over processes.
     assert not [name for name in found if name.endswith("_created")]
     assert all("model_name" in labels for labels in found.values())
+    assert not [name for name in found if name.startswith("vllm:")]
 
 
-def test_vllm_dashboard_reads_aliases_if_they_are_set() -> None:
-    found = series(run(vllm_metrics=True))
+@pytest.mark.sim
+async def test_vllm_dashboard_reads_aliases_if_they_are_set() -> None:
+    found = series(await scraped(vllm_metrics=True))
     for name in VLLM_PANELS:
         assert "model_name" in found[f"vllm:{name}"], name
-    assert not [name for name in series(run()) if name.startswith("vllm:")]
 
 
 FIRING = {

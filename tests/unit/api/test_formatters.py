@@ -7,20 +7,12 @@ import codecs
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from tests.each_case import each_case
-from tests.unit.api.fakes import (
-    CHAT,
-    PLAIN,
-    FakeEngine,
-    FakeGeneration,
-    body_of,
-    chat,
-    choices_of,
-    post,
-)
+from tests.unit.api.fakes import CHAT, PLAIN, FakeEngine, FakeGeneration, body_of, choices_of, post
 from vsched.aio.streams import OutputDelta, PromptReport, TokenLogprob
 from vsched.wire import PromptPiece
 
@@ -36,49 +28,84 @@ async def test_token_ids_come_as_requested(path: str) -> None:
     def of_prompt(reply: dict[str, Any], name: str = "prompt_token_ids") -> Any:
         return (reply if path == CHAT else reply["choices"][0]).get(name)
 
+    prompt = FakeGeneration((), "").prompt_token_ids
     (whole,) = await events(return_token_ids=True)
     assert whole["choices"][0]["token_ids"] == [72, 101, 108, 108, 111]
-    assert of_prompt(whole) == FakeGeneration((), "").prompt_token_ids
+    assert of_prompt(whole) == prompt
     streamed = await events(return_token_ids=True, stream=True)
     found = [event["choices"][0]["token_ids"] for event in streamed]
     assert found == [[72, 101, 108], [108], [111]]
-    assert [of_prompt(event) for event in streamed] == [
-        FakeGeneration((), "").prompt_token_ids,
-        None,
-        None,
-    ]
+    assert [of_prompt(event) for event in streamed] == [prompt, None, None]
     (plain,) = await events()
     assert plain["choices"][0]["token_ids"] is None
     assert (of_prompt(plain), of_prompt(plain, "prompt_logprobs")) == (None, None)
     assert "token_ids" not in str(await events(stream=True))
 
 
-@each_case("path", [CHAT, PLAIN])
+def spelled(token_id: int) -> bytes:
+    return b"<s>" if token_id >= 300 else bytes([token_id])
+
+
+def logprob(token_id: int, value: float, *top: tuple[int, float]) -> TokenLogprob:
+    return TokenLogprob(token_id, value, list(top))
+
+
+AS_IDS = logprob(255, -0.5, (255, -0.5), (254, -1.0))
+ALIKE = logprob(97, -3.0, (0xE2, -1.0), (0xC3, -2.0), (97, -3.0), (301, -4.0), (300, -5.0))
+
+
 @each_case("stream", [False, True])
-async def test_tokens_of_logprobs_as_ids(path: str, stream: bool) -> None:
-    """For tokens that are no text by themselves."""
-    token = TokenLogprob(255, -0.5, [(255, -0.5), (254, -1.0)])
-    engine = FakeEngine(OutputDelta("", [255], [token], "stop"))
-    count = {"logprobs": True, "top_logprobs": 2} if path == CHAT else {"logprobs": 2}
-    body = body_of(path, return_tokens_as_token_ids=True, stream=stream, **count)
-    (choice,) = choices_of(await post(engine, path, body), stream=stream)
-    found = choice["logprobs"]
-    if path == CHAT:
-        first = found["content"][0]
-        assert (first["token"], first["bytes"]) == ("token_id:255", [255])
-        assert [one["token"] for one in first["top_logprobs"]] == ["token_id:255", "token_id:254"]
+@each_case(
+    ("path", "fields", "reported", "found"),
+    [
+        # `logprobs: 0` asks for the sampled token alone; halves of characters do not hide each other.
+        (PLAIN, {"logprobs": 0},
+         [logprob(72, -0.5), logprob(105, -3.0, (254, -1.0), (255, -2.0))],
+         [{"H": -0.5}, {"i": -3.0, "bytes:\\xfe": -1.0, "bytes:\\xff": -2.0}]),
+        # As in vLLM: the first entry is the sampled token, even if another was more likely.
+        (PLAIN, {"logprobs": 2}, [logprob(65, -2.0, (66, -0.1), (67, -1.0))],
+         [{"A": -2.0, "B": -0.1, "C": -1.0}]),
+        # Incomplete characters as bytes, as in OpenAI's API, and duplicates as ids.
+        (PLAIN, {"logprobs": 5}, [ALIKE],
+         [{"a": -3.0, "bytes:\\xe2": -1.0, "bytes:\\xc3": -2.0, "<s>": -4.0,
+           "token_id:300": -5.0}]),
+        (CHAT, {"logprobs": True, "top_logprobs": 5}, [ALIKE],
+         [[("a", -3.0, [97]), ("bytes:\\xe2", -1.0, [0xE2]), ("bytes:\\xc3", -2.0, [0xC3]),
+           ("a", -3.0, [97]), ("<s>", -4.0, [*b"<s>"]), ("<s>", -5.0, [*b"<s>"])]]),
+        (CHAT, {"logprobs": True}, [logprob(72, -0.5), logprob(105, -1)],
+         [[("H", -0.5, [72])], [("i", -1.0, [105])]]),
+        (CHAT, {"logprobs": True, "top_logprobs": 1}, [logprob(72, -0.5, (255, float("-inf")))],
+         [[("H", -0.5, [72]), ("bytes:\\xff", -9999.0, [255])]]),
+        # For tokens that are no text by themselves.
+        (PLAIN, {"logprobs": 2, "return_tokens_as_token_ids": True}, [AS_IDS],
+         [{"token_id:255": -0.5, "token_id:254": -1.0}]),
+        (CHAT, {"logprobs": True, "top_logprobs": 2, "return_tokens_as_token_ids": True}, [AS_IDS],
+         [[("token_id:255", -0.5, [255]), ("token_id:255", -0.5, [255]),
+           ("token_id:254", -1.0, [254])]]),
+    ],
+)  # fmt: skip
+async def test_logprobs_are_of_the_sampled_token_and_of_its_alternatives(
+    path: str, fields: dict[str, Any], reported: list[TokenLogprob], found: Any, stream: bool
+) -> None:
+    """In completions as a table that begins with the token, in chats as the token and a list."""
+    *others, last = [OutputDelta("", [one.token_id], [one]) for one in reported]
+    engine = FakeEngine(*others, msgspec.structs.replace(last, finish_reason="stop"))
+    engine.preprocessor.token_bytes = spelled  # type: ignore[method-assign]
+    reply = await post(engine, path, body_of(path, stream=stream, **fields))
+    told = [choice["logprobs"] for choice in choices_of(reply, stream=stream)]
+    if path == PLAIN:
+        tops = [top for each in told for top in each["top_logprobs"]]
+        assert [list(top.items()) for top in tops] == [list(top.items()) for top in found]
+        assert [token for each in told for token in each["tokens"]] == [
+            next(iter(top)) for top in found
+        ]
+        assert engine.sampling.logprobs == fields["logprobs"]
     else:
-        assert found["tokens"] == ["token_id:255"]
-        assert found["top_logprobs"] == [{"token_id:255": -0.5, "token_id:254": -1.0}]
-
-
-async def test_alternatives_of_a_completion_begin_with_its_token() -> None:
-    """As in vLLM: the first entry is the sampled token, even if another was more likely."""
-    token = TokenLogprob(65, -2.0, [(66, -0.1), (67, -1.0)])
-    engine = FakeEngine(OutputDelta("A", [65], [token], "stop"))
-    reply = await post(engine, PLAIN, {"prompt": "x", "logprobs": 2})
-    (top,) = reply.json["choices"][0]["logprobs"]["top_logprobs"]
-    assert list(top.items()) == [("A", -2.0), ("B", -0.1), ("C", -1.0)]
+        rows = [(row, *row["top_logprobs"]) for each in told for row in each["content"]]
+        assert found == [
+            [(one["token"], one["logprob"], one["bytes"]) for one in row] for row in rows
+        ]
+        assert engine.sampling.logprobs == fields.get("top_logprobs", 0)
 
 
 class Halves:
@@ -94,10 +121,6 @@ class Halves:
 
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)
-
-
-def spelled(token_id: int) -> bytes:
-    return b"<s>" if token_id >= 300 else bytes([token_id])
 
 
 TEXT = "a\u2019b\U0001f600c"
@@ -140,24 +163,6 @@ async def test_offsets_of_a_stop_string_s_tokens_are_within_the_text() -> None:
     assert reply.json["choices"][0]["logprobs"]["text_offset"] == [0, 1, 1, 1]
 
 
-async def test_alternatives_that_read_alike_are_all_told() -> None:
-    """Incomplete characters as bytes, as in OpenAI's API, and duplicates as ids."""
-    top = [(0xE2, -1.0), (0xC3, -2.0), (ord("a"), -3.0), (301, -4.0), (300, -5.0)]
-    token = TokenLogprob(ord("a"), -3.0, top)
-    engine = FakeEngine(OutputDelta("a", [ord("a")], [token], "stop"))
-    engine.preprocessor.token_bytes = spelled  # type: ignore[method-assign]
-    reply = await post(engine, PLAIN, {"prompt": "x", "logprobs": 5})
-    assert reply.json["choices"][0]["logprobs"]["top_logprobs"] == [
-        {"a": -3.0, "bytes:\\xe2": -1.0, "bytes:\\xc3": -2.0, "<s>": -4.0, "token_id:300": -5.0}
-    ]
-    reply = await post(engine, CHAT, chat(logprobs=True, top_logprobs=5))
-    (reported,) = reply.json["choices"][0]["logprobs"]["content"]
-    assert [(one["token"], one["bytes"]) for one in reported["top_logprobs"][:2]] == [
-        ("bytes:\\xe2", [0xE2]),
-        ("bytes:\\xc3", [0xC3]),
-    ]
-
-
 @each_case("path", [CHAT, PLAIN])
 async def test_usage_with_every_event(path: str) -> None:
     """Only with `include_usage`, as in vLLM; the last event has only the usage."""
@@ -175,21 +180,6 @@ async def test_usage_with_every_event(path: str) -> None:
     for options in ({"continuous_usage_stats": True}, {}):
         reported = await streamed({"usage_always": True}, **options)
         assert [event["usage"] for event in reported] == usages
-
-
-@each_case("path", [CHAT, PLAIN])
-async def test_text_of_events_is_that_of_the_whole_answer(path: str) -> None:
-    """Events of text only are assembled from JSON parts encoded in advance."""
-    texts = ["plain", 'a "quote"', "ümlaut\n", "\x00", "\u2028", "}\\"]
-    deltas = [OutputDelta(text, [1]) for text in texts]
-    engine = FakeEngine(*deltas, OutputDelta("", [2], None, "stop"))
-    events = (await post(engine, path, body_of(path, stream=True))).events
-    choices = [event["choices"][0] for event in events]
-    found = [choice["delta"]["content"] if path == CHAT else choice["text"] for choice in choices]
-    assert found == [*texts, ""]
-    first, second = ({**event, "choices": None} for event in events[:2])
-    assert first == second
-    assert choices[1].keys() == choices[2].keys() == choices[-1].keys()
 
 
 PROMPT = [72, 105, 33]
@@ -267,16 +257,6 @@ async def test_echo_of_several_answers_reports_the_prompt_before_each_in_a_strea
     assert choices[1]["logprobs"]["tokens"] == ["H", "i", "!", "b"]
 
 
-@each_case("stream", [False, True])
-async def test_echo_without_logprobs_requests_none(stream: bool) -> None:
-    engine = FakeEngine(OutputDelta("a", [97]), OutputDelta("b", [98], None, "stop"))
-    reply = await post(engine, PLAIN, {"prompt": "Hi", "echo": True, "stream": stream})
-    choices = choices_of(reply, stream=stream)
-    assert [one["text"] for one in choices] == (["Hia", "b"] if stream else ["Hiab"])
-    assert {one["logprobs"] for one in choices} == {None}
-    assert engine.sampling.prompt_logprobs is None
-
-
 async def test_echo_of_tokens_shows_special_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the offsets of the tokens would not match the text."""
     engine = FakeEngine(OutputDelta("a", [97], None, "stop"))
@@ -325,30 +305,29 @@ async def test_nothing_is_generated_with_max_tokens_0() -> None:
     assert (engine.sampling.prompt_only, engine.sampling.max_tokens) == (False, 1)
 
 
-async def test_the_whole_vocabulary_of_a_prompt_within_the_limit() -> None:
-    engine = telling()
-    reply = await post(engine, PLAIN, {"prompt": "x", "prompt_logprobs": -1}, logprobs_max=256)
-    assert engine.sampling.prompt_logprobs == 256
-    reported = reply.json["choices"][0]["prompt_logprobs"]
-    assert [len(one or ()) for one in reported] == [0, 2, 3]
+def said(role: str, content: object) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "hi"}, {"role": role, "content": content}]}
 
 
 @each_case("stream", [False, True])
 @each_case(
-    ("role", "content", "echoed"),
+    ("path", "fields", "echoed"),
     [
-        ("assistant", "An apple", "An apple"),
-        ("assistant", [{"type": "text", "text": "An apple"}], "An apple"),
-        ("user", "An apple", ""),
+        (PLAIN, {"prompt": "Hi"}, "Hi"),
+        (CHAT, said("assistant", "An apple"), "An apple"),
+        (CHAT, said("assistant", [{"type": "text", "text": "An apple"}]), "An apple"),
+        (CHAT, said("user", "An apple"), ""),
     ],
 )
-async def test_echo_of_a_chat_reports_the_message_that_goes_on(
-    role: str, content: object, echoed: str, stream: bool
+async def test_echo_reports_the_prompt_or_the_message_that_goes_on_once(
+    path: str, fields: dict[str, Any], echoed: str, stream: bool
 ) -> None:
-    """Once, before the output; the user's message is not repeated."""
+    """Before the output, without log-probabilities; the user's message is not repeated."""
     engine = FakeEngine(OutputDelta(" a", [97]), OutputDelta(" day", [98], None, "stop"))
-    messages = [{"role": "user", "content": "hi"}, {"role": role, "content": content}]
-    reply = await post(engine, CHAT, chat(messages=messages, echo=True, stream=stream))
+    reply = await post(engine, path, body_of(path, **fields, echo=True, stream=stream))
+    choices = choices_of(reply, stream=stream)
     kind = "delta" if stream else "message"
-    texts = [choice[kind]["content"] for choice in choices_of(reply, stream=stream)]
+    texts = [one["text"] if path == PLAIN else one[kind]["content"] for one in choices]
     assert texts == ([echoed + " a", " day"] if stream else [echoed + " a day"])
+    assert {one.get("logprobs") for one in choices} == {None}
+    assert engine.sampling.prompt_logprobs is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import msgspec
@@ -13,7 +12,6 @@ from tests.unit.api.fakes import FakeEngine, ask
 from vsched.api.metrics import ApiMetrics, Report, added
 from vsched.api.response_schema import PromptDetails, Usage
 from vsched.sim.cluster import SimEngine, small_config
-from vsched.sim.loop import VirtualLoop
 from vsched.sim.ranks.symbolic_workers import SymbolicGenerator
 
 BODY = {"prompt": "1 2 3", "max_tokens": 4, "ignore_eos": True}
@@ -35,8 +33,9 @@ def _calls(found: dict[str, Any]) -> list[Any]:
     return list(found["vsched_policy_call_seconds"].samples)
 
 
-async def observed() -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the metrics before and after two served requests, a refused one, and a restart."""
+@pytest.mark.sim
+async def test_metrics_count_with_labels() -> None:
+    """Counters are counters, and no name has a group, a reason or a rank in it."""
     async with SimEngine() as engine:
         scrapes = []
         for _ in range(2):
@@ -45,13 +44,7 @@ async def observed() -> tuple[dict[str, Any], dict[str, Any]]:
                 await engine.client.request("POST", "/v1/completions", json=body)
             killed = {"group": "generate", "action": "restart"}
             await engine.client.request("POST", "/admin/replicas", json=killed)
-        return scrapes[0], scrapes[1]
-
-
-def test_metrics_count_with_labels() -> None:
-    """Counters are counters, and no name has a group, a reason or a rank in it."""
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        before, after = runner.run(observed())
+    before, after = scrapes
     for name, labels, grown in (
         ("vsched_requests_finished", {"finished_reason": "length"}, 2),
         ("vsched_requests_admitted", GROUP, 2),
@@ -76,35 +69,28 @@ def test_metrics_count_with_labels() -> None:
     assert not any("generate" in name or "length" in name for name in after)
 
 
-async def observed_threads(numbers: list[int]) -> list[Any]:
-    """Values of metrics, statistics and groups for a rank at each number of threads, with a request in between."""
-    small = small_config()
-    config = small_config(generate=msgspec.structs.replace(small.generate, threads=2))
-    rank = {**GROUP, "rank": "0"}
-    seen: list[Any] = []
-    async with SimEngine(config) as engine:
-        while True:
-            found = families((await engine.client.request("GET", "/metrics")).body)
-            values = [value(found[f"vsched_rank_threads{end}"], **rank) for end in ("", "_max")]
-            statistics = (await engine.client.request("GET", "/admin/statistics")).json()
-            groups = (await engine.client.request("GET", "/admin/replicas")).json()["groups"]
-            (row,) = [one for one in groups if one["name"] == "generate"]
-            seen.append((*values, statistics["threads"]["generate"], row["ranks"][0]["threads"]))
-            if len(numbers) == 1:
-                return seen
-            numbers.pop(0)
-            await engine.client.request("POST", "/v1/completions", json=BODY)
-
-
-def test_metrics_and_statistics_have_the_threads_of_each_rank(
+@pytest.mark.sim
+async def test_metrics_and_statistics_have_the_threads_of_each_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As soon as it serves, and after the step in which the number changed."""
-    numbers = [2, 1, 2]
+    numbers = [2]
     monkeypatch.setattr(SymbolicGenerator, "threads_here", lambda _: numbers[0])
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        seen = runner.run(observed_threads(numbers))
-    assert seen == [(now, 2, {"0": {"active": now, "total": 2}}, now) for now in (2, 1, 2)]
+    generate = msgspec.structs.replace(small_config().generate, threads=2)
+    async with SimEngine(small_config(generate=generate)) as engine:
+        ask = engine.client.request
+        for index, now in enumerate((2, 1, 2)):
+            numbers[0] = now
+            if index:
+                await ask("POST", "/v1/completions", json=BODY)
+            found = families((await ask("GET", "/metrics")).body)
+            for name, wanted in (("vsched_rank_threads", now), ("vsched_rank_threads_max", 2)):
+                assert value(found[name], **GROUP, rank="0") == wanted
+            statistics = (await ask("GET", "/admin/statistics")).json()
+            assert statistics["threads"]["generate"] == {"0": {"active": now, "total": 2}}
+            groups = (await ask("GET", "/admin/replicas")).json()["groups"]
+            (row,) = [one for one in groups if one["name"] == "generate"]
+            assert row["ranks"][0]["threads"] == now
 
 
 async def test_metrics_report_what_groups_were_lost_of() -> None:
@@ -135,30 +121,20 @@ def counted(*outcomes: str, tenant: str = "") -> ApiMetrics:
     return metrics
 
 
-def lines(metrics: ApiMetrics) -> set[str]:
-    return set(metrics.render().decode().splitlines())
-
-
-def test_reports_add_to_the_counters_and_histograms_of_a_process() -> None:
-    """Also samples that only one of the processes has."""
+def test_reports_of_other_processes_add_to_the_counters_also_of_one_that_has_died() -> None:
+    """Also samples that only one of the processes has; counters never go back."""
     own = counted("stop", "length", tenant="a")
-    other = counted("stop", "", tenant="b")
-    frame = msgspec.msgpack.encode(other.report())
-    own.reports = lambda: [msgspec.msgpack.decode(frame, type=Report)]
-    reported = lines(own)
-    assert 'vsched_requests_total{endpoint="chat",outcome="stop"} 2.0' in reported
-    assert 'vsched_requests_total{endpoint="chat",outcome="length"} 1.0' in reported
-    assert 'vsched_tenant_requests_total{outcome="stop",tenant="b"} 1.0' in reported
-    assert "vsched_prompt_tokens_total 20.0" in reported
-    assert 'vsched_time_to_first_token_seconds_bucket{le="+Inf"} 4.0' in reported
-    assert "vsched_e2e_request_latency_seconds_count 3.0" in reported
-    assert own.under_way == 1
-
-
-def test_reports_of_a_process_that_has_died_are_kept() -> None:
-    """Counters never go back: its counts are added to those of the remaining processes."""
+    frame = msgspec.msgpack.encode(counted("stop", "", tenant="b").report())
     gone = Report(0, added([counted("stop", "").report(), counted("stop").report()]))
-    own = counted("stop")
-    own.reports = lambda: [gone, Report()]
-    assert 'vsched_requests_total{endpoint="chat",outcome="stop"} 3.0' in lines(own)
-    assert own.under_way == 0
+    own.reports = lambda: [msgspec.msgpack.decode(frame, type=Report), gone]
+    reported = own.render().decode().splitlines()
+    for line in (
+        'vsched_requests_total{endpoint="chat",outcome="stop"} 4.0',
+        'vsched_requests_total{endpoint="chat",outcome="length"} 1.0',
+        'vsched_tenant_requests_total{outcome="stop",tenant="b"} 1.0',
+        "vsched_prompt_tokens_total 35.0",
+        'vsched_time_to_first_token_seconds_bucket{le="+Inf"} 7.0',
+        "vsched_e2e_request_latency_seconds_count 5.0",
+    ):
+        assert line in reported
+    assert own.under_way == 1, "not those of the dead process"

@@ -64,12 +64,20 @@ WRONG_KEYS = (
     *("", KEY[:1], KEY[:-1], KEY + "x", KEY[:-1] + "x", "x" + KEY[1:], KEY.upper()),
     *(alike(part) for part in (slice(0, 1), slice(0, 2), slice(-1, None))),
 )
+NO_KEYS = (None, "", "Bearer", "Bearer ", "Basic right", KEY, f"Bearer{KEY}")
+BEHIND_A_KEY = (f"POST {CHAT}", "GET /metrics", "POST /admin/replicas/", "GET /v1/responses/x")
 FOR_OPERATORS = [
     *(("GET", f"/admin/{name}", 200) for name in ("statistics", "replicas", "adapters", "live")),
     ("POST", "/v1/load_lora_adapter", 400),
     ("POST", "/v1/unload_lora_adapter", 400),
 ]
+FOREIGN: list[dict[str, str]] = [
+    *({"origin": origin} for origin in (PAGE, "null")),
+    *({"x-forwarded-for": "127.0.0.1"}, {"x-forwarded-proto": "https"}),
+    *({"forwarded": "for=127.0.0.1"}, {"via": "1.1 proxy"}, {"host": "evil.example"}),
+]
 ANY_NAME = {"allowed_hosts": ("*",)}
+ANY_PAGE = {**ANY_NAME, "cors_origins": ("*",)}
 NAMED = {"allowed_hosts": ("api.example.com", "*.example.net")}
 FAR = {"x-forwarded-for": "192.0.2.1", "host": "a.b"}
 OF_A_PROXY = {"api_key": KEY, "root_path": "/llm"}
@@ -93,10 +101,23 @@ OF_ALL = {"api_key": "user", "admin_key": "root", "tenant_keys": KEYS, **ANY_NAM
             ("POST", CLEAR, {"origin": origin, "host": host}, ANY_NAME, status)
             for origin, host, status in OWN_PAGES
         ),
+        # Programs of this machine operate without a key; pages and proxied requests do not, whatever is allowed.
+        ("POST", CLEAR, {}, {}, 200),
+        *(
+            ("POST", CLEAR, headers | kind, ANY_PAGE, 403)
+            for headers in FOREIGN
+            for kind in ({}, {"content-type": "text/plain"})
+        ),
         # If a comparison left out any bytes of key or digest, one of these would pass.
         *(("GET", MODELS, bearer(wrong), {"api_key": KEY}, 401) for wrong in WRONG_KEYS),
-        ("GET", "/metrics", {}, {"api_key": KEY}, 401),
+        *(
+            (method, path, {} if sent is None else {"authorization": sent}, {"api_key": KEY}, 401)
+            for method, path in map(str.split, BEHIND_A_KEY)
+            for sent in NO_KEYS
+        ),
+        ("GET", MODELS, {"authorization": f"bearer {KEY}"}, {"api_key": KEY}, 200),
         ("GET", "/metrics", {}, {"api_key": KEY, "metrics_without_key": True}, 200),
+        *(("GET", probe, {}, {"api_key": KEY}, 200) for probe in ("/health", "/ready")),
         # The key of operators opens from anywhere what others do not; adapters are for operators.
         *(
             (method, path, bearer(key) | FAR, OF_ALL, wanted)
@@ -124,52 +145,52 @@ OF_ALL = {"api_key": "user", "admin_key": "root", "tenant_keys": KEYS, **ANY_NAM
 async def test_access_is_by_name_page_key_and_path(
     method: str, path: str, headers: dict[str, str], settings: dict[str, Any], status: int
 ) -> None:
-    body = chat() if path.endswith(CHAT) else b""
-    assert (await ask(method, path, body, headers=headers, **settings)).status == status
-
-
-CLEAR = "/admin/clear"
+    engine, body = FakeEngine(), chat() if path.endswith(CHAT) else b""
+    reply = await ask(method, path, body, engine=engine, headers=headers, **settings)
+    assert reply.status == status
+    assert engine.cleared == (path == CLEAR and status == 200)
+    if status == 401:
+        assert reply.error["code"] == "invalid_api_key"
+        assert reply.headers["www-authenticate"] == "Bearer"
+    if status == 403:
+        assert reply.error["code"] == "not_local"
+        assert "server.admin_key_variable" in reply.error["message"]
 
 
 # --- bodies ---
 
 
-@each_case("path", [CHAT, PLAIN, "/tokenize", "/admin/replicas"])
+FORM = "application/x-www-form-urlencoded"
+KINDS = ("text/plain", "text/plain;application/json", FORM, "", None)
+CODINGS = ("gzip", "deflate", "br", "zstd", "x-gzip", "gzip, identity", "identity + gzip")
+"""The last one in two headers."""
+
+
+@each_case("path", [CHAT, PLAIN, "/v1/messages", "/tokenize", "/admin/replicas"])
 @each_case(
-    "sent",
-    ["text/plain", "text/plain;application/json", "application/x-www-form-urlencoded", "", None],
+    ("name", "value", "limit"),
+    [
+        # Browsers send a preflight before JSON to another origin; they send these without one.
+        *(("Content-Type", kind, "application/json. Remedy: send the header") for kind in KINDS),
+        *(("Content-Encoding", each, "identity. Remedy: send it uncompressed") for each in CODINGS),
+    ],
 )
-async def test_access_body_that_a_foreign_page_could_send_is_refused(
-    path: str, sent: str | None
+async def test_access_body_of_a_foreign_page_or_a_compressed_one_is_refused(
+    path: str, name: str, value: str | None, limit: str
 ) -> None:
-    """Browsers send a preflight before JSON to another origin; they send these without one."""
-    lines = [] if sent is None else [("content-type", sent)]
-    reply = await ask("POST", path, chat(), headers=lines)
-    assert (reply.status, reply.error["code"]) == (415, "unsupported_media_type")
-    assert f"Content-Type {sent or ''}" in reply.error["message"] or sent is None
-    remedy = "limit application/json. Remedy: send the header Content-Type"
-    assert remedy in reply.error["message"]
-
-
-async def test_access_chunked_body_needs_its_type_too() -> None:
-    app = create_app(FakeEngine(), ApiSettings())
-    reply = await Client(app).send(
-        "POST", CLEAR, pieces=[b"{}"], headers={"content-type": "text/plain"}
-    )
-    assert reply.status == 415
-
-
-@each_case(
-    "codings", ["gzip", "deflate", "br", "zstd", "x-gzip", "gzip, identity", "identity;gzip"]
-)
-@each_case("path", [CHAT, "/v1/messages", "/admin/replicas"])
-async def test_access_compressed_body_is_refused_by_its_coding(codings: str, path: str) -> None:
-    """In one header or in a second one."""
-    lines = [("content-encoding", coding) for coding in codings.split(";")]
-    reply = await ask("POST", path, b"x", headers=[("content-type", "application/json"), *lines])
-    assert reply.status == 415
-    named = f"value Content-Encoding {codings.replace(';', ', ')}, limit identity. "
-    assert f"{named}Remedy: send it uncompressed" in reply.json["error"]["message"]
+    """With its size, and in chunks."""
+    lines = [] if value is None else [(name.lower(), each) for each in value.split(" + ")]
+    shown = (value or "(none)").replace(" + ", ", ")
+    if name == "Content-Encoding":
+        lines.append(("content-type", "application/json"))
+    for pieces in (None, [b"{}"]):
+        client = Client(create_app(FakeEngine(), ApiSettings()))
+        body = b"" if pieces else b"{}"
+        reply = await client.send("POST", path, body, headers=lines, pieces=pieces)
+        error = reply.json["error"]
+        assert reply.status == 415
+        assert f"value {name} {shown}, limit {limit}" in error["message"]
+        assert path == "/v1/messages" or error["code"] == "unsupported_media_type"
 
 
 # --- names ---
@@ -242,36 +263,6 @@ def test_settings_of_names_paths_and_origins_are_read() -> None:
     good = ['server.allowed_hosts=["a.b","*.c","*"]', 'server.cors_origins=["http://a:1","*"]']
     server = load_config(None, sets=[*good, 'server.root_path="/a/b-1"'], environ={}).config.server
     assert (server.cors_origins, server.root_path) == (("http://a:1", "*"), "/a/b-1")
-
-
-# --- operators ---
-
-
-@each_case(
-    "headers",
-    [
-        {"origin": PAGE},
-        {"origin": "null"},
-        {"host": "evil.example"},
-        {"x-forwarded-for": "127.0.0.1"},
-        {"x-forwarded-proto": "https"},
-        {"forwarded": "for=127.0.0.1"},
-        {"via": "1.1 proxy"},
-    ],
-)
-async def test_access_only_programs_of_this_machine_operate_without_a_key(
-    headers: dict[str, str],
-) -> None:
-    """Neither pages nor proxied requests, whatever names and origins are allowed elsewhere."""
-    engine = FakeEngine()
-    allowed: dict[str, Any] = {"allowed_hosts": ("*",), "cors_origins": ("*",)}
-    for sent in ({"content-type": "text/plain"}, {}):
-        reply = await ask("POST", CLEAR, engine=engine, headers=headers | sent, **allowed)
-        assert (reply.status, reply.error["code"]) == (403, "not_local")
-    assert "server.admin_key_variable" in reply.error["message"]
-    assert engine.cleared == 0
-    assert (await ask("POST", CLEAR, engine=engine)).status == 200
-    assert engine.cleared == 1
 
 
 @each_case(
@@ -446,6 +437,9 @@ BODIES: dict[str, Any] = {
 }
 
 
+FULL = RequestRefused("full", code="queue_full", status=429, retry_after_s=1)
+
+
 async def ask_as(name: str, sent: str | None, **options: Any) -> Reply:
     """Reply to the request of this name, whose id is set."""
     headers = {} if sent is None else {"x-request-id": sent}
@@ -454,9 +448,12 @@ async def ask_as(name: str, sent: str | None, **options: Any) -> Reply:
 
 @each_case("name", BODIES)
 async def test_request_id_is_on_every_kind_of_response(name: str) -> None:
-    """That of the client, or one that is made."""
-    reply = await ask_as(name, "trace-1.2:3/a+b=")
-    assert reply.headers["x-request-id"] == "trace-1.2:3/a+b="
+    """That of the client, or one that is made; also on refusals of keys and of the engine."""
+    full = FakeEngine()
+    full.refusal = FULL
+    for options in ({}, {"api_key": "secret"}, {"engine": full}):
+        reply = await ask_as(name, "trace-1.2:3/a+b=", **options)
+        assert reply.headers["x-request-id"] == "trace-1.2:3/a+b="
     ids = {(await ask_as(name, None)).headers["x-request-id"] for _ in range(2)}
     assert len(ids) == 2
     assert all(re.fullmatch(r"[\w-]{24,}", one) for one in ids)
@@ -480,67 +477,36 @@ async def test_request_id_of_a_client_is_a_part_of_the_engines() -> None:
     assert all(one.startswith("chatcmpl-mine-") for one in ids)
 
 
-async def test_request_id_is_on_refusals_of_keys_hosts_and_engines() -> None:
-    engine = FakeEngine()
-    engine.refusal = RequestRefused("full", code="queue_full", status=429, retry_after_s=1)
-    replies = [
-        await ask_as(CHAT, "mine", api_key="secret"),
-        await ask_as(CHAT, "mine", engine=engine),
-        await ask_as(f"{CHAT} stream", "mine", engine=engine),
-    ]
-    assert [reply.status for reply in replies] == [401, 429, 429]
-    assert {reply.headers["x-request-id"] for reply in replies} == {"mine"}
-
-
 async def test_request_id_is_on_what_no_endpoint_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     async def broken(*_: object) -> None:
         raise ValueError("broken")
 
     monkeypatch.setattr(JsonEndpoint, "__call__", broken)
-    sent: list[dict[str, Any]] = []
+    app = create_app(FakeEngine(), ApiSettings())
 
-    async def send(message: Any) -> None:
-        sent.append(message)
+    async def survived(scope: Any, receive: Any, send: Any) -> None:
+        with pytest.raises(ValueError, match="broken"):
+            await app(scope, receive, send)
 
-    scope = {
-        "type": "http", "method": "GET", "path": "/admin/statistics", "client": ("127.0.0.1", 1),
-        "headers": [(b"x-request-id", b"mine")],
-    }  # fmt: skip
-    app: Any = create_app(FakeEngine(), ApiSettings())
-    with pytest.raises(ValueError, match="broken"):
-        await app(scope, None, send)
-    assert sent[0]["status"] == 500
-    assert dict(sent[0]["headers"])[b"x-request-id"] == b"mine"
+    sent = {"x-request-id": "mine"}
+    reply = await Client(survived).send("GET", "/admin/statistics", headers=sent)
+    assert (reply.status, reply.headers["x-request-id"]) == (500, "mine")
 
 
-async def log_of(
-    caplog: pytest.LogCaptureFixture, method: str, path: str, body: object = b"", *, on: bool = True
-) -> list[logging.LogRecord]:
-    with caplog.at_level(logging.INFO, "vsched.access"):
-        await ask(method, path, body, headers={"x-request-id": "mine"}, access_log=on)
-    return [one for one in caplog.records if one.name == "vsched.access"]
-
-
-async def test_access_log_has_a_line_for_each_request(caplog: pytest.LogCaptureFixture) -> None:
-    (line,) = await log_of(caplog, "POST", CHAT, chat(stream=True))
-    fields = getattr(line, FIELDS)
-    assert fields.pop("duration_ms") >= 0
-    assert fields.pop("client")
-    assert fields == {"method": "POST", "path": CHAT, "status": 200, "request_id": "mine"}
-    assert f"POST {CHAT} 200 " in line.getMessage()
-
-
-async def test_access_log_has_refused_requests(caplog: pytest.LogCaptureFixture) -> None:
-    (line,) = await log_of(caplog, "GET", "/v1/none\nforged?key=secret")
-    message = line.getMessage()
-    assert "/v1/none%0Aforged" in message
-    assert " 404 " in message
-    assert "\n" not in message
-
-
-async def test_access_log_has_no_probes_and_is_off_by_default(
+async def test_access_log_has_a_line_for_each_request_but_probes_if_it_is_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    assert not await log_of(caplog, "GET", "/health")
-    assert not await log_of(caplog, "GET", "/v1/models", on=False)
-    assert await log_of(caplog, "GET", "/v1/models")
+    sent = {"x-request-id": "mine"}
+    with caplog.at_level(logging.INFO, "vsched.access"):
+        for on in (True, False):
+            await ask("POST", CHAT, chat(stream=True), headers=sent, access_log=on)
+            await ask("GET", "/v1/none\nforged?key=secret", headers=sent, access_log=on)
+            await ask("GET", "/health", headers=sent, access_log=on)
+    lines = [one for one in caplog.records if one.name == "vsched.access"]
+    wanted = [("POST", CHAT, 200), ("GET", "/v1/none%0Aforged", 404)]
+    for line, (method, path, status) in zip(lines, wanted, strict=True):
+        fields = getattr(line, FIELDS)
+        assert fields.pop("duration_ms") >= 0
+        assert fields.pop("client")
+        assert fields == {"method": method, "path": path, "status": status, "request_id": "mine"}
+        assert f"{method} {path} {status} " in line.getMessage()

@@ -35,6 +35,11 @@ DEFAULTS = {
         (PLAIN, {"skip_special_tokens": False}, {"show_special": True}),
         (CHAT, {"chat_template_kwargs": {"enable_thinking": False}},
             {"prompt": "enable_thinking=False;user:hi"}),
+        # The prompt may go on with the last message.
+        (CHAT, {"add_generation_prompt": True}, {"prompt": "user:hi"}),
+        (CHAT, {"add_generation_prompt": False}, {"prompt": "add_generation_prompt=False;user:hi"}),
+        (CHAT, {"continue_final_message": True},
+            {"prompt": "continue_final_message=True;add_generation_prompt=False;user:hi"}),
         (CHAT, {"prompt_cache_key": "talk-7"}, {"session": "talk-7"}),
         (CHAT, {"prompt_cache_key": None}, {"session": ""}),
         (CHAT, {"prompt_cache_key": 5}, {"session": ""}),
@@ -94,17 +99,24 @@ async def test_absent_sampling_fields_are_as_the_checkpoint_states() -> None:
 
 
 @each_case(
-    ("path", "fields"), [(CHAT, {"logprobs": True, "top_logprobs": -1}), (PLAIN, {"logprobs": -1})]
+    ("path", "fields"),
+    [
+        (CHAT, {"logprobs": True, "top_logprobs": -1}),
+        (PLAIN, {"logprobs": -1}),
+        (PLAIN, {"prompt_logprobs": -1}),
+    ],
 )
 async def test_logprobs_of_the_whole_vocabulary_need_the_setting(
     path: str, fields: dict[str, Any]
 ) -> None:
-    """-1 means the size of the vocabulary."""
+    """-1 means the size of the vocabulary, of the output or of the prompt."""
     error = await refusal(path, body_of(path, **fields))
     wanted = "value 256, limit 20. Remedy: ask for fewer or raise server.logprobs_max"
     assert wanted in error["message"]
     engine = await accepted(path, body_of(path, **fields), logprobs_max=256)
-    assert engine.sampling.logprobs == 256
+    found = engine.sampling
+    asked_of_prompt = "prompt_logprobs" in fields
+    assert (found.prompt_logprobs if asked_of_prompt else found.logprobs) == 256
 
 
 async def test_biases_and_bad_words_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,21 +156,3 @@ async def test_fields_that_change_nothing_are_accepted() -> None:
     }  # fmt: skip
     await accepted(CHAT, chat(**NEUTRAL, **of_chats))
     await accepted(PLAIN, body_of(PLAIN, **NEUTRAL, suffix=None))
-
-
-@each_case(
-    ("fields", "before"),
-    [
-        ({"add_generation_prompt": True}, ""),
-        ({"add_generation_prompt": False}, "add_generation_prompt=False;"),
-        (
-            {"continue_final_message": True},
-            "continue_final_message=True;add_generation_prompt=False;",
-        ),
-    ],
-)
-async def test_prompt_may_go_on_with_the_last_message(fields: dict[str, Any], before: str) -> None:
-    engine = await accepted(CHAT, chat(**fields))
-    assert engine.calls[0]["prompt"] == f"{before}user:hi"
-    counted = await post(engine, "/tokenize", chat(**fields))
-    assert counted.json["count"] == len(f"{before}user:hi")

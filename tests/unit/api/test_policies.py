@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,8 +12,8 @@ import msgspec
 import pytest
 
 from tests.contract.harmful import KINDS, ODD, RAISES, changed_by, wrapped
-from tests.unit.api.fakes import FakeEngine, ask
-from vsched.config import Config
+from tests.workers.properties import thorough
+from vsched.aio.live import LiveState
 from vsched.config.policies import policy_table
 from vsched.errors import RequestRefused
 from vsched.plugins import load_policy_class
@@ -28,7 +27,6 @@ from vsched.policy import (
 )
 from vsched.sim.cluster import SimEngine, small_config
 from vsched.sim.cluster.scenario import draw_arrivals
-from vsched.sim.loop import VirtualLoop
 from vsched_policies.encoding import ChunkAware
 from vsched_policies.memory import Pinned
 from vsched_policies.requests import TenantFair
@@ -45,23 +43,18 @@ class OneAtATime(RequestPolicy, frozen=True, kw_only=True):
         return Admission(range(0 if view.running >= self.most else 1))
 
 
-async def test_policies_are_listed_and_replaced() -> None:
-    engine = FakeEngine()
-    assert (await ask("GET", PATH, engine=engine)).json == {"generate.step": {"use": "in-order"}}
-    fair = {"generate.step": {"use": "tenant-fair"}}
-    reply = await ask("POST", PATH, fair, engine=engine)
-    assert (reply.status, reply.json) == (200, fair)
-
-
 @pytest.mark.sim
-async def test_engine_replaces_policies_while_requests_run() -> None:
+async def test_policies_are_listed_and_replaced_while_requests_run() -> None:
     async with SimEngine() as simulated:
-        engine = simulated.engine
-        before = engine.policies()
+        engine, request = simulated.engine, simulated.client.request
+        before = (await request("GET", PATH)).json()
         assert before["generate.step"] == {"use": "in-order"}
         fair = {"generate.step": {"use": "tenant-fair"}}
-        reply = await simulated.client.request("POST", PATH, json=fair)
-        assert reply.json()["generate.step"] == {"use": "tenant-fair"}
+        reply = await request("POST", PATH, json=fair)
+        assert (reply.status, reply.json()) == (200, engine.policies())
+        assert reply.json() == before | fair
+        live = msgspec.json.decode((await request("GET", "/admin/live")).body, type=LiveState)
+        assert ("generate.step", "tenant-fair") in [(one.table, one.use) for one in live.policies]
         engine.replace_policy("generate.step", TenantFair(quantum_tokens=64))
         engine.replace_policy("generate.admission", OneAtATime(most=2))
         after = engine.policies()
@@ -74,36 +67,25 @@ async def test_engine_replaces_policies_while_requests_run() -> None:
 
 
 MINE = f"{__name__}:OneAtATime"
+FAIR = {"use": "tenant-fair"}
 INVALID: list[tuple[dict[str, Any], str]] = [
     ({}, "no policy is named"),
-    (
-        {"generate.stop": {"use": "in-order"}},
-        "generate.stop: not a policy table: value 'generate.stop', limit",
-    ),
+    ({"generate.stop": FAIR}, "generate.stop: not a policy table: value 'generate.stop', limit"),
     ({"generate.step": {}}, "generate.step.use: no policy is named"),
     ({"generate.step": {"use": "tenant-far"}}, "Did you mean tenant-fair?"),
-    ({"generate.step": {"use": "tenant-fair", "x": 1}}, "generate.step.x: unknown field"),
-    (
-        {"generate.step": {"use": "tenant-fair", "quantum_tokens": 0}},
-        "value 0, limit int, 1 or more. Remedy:",
-    ),
-    (
-        {"generate.memory": {"use": "auto-profile"}},
-        "generate.memory: cannot be replaced while requests run",
-    ),
-    ({"generate.memory": Pinned(tokens=400)}, "the policy of the start, which is not called"),
-    (
-        {"encode.admission": {"use": "token-budget", "max_tokens": 8}},
-        "value 8 tokens of an image, limit",
-    ),
-    ({"policy": {"use": MINE, "seats": ["routing"]}}, "policy.seats: not tables for which"),
-    (
-        {"policy": {"use": MINE}, "encode.admission": {"use": "fifo"}},
-        "also named in this change for encode.admission",
-    ),
+    ({"generate.step": {**FAIR, "x": 1}}, "generate.step.x: unknown field"),
+    ({"generate.step": {**FAIR, "quantum_tokens": 0}}, "value 0, limit int, 1 or more. Remedy:"),
     ({"generate.step": {"use": "nowhere:Mine"}}, "cannot import 'nowhere:Mine'"),
     ({"generate.step": ChunkAware()}, "not a subclass of vsched.policy.RequestPolicy"),
-]
+    ({"generate.memory": {"use": "auto-profile"}},
+     "generate.memory: cannot be replaced while requests run"),
+    ({"generate.memory": Pinned(tokens=400)}, "the policy of the start, which is not called"),
+    ({"encode.admission": {"use": "token-budget", "max_tokens": 8}},
+     "value 8 tokens of an image, limit"),
+    ({"policy": {"use": MINE, "seats": ["routing"]}}, "policy.seats: not tables for which"),
+    ({"policy": {"use": MINE}, "encode.admission": {"use": "fifo"}},
+     "also named in this change for encode.admission"),
+]  # fmt: skip
 
 
 @pytest.mark.sim
@@ -206,60 +188,40 @@ def _harm(ask: Any, view: Any) -> Any:
     return DOES[-1](ask, view)
 
 
-TABLES = {table: kind for table, kind in POLICY_TABLES.items() if kind in KINDS}
-for _table, _kind in TABLES.items():
-    _name = policy_table(small_config(), _table)["use"]
-    _made = wrapped(load_policy_class(_kind, _name), _harm)
-    globals()[f"Harmful_{_table.replace('.', '_')}"] = type(_made)
+HARMFUL: dict[str, dict[str, Any]] = {}
+"""A policy of this file for each table whose policy gets a view."""
+for _table, _kind in POLICY_TABLES.items():
+    if _kind in KINDS:
+        _default = load_policy_class(_kind, policy_table(small_config(), _table)["use"])
+        _made = type(wrapped(_default, _harm))
+        globals()[_made.__name__] = _made
+        HARMFUL[_table] = {"use": f"{__name__}:{_made.__name__}"}
 
 
-def harmful_config() -> Config:
-    """Return a small configuration in which every policy with a view is one of this file."""
-    config = small_config()
-    for table in TABLES:
-        use = {"use": f"{__name__}:Harmful_{table.replace('.', '_')}"}
-        section, _, key = table.partition(".")
-        if key:
-            changed = msgspec.structs.replace(getattr(config, section), **{key: use})
-            config = msgspec.structs.replace(config, **{section: changed})
-        else:
-            config = msgspec.structs.replace(config, **{section: use})
-    return config
-
-
-async def _serve() -> dict[str, Any]:
-    config = harmful_config()
-    async with SimEngine(config, allow_policy_failures=True) as engine:
-        await engine.run(draw_arrivals(random.Random(5), 12))
-        await engine.heal()
-        answer = await engine.client.request("POST", "/v1/completions", json=BODY)
-        assert answer.status == 200, answer.body
-        return engine.engine.statistics()
-
-
-def serve(does: Callable[[Any, Any], Any]) -> dict[str, Any]:
+async def serve(does: Callable[[Any, Any], Any]) -> dict[str, Any]:
     """Serve a few requests, some with images, and one more at the end; return the statistics."""
     DOES.append(does)
     try:
-        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-            return runner.run(_serve())
+        async with SimEngine(allow_policy_failures=True) as engine:
+            engine.engine.replace_policies(HARMFUL)
+            await engine.run(draw_arrivals(random.Random(5), 12))
+            await engine.heal()
+            answer = await engine.client.request("POST", "/v1/completions", json=BODY)
+            assert answer.status == 200, answer.body
+            return engine.engine.statistics()
     finally:
         DOES.pop()
 
 
-def sample(values: Sequence[Any], count: int) -> list[Any]:
-    """The first values for every run, the others for the thorough ones."""
-    others = [pytest.param(each, marks=pytest.mark.thorough) for each in values[count:]]
-    return [*values[:count], *others]
-
-
-@pytest.mark.parametrize("odd", sample(ODD[::6], 1), ids=[one.name for one in ODD[::6]])
-def test_odd_answers_harm_no_server(odd: Any) -> None:
+@pytest.mark.sim
+@pytest.mark.parametrize("number", [0, *thorough(*range(6, len(ODD), 6))])
+async def test_odd_answers_harm_no_server(number: int) -> None:
     """A sample: `tests.contract` tries every odd answer in the kernel."""
-    serve(lambda *_: odd.make())
+    await serve(lambda *_: ODD[number].make())
 
 
-def test_no_view_can_be_changed_in_a_server() -> None:
+@pytest.mark.sim
+async def test_no_view_can_be_changed_in_a_server() -> None:
     """The first view of each kind; `tests.contract` tries all of them in the kernel."""
     changed: dict[str, list[str]] = {}
 
@@ -269,13 +231,14 @@ def test_no_view_can_be_changed_in_a_server() -> None:
             changed[name] = changed_by(view)
         return ask(view)
 
-    assert serve(does)["policy_faults"] == {}
+    assert (await serve(does))["policy_faults"] == {}
     assert len(changed) > 6
     assert not any(changed.values()), changed
 
 
-@pytest.mark.parametrize("number", sample(range(0, len(RAISES), 3), 2))
-def test_no_exception_ends_a_server(number: int, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.sim
+@pytest.mark.parametrize("number", [0, 3, *thorough(*range(6, len(RAISES), 3))])
+async def test_no_exception_ends_a_server(number: int, caplog: pytest.LogCaptureFixture) -> None:
     """It is counted, and logged with file, line and, once for each policy, the traceback."""
 
     def does(ask: Any, view: Any) -> Any:
@@ -283,7 +246,7 @@ def test_no_exception_ends_a_server(number: int, caplog: pytest.LogCaptureFixtur
         return ask(view)
 
     with caplog.at_level(logging.WARNING):
-        faults = serve(does)["policy_faults"]
+        faults = (await serve(does))["policy_faults"]
     assert len(faults) >= 6
     for name in faults:
         assert f"policy {name} failed at harmful.py:" in caplog.text

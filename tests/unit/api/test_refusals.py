@@ -259,16 +259,10 @@ async def test_body_that_is_no_request_is_refused(path: str, body: bytes) -> Non
     assert "0x" not in reply.json["error"]["message"]
 
 
-@each_case(
-    ("path", "body"),
-    [
-        ("/admin/replicas", {}),
-        ("/admin/replicas", {"group": "generate-1"}),
-        ("/admin/replicas", {"group": 1, "action": "drain"}),
-        ("/admin/policies", {"generate.step": "tenant-fair"}),
-    ],
-)
-async def test_invalid_operations_are_refused_and_change_nothing(path: str, body: object) -> None:
+async def test_invalid_operations_are_refused_and_change_nothing() -> None:
     engine = FakeEngine()
-    assert (await post(engine, path, body)).status == 400
+    for body in ({}, {"group": "generate-1"}, {"group": 1, "action": "drain"}):
+        assert (await post(engine, "/admin/replicas", body)).status == 400
+    tables = {"generate.step": "tenant-fair"}
+    assert (await post(engine, "/admin/policies", tables)).status == 400
     assert (engine.actions, engine.tables["generate.step"]) == ([], {"use": "in-order"})

@@ -25,7 +25,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from tests.each_case import each_case
 from tests.patience import PATIENCE_S
-from tests.unit.api.fakes import CHAT, PLAIN, Client, FakeEngine, Reply, chat
+from tests.unit.api.fakes import CHAT, Client, FakeEngine, Reply, chat
 from vsched.aio.streams import OutputDelta
 from vsched.api import ApiSettings, create_app
 from vsched.api import tracing as tracing_module
@@ -183,25 +183,19 @@ async def test_request_has_a_span_with_its_phases(
     assert line.getMessage().endswith(TRACE)
 
 
-async def test_request_without_parent_starts_a_trace(collector: Collector) -> None:
+async def test_request_without_parent_starts_a_trace_and_an_unsampled_one_is_not_sent(
+    collector: Collector,
+) -> None:
+    parents = ("00-zero-1-01", f"00-{TRACE}-{PARENT}-00")
+    sent = [{}, *({"traceparent": parent} for parent in parents)]
     async with traced(collector.url, FakeEngine()) as client:
-        bad = {"traceparent": "00-zero-1-01"}
-        replies = [await client.send("POST", PLAIN, {"prompt": "x"}, headers=bad)]
-        replies.append(await client.send("POST", PLAIN, {"prompt": "x"}))
-    roots = [one for one in collector.spans if one.name == "text_completion demo"]
+        replies = [await client.send("POST", CHAT, chat(), headers=each) for each in sent]
+    *begun, unsampled = [reply.headers["traceparent"].split("-") for reply in replies]
+    roots = [one for one in collector.spans if one.name == "chat demo"]
     assert not any(one.parent_span_id for one in roots)
-    sent = {reply.headers["traceparent"].split("-")[1] for reply in replies}
-    assert sent == {one.trace_id.hex() for one in roots}
-    assert len(sent) == 2
-
-
-async def test_trace_that_the_client_does_not_sample_is_not_sent(collector: Collector) -> None:
-    async with traced(collector.url, FakeEngine()) as client:
-        parent = f"00-{TRACE}-{PARENT}-00"
-        reply = await client.send("POST", CHAT, chat(), headers={"traceparent": parent})
-    assert reply.headers["traceparent"].startswith(f"00-{TRACE}-")
-    assert reply.headers["traceparent"].endswith("-00")
-    assert not collector.received
+    assert sorted(trace for _, trace, *_ in begun) == sorted(one.trace_id.hex() for one in roots)
+    assert len({trace for _, trace, *_ in begun}) == 2
+    assert (unsampled[1], unsampled[3]) == (TRACE, "00")
 
 
 async def test_choices_have_phases_of_their_own(collector: Collector) -> None:

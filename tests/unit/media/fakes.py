@@ -136,7 +136,9 @@ class FakePreprocessor(Preprocessor):
 
     def plan_embedding(self, companion: Sequence[int]) -> ImagePlan:
         if min(companion) < 1 or companion[1] % 2 or companion[2] % 2:
-            raise RequestRefused("no image has such a grid", code="grid_thw_invalid")
+            raise RequestRefused(
+                "no image has such a grid. Remedy: send its own", code="grid_thw_invalid"
+            )
         return plan_of(companion)
 
     def plan_video(

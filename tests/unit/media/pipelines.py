@@ -24,7 +24,7 @@ ITEM_BYTES = 8 * 48 * 4
 
 
 class Bench:
-    """A pipeline and its parts; the context closes it."""
+    """A pipeline and its parts; the context closes it, and asserts that nothing is left."""
 
     def __init__(
         self,
@@ -49,18 +49,29 @@ class Bench:
             read_remote=read if remote else fetch,
         )
 
-    def __enter__(self) -> Self:
+    async def __aenter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    async def __aexit__(self, *error: object) -> None:
         self.preprocessor.gate.set()
+        if error[0] is None:
+            await self.all_back()
         self.pipeline.close()
 
     def start(
         self, prompt: str, images: Sequence[ImageReference]
     ) -> asyncio.Future[PreparedRequest]:
-        """Prepare a request in a task."""
-        return asyncio.ensure_future(self.pipeline.prepare(prompt, images))
+        """Prepare a request in a task, and release its pixels."""
+        return asyncio.ensure_future(self.prepare(prompt, images))
+
+    async def stuck(
+        self, prompt: str, images: Sequence[ImageReference]
+    ) -> asyncio.Future[PreparedRequest]:
+        """Prepare a request in a task, and wait until a thread is inside the image processor, which is held."""
+        self.preprocessor.gate.clear()
+        task = self.start(prompt, images)
+        assert await asyncio.to_thread(self.preprocessor.entered.wait, PATIENCE_S)
+        return task
 
     async def prepare(
         self, prompt: str | list[int], images: Sequence[ImageReference] = (), salt: str = ""
@@ -78,10 +89,6 @@ class Bench:
             await self.pipeline.prepare(prompt, images, salt)
         await self.all_back()
         return caught.value
-
-    async def entered(self) -> None:
-        """Wait until a thread is inside the image processor."""
-        assert await asyncio.to_thread(self.preprocessor.entered.wait, PATIENCE_S)
 
     def pixels(self, item: MediaItem) -> npt.NDArray[np.uint8]:
         """Return the bytes in the store."""

@@ -24,6 +24,7 @@ from tests.unit.media.fakes import (
     model_info,
 )
 from tests.unit.media.pipelines import Bench
+from tests.workers.properties import thorough
 from vsched.config import MediaConfig
 from vsched.errors import RequestRefused
 from vsched.media.budget import ByteBudget, Grant
@@ -96,7 +97,7 @@ async def test_images_are_served_in_order(seam: Seam) -> None:
     """A small image that would fit does not overtake a large one that waits."""
     small, large = work_bytes(), work_bytes(LARGE)
     assert 2 * small + 2 * SLACK < large
-    with bench_with(large + SLACK, items=1300) as bench:
+    async with bench_with(large + SLACK, items=1300) as bench:
         bench.preprocessor.gate.clear()
         tasks = []
         for index, size in enumerate([SMALL, LARGE, SMALL]):
@@ -105,27 +106,22 @@ async def test_images_are_served_in_order(seam: Seam) -> None:
         assert bench.pipeline.statistics().decode.waiting == 2
         assert len(seam.order) == 1
         bench.preprocessor.gate.set()
-        for prepared in await asyncio.gather(*tasks):
-            prepared.lease.release()
+        await asyncio.gather(*tasks)
         assert [size > small + SLACK for size in seam.order] == [False, True, False]
-        await bench.all_back()
 
 
 async def test_request_of_many_images_needs_the_memory_of_one(seam: Seam) -> None:
     """Grants are per image: a request never holds a part while it waits for the rest."""
-    with bench_with(work_bytes() + SLACK) as bench:
+    async with bench_with(work_bytes() + SLACK) as bench:
         await bench.prepare("\x01" * 6, [image_url(value=value) for value in range(6)])
         assert seam.most <= work_bytes() + SLACK
         assert len(seam.order) == 6
-        await bench.all_back()
 
 
 async def test_image_over_the_whole_budget_is_refused_at_once() -> None:
     limit = work_bytes(LARGE) - 1
-    with bench_with(limit) as bench:
-        bench.preprocessor.gate.clear()
-        other = bench.start("\x01", [image_url()])
-        await bench.entered()
+    async with bench_with(limit) as bench:
+        other = await bench.stuck("\x01", [image_url()])
         with pytest.raises(RequestRefused) as caught:
             await bench.prepare("\x01\x01", [image_url(), image_url(LARGE)])
         assert caught.value.status == 413
@@ -135,17 +131,15 @@ async def test_image_over_the_whole_budget_is_refused_at_once() -> None:
             "Remedy: send a smaller image or raise media.decode_bytes."
         )
         bench.preprocessor.gate.set()
-        (await other).lease.release()
+        await other
         assert bench.preprocessor.processed == 1
-        await bench.all_back()
 
 
 async def test_embedding_takes_its_share(seam: Seam) -> None:
-    with bench_with(10**9, allow_embeddings=True) as bench:
+    async with bench_with(10**9, allow_embeddings=True) as bench:
         await bench.prepare("\x01", [embedded(embedding_file())])
         assert seam.order[0] > len(embedding_file())
-        await bench.all_back()
-    with bench_with(1000, allow_embeddings=True) as bench:
+    async with bench_with(1000, allow_embeddings=True) as bench:
         error = await bench.refusal("\x01", [embedded(embedding_file())])
         assert "limit 1000 bytes. Remedy: send a smaller" in error.message
         assert "media.decode_bytes" in error.message
@@ -171,7 +165,7 @@ def test_releasing_while_beginning_does_not_nest() -> None:
 async def test_cancelling_while_waiting_leaves_the_queue(seam: Seam) -> None:
     """The next one takes its place at once, though the first is still being processed."""
     small, size = work_bytes(), (300, 100)
-    with bench_with(2 * small + SLACK, items=2000) as bench:
+    async with bench_with(2 * small + SLACK, items=2000) as bench:
         bench.preprocessor.gate.clear()
         first = bench.start("\x01", [image_url()])
         await until(lambda: len(seam.order) == 1)
@@ -183,24 +177,19 @@ async def test_cancelling_while_waiting_leaves_the_queue(seam: Seam) -> None:
         await give_up(large)
         assert decoding(bench) == (small + work_bytes(value=2), 0)
         bench.preprocessor.gate.set()
-        for prepared in await asyncio.gather(first, last):
-            prepared.lease.release()
+        await asyncio.gather(first, last)
         assert bench.preprocessor.processed == 2
-        await bench.all_back()
 
 
 async def test_cancelling_at_work_keeps_the_bytes_until_the_thread_is_done() -> None:
-    with bench_with(work_bytes() + SLACK) as bench:
-        bench.preprocessor.gate.clear()
-        task = bench.start("\x01", [image_url()])
-        await bench.entered()
+    async with bench_with(work_bytes() + SLACK) as bench:
+        task = await bench.stuck("\x01", [image_url()])
         waiting = bench.start("\x01", [image_url(value=1)])
         await until(lambda: decoding(bench)[1] == 1)
         await give_up(task)
         assert decoding(bench) == (work_bytes(), 1)
         bench.preprocessor.gate.set()
-        (await waiting).lease.release()
-        await bench.all_back()
+        await waiting
 
 
 async def test_failing_image_is_not_kept_by_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +203,7 @@ async def test_failing_image_is_not_kept_by_its_error(monkeypatch: pytest.Monkey
         except OSError:
             raise RequestRefused("the image is odd", code="odd") from None
 
-    with bench_with(10**9) as bench:
+    async with bench_with(10**9) as bench:
         monkeypatch.setattr(bench.preprocessor, "process_image", refuse)
         gc.collect()
         gc.disable()
@@ -229,7 +218,7 @@ async def test_failing_image_is_not_kept_by_its_error(monkeypatch: pytest.Monkey
 
 async def test_closing_fails_what_waits_for_memory() -> None:
     """After the pool is closed, no request waits for it or keeps its bytes."""
-    with bench_with(work_bytes() + SLACK) as bench:
+    async with bench_with(work_bytes() + SLACK) as bench:
         bench.preprocessor.gate.clear()
         tasks = []
         for value in range(3):
@@ -240,15 +229,11 @@ async def test_closing_fails_what_waits_for_memory() -> None:
         bench.preprocessor.gate.set()
         first, *others = await asyncio.gather(*tasks, return_exceptions=True)
         assert not isinstance(first, BaseException)
-        first.lease.release()
         assert [str(other) for other in others] == ["the server is stopping"] * 2
         await stop
-        await bench.all_back()
 
 
-@pytest.mark.parametrize(
-    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(2, 6))]
-)
+@pytest.mark.parametrize("seed", [0, 1, *thorough(*range(2, 6))])
 async def test_any_schedule_keeps_to_the_budget_and_gives_it_back(seed: int, seam: Seam) -> None:
     """Random arrivals, sizes, sharing, failures, cancellations and deadlines."""
     draw = random.Random(seed)
@@ -256,7 +241,7 @@ async def test_any_schedule_keeps_to_the_budget_and_gives_it_back(seed: int, sea
     budget = work_bytes(sizes[-1], 9) * draw.choice([2, 3, 5]) // 2
     threads, prepare_s = draw.randint(1, 4), draw.choice([0.005, 10.0])
     truncated = data_url(image_bytes(64, 64, kind="JPEG")[:-200], "image/jpeg")
-    with bench_with(budget, threads=threads, items=6000, prepare_s=prepare_s) as bench:
+    async with bench_with(budget, threads=threads, items=6000, prepare_s=prepare_s) as bench:
         urls = [image_url(draw.choice(sizes), value) for value in range(12)] + [truncated]
         tasks = []
         for _ in range(30):

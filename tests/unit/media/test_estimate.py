@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from tests.each_case import each_case
+from tests.workers.properties import thorough
 from vsched.config import Config
 from vsched.config.checks import decode_bytes_needed
 from vsched.config.loading import load_config
@@ -33,12 +34,7 @@ MEBIBYTE = 1 << 20
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("width", "height", "every"),
-    [
-        (1100, 800, 5),
-        pytest.param(1100, 800, 1, marks=pytest.mark.thorough),
-        pytest.param(300, 2000, 1, marks=pytest.mark.thorough),
-    ],
+    ("width", "height", "every"), [(1100, 800, 5), *thorough((1100, 800, 1), (300, 2000, 1))]
 )
 def test_estimate_bounds_what_is_measured(width: int, height: int, every: int) -> None:
     """Formats and modes, decoded alone and processed; memory is measured in a process of its own."""
@@ -80,13 +76,9 @@ def frame_and_scan(
     height, width = size[1].to_bytes(2, "big"), size[0].to_bytes(2, "big")
     frame = b"\x08" + height + width + b"\x03" + components
     scan = bytes([scanned]) + bytes(2 * scanned + 3)
-    return (
-        bytes([0xFF, marker])
-        + (len(frame) + 2).to_bytes(2, "big")
-        + frame
-        + b"\xff\xda"
-        + (len(scan) + 2).to_bytes(2, "big")
-        + scan
+    segments = ((marker, frame), (0xDA, scan))
+    return b"".join(
+        bytes([0xFF, kind]) + (len(data) + 2).to_bytes(2, "big") + data for kind, data in segments
     )
 
 

@@ -5,9 +5,9 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -16,7 +16,8 @@ from tests.patience import PATIENCE_S, patience, until
 from tests.unit.media.fakes import FakePreprocessor, data_url, image_bytes, model_info
 from tests.unit.media.pipelines import ITEM_BYTES, Bench
 from tests.unit.media.test_fetch import private, server
-from vsched.config import MediaConfig
+from vsched.config import Config, MediaConfig
+from vsched.engine import Engine, RunningParts
 from vsched.errors import RequestFailed, RequestRefused, VschedError
 from vsched.media import MediaReference
 from vsched.media.held import HeldBytes
@@ -26,8 +27,8 @@ IMAGE = data_url(image_bytes())
 
 
 @pytest.fixture
-def bench() -> Iterator[Bench]:
-    with Bench(items=8) as bench:
+async def bench() -> AsyncIterator[Bench]:
+    async with Bench(items=8) as bench:
         yield bench
 
 
@@ -62,19 +63,15 @@ async def test_repeated_image_costs_no_processing_until_it_is_evicted(bench: Ben
 
 async def test_concurrent_requests_share_a_processing_that_outlives_the_first(bench: Bench) -> None:
     """By content and by name; the request that began it may be cancelled."""
-    bench.preprocessor.gate.clear()
-    first = bench.start("\x01", [MediaReference(IMAGE, uuid="cat")])
-    await bench.entered()
+    first = await bench.stuck("\x01", [MediaReference(IMAGE, uuid="cat")])
     others = [bench.start("\x01", [each]) for each in (IMAGE, MediaReference(uuid="cat"), IMAGE)]
     await until(lambda: bench.pipeline.statistics().repeated == 3)
     first.cancel()
     await asyncio.sleep(0)
     bench.preprocessor.gate.set()
-    for prepared in await asyncio.gather(*others):
-        prepared.lease.release()
+    await asyncio.gather(*others)
     assert first.cancelled()
     assert bench.preprocessor.processed == 1
-    await bench.all_back()
 
 
 def test_item_key_separates_every_part() -> None:
@@ -115,7 +112,7 @@ def test_item_key_separates_every_part() -> None:
 )
 async def test_prepare_refuses_and_keeps_nothing(prompt: str, images: list[str], text: str) -> None:
     """Index, value, limit and remedy, before any pixel is decoded."""
-    with Bench(preprocessor=FakePreprocessor(model_info(item_tokens_max=2))) as bench:
+    async with Bench(preprocessor=FakePreprocessor(model_info(item_tokens_max=2))) as bench:
         error = await bench.refusal(prompt, images)
         assert re.search(text, error.message)
         assert bench.pipeline.statistics().refused == 1
@@ -124,7 +121,7 @@ async def test_prepare_refuses_and_keeps_nothing(prompt: str, images: list[str],
 
 async def test_bytes_of_one_request_are_bounded() -> None:
     first, second = image_bytes(value=1), image_bytes(value=2)
-    with Bench(MediaConfig(request_bytes_max=len(first) + len(second) - 1)) as bench:
+    async with Bench(MediaConfig(request_bytes_max=len(first) + len(second) - 1)) as bench:
         error = await bench.refusal("\x01\x01", [data_url(first), data_url(second)])
     assert error.message.startswith("image 1: the images of this request")
     assert error.status == 413
@@ -146,7 +143,7 @@ async def test_failing_image_fails_its_request_and_returns_its_memory(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The client gets no details, a wrong shape is never trimmed, and the pool goes on."""
-    with Bench() as bench:
+    async with Bench() as bench:
         vars(bench.preprocessor).update(faults)
         for _ in range(3):
             with pytest.raises(error, match=text) as caught:
@@ -161,47 +158,39 @@ async def test_failing_image_fails_its_request_and_returns_its_memory(
 
 async def test_waits_for_space_and_goes_on() -> None:
     one, other = (data_url(image_bytes(value=value)) for value in (1, 2))
-    with Bench(items=1) as bench:
+    async with Bench(items=1) as bench:
         first = await bench.pipeline.prepare("\x01", [one])
         second = bench.start("\x01", [other])
         await until(lambda: bench.store.statistics().waiting == 1)
         first.lease.release()
-        (await second).lease.release()
+        await second
         assert "pixel space" in (await bench.refusal("\x01\x01", [one, other])).message
 
 
-async def test_deadline_is_a_503_that_keeps_nothing() -> None:
-    """Every wait has a deadline."""
-    with Bench(items=1) as bench:
-        held = await bench.pipeline.prepare("\x01", [IMAGE])
-        bench.pipeline._settings = MediaConfig(prepare_s=0.02)
-        with pytest.raises(RequestRefused, match=r"limit 0\.02 s.*media\.prepare_s") as caught:
-            await bench.prepare("\x01", [data_url(image_bytes(value=2))])
-        assert (caught.value.status, caught.value.retry_after_s) == (503, 5)
-        held.lease.release()
-        await bench.all_back()
-
-
-@pytest.mark.parametrize(("slow", "images"), [("render", []), ("tokenize", [IMAGE])])
-async def test_deadline_holds_for_the_text_as_well(
-    slow: str, images: list[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("slow", ["space", "render", "tokenize"])
+async def test_deadline_is_a_503_that_keeps_nothing(
+    slow: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A template or a tokenizer that takes long is a 503, and its thread keeps nothing when it is done."""
+    """Every wait has a deadline: for space, a template or a tokenizer, whose thread keeps nothing when it is done."""
     gate = threading.Event()
 
     def wait(text: str = "x" * 5000, **_: bool) -> Any:
         assert gate.wait(PATIENCE_S)
         return text if slow == "render" else [1, 2]
 
-    with Bench(MediaConfig(prepare_s=0.02)) as bench:
+    async with Bench(items=1) as bench:
+        held = await bench.pipeline.prepare("\x01", [IMAGE])
+        bench.pipeline._settings = MediaConfig(prepare_s=0.02)
         if slow == "tokenize":
             monkeypatch.setattr(bench.preprocessor, "tokenize", wait)
+        images = [] if slow == "render" else [data_url(image_bytes(value=2))]
+        prompt = {"space": "\x01", "tokenize": "x" * 5000}.get(slow, wait)
         with pytest.raises(RequestRefused, match=r"limit 0\.02 s.*media\.prepare_s") as caught:
-            await bench.pipeline.prepare(wait if slow == "render" else "x" * 5000, images)
-        assert caught.value.status == 503
+            await bench.pipeline.prepare(prompt, images)
+        assert (caught.value.status, caught.value.retry_after_s) == (503, 5)
         assert bench.pipeline.statistics().preparing == 0
         gate.set()
-        await bench.all_back()
+        held.lease.release()
 
 
 async def test_long_texts_take_one_core_and_nothing_waits_for_them(
@@ -221,7 +210,7 @@ async def test_long_texts_take_one_core_and_nothing_waits_for_them(
         inside[0] -= 1
         return [7, 8]
 
-    with Bench() as bench:
+    async with Bench() as bench:
         monkeypatch.setattr(bench.preprocessor, "tokenize", tokenize)
         long = [bench.start("x" * 5000, []) for _ in range(4)]
         await until(lambda: inside[0] == 1)
@@ -241,15 +230,13 @@ async def test_long_texts_take_one_core_and_nothing_waits_for_them(
 )
 async def test_too_many_in_preparation_is_a_429(settings: MediaConfig) -> None:
     """Bounded in count and in bytes, with Retry-After."""
-    with Bench(settings) as bench:
-        bench.preprocessor.gate.clear()
-        first = bench.start("\x01", [IMAGE])
-        await bench.entered()
+    async with Bench(settings) as bench:
+        first = await bench.stuck("\x01", [IMAGE])
         with pytest.raises(RequestRefused) as caught:
             await bench.prepare("\x01", [IMAGE])
         assert (caught.value.status, caught.value.retry_after_s) == (429, 1)
         bench.preprocessor.gate.set()
-        (await first).lease.release()
+        await first
         await bench.prepare("\x01", [IMAGE])
 
 
@@ -317,14 +304,11 @@ def test_held_bytes_of_several_requests_are_limited() -> None:
 
 
 async def held_while_processing(settings: MediaConfig, image: str) -> int:
-    with Bench(settings) as bench:
-        bench.preprocessor.gate.clear()
-        task = bench.start("\x01", [image])
-        await bench.entered()
+    async with Bench(settings) as bench:
+        task = await bench.stuck("\x01", [image])
         held = bench.pipeline.statistics().preparing_bytes
         bench.preprocessor.gate.set()
-        (await task).lease.release()
-        await bench.all_back()
+        await task
     return held
 
 
@@ -345,17 +329,17 @@ async def test_an_image_counts_as_sent_and_as_read(tmp_path: Path) -> None:
 async def test_fetch_stops_where_the_bytes_end() -> None:
     """Streamed bytes are counted as they arrive: the body here never ends by itself."""
     head = b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n"
-    async with server(head, bytes(5000), pause=True) as (host, _):
-        with Bench(private(host, preparing_bytes_max=4000)) as bench:
-            bench.preprocessor.gate.clear()
-            other = bench.start("\x01", [data_url(image_bytes())])
-            await bench.entered()
-            before = bench.pipeline.statistics().preparing_bytes
-            with pytest.raises(RequestRefused, match="hold too many bytes.*limit 4000 bytes"):
-                await bench.prepare("\x01", [f"http://{host}/a.png"])
-            assert bench.pipeline.statistics().preparing_bytes == before
-            bench.preprocessor.gate.set()
-            (await other).lease.release()
+    async with (
+        server(head, bytes(5000), pause=True) as (host, _),
+        Bench(private(host, preparing_bytes_max=4000)) as bench,
+    ):
+        other = await bench.stuck("\x01", [data_url(image_bytes())])
+        before = bench.pipeline.statistics().preparing_bytes
+        with pytest.raises(RequestRefused, match="hold too many bytes.*limit 4000 bytes"):
+            await bench.prepare("\x01", [f"http://{host}/a.png"])
+        assert bench.pipeline.statistics().preparing_bytes == before
+        bench.preprocessor.gate.set()
+        await other
 
 
 async def test_cancelled_read_holds_its_bytes_until_the_thread_is_done(
@@ -369,7 +353,7 @@ async def test_cancelled_read_holds_its_bytes_until_the_thread_is_done(
         return image_bytes()
 
     monkeypatch.setattr("vsched.media.measure.read_local", read)
-    with Bench() as bench:
+    async with Bench() as bench:
         task = bench.start("\x01", [data_url(image_bytes())])
         assert await asyncio.to_thread(entered.wait, PATIENCE_S)
         task.cancel()
@@ -378,4 +362,32 @@ async def test_cancelled_read_holds_its_bytes_until_the_thread_is_done(
         assert bench.pipeline.statistics().preparing == 0
         assert bench.pipeline.statistics().preparing_bytes > 0
         gate.set()
-        await bench.all_back()
+
+
+class Stopping:
+    """Stands for the parts of an engine that stop at once."""
+
+    async def stop(self, *, grace_s: float) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+async def test_engine_stops_without_holding_the_loop_up(bench: Bench) -> None:
+    """Only `stop` waits for an image that is still being decoded."""
+    engine = Engine(Config())
+    rest = dict.fromkeys(("arena", "launcher", "shell", "grammars", "adapters"), Stopping())
+    parts = cast("Any", {**rest, "media": bench.pipeline, "tells_prompts": False})
+    engine._running = RunningParts(**parts)
+    decoding = await bench.stuck("\x01", [IMAGE])
+    stopping = asyncio.ensure_future(engine.stop())
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not stopping.done()
+    bench.preprocessor.gate.set()
+    async with patience():
+        await stopping
+    await decoding
+    assert engine.statistics()["media"] == {}
+    await engine.stop()

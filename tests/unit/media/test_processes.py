@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from typing import NoReturn
 
 import numpy as np
@@ -47,8 +47,8 @@ class ArenaBench(Bench):
         assert self.pipeline._processes is not None
         self.pictures = self.pipeline._processes
 
-    def __exit__(self, *_: object) -> None:
-        super().__exit__()
+    async def __aexit__(self, *error: object) -> None:
+        await super().__aexit__(*error)
         self.arena.close()
 
     async def values(self, *urls: str) -> list[float]:
@@ -68,8 +68,8 @@ def all_large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def bench(all_large: None) -> Iterator[ArenaBench]:
-    with ArenaBench(30.0) as bench:
+async def bench(all_large: None) -> AsyncIterator[ArenaBench]:
+    async with ArenaBench(30.0) as bench:
         yield bench
 
 
@@ -85,7 +85,6 @@ async def test_large_images_are_not_processed_here(
     urls = [data_url(image_bytes(8 * n, 40, value=n)) for n in range(1, 12)]
     assert await bench.values(*urls) == [float(n) for n in range(1, 12)]
     assert bench.pipeline.statistics().processed == 11
-    await bench.all_back()
 
 
 async def test_small_images_share_a_process(
@@ -101,7 +100,6 @@ async def test_small_images_share_a_process(
     assert await bench.values(data_url(image_bytes(value=4))) == [4.0]
     [other] = children(bench.pictures.pid)
     assert other != kept
-    await bench.all_back()
 
 
 async def test_headers_that_native_code_parses_are_read_in_a_process(
@@ -141,17 +139,26 @@ async def test_image_that_fails_fails_alone(bench: ArenaBench) -> None:
 @pytest.mark.usefixtures("all_large")
 async def test_process_that_hangs_is_killed() -> None:
     """The request fails in time, and its space and bytes return, which a thread would hold for ever."""
-    with ArenaBench(0.2) as hasty:
+    async with ArenaBench(0.2) as hasty:
         with pytest.raises(RequestRefused, match=r"media\.prepare_s") as caught:
             await hasty.values(HANGS)
         assert caught.value.code == "prepare_timeout"
         await hasty.all_back()
 
 
-async def test_process_of_a_cancelled_video_is_killed() -> None:
-    """At once, not at its deadline; another request for the video then starts a new one."""
-    video = MediaReference((data_url(image_bytes()), HANGS), is_video=True)
-    with ArenaBench(NEVER_S) as bench:
+@pytest.mark.parametrize(
+    ("source", "preprocessor"),
+    [
+        ((data_url(image_bytes()), HANGS), FaultyPreprocessor),
+        (data_url(b"any file", "video/mp4"), HangingPreprocessor),
+    ],
+)
+async def test_process_of_a_cancelled_video_is_killed(
+    source: str | tuple[str, ...], preprocessor: type[FaultyPreprocessor]
+) -> None:
+    """At once, not at its deadline, while it decodes and while it inspects; a later request starts a new one."""
+    video = MediaReference(source, is_video=True)
+    async with ArenaBench(NEVER_S, preprocessor) as bench:
         first = bench.start("\x02", [video])
         await until(lambda: bool(children(bench.pictures.pid)))
         [child] = children(bench.pictures.pid)
@@ -163,25 +170,15 @@ async def test_process_of_a_cancelled_video_is_killed() -> None:
         await until(lambda: not children(bench.pictures.pid))
 
 
-async def test_inspection_of_a_cancelled_video_is_killed() -> None:
-    file = MediaReference(data_url(b"any file", "video/mp4"), is_video=True)
-    with ArenaBench(NEVER_S, HangingPreprocessor) as bench:
-        request = bench.start("\x02", [file])
-        await until(lambda: bool(children(bench.pictures.pid)))
-        request.cancel()
-        await until(lambda: not children(bench.pictures.pid))
-        await bench.all_back()
-
-
 def children(pid: int) -> list[int]:
     with open(f"/proc/{pid}/task/{pid}/children", encoding="ascii") as file:
         return [int(word) for word in file.read().split()]
 
 
-def test_text_alone_needs_no_image_server() -> None:
+async def test_text_alone_needs_no_image_server() -> None:
     """A server without encode ranks has an empty arena; without a recipe, threads process images."""
     arena = Arena.create(ArenaLayout(pixel_bytes=0, pages=0, page_rows=1, row_bytes=0))
     store = PixelStore(arena.pixels, arena.fd)
-    with Bench(preprocessor=FaultyPreprocessor(), store=store) as bench:
+    async with Bench(preprocessor=FaultyPreprocessor(), store=store) as bench:
         assert bench.pipeline._processes is None
     arena.close()

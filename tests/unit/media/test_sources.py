@@ -18,25 +18,13 @@ from vsched.media.sources import frames_of, read_local
 SETTINGS = MediaConfig(image_bytes_max=3000)
 
 
+BAD_BASE64 = (
+    "A", "AAA==", "AA=", "AA-_", "AA%2", "AA%2G", "%20\n", "AAAA====", "AA==AA==",
+    "AAAAAA==AAAA", "AAAAAAA=AAAAAAAA", "AAAAAAAA=AAA", "AAAAAAAA====", "Ã¤Ã¤", "",
+)  # fmt: skip
 MALFORMED = [
-    "data:image/png;base64,A",
-    "data:image/png;base64,AAA==",
-    "data:image/png;base64,AA=",
-    "data:image/png;base64,AA-_",
-    "data:image/png;base64,AA%2",
-    "data:image/png;base64,AA%2G",
-    "data:image/png;base64,%20\n",
-    "data:image/png;base64,AAAA====",
-    "data:image/png;base64,AA==AA==",
-    "data:image/png;base64,AAAAAA==AAAA",
-    "data:image/png;base64,AAAAAAA=AAAAAAAA",
-    "data:image/png;base64,AAAAAAAA=AAA",
-    "data:image/png;base64,AAAAAAAA====",
-    "data:image/png;base64,Ã¤Ã¤",
-    "data:image/png;base64,",
-    "data:image/png;base64;charset=utf-8,AAAA",
-    "data:image/png",
-    "data:image/png,%89PNG",
+    *(f"data:image/png;base64,{text}" for text in BAD_BASE64),
+    *("data:image/png;base64;charset=utf-8,AAAA", "data:image/png", "data:image/png,%89PNG"),
     f"data:image/png;name={'x' * 1000};base64,AAAA",
 ]
 

@@ -93,19 +93,16 @@ async def played(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Played]:
         await processes.stop()
 
 
-async def test_restarted_process_gets_the_state_of_the_engine(played: Played) -> None:
+async def test_process_that_dies_is_started_until_it_is_there_and_has_the_state(
+    played: Played,
+) -> None:
     """Also if it was sent before the link was open: without it, the process would refuse every request."""
-    played.started[1].kill()
-    await until(lambda: len(played.started) == 3 and bool(played.started[2].states))
-    assert [one.states for one in played.started] == [["ready"]] * 3
-
-
-async def test_process_that_cannot_be_started_is_tried_again(played: Played) -> None:
     played.failures = 2
     played.started[0].kill()
     await until(lambda: len(played.started) == 3 and bool(played.started[2].states))
     played.started[2].kill()
     await until(lambda: len(played.started) == 4 and bool(played.started[3].states))
+    assert [one.states for one in played.started] == [["ready"]] * 4
 
 
 async def test_process_that_does_not_load_ends_the_start_with_a_reason(

@@ -17,6 +17,7 @@ from tests.each_case import each_case
 from tests.unit.api.compat.scripts import chat_answer
 from tests.unit.api.fakes import CHAT, StreamingEngine, chat, post
 from tests.unit.api.tools.written_calls import written_arguments, written_calls
+from tests.workers.properties import REPEATABLE, usually
 from vsched.api.tools.arguments import ValueScan, type_name
 from vsched.api.tools.formats import (
     CALL_FORMATS,
@@ -29,21 +30,10 @@ from vsched.api.tools.formats import REASONING_FORMATS as FORMATS
 from vsched.api.tools.reader import CallStopScope, OutputParser
 from vsched.config.sections import ModelConfig
 
-REPEATABLE = settings(derandomize=True, database=None, deadline=None, max_examples=20)
 THINK = FORMATS["think"]
 TOOLS: dict[str, dict[str, Any]] = {"f": {}, "get_weather": {}}
 COMMON = ("hermes", "pythonic", "qwen3-coder", "gemma4", "harmony")
-EACH_FORMAT = pytest.mark.parametrize(
-    "name",
-    [
-        *COMMON,
-        *(
-            pytest.param(name, marks=pytest.mark.thorough)
-            for name in CALL_FORMATS
-            if name not in COMMON
-        ),
-    ],
-)
+EACH_FORMAT = pytest.mark.parametrize("name", usually(*COMMON, of=CALL_FORMATS))
 """Calls in JSON, Python, tags, a language of values, and channels; the others are variants of these."""
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "}\\"{", "b": [1, {}]}}\n</tool_call>'
 ARGUMENTS = '{"a": "}\\"{", "b": [1, {}]}'
@@ -204,20 +194,17 @@ def test_reader_finds_the_same_in_every_form_however_it_is_cut(name: str, data: 
 @each_case(
     ("name", "steps"),
     [
-        (
-            "hermes",
-            [
-                ('<tool_call>\n{"name": "f", "arguments": ', []),
-                ('{"a', [("call", "", "f"), ("call", '{"a', "")]),
-                ('": 1', [("call", '": 1', "")]),
-                ("}}", [("call", "}", "")]),
-                ("\n</tool_call>", []),
-            ],
-        ),
+        ("hermes", [
+            ('<tool_call>\n{"name": "f", "arguments": ', []),
+            ('{"a', [("call", "", "f"), ("call", '{"a', "")]),
+            ('": 1', [("call", '": 1', "")]),
+            ("}}", [("call", "}", "")]),
+            ("\n</tool_call>", []),
+        ]),
         ("hermes", [("One <", [("content", "One ", "")]), ("b>", [("content", "<b>", "")])]),
         ("llama-json", [('{"city', []), ('": "Paris', [("content", '{"city": "Paris', "")])]),
     ],
-)
+)  # fmt: skip
 def test_reader_holds_back_no_more_than_may_become_a_call(name: str, steps: list[Any]) -> None:
     reader = OutputParser(CALL_FORMATS[name], tools=TOOLS)
     for text, parts in steps:
