@@ -22,12 +22,12 @@ from tests.workers.driver import (
     Checkpoints,
     Driver,
     Question,
-    Running,
     Stage,
     Stages,
     drawn_image,
     inspect,
     load_generator,
+    outputs,
 )
 from tests.workers.reference import Reference
 from vsched.errors import ConfigError, DeviceOutOfMemory
@@ -64,10 +64,6 @@ def expected(
         reference.generate(stage.prompt(each)[0], each.images, each.count, **options)
         for each in questions
     ]
-
-
-def outputs(running: list[Running]) -> list[list[int]]:
-    return [each.output for each in running]
 
 
 @pytest.mark.slow

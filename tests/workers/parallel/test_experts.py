@@ -31,7 +31,6 @@ from tests.workers.edited import copy_of, write
 from tests.workers.parallel import ranks as on_rank
 from tests.workers.parallel.ranks import Ranks
 from tests.workers.properties import thorough
-from tests.workers.test_language import outputs
 from vsched.errors import CheckpointError
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.families.sharing import parallel_plan

@@ -19,7 +19,7 @@ from tests.workers.driver import Checkpoints, Driver, Question, Stage
 from tests.workers.parallel import ranks as on_rank
 from tests.workers.parallel.ranks import Ranks
 from tests.workers.properties import thorough
-from tests.workers.test_language import mixed_questions, outputs
+from tests.workers.test_language import mixed_questions
 from vsched_workers.backends.cpu import attention
 from vsched_workers.backends.cpu.kernels.decode_attention import decode
 from vsched_workers.backends.cpu.kernels.rope import RopeRows, heads_of, rope_prefill

@@ -17,18 +17,18 @@ from transformers import AutoConfig
 from tests.parity.compare import compare
 from tests.parity.vision_compare import compare_vision
 from tests.workers.adapters.random_adapters import add_adapters, random_adapter
-from tests.workers.backends.paged import chunk_of, filled_cache, written_out
+from tests.workers.backends.paged import chunk_of, filled_cache
 from tests.workers.batching.special_rows import OPTIONS, special
-from tests.workers.driver import BLOCK_SIZE, BLOCKS, Driver, Stage
+from tests.workers.driver import BLOCK_SIZE, BLOCKS, Driver, Stage, outputs
 from tests.workers.reference import Reference
-from tests.workers.test_language import mixed_questions, outputs
+from tests.workers.test_language import mixed_questions
 from vsched.types import SamplingParams
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.choice import choose_backend
 from vsched_workers.backends.cuda import fused_tower, graphs
 from vsched_workers.backends.cuda.device import CudaSwapArea, RowCopies
 from vsched_workers.backends.cuda.graphs import CudaGraphStream
-from vsched_workers.backends.reference.attention import decode_by_gather, prefill_by_gather
+from vsched_workers.backends.reference.attention import prefill_by_gather
 from vsched_workers.batching.kv_cache import KvCache, KvShape
 from vsched_workers.batching.paged_attention import (
     PrefillKernel,
@@ -100,12 +100,12 @@ def test_captured_steps_equal_eager_ones(
 @pytest.mark.parametrize("name", ["stablelm", "gemma3_text", "qwen3_next", "deepseek_v3"])
 def test_generic_models_on_a_gpu_equal_transformers(name: str) -> None:
     """Sliding windows, states, and latent attention; `python -m tests.parity --device cuda:0` compares all of them."""
-    assert compare(name, device=DEVICE).equal
+    assert not compare(name, device=DEVICE).unequal
 
 
 @pytest.mark.parametrize("name", ["gemma3", "llava"])
 def test_generic_towers_on_a_gpu_equal_transformers(name: str) -> None:
-    assert compare_vision(name, device=DEVICE).equal
+    assert not compare_vision(name, device=DEVICE).unequal
 
 
 def test_adapters_on_a_gpu_equal_those_on_a_cpu(tiny: Path) -> None:
@@ -118,8 +118,8 @@ def test_adapters_on_a_gpu_equal_those_on_a_cpu(tiny: Path) -> None:
     questions += mixed_questions()[2:]
     found = []
     for device, attention in (("cpu", "exact"), (DEVICE, "auto")):
-        settings = WorkerSettings(device=device, threads=1, adapters=2, adapter_rank_max=4)
-        stage = Stage.load(tiny, attention=attention, dtype="float32", settings=settings)
+        places = {"adapters": 2, "adapter_rank_max": 4}
+        stage = Stage.load(tiny, attention=attention, device=device, **places)
         add_adapters(stage, adapters)
         found.append(outputs(Driver(stage, chunk=48, seed=1).run(questions, arrivals=2)))
     assert found[0] == found[1]
@@ -170,27 +170,9 @@ def test_memory_of_graphs_comes_back(load: Callable[[str], Stage]) -> None:
     assert memory.reserved() <= before[1] + (32 << 20)
 
 
-@pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(16, 2), (28, 4)], ids=["3B", "7B"])
-@pytest.mark.parametrize("contexts", [[1, 300, 4096], list(range(1, 65))])
-def test_decode_equals_attention_written_out(
-    dtype: torch.dtype, within: float, heads: int, kv_heads: int, contexts: list[int]
-) -> None:
-    """Shapes of two real models, small and large batches."""
-    from vsched_workers.backends.cuda.attention import TritonDecode
-
-    kernel = TritonDecode(torch.cuda.get_device_properties(DEVICE).multi_processor_count)
-    _, step = filled_cache(dtype, kv_heads, 128, contexts=contexts, block_size=16, device=DEVICE)
-    query = torch.randn(len(contexts), heads, 128).to(device=DEVICE, dtype=dtype)
-    found = kernel(query, 1, step, 128**-0.5)
-    wanted = written_out(query, step, 1, 128**-0.5)
-    assert (found.cpu().double() - wanted).abs().max() < within
-    gathered = decode_by_gather(query, 1, step, 128**-0.5)
-    assert (found.float() - gathered.float()).abs().max() < 2 * within
-
-
 @pytest.mark.parametrize(("first", "rows"), [(0, 700), (1000, 37), (999, 1), (2048, 512)])
-def test_flash_prefill_equals_gather(first: int, rows: int) -> None:
+@pytest.mark.parametrize("window", [1, 128, 600, 5000])
+def test_flash_prefill_equals_torch_also_in_a_window(first: int, rows: int, window: int) -> None:
     from vsched_workers.backends.cuda.attention import DirectFlashPrefill, FlashPrefill
 
     _, step = filled_cache(
@@ -198,24 +180,13 @@ def test_flash_prefill_equals_gather(first: int, rows: int) -> None:
     )
     segment, own = chunk_of(step, 0, first, rows, heads=16)
     kernels: list[PrefillKernel] = [prefill_by_gather, FlashPrefill(), DirectFlashPrefill()]
-    wanted, *found = (one(*own, 1, segment, step, 128**-0.5) for one in kernels)
+    plain, *found = (one(*own, 1, segment, step, 128**-0.5) for one in kernels)
     for each in found:
-        assert (each.float() - wanted.float()).abs().max() < 4e-2
-
-
-@pytest.mark.parametrize(("first", "rows"), [(0, 700), (1000, 37), (999, 1), (2048, 512)])
-@pytest.mark.parametrize("window", [1, 128, 600, 5000])
-def test_flash_prefill_in_a_window_equals_torch(first: int, rows: int, window: int) -> None:
-    from vsched_workers.backends.cuda.attention import FlashPrefill
-
-    _, step = filled_cache(
-        torch.bfloat16, 2, 128, contexts=[first + rows], block_size=16, device=DEVICE
-    )
-    segment, (query, *_) = chunk_of(step, 0, first, rows, heads=16)
+        assert (each.float() - plain.float()).abs().max() < 4e-2
     rule = ScoreRule(128**-0.5, window)
-    found = FlashPrefill().in_window(query, 1, segment, step, rule)
-    wanted = prefill_by_rule(query, step.cache.layers[1], segment.slots(), rule).transpose(0, 1)
-    assert (found.float() - wanted.float()).abs().max() < 4e-2
+    within = FlashPrefill().in_window(own[0], 1, segment, step, rule)
+    wanted = prefill_by_rule(own[0], step.cache.layers[1], segment.slots(), rule).transpose(0, 1)
+    assert (within.float() - wanted.float()).abs().max() < 4e-2
 
 
 def test_vision_attention_runs_in_one_call() -> None:

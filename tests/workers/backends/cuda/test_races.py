@@ -14,7 +14,7 @@ from tests.workers.backends.cuda.races import CapturingBackend, Event, Machine, 
 from tests.workers.batching.test_kv_cache import NOTHING, blocks_of, make_cache, pairs, same
 from tests.workers.driver import BLOCK_SIZE, BLOCKS, Checkpoints, Driver, Question, Stage
 from tests.workers.properties import thorough
-from tests.workers.test_language import mixed_questions, outputs
+from tests.workers.test_language import mixed_questions
 from vsched.types import SamplingParams
 from vsched.worker.contract import WorkerSettings
 from vsched_workers import language, vision
