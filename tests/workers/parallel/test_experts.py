@@ -26,6 +26,7 @@ from tests.workers.driver import (
     drawn_image,
     inspect,
     load_generator,
+    outputs,
 )
 from tests.workers.edited import copy_of, write
 from tests.workers.parallel import ranks as on_rank
@@ -129,7 +130,7 @@ def balanced_answer(
 
     driver.step = functools.partial(counted)  # type: ignore[method-assign]
     running = driver.run(questions, arrivals=2, preempts=7)
-    return [each.output for each in running], placements, seen
+    return outputs(running), placements, seen
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from tests.workers.backends.cpu.twins import watched
 from tests.workers.driver import Driver, Question, Stage
 from tests.workers.properties import thorough
 from tests.workers.test_language import mixed_questions
-from vsched.worker.contract import Batch, Sampled, WorkerSettings
+from vsched.worker.contract import Batch, Sampled
 from vsched_workers.adapters.places import NOBODY, PassRows
 from vsched_workers.backends.cpu import language_layers, products
 from vsched_workers.backends.cpu.compiled_step.step import _products, fits
@@ -100,11 +100,7 @@ def block_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "BLOCK_SIZE", BLOCK)
 
 
-def load(path: str, *, threads: int = 1, kv_dtype: str = "auto", **given: Any) -> Stage:
-    settings = WorkerSettings(threads=threads, **given)
-    return Stage.load(
-        path, attention="auto", dtype="bfloat16", settings=settings, kv_dtype=kv_dtype
-    )
+load = functools.partial(Stage.load, attention="auto", dtype="bfloat16")
 
 
 def layers_of(stage: Stage) -> Any:
@@ -180,22 +176,16 @@ def test_one_call_has_the_bits_of_many_with_quantized_weights(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("threads", [2, *thorough(1)])
-def test_one_call_has_the_bits_of_many_if_bfloat16_is_widened(
+def test_one_call_has_the_bits_of_many_if_bfloat16_is_widened_or_threads_share_attention(
     threads: int, checkpoint: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on processors without VDPBF16PS."""
-    monkeypatch.setattr(products, "has_bf16_dot", lambda: False)
-    monkeypatch.setattr(products, "has_tiles", lambda: False)
-    stage = load(checkpoint("llama"), threads=threads)
-    assert kernels_of(stage) == {multiply}
-    check(stage, monkeypatch)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("threads", [2, *thorough(1)])
-def test_one_call_has_the_bits_of_many_if_attention_runs_on_all_threads(
-    threads: int, checkpoint: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    """As on processors without VDPBF16PS, and as with long contexts."""
+    with monkeypatch.context() as patch:
+        patch.setattr(products, "has_bf16_dot", lambda: False)
+        patch.setattr(products, "has_tiles", lambda: False)
+        stage = load(checkpoint("llama"), threads=threads)
+        assert kernels_of(stage) == {multiply}
+        check(stage, patch)
     monkeypatch.setattr(language_layers, "DECODE_VALUES_MIN", 0)
     check(load(checkpoint("olmo2"), threads=threads), monkeypatch)
 

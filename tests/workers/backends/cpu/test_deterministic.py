@@ -28,11 +28,11 @@ from tests.workers.driver import (
 )
 from vsched.errors import ConfigError
 from vsched.types import SamplingParams
-from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.cpu import attention, products
 from vsched_workers.plugin import TRAINED
 
 Load = Callable[..., Stage]
+load_kernels = functools.partial(Stage.load, attention="auto", dtype="bfloat16", deterministic=True)
 
 CHUNKS = (1000, 7, 64)
 
@@ -44,8 +44,7 @@ def load(checkpoints: Checkpoints) -> Load:
     @functools.cache
     def stage(name: str, threads: int = 1, *, deterministic: bool = True) -> Stage:
         path = TRAINED if name == "demo" else checkpoints(name)
-        settings = WorkerSettings(threads=threads, deterministic=deterministic)
-        return Stage.load(path, attention="auto", dtype="bfloat16", settings=settings)
+        return load_kernels(path, threads=threads, deterministic=deterministic)
 
     return stage
 
@@ -95,8 +94,7 @@ def test_a_model_of_text_alone_leaves_no_trace(name: str, tmp_path: Path) -> Non
     gemma2 has sliding windows and soft-capping.
     """
     make_checkpoint(name, tmp_path)
-    settings = WorkerSettings(threads=1, deterministic=True)
-    stage = Stage.load(tmp_path, attention="auto", dtype="bfloat16", settings=settings)
+    stage = load_kernels(tmp_path)
     requested = [asked(prompt, count=8) for prompt in prompts()]
     together = run(stage, requested, chunk=7, arrivals=1, preempts=4)
     assert [run(stage, [each])[0] for each in requested] == together
@@ -178,9 +176,7 @@ def test_amx_is_not_used(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = run(load("demo"), requested, chunk=40)
     for module in (attention, products):
         monkeypatch.setattr(module, "has_tiles", lambda: True)
-    settings = WorkerSettings(threads=1, deterministic=True)
-    stage = Stage.load(TRAINED, attention="auto", dtype="bfloat16", settings=settings)
-    assert run(stage, requested, chunk=40) == wanted
+    assert run(load_kernels(TRAINED), requested, chunk=40) == wanted
 
 
 @needs_bf16_dot
@@ -211,6 +207,5 @@ def test_logits_differ_without_it(load: Load) -> None:
 
 @needs_bf16_dot
 def test_refuses_a_mixture_of_experts(checkpoints: Checkpoints) -> None:
-    settings = WorkerSettings(deterministic=True)
     with pytest.raises(ConfigError, match="experts"):
-        Stage.load(checkpoints("nano3moe"), attention="auto", dtype="bfloat16", settings=settings)
+        load_kernels(checkpoints("nano3moe"))

@@ -11,11 +11,10 @@ pytest.importorskip("numba")
 
 from tests.parity.architectures import make_checkpoint
 from tests.workers.backends.cpu.twins import WITHIN, run_both
-from tests.workers.driver import Checkpoints, Driver, Question, Stage
+from tests.workers.driver import Checkpoints, Driver, Question, Stage, outputs
 from tests.workers.properties import thorough
 from tests.workers.quantized.test_weights import dequantized_twin
 from tests.workers.test_language import mixed_questions
-from vsched.worker.contract import WorkerSettings
 
 pytestmark = pytest.mark.slow
 
@@ -30,39 +29,20 @@ pytestmark = pytest.mark.slow
 def test_quantized_model_equals_its_dequantized_twin(
     checkpoints: Checkpoints, tmp_path: Path, size: str, kind: str, group: int
 ) -> None:
-    """In float32, including the tower: logits differ only by the order of sums."""
-    source = checkpoints(size)
+    """In float32, including the tower, logits differ only by the order of sums; fused layers round to bfloat16."""
+    source, given = checkpoints(size), {"weights": kind, "weights_group": group}
     twin = dequantized_twin(source, tmp_path / "twin", torch.float32, kind, group)
-    settings = WorkerSettings(threads=1, weights=kind, weights_group=group)
-    plain = Stage.load(twin)
-    quantized = Stage.load(source, attention="auto", dtype="float32", settings=settings)
+    plain, quantized = Stage.load(twin), Stage.load(source, attention="auto", **given)
     twins = run_both(plain, quantized, mixed_questions(), arrivals=2)
     wanted, found = (torch.cat(each) for each in twins.logits)
     torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3 * float(wanted.abs().max()))
-    answers = [
-        [
-            answer.sequence.tokens.tolist()
-            for answer in Driver(each, chunk=30).run(mixed_questions())
-        ]
-        for each in (plain, quantized)
-    ]
-    assert answers[0] == answers[1]
-
-
-@pytest.mark.parametrize(
-    ("size", "kind"),
-    [("nano25", "int4"), ("nano3", "int8"), *thorough(("nano25", "int8"), ("nano3", "int4"))],
-)
-def test_quantized_fused_layers_equal_their_dequantized_twin(
-    checkpoints: Checkpoints, tmp_path: Path, size: str, kind: str
-) -> None:
-    source = checkpoints(size)
-    twin = dequantized_twin(source, tmp_path / "twin", torch.bfloat16, kind, 0)
-    settings = WorkerSettings(threads=2, weights=kind)
-    plain = Stage.load(twin, attention="auto", dtype="float32")
-    quantized = Stage.load(source, attention="auto", dtype="bfloat16", settings=settings)
+    both = [outputs(Driver(each, chunk=30).run(mixed_questions())) for each in (plain, quantized)]
+    assert both[0] == both[1]
+    rounded = dequantized_twin(source, tmp_path / "rounded", torch.bfloat16, kind, group)
+    plain = Stage.load(rounded, attention="auto")
+    fused = Stage.load(source, attention="auto", dtype="bfloat16", threads=2, **given)
     questions = [Question(range(300, 300 + length), count=12) for length in (5, 40, 70)]
-    assert run_both(quantized, plain, questions, arrivals=2).apart < WITHIN
+    assert run_both(fused, plain, questions, arrivals=2).apart < WITHIN
 
 
 @pytest.mark.parametrize("size", ["nano25", *thorough("nano3")])
@@ -70,8 +50,7 @@ def test_quantized_weights_weigh_less(checkpoints: Checkpoints, size: str) -> No
     """The ledger counts quantized bytes: with tied weights, one copy serves as embedding and as head."""
     sizes: dict[str, list[int]] = {}
     for kind in ("auto", "int8", "int4"):
-        settings = WorkerSettings(threads=1, weights=kind)
-        stage = Stage.load(checkpoints(size), attention="auto", dtype="bfloat16", settings=settings)
+        stage = Stage.load(checkpoints(size), attention="auto", dtype="bfloat16", weights=kind)
         sizes[kind] = [stage.generator.weights_bytes, stage.encoder.weights_bytes]
     for plain, int8, int4 in zip(*sizes.values(), strict=True):
         assert int4 < int8 < plain
@@ -85,8 +64,7 @@ def test_quantized_models_of_any_architecture_answer_as_their_twins(
     """On the generic path and for decoder-only models; experts stay unquantized."""
     source = tmp_path / name
     make_checkpoint(name, source)
-    settings = WorkerSettings(threads=1, weights="int8", weights_group=32)
-    stage = Stage.load(source, attention="auto", dtype="float32", settings=settings)
+    stage = Stage.load(source, attention="auto", weights="int8", weights_group=32)
     plain = Stage.load(source)
     questions = [Question(range(3, 3 + length), count=4) for length in (5, 21)]
     assert 0 < run_both(plain, stage, questions).apart < 0.1

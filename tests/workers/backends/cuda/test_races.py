@@ -12,11 +12,10 @@ import torch
 
 from tests.workers.backends.cuda.races import CapturingBackend, Event, Machine, RaceError, Stream
 from tests.workers.batching.test_kv_cache import NOTHING, blocks_of, make_cache, pairs, same
-from tests.workers.driver import BLOCK_SIZE, BLOCKS, Checkpoints, Driver, Question, Stage
+from tests.workers.driver import BLOCK_SIZE, BLOCKS, Checkpoints, Driver, Question, Stage, outputs
 from tests.workers.properties import thorough
 from tests.workers.test_language import mixed_questions
 from vsched.types import SamplingParams
-from vsched.worker.contract import WorkerSettings
 from vsched_workers import language, vision
 from vsched_workers.backends.cuda import graphs
 from vsched_workers.backends.cuda.backend import CudaBackend
@@ -140,7 +139,7 @@ def stage(checkpoints: Checkpoints) -> Stage:
         patch.setattr(
             language, "choose_backend", lambda settings, dtype, _: GraphBackend(settings, dtype)
         )
-        return Stage.load(checkpoints("nano25"), settings=WorkerSettings(threads=1))
+        return Stage.load(checkpoints("nano25"))
 
 
 @pytest.mark.slow
