@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.each_case import each_case
+from tests.parity.architectures import make_checkpoint as make_parity_checkpoint
 from tests.workers.driver import (
     Checkpoints,
     Driver,
@@ -158,41 +159,39 @@ def test_inspect_refuses_an_unknown_type_and_a_negative_cap(checkpoints: Checkpo
         inspect(checkpoints("nano25"), item_tokens_max=-5)
 
 
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
 @pytest.mark.parametrize(
-    ("stage", "tensor", "value", "message"),
+    ("name", "stage", "changes", "message"),
     [
-        (
-            "generate",
-            "model.layers.1.mlp.up_proj.weight",
-            None,
-            "up_proj.weight is in none of.*Rem",
-        ),
-        ("encode", "visual.merger.ln_q.weight", None, "merger.ln_q.weight is in none of.*Remedy"),
-        (
-            "generate",
-            "model.norm.weight",
-            torch.zeros(7),
-            r"norm.weight in .* has shape \[7\].*\[64",
-        ),
+        ("qwen2_5_vl", "generate", {UP: None}, "up_proj.weight is in none of.*Rem"),
+        ("qwen2_5_vl", "encode", {"visual.merger.ln_q.weight": None}, "ln_q.weight is in none of"),
+        ("qwen2_5_vl", "generate", {UP: torch.zeros(7)}, r"up_proj.* has shape \[7\].*\[96, 64"),
+        ("qwen2_5_vl", "on two ranks", {UP: torch.zeros(6, 64)}, r"shape \[6, 64\].* for \[96, 64"),
+        ("qwen2_5_vl", "generate", None, f"{WEIGHTS} is corrupt.*Remedy"),
+        ("stablelm", "generate", {UP: None}, f"{UP} is in none.*Remedy: "),
+        ("stablelm", "generate", {UP: torch.zeros(3, 64)}, f"{UP} has another shape.*Remedy: "),
+        ("stablelm", "generate", None, "cannot be read.*Remedy: "),
     ],
 )
-def test_load_names_a_missing_tensor_and_one_of_another_shape(
-    copy: Copy, stage: str, tensor: str, value: torch.Tensor | None, message: str
+def test_load_names_missing_tensors_those_of_another_shape_and_truncated_files(
+    copy: Copy, tmp_path: Path, name: str, stage: str, changes: Any, message: str
 ) -> None:
-    path = copy()
-    held = tensors(path)
-    del held[tensor]
-    write_tensors(path, held if value is None else held | {tensor: value})
+    """Also on the generic path, where transformers would fill them with random values."""
+    path = copy() if name == "qwen2_5_vl" else tmp_path
+    if path is tmp_path:
+        make_parity_checkpoint(name, path)
+    info, held = inspect(path), tensors(path)
+    if changes is None:
+        write(path / WEIGHTS, (path / WEIGHTS).read_bytes()[:5000])
+    else:
+        held |= changes
+        write_tensors(path, {key: tensor for key, tensor in held.items() if tensor is not None})
+    load_stage = load_encoder if stage == "encode" else load_generator
+    ranks = {"ranks": 2, "rendezvous": "/nowhere/else"} if stage == "on two ranks" else {}
     with pytest.raises(CheckpointError, match=message):
-        load(path, stage)
-
-
-def test_load_names_a_truncated_file(copy: Copy) -> None:
-    path = copy()
-    info = inspect(path)
-    write(path / WEIGHTS, (path / WEIGHTS).read_bytes()[:5000])
-    with pytest.raises(CheckpointError, match=f"{WEIGHTS} is corrupt.*Remedy"):
-        load_generator(info)
+        load_stage(info, **ranks)
 
 
 def shard(path: Path) -> dict[str, str]:
