@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.workers.backends.paged import filled_cache
+from tests.workers.backends.paged import filled_cache, row_written_out
 from vsched_workers.batching import paged_attention
-from vsched_workers.batching.kv_cache import LayerKv
 from vsched_workers.batching.paged_attention import (
     PagedStep,
     ScoreRule,
@@ -33,24 +32,6 @@ def part_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(paged_attention, "PART_BYTES", request.param)
 
 
-def expected(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rule: ScoreRule
-) -> torch.Tensor:
-    """Return the attention of the last row of a context: query [heads, dim], keys [context, kv heads, dim]."""
-    first = 0 if rule.window is None else max(0, len(keys) - rule.window)
-    out = []
-    for head in range(HEADS):
-        kv_head = head // (HEADS // KV_HEADS)
-        scores = keys[first:, kv_head] @ query[head] * rule.scaling
-        if rule.softcap is not None:
-            scores = rule.softcap * torch.tanh(scores / rule.softcap)
-        if rule.sinks is not None:
-            scores = torch.cat([scores, rule.sinks[head : head + 1]])
-        weights = scores.softmax(-1)[: len(keys) - first]
-        out.append(weights @ values[first:, kv_head])
-    return torch.stack(out)
-
-
 @pytest.fixture
 def step() -> PagedStep:
     """Return a step over a cache with random contents, and values that are shorter than keys."""
@@ -69,20 +50,18 @@ def test_decode_is_the_rule_written_out(step: PagedStep, rule: ScoreRule) -> Non
         assert index.slots.shape[1] <= rule.window, "what lies before the window is not read"
     found = decode_by_rule(query, cache.layers[1], index, rule)
     for row, context in enumerate(CONTEXTS):
-        slots = context_slots(step.tables[row], context, BLOCK)
-        wanted = expected(query[row], cache.keys[1][slots], cache.values[1][slots], rule)
+        slots = torch.from_numpy(context_slots(step.tables[row], context, BLOCK))
+        wanted = row_written_out(query[row], step, 1, slots, rule).float()
         torch.testing.assert_close(found[row], wanted)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("rows", [1, 5, 30])
 def test_prefill_is_the_rule_written_out(step: PagedStep, rule: ScoreRule, rows: int) -> None:
-    cache = step.cache
     query = torch.randn(HEADS, rows, KEY_DIM, generator=torch.Generator().manual_seed(1))
     slots = torch.from_numpy(context_slots(step.tables[2], 30, BLOCK))
-    keys, values = cache.keys[0], cache.values[0]
-    found = prefill_by_rule(query, LayerKv(keys, values), slots, rule)
+    found = prefill_by_rule(query, step.cache.layers[0], slots, rule)
     for row in range(rows):
         seen = slots[: 30 - rows + row + 1]
-        wanted = expected(query[:, row], keys[seen], values[seen], rule)
+        wanted = row_written_out(query[:, row], step, 0, seen, rule).float()
         torch.testing.assert_close(found[row], wanted)
