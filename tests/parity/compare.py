@@ -139,8 +139,8 @@ def attention_on(device: str) -> str:
     return "exact" if device == "cpu" else "auto"
 
 
-def load_on(device: str, path: str) -> Stage:
-    return Stage.load(path, attention=attention_on(device), device=device)
+def load_on(device: str, path: str, attention: str = "") -> Stage:
+    return Stage.load(path, attention=attention or attention_on(device), device=device)
 
 
 def compare(name: str, *, device: str = "cpu", ranks: Ranks | None = None) -> Parity:

@@ -19,9 +19,9 @@ from tests.parity.vision_architectures import (
     save_model,
 )
 from tests.parity.vision_checkpoints import WITH_VIDEO
-from tests.parity.vision_compare import compare_vision
+from tests.parity.vision_compare import compare_own, compare_vision
 from tests.workers.backends.cuda.on_host import CudaOnHost
-from tests.workers.properties import usually
+from tests.workers.properties import thorough, usually
 from vsched.errors import CheckpointError
 from vsched_workers import language, vision
 from vsched_workers.families.video_processors import VIDEO_PROCESSORS
@@ -43,6 +43,19 @@ def test_answers_are_those_of_generate(name: str) -> None:
 @pytest.mark.parametrize("name", usually("gemma3", "qwen2_vl", of=VISION_SAMPLE))
 def test_answers_about_images_are_those_of_generate(name: str) -> None:
     assert not compare_vision(name).unequal
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [
+        *(("qwen2_5_vl", "auto"), ("qwen3_vl", "exact"), ("qwen3_vl_moe", "exact")),
+        *thorough(("qwen2_5_vl", "exact"), ("qwen3_vl", "auto")),
+    ],
+)
+def test_answers_of_own_paths_are_those_of_generate(name: str, attention: str) -> None:
+    """Chunks split images, and are mixed with decode rows; output is recomputed, too."""
+    assert not compare_own(name, attention=attention).unequal
 
 
 @pytest.mark.parametrize("name", usually("qwen2_vl", of=VIDEO_SAMPLE))

@@ -233,12 +233,12 @@ def compare_vision(name: str, *, device: str = "cpu") -> Parity:
         return compared_in_steps("generic", stage, questions, wanted)
 
 
-def compare_own(name: str, *, device: str = "cpu") -> Parity:
+def compare_own(name: str, *, device: str = "cpu", attention: str = "") -> Parity:
     """Compare a family with a path of its own, starting from pictures: its processing is compared, too."""
     with tempfile.TemporaryDirectory(prefix="vsched-own-") as folder:
         path = Path(folder)
         make_checkpoint(name, path)
-        stage = load_on(device, folder)
+        stage = load_on(device, folder, attention)
         pictures = [drawn_image(seed, *size) for seed, size in enumerate(PICTURES)]
         questions = [
             Question(f"what is {number}?", [pictures[index] for index in which], count=OUTPUTS)

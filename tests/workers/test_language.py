@@ -1,12 +1,10 @@
-"""The generate worker compared with transformers' own generate, also with speculative decoding."""
+"""The generate worker: sampled rows, log-probabilities, drafts, and what it refuses."""
 
 from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -29,7 +27,6 @@ from tests.workers.driver import (
     load_generator,
     outputs,
 )
-from tests.workers.reference import Reference
 from vsched.errors import ConfigError, DeviceOutOfMemory
 from vsched.kernel.decisions import DraftGrant
 from vsched.types import SamplingParams
@@ -38,8 +35,6 @@ from vsched.worker.contract import SequenceState, WorkerSettings
 from vsched.worker.drafts import SlotDraft
 from vsched.worker.generate_rank import GenerateRank
 from vsched_workers.plugin import plugin
-
-References = Callable[[str], Reference]
 
 
 def mixed_questions(sampling: SamplingParams | None = None) -> list[Question]:
@@ -55,44 +50,6 @@ def mixed_questions(sampling: SamplingParams | None = None) -> list[Question]:
         ),
         Question("", [drawn_image(5, 140, 140)], sampling=chosen),
     ]
-
-
-def expected(
-    stage: Stage, reference: Reference, questions: list[Question], **options: Any
-) -> list[list[int]]:
-    return [
-        reference.generate(stage.prompt(each)[0], each.images, each.count, **options)
-        for each in questions
-    ]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("size", "attention", "chunk", "options", "penalty"),
-    [
-        ("nano25", "exact", 5, {"arrivals": 2}, 1.0),
-        ("nano25", "auto", 1000, {"arrivals": 2}, 1.4),
-        ("nano3", "exact", 40, {"preempts": 5}, 1.0),
-        ("nano3", "auto", 48, {"arrivals": 2}, 1.0),
-        ("nano3moe", "exact", 40, {"arrivals": 2, "preempts": 7}, 1.0),
-    ],
-)
-def test_step_equals_generate(
-    stages: Stages,
-    references: References,
-    size: str,
-    attention: str,
-    chunk: int,
-    options: dict[str, int],
-    penalty: float,
-) -> None:
-    """Chunks that split images, packed and mixed with decode; recomputed requests, including their output."""
-    stage, reference = stages(size, attention), references(size)
-    questions = mixed_questions(SamplingParams(temperature=0.0, repetition_penalty=penalty))
-    found = Driver(stage, chunk=chunk, seed=chunk).run(questions, **options)
-    wanted = expected(stage, reference, questions, repetition_penalty=penalty)
-    assert len({tuple(each) for each in wanted}) == len(wanted)
-    assert outputs(found) == wanted
 
 
 PLAIN = SamplingParams(seed=7)
@@ -145,17 +102,14 @@ def test_prepare_reports_out_of_memory(stages: Stages, monkeypatch: pytest.Monke
 
 def test_build_kv_refuses_input_that_cannot_fit(checkpoints: Checkpoints) -> None:
     """Value, limit and remedy; nothing is allocated."""
-    info = inspect(checkpoints("nano25"))
-    worker = load_generator(info)
+    worker = load_generator(inspect(checkpoints("nano25")))
     with pytest.raises(DeviceOutOfMemory, match=r"value \d+, limit \d+. Remedy: "):
         worker.build_kv(blocks=1 << 34, block_size=BLOCK_SIZE)
 
 
 def test_load_refuses_an_unknown_kernel(checkpoints: Checkpoints) -> None:
-    info = inspect(checkpoints("nano25"))
-    settings = WorkerSettings(attention="fastest")
     with pytest.raises(ConfigError, match="'fastest'.*auto, exact"):
-        load_generator(info, settings)
+        load_generator(inspect(checkpoints("nano25")), attention="fastest")
 
 
 def test_load_reports_progress_and_holds_no_vision_weights(

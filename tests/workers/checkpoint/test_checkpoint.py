@@ -79,7 +79,9 @@ def test_inspect_reports_the_facts(checkpoints: Checkpoints) -> None:
         video_token_id=7,
         stop_token_ids=(2,),
     )
-    assert inspect(checkpoints("nano25")).item_tokens_max == 1280
+    budgets = {0: 1280, 64: 64, 5000: 1280}  # that of the checkpoint, a tighter one, a looser one
+    for budget, most in budgets.items():
+        assert inspect(checkpoints("nano25"), item_tokens_max=budget).item_tokens_max == most
     assert inspect(checkpoints("nano25"), dtype="bfloat16").kv_bytes_per_token == 256
 
 
