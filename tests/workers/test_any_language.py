@@ -49,6 +49,10 @@ def test_facts_of_a_model_of_text(llama: Path) -> None:
     assert info.stop_token_ids == (2,)
 
 
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
+INDEXED = {"model_type": "deepseek_v32"}
+
+
 def test_unknown_model_type_stands_for_its_class(edited: Copy) -> None:
     """Of several types that share the class, the one that it is named after."""
     assert inspect(edited(model_type="nonsense")).family == "llama"
@@ -87,11 +91,20 @@ def test_weights_in_many_files_and_heads_of_both_kinds(
         ({"layer_types": ["full_attention", "indexed_attention"] * 2}, "keep more than keys"),
         ({"layer_types": ["full_attention", "linear_attention"] * 2}, "kind that is not known"),
         ({"layer_types": ["linear_attention"] * 4}, "no layer that attends"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "hqq"),
+        ({"model_type": "stablelm", "quantization_config": GPTQ}, "the generic path does not read"),
+        ({"model_type": "mllama"}, "'mllama' has .*attend to images apart from the text"),
+        ({"model_type": "florence2"}, "'florence2' has .*an encoder for text"),
+        ({"model_type": "llava", "text_config": INDEXED}, "'llava' has .*indexed_attention"),
+        ({"model_type": "llama4"}, "'llama4' has .*temperatures"),
+        ({"model_type": "perception_lm", "image_token_id": 3}, "'perception_lm' .*package timm"),
+        ({"model_type": "kosmos-2", "image_token_id": 3}, "no features of images"),
     ],
 )
 def test_inspect_refuses_input_that_cannot_run(
     edited: Copy, changes: dict[str, Any], message: str
 ) -> None:
+    """Before weights are read."""
     with pytest.raises(CheckpointError, match=f"{message}.*Remedy: "):
         inspect(edited(**changes))
 

@@ -9,16 +9,14 @@ from pathlib import Path
 import pytest
 
 from tests.programs import printed_by
-from tests.workers.driver import Checkpoints, load_generator
+from tests.workers.driver import Checkpoints, inspect, load_generator
 from tests.workers.properties import thorough
 from vsched.types import ModelInfo
 from vsched.wire import SizeKv
-from vsched.worker.contract import WorkerSettings
 from vsched.worker.sizing import KvBuilder
 from vsched.worker.spec import StepLimits
 from vsched_workers.families.qwen_image import image_plan
 from vsched_workers.language import LanguageWorker
-from vsched_workers.plugin import plugin
 
 pytestmark = pytest.mark.slow
 
@@ -28,8 +26,8 @@ IMAGE = image_plan((1, 8, 8), merge=2, patch=1, channels=1)
 
 
 def load_language(path: Path, dtype: str = "float32") -> tuple[LanguageWorker, ModelInfo]:
-    info = plugin.inspect(str(path), dtype=dtype, item_tokens_max=64)
-    worker = load_generator(info, WorkerSettings(threads=1))
+    info = inspect(path, dtype, 64)
+    worker = load_generator(info)
     assert isinstance(worker, LanguageWorker)
     return worker, info
 

@@ -127,6 +127,7 @@ def test_inspect_refuses_a_path_without_a_checkpoint(tmp_path: Path) -> None:
         ("tokenizer.json", None, r"tokenizer\.json is missing"),
         (PROCESSOR, None, "no image processor settings"),
         (WEIGHTS, None, "found none"),
+        ("pytorch_model.bin", b"", "never loaded.*convert the checkpoint to safetens"),
         (WEIGHTS, b"not safetensors", rf"{WEIGHTS} is corrupt"),
         ("vision.safetensors", None, r"vision\.safetensors, named by .*is missing"),
         (INDEX, b'{"weight_map": {"a": "../../etc/passwd"}}', "outside the checkpoint"),
@@ -140,18 +141,13 @@ def test_inspect_refuses_what_cannot_be_served(
     path = copy()
     if file in {INDEX, "vision.safetensors"}:
         shard(path)
+    if file == "pytorch_model.bin":
+        (path / WEIGHTS).unlink()
     write(path / file, content)
     with pytest.raises(CheckpointError, match=message) as error:
         inspect(path)
     assert "Remedy" in str(error.value)
     assert "private" not in str(error.value)
-
-
-def test_inspect_takes_weights_from_safetensors_only(copy: Copy) -> None:
-    path = copy()
-    (path / WEIGHTS).rename(path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match="never loaded.*convert the checkpoint to safetens"):
-        inspect(path)
 
 
 def test_inspect_refuses_an_unknown_type_and_a_negative_cap(checkpoints: Checkpoints) -> None:
@@ -335,7 +331,7 @@ def front_end(path: Path, *, chat_template: str = "") -> Preprocessor:
 
 def answer(path: Path) -> tuple[list[int], int]:
     """Return a checkpoint's output, and the bytes of its language model."""
-    stage = Stage.load(path, attention="exact", dtype="auto")
+    stage = Stage.load(path)
     said = Driver(stage, chunk=64).run(QUESTIONS)[0].output
     return said, stage.generator.weights_bytes
 
@@ -372,9 +368,7 @@ def test_a_head_that_differs_from_the_embedding_is_not_tied(
     head = held[EMBEDDING].clone()
     head[-1] += 1.0  # one row after all compared blocks
     write_tensors(path, {**held, "lm_head.weight": head})
-    stages = [
-        Stage.load(each, attention="exact", dtype="auto") for each in (path, checkpoints("nano25"))
-    ]
+    stages = [Stage.load(each) for each in (path, checkpoints("nano25"))]
     assert stages[0].generator.weights_bytes == stages[1].generator.weights_bytes + head.nbytes
 
 

@@ -1,4 +1,4 @@
-"""Modules without transformers: bit-identical results, and what falls back; refusals of the generic path."""
+"""Modules without transformers: bit-identical results, and what falls back."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from vsched.types import ItemPlace
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.families import FAMILIES, OwnQwen25Vl, family_of_rank, language_family
 from vsched_workers.families.decoders import DECODERS, TextFamily
-from vsched_workers.families.generic import vision_facts
 from vsched_workers.families.own_families import OwnText
 from vsched_workers.families.qwen_image import _GRID, with_time
 
@@ -359,24 +358,3 @@ def test_rank_imports_no_transformers(tmp_path: Path, name: str) -> None:
     make_checkpoint(name, tmp_path)
     # Kernels may have to be compiled.
     assert printed_by(RANK, tmp_path, limit_s=5 * PATIENCE_S) == "[]\n"
-
-
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [
-        ({"model_type": "mllama"}, "attend to images apart from the text"),
-        ({"model_type": "florence2"}, "an encoder for text"),
-        (
-            {"model_type": "llava", "text_config": {"model_type": "deepseek_v32"}},
-            "indexed_attention",
-        ),
-        ({"model_type": "llama4"}, "temperatures"),
-        ({"model_type": "perception_lm", "image_token_id": 3}, "package timm"),
-    ],
-)
-def test_unsupported_configurations_are_refused_with_the_reason(
-    tmp_path: Path, config: dict[str, Any], reason: str
-) -> None:
-    family = config["model_type"]
-    with pytest.raises(CheckpointError, match=f"'{family}' has .*{reason}"):
-        vision_facts(write_config(tmp_path, **config), family)
