@@ -83,13 +83,10 @@ SHAPES = (KvShape(2, 4, 4), KvShape(1, 8, 2))
 """Two layers that keep keys and values of different sizes."""
 
 
-def allocate(shape: tuple[int, ...], /, *, dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros(shape, dtype=dtype)
-
-
-def make_cache(dtype: torch.dtype = torch.float32, *, blocks: int = 9) -> KvCache:
-    """Return a cache with distinct values."""
-    cache = KvCache(SHAPES, blocks=blocks, block_size=4, dtype=dtype, allocate=allocate)
+def make_cache(dtype: torch.dtype = torch.float32, *, device: str = "cpu") -> KvCache:
+    """Return a cache of nine blocks with distinct values."""
+    allocate = functools.partial(torch.zeros, device=device)
+    cache = KvCache(SHAPES, blocks=9, block_size=4, dtype=dtype, allocate=allocate)
     for index, part in enumerate((*cache.keys, *cache.values)):
         part.copy_(torch.arange(part.numel()).view(part.shape) % 251 + index)
     return cache

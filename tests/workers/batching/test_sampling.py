@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.each_case import each_case
-from tests.workers.backends.cuda.on_host import CudaOnHost
+from tests.workers.backends.cuda.on_host import DEVICE, CudaOnHost
 from tests.workers.batching.special_rows import OPTIONS, sequence, special
 from tests.workers.properties import REPEATABLE, usually
 from vsched.types import SamplingParams
@@ -106,7 +106,7 @@ def test_logprobs_on_a_device_equal_those_on_a_host(count: int) -> None:
     rows = [special(row, SamplingParams(logprobs=(count, 2)[row % 2])) for row in (0, 1, 4)]
     tokens = chance.integers(4, VOCABULARY, 5).astype(np.int32)
     wanted = with_logprobs(tokens, logits, rows).logprobs
-    found = logprobs_on_device(tokens, logits, rows)
+    found = logprobs_on_device(tokens, logits.to(DEVICE), rows)
     assert [each.row for each in found] == [0, 1, 4]
     for one, other in zip(found, wanted, strict=True):
         assert one.logprob == pytest.approx(other.logprob)

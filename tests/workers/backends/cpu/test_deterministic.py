@@ -26,8 +26,10 @@ from tests.workers.driver import (
     encode_jobs,
     reported,
 )
+from tests.workers.parallel.ranks import Ranks, driver_of, make_four_heads
 from vsched.errors import ConfigError
 from vsched.types import SamplingParams
+from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.cpu import attention, products
 from vsched_workers.plugin import TRAINED
 
@@ -195,6 +197,44 @@ def encoded(stage: Stage, images: Sequence[Any]) -> list[bytes]:
     embeddings = np.zeros(shape, dtype=np.uint8)
     stage.encoder.encode(jobs, embeddings)
     return [embeddings[job.pages].tobytes() for job in jobs]
+
+
+RANK_QUESTIONS = [
+    asked("What is in the image?", [drawn_image(1, 90, 60)]),
+    asked("Why? " * 9),
+    *(asked(f"{n}? " * n, count=6) for n in range(1, 6)),
+]
+
+
+def answers_of_rank(
+    settings: WorkerSettings, path: str, runs: Sequence[tuple[int, int, int]]
+) -> list[list[tuple[list[int], str]]]:
+    """Return the log-probabilities of the first `count` questions, for runs of (count, chunk size, preempts)."""
+    found = []
+    # The process is reused by other tests.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(driver, "BLOCK_SIZE", 16)
+        stage = load_kernels(path, settings=settings)
+        for count, chunk, preempts in runs:
+            one = driver_of(settings, stage, chunk)
+            options = {"arrivals": min(preempts, 1), "preempts": preempts}
+            running = one.run(RANK_QUESTIONS[:count], **options)
+            assert all(len(each.logprobs) == len(each.output) for each in running)
+            found.append(reported(running))
+    return found
+
+
+@needs_bf16_dot
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_logits_are_the_same_over_ranks(ranks: Ranks, tmp_path: Path, size: int) -> None:
+    """Alone and in a batch, with other chunk sizes, and recomputed; all digits of log-probabilities are compared."""
+    path = str(make_four_heads(tmp_path / "heads", "nano3", "bfloat16"))
+    count = len(RANK_QUESTIONS)
+    runs = [(1, 1000, 0), (count, 40, 0), (count, 13, 4)]
+    for alone, together, again in ranks.run(answers_of_rank, path, runs, size=size):
+        assert together[:1] == alone
+        assert again == together
 
 
 @needs_bf16_dot

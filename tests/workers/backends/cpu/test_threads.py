@@ -1,22 +1,14 @@
-"""Responses while the number of threads changes; its choice, on a simulated machine with a clock and other programs."""
+"""Choice of the number of threads, on a simulated machine with a clock and other programs."""
 
 from __future__ import annotations
 
 import io
-import itertools
 import os
 import random
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
-from tests.workers import driver
-from tests.workers.backends.cpu.kernels.operands import needs_bf16_dot
-from tests.workers.backends.cpu.test_poisoned_memory import QUESTIONS
-from tests.workers.driver import Checkpoints, Driver, Stage, reported
-from vsched.worker.contract import WorkerSettings
-from vsched_workers.backends.cpu import language_layers
 from vsched_workers.backends.cpu.threads import (
     BLIND_MAX_S,
     LATELY_S,
@@ -27,38 +19,10 @@ from vsched_workers.backends.cpu.threads import (
     IdleCores,
     ThreadChoice,
     ThreadPool,
-    process_pool,
     waited_s,
 )
 
 pytest.importorskip("numba")
-
-
-class ChangingDriver(Driver):
-    """Computes each step with another number of threads."""
-
-    _numbers = itertools.cycle([1, 3, 2])
-
-    def step(self, active: Any) -> None:
-        process_pool().use(next(self._numbers))
-        super().step(active)
-
-
-@pytest.mark.parametrize("deterministic", [False, pytest.param(True, marks=needs_bf16_dot)])
-def test_answers_have_the_same_bits_with_any_number_of_threads(
-    checkpoints: Checkpoints, deterministic: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Tokens, their log-probabilities and images, in chunks and in compiled steps."""
-    monkeypatch.setattr(driver, "BLOCK_SIZE", 16)
-    monkeypatch.setattr(language_layers, "DECODE_VALUES_MIN", 0)
-    settings = WorkerSettings(threads=3, deterministic=deterministic)
-    stage = Stage.load(checkpoints("tiny25"), attention="auto", dtype="bfloat16", settings=settings)
-    process_pool().use(1)
-    wanted = reported(Driver(stage, chunk=64).run(QUESTIONS, arrivals=2))
-    process_pool().use(3)
-    assert reported(Driver(stage, chunk=64).run(QUESTIONS, arrivals=2)) == wanted
-    assert reported(ChangingDriver(stage, chunk=64).run(QUESTIONS, arrivals=2)) == wanted
-    process_pool().use(1)
 
 
 class Machine:
