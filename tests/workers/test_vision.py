@@ -36,6 +36,7 @@ from tests.workers.driver import (
 )
 from tests.workers.properties import usually
 from tests.workers.reference import Reference
+from vsched.errors import CheckpointError
 from vsched.types import ModelInfo
 from vsched.worker.contract import EncodeJob, WorkerSettings
 from vsched.worker.sizing import BatchArena
@@ -203,6 +204,12 @@ def test_tower_alone_gives_the_rows_of_the_whole_model(tmp_path: Path, name: str
         out = model.get_image_features(torch.from_numpy(image["pixel_values"]), grid)
         levels = [out.pooler_output[0], *(level[0] for level in out.deepstack_features)]
         assert torch.equal(found, torch.cat(levels, dim=-1))
+
+
+def test_a_model_without_features_of_images_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "kosmos-2", "image_token_id": 3}')
+    with pytest.raises(CheckpointError, match="no features of images"):
+        build_tower(str(tmp_path), "kosmos-2")
 
 
 @pytest.mark.parametrize("name", usually("internvl", of=SAMPLE))

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.bench.swap.__main__ import main
+from tests.workers.driver import Checkpoints
 from vsched.errors import DeviceOutOfMemory
 from vsched.worker.memory import status_bytes
 from vsched_workers.batching import kv_cache
@@ -151,3 +153,15 @@ def test_swap_area_is_refused_if_the_host_has_too_little(monkeypatch: pytest.Mon
     monkeypatch.setattr(kv_cache, "host_available", lambda: 4096)
     with pytest.raises(DeviceOutOfMemory, match=r"generate\.swap_memory.*4096 bytes.*lower"):
         SwapArea(make_cache(), 1000)
+
+
+@pytest.mark.slow
+def test_swap_bench_has_a_row_for_each_length(
+    checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(checkpoints("nano25")), "--dtype", "float32", "--rounds", "1"]
+    rows = main([*words, "--lengths", "20", "48", "--chunk", "16"])
+    assert [row.tokens for row in rows] == [20, 48]
+    assert [row.mib for row in rows] == [rows[0].mib, 1.5 * rows[0].mib]
+    assert all(min(row) > 0 for row in rows)
+    assert len(capsys.readouterr().out.splitlines()) == 4

@@ -1,9 +1,10 @@
-"""Products with packed weights against plain ones: bfloat16, widened as they are read, and with int8 activations."""
+"""Products with packed weights against plain ones, in bfloat16, widened as they are read, and in int8; activations."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable
 from typing import Any
 
 import numba
@@ -12,10 +13,12 @@ import torch
 from llvmlite import binding, ir  # type: ignore[import-untyped]
 from torch.nn import functional
 
-from tests.workers.backends.cpu.kernels.operands import needs_bf16_dot
+from tests.workers.backends.cpu.kernels.operands import draw, needs_bf16_dot
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.cpu import products
 from vsched_workers.backends.cpu.backend import CpuBackend
+from vsched_workers.backends.cpu.kernels import activation
+from vsched_workers.backends.cpu.kernels.activation import gelu, gelu_tanh, swiglu
 from vsched_workers.backends.cpu.products import (
     PanelProduct,
     QuantizedProduct,
@@ -33,6 +36,7 @@ from vsched_workers.backends.cpu.quantized.block_sums import (
 from vsched_workers.backends.cpu.quantized.integers import OWN_ROWS_MAX
 from vsched_workers.backends.cpu.quantized.integers import PASS_ROWS as INT8_PASS_ROWS
 from vsched_workers.backends.cpu.quantized.kernel import BLOCK, FEW_ROWS_MAX, PANEL, PASS_ROWS
+from vsched_workers.backends.cpu.threads import pool_of
 from vsched_workers.quantized.weights import QuantizedWeight, quantize
 
 pytest.importorskip("numba")
@@ -331,3 +335,34 @@ def test_backend_makes_products_as_the_setting_says(*, deterministic: bool) -> N
         assert torch.equal(made[0](rows), made[1](rows))
         found.append(made[0](rows))
     assert not torch.equal(*found)
+
+
+def test_loops_of_activations_have_names_of_their_own() -> None:
+    """Stored code is linked by name: of two loops with one name, a process would call the first in both kernels."""
+    loops = activation._silu_row, activation._gelu_row, activation._gelu_tanh_row
+    assert len({loop.py_func.__qualname__ for loop in loops}) == 3
+    assert all("<locals>" not in loop.py_func.__qualname__ for loop in loops)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "function"),
+    [
+        (swiglu, functional.silu),
+        (gelu, functional.gelu),
+        (gelu_tanh, lambda rows: functional.gelu(rows, approximate="tanh")),
+    ],
+    ids=["silu", "gelu", "tanh"],
+)
+@pytest.mark.parametrize(("threads", "rows"), [(0, 7), (2, 3000)])
+def test_activations_equal_the_modules(
+    kernel: Any, function: Callable[[torch.Tensor], torch.Tensor], threads: int, rows: int
+) -> None:
+    """Far from zero they are the identity, or zero; the exponential neither overflows nor yields NaN."""
+    gate, up = draw(rows, 37) * 4, draw(rows, 37, seed=1)
+    gate[0, :6] = torch.tensor([0.0, -0.0, 300.0, -300.0, 17.0, -17.0])
+    wanted = function(gate.float()).bfloat16() * up
+    pool = pool_of(threads) if threads else 0
+    kernel(pool, gate.data_ptr(), up.data_ptr(), rows, 37)
+    clear = wanted.abs() > 1e-3  # torch subtracts two nearly equal numbers
+    assert (gate == wanted)[clear].float().mean() > 0.95
+    torch.testing.assert_close(gate, wanted, rtol=0.01, atol=1e-6)
