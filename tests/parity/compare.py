@@ -15,15 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tests.parity.architectures import FAMILY_SIZES, make_checkpoint
-from tests.workers.driver import (
-    Driver,
-    Question,
-    Running,
-    Stage,
-    inspect,
-    load_generator,
-    outputs,
-)
+from tests.workers.driver import Driver, Question, Running, Stage, inspect, load_generator, outputs
 from tests.workers.parallel import ranks as on_rank
 from tests.workers.parallel.ranks import Ranks
 from vsched.errors import CheckpointError

@@ -161,11 +161,7 @@ def test_tokens_are_those_of_vllm_with_images(tmp_path: Path) -> None:
     stock, _ = generate(model, pictures(), None, **few)
     assert len({tuple(one) for one in stock}) > 10
     tokens, engine = generate(
-        model,
-        pictures(),
-        tables,
-        ec_manager_config={"encoder_cache_manager_cls": cache},
-        **few,
+        model, pictures(), tables, ec_manager_config={"encoder_cache_manager_cls": cache}, **few
     )
     assert tokens == stock
     check_engine(engine, ["generate.admission", "generate.step"])

@@ -199,7 +199,7 @@ def test_figures_of_an_idle_scheduler_are_those_after_the_last_request(model: st
 
 def test_request_that_is_passed_over_for_too_long_goes_first(model: str) -> None:
     scheduler = make_scheduler(model, {**LAST, "policies": {"passed_over_max_s": 1e-6}})
-    drive(scheduler, random_load(2, 40))
+    drive(scheduler, random_load(2, 80))
     overruled = scheduler.host.seats.overruled()
     assert overruled["generate.admission"][PASSED_OVER] > 5
     check_settled(scheduler)

@@ -108,9 +108,7 @@ def test_inspect_refuses_input_that_cannot_run(
         inspect(edited(**changes))
 
 
-def test_context_ends_where_frequencies_would_change_for_a_whole_step(
-    edited: Copy,
-) -> None:
+def test_context_ends_where_frequencies_would_change_for_a_whole_step(edited: Copy) -> None:
     rope = {
         "rope_type": "longrope",
         "rope_theta": 10000.0,

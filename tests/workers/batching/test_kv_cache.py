@@ -47,17 +47,13 @@ def test_int8_head_is_half_a_level_off_at_most(dtype: torch.dtype) -> None:
     assert (found != given).any()
 
 
-def test_int8_head_of_zeros_and_of_next_to_nothing_is_zeros() -> None:
-    given = torch.zeros(2, 8)
-    given[1] = 1e-38
-    assert not from_int8(to_int8(given), torch.float32).any()
-
-
-def test_int8_head_of_no_numbers_stays_one() -> None:
+def test_int8_heads_of_next_to_nothing_are_zeros_and_those_of_no_numbers_stay_so() -> None:
     """NaNs and infinities of a model are not hidden."""
-    given = torch.ones(2, 8)
-    given[0, 3], given[1, 5] = torch.nan, torch.inf
-    assert from_int8(to_int8(given), torch.float32).isnan().any(-1).all()
+    given = torch.ones(4, 8)
+    given[0], given[1], given[2, 3], given[3, 5] = 0.0, 1e-38, torch.nan, torch.inf
+    found = from_int8(to_int8(given), torch.float32)
+    assert not found[:2].any()
+    assert found[2:].isnan().any(-1).all()
 
 
 @pytest.mark.parametrize("kept", [torch.float32, torch.int8])

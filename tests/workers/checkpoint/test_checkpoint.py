@@ -482,11 +482,7 @@ def test_a_tokenizer_is_made_from_vocabulary_and_merges(
     ],
 )
 def test_a_tokenizer_that_cannot_be_read_is_reported_at_once(
-    copy: Copy,
-    monkeypatch: pytest.MonkeyPatch,
-    file: str | None,
-    written: bytes,
-    message: str,
+    copy: Copy, monkeypatch: pytest.MonkeyPatch, file: str | None, written: bytes, message: str
 ) -> None:
     path = copy()
     (path / "tokenizer.json").unlink()

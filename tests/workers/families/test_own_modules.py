@@ -239,10 +239,13 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 128,
 }
+OLDER = {key: value for key, value in LLAMA3.items() if key != "rope_theta"}
+"""The layout of Llama 3.2, in which the rotary embedding has two entries."""
 SERVED: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
     ("llama", {"rope_parameters": LLAMA3, "attention_bias": True, "mlp_bias": True}),
     ("llama", {"head_dim": 32, "tie_word_embeddings": True, "rms_norm_eps": 1e-5}),
+    ("llama", {"rope_parameters": None, "rope_scaling": OLDER, "rope_theta": 500000.0}),
     ("mistral", {"sliding_window": None}),
     ("qwen2", {}),
     ("qwen3", {"attention_bias": True}),
@@ -262,15 +265,6 @@ def test_text_models_equal_those_of_transformers(
         assert getattr(found, field) == getattr(expected, field), field
     for dtype in (torch.float32, torch.bfloat16):
         check_language(family, library, path, dtype, torch.randint(0, 512, (1, 40)))
-
-
-def test_older_layout_of_a_text_models_configuration(configured: Configure) -> None:
-    """Of Llama 3.2, in which the rotary embedding has two entries."""
-    scaling = {key: value for key, value in LLAMA3.items() if key != "rope_theta"}
-    entries = {"rope_parameters": None, "rope_scaling": scaling, "rope_theta": 500000.0}
-    family = language_family("llama", configured("llama", **entries), WorkerSettings())
-    assert isinstance(family, OwnText)
-    assert family.model_config("").rope_parameters == LLAMA3
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "mrope_section": [2, 3, 3]}

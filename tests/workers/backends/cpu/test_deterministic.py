@@ -199,13 +199,6 @@ def encoded(stage: Stage, images: Sequence[Any]) -> list[bytes]:
     return [embeddings[job.pages].tobytes() for job in jobs]
 
 
-RANK_QUESTIONS = [
-    asked("What is in the image?", [drawn_image(1, 90, 60)]),
-    asked("Why? " * 9),
-    *(asked(f"{n}? " * n, count=6) for n in range(1, 6)),
-]
-
-
 def answers_of_rank(
     settings: WorkerSettings, path: str, runs: Sequence[tuple[int, int, int]]
 ) -> list[list[tuple[list[int], str]]]:
@@ -218,7 +211,7 @@ def answers_of_rank(
         for count, chunk, preempts in runs:
             one = driver_of(settings, stage, chunk)
             options = {"arrivals": min(preempts, 1), "preempts": preempts}
-            running = one.run(RANK_QUESTIONS[:count], **options)
+            running = one.run(questions(7)[:count], **options)
             assert all(len(each.logprobs) == len(each.output) for each in running)
             found.append(reported(running))
     return found
@@ -230,8 +223,7 @@ def answers_of_rank(
 def test_logits_are_the_same_over_ranks(ranks: Ranks, tmp_path: Path, size: int) -> None:
     """Alone and in a batch, with other chunk sizes, and recomputed; all digits of log-probabilities are compared."""
     path = str(make_four_heads(tmp_path / "heads", "nano3", "bfloat16"))
-    count = len(RANK_QUESTIONS)
-    runs = [(1, 1000, 0), (count, 40, 0), (count, 13, 4)]
+    runs = [(1, 1000, 0), (7, 40, 0), (7, 13, 4)]
     for alone, together, again in ranks.run(answers_of_rank, path, runs, size=size):
         assert together[:1] == alone
         assert again == together

@@ -121,8 +121,10 @@ def test_cuda_memory_asks_allocator_and_driver(monkeypatch: pytest.MonkeyPatch) 
     assert calls[2:] == ["_cuda_clearCublasWorkspaces", "empty_cache"]
 
     def full(size: int, **_: object) -> object:
-        raise torch.OutOfMemoryError(f"CUDA out of memory: {size}")
+        calls.append(str(size))
+        raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(torch, "empty", full)
-    with pytest.raises(DeviceOutOfMemory, match="101"), memory.hold(101):
+    with pytest.raises(DeviceOutOfMemory, match="holding memory back"), memory.hold(101):
         pass
+    assert calls[-1] == "101"

@@ -147,10 +147,7 @@ def stage(checkpoints: Checkpoints) -> Stage:
     "sampling", [GREEDY, *thorough(SamplingParams(seed=3, temperature=0.8, top_p=0.9))]
 )
 def test_captured_steps_are_no_race(
-    stage: Stage,
-    stages: Callable[..., Stage],
-    machine: Machine,
-    sampling: SamplingParams,
+    stage: Stage, stages: Callable[..., Stage], machine: Machine, sampling: SamplingParams
 ) -> None:
     """Steps run ahead, and are used or dropped; the tokens are those of eager steps."""
     found = run_ahead(machine, stage, sampling)
