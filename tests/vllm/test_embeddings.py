@@ -12,32 +12,9 @@ pytest.importorskip("vllm")
 
 from vsched.integrations.vllm.embeddings import PolicyEncoderCache, logger
 from vsched.policy import CachePolicy, EvictionOrder, Key
-from vsched_policies.eviction import LruOrder
 
 HERE = "tests.vllm.test_embeddings"
 SIZES = {"a": 4, "b": 2, "c": 1, "d": 3}
-
-
-class LargestOrder(LruOrder[Key]):
-    """Evicts the largest entry."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._sizes: dict[Key, int] = {}
-
-    def add(self, key: Key, size: int) -> bool:
-        self._sizes[key] = size
-        return super().add(key, size)
-
-    def victim(self) -> Key:
-        return max(self._keys, key=self._sizes.__getitem__)
-
-
-class Largest(CachePolicy, frozen=True, kw_only=True):
-    """Evicts the largest entry."""
-
-    def build_order(self) -> EvictionOrder[Key]:
-        return LargestOrder[Key]()
 
 
 class Broken(CachePolicy, frozen=True, kw_only=True):
@@ -57,10 +34,10 @@ def request(name: str) -> Any:
 
 
 def evicted(tables: Mapping[str, Any]) -> list[str]:
-    """Use four images after one another in a cache for nine embeddings, then `a` again; return those evicted."""
+    """Use `b` twice and then three other images in a cache for nine embeddings; return those evicted."""
     config = SimpleNamespace(additional_config={"vsched": tables})
     cache = PolicyEncoderCache.create_manager(cache_size=9, vllm_config=config)
-    for name in ("b", "a", "c", "d", "a"):
+    for name in ("b", "b", "a", "c", "d"):
         one = request(name)
         if not cache.check_and_update_cache(one, 0):
             assert cache.can_allocate(one, 0, 100, 0)
@@ -76,7 +53,7 @@ def evicted(tables: Mapping[str, Any]) -> list[str]:
         ({}, ["b"]),
         ({"encode": {"eviction": {"use": "vsched_policies.eviction:Lru"}}}, ["b"]),
         ({"encode": {"eviction": {"use": f"{HERE}:Broken"}}}, ["b"]),
-        ({"encode": {"eviction": {"use": f"{HERE}:Largest"}}}, ["a", "d"]),
+        ({"encode": {"eviction": {"use": "vsched_policies.eviction:S3Fifo"}}}, ["a"]),
     ],
 )
 def test_the_policy_names_the_embeddings_that_are_evicted(
