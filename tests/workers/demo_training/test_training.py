@@ -12,22 +12,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from rich.console import Console
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
-from rich.console import Console  # noqa: E402
-
-from demo_training import drawing, report, samples, train  # noqa: E402
-from demo_training import model as small  # noqa: E402
-from demo_training.batches import make_batch  # noqa: E402
-from demo_training.drawing import COLOURS, SHAPES, Mark  # noqa: E402
-from demo_training.samples import TASKS, DrawnConversation, held_out, train_sample  # noqa: E402
-from demo_training.train import BatchMaker, Plan, Trainer  # noqa: E402
-from tests.workers.driver import values_of  # noqa: E402
-from vsched.errors import CheckpointError, ConfigError  # noqa: E402
-from vsched_workers.checkpoint.facts import inspect_checkpoint  # noqa: E402
-from vsched_workers.families.qwen_image import grid_of  # noqa: E402
+from demo_training import drawing, report, samples, train
+from demo_training import model as small
+from demo_training.batches import make_batch
+from demo_training.drawing import COLOURS, SHAPES, Mark
+from demo_training.samples import TASKS, DrawnConversation, held_out, train_sample
+from demo_training.train import BatchMaker, Plan, Trainer
+from tests.workers.driver import values_of
+from vsched.errors import CheckpointError, ConfigError
+from vsched_workers.checkpoint.facts import inspect_checkpoint
+from vsched_workers.families.qwen_image import grid_of
 
 PLAN = Plan(steps=4, again=0, batch=2, threads=1, warmup=2, seed=5)
 

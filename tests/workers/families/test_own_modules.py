@@ -320,11 +320,8 @@ RANK = """
 import sys
 from vsched.types import ModelInfo
 from vsched.worker.contract import WorkerSettings
-from vsched.worker.sizing import KvBuilder
-from vsched.worker.sizing import image_for
-from vsched.worker.spec import StepLimits
-from vsched.worker.sizing import reserve_encoder
-from vsched.worker.spec import EncodeRole
+from vsched.worker.sizing import KvBuilder, image_for, reserve_encoder
+from vsched.worker.spec import EncodeRole, StepLimits
 from vsched.wire import SizeKv
 from vsched_workers.plugin import plugin
 for dtype in ("float32", "bfloat16"):

@@ -24,6 +24,7 @@ from vsched.types import SamplingParams
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.choice import choose_backend
 from vsched_workers.backends.cuda import fused_tower, graphs
+from vsched_workers.backends.cuda.attention import DirectFlashPrefill, FlashPrefill
 from vsched_workers.backends.cuda.device import CudaSwapArea, RowCopies
 from vsched_workers.backends.cuda.graphs import CudaGraphStream
 from vsched_workers.backends.reference.attention import prefill_by_gather
@@ -122,8 +123,6 @@ def test_memory_of_graphs_comes_back(checkpoints: Checkpoints) -> None:
 @pytest.mark.parametrize(("first", "rows"), [(0, 700), (1000, 37), (999, 1), (2048, 512)])
 @pytest.mark.parametrize("window", [1, 128, 600, 5000])
 def test_flash_prefill_equals_torch_also_in_a_window(first: int, rows: int, window: int) -> None:
-    from vsched_workers.backends.cuda.attention import DirectFlashPrefill, FlashPrefill
-
     _, step = filled_cache(
         torch.bfloat16, 2, 128, contexts=[first + rows], block_size=16, device=DEVICE
     )
