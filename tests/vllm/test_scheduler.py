@@ -1,11 +1,11 @@
-"""vLLM's scheduler with policies: nothing is lost, whatever they do, and without them it is vLLM's own."""
+"""vLLM's scheduler and embedding cache with policies: nothing is lost, whatever they do; without them, its own."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -14,10 +14,14 @@ import pytest
 pytest.importorskip("vllm")
 
 from tests.vllm.driving import drive, make_request, make_scheduler, worker, write_model
+from vsched.integrations.vllm.embeddings import PolicyEncoderCache, logger
 from vsched.integrations.vllm.settings import capabilities
 from vsched.policy import (
     Admission,
     AdmissionView,
+    CachePolicy,
+    EvictionOrder,
+    Key,
     Policy,
     PreemptionView,
     RequestPolicy,
@@ -238,3 +242,59 @@ def run_host(
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 def test_vllm_meets_the_contract_of_hosts(model: str, asynchronous: bool) -> None:
     check_host(run_host(model, asynchronous=asynchronous), capabilities("0.32.0"))
+
+
+SIZES = {"a": 4, "b": 2, "c": 1, "d": 3}
+
+
+class Broken(CachePolicy, frozen=True, kw_only=True):
+    """Returns no order."""
+
+    def build_order(self) -> EvictionOrder[Key]:
+        raise RuntimeError("a bug")
+
+
+def request(name: str) -> Any:
+    """Return a request with one image of that name."""
+    return SimpleNamespace(
+        request_id=f"of {name}",
+        mm_features=[SimpleNamespace(identifier=name)],
+        get_num_encoder_embeds=lambda _: SIZES[name],
+    )
+
+
+def evicted(tables: Mapping[str, Any]) -> list[str]:
+    """Use `b` twice and then three other images in a cache for nine embeddings; return those evicted."""
+    config = SimpleNamespace(additional_config={"vsched": tables})
+    cache = PolicyEncoderCache.create_manager(cache_size=9, vllm_config=config)
+    for name in ("b", "b", "a", "c", "d"):
+        one = request(name)
+        if not cache.check_and_update_cache(one, 0):
+            assert cache.can_allocate(one, 0, 100, 0)
+            cache.allocate(one, 0)
+        cache.free(one)
+    gone: list[str] = cache.freed
+    return gone
+
+
+@pytest.mark.parametrize(
+    ("tables", "gone"),
+    [
+        ({}, ["b"]),
+        ({"encode": {"eviction": {"use": "vsched_policies.eviction:Lru"}}}, ["b"]),
+        ({"encode": {"eviction": {"use": f"{HERE}:Broken"}}}, ["b"]),
+        ({"encode": {"eviction": {"use": "vsched_policies.eviction:S3Fifo"}}}, ["a"]),
+    ],
+)
+def test_the_policy_names_the_embeddings_that_are_evicted(
+    tables: Mapping[str, Any], gone: list[str]
+) -> None:
+    assert evicted(tables) == gone
+
+
+def test_failures_of_the_policy_are_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(logger, "warning", lambda text, *values: lines.append(text % values))
+    evicted({"encode": {"eviction": {"use": f"{HERE}:Broken"}}})
+    (line,) = lines
+    assert line.startswith("policy Broken failed at test_scheduler.py:")

@@ -231,16 +231,10 @@ def older(config: dict[str, Any]) -> dict[str, Any]:
     return {**text, **config, "vision_config": vision, "rope_scaling": scaling, "rope_theta": 5e5}
 
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 128,
-}
-OLDER = {key: value for key, value in LLAMA3.items() if key != "rope_theta"}
+OLDER = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+OLDER |= {"original_max_position_embeddings": 128}
 """The layout of Llama 3.2, in which the rotary embedding has two entries."""
+LLAMA3 = {**OLDER, "rope_theta": 500000.0}
 SERVED: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
     ("llama", {"rope_parameters": LLAMA3, "attention_bias": True, "mlp_bias": True}),
