@@ -91,8 +91,7 @@ def load(settings: WorkerSettings, path: str, adapters: Sequence[str], **changes
 def answers(
     settings: WorkerSettings, stage: Stage, questions: Sequence[Question], chunk: int = 7
 ) -> list[list[int]]:
-    running = driver_of(settings, stage, chunk).run(questions, arrivals=2, preempts=5)
-    return outputs(running)
+    return outputs(driver_of(settings, stage, chunk).run(questions, arrivals=2, preempts=5))
 
 
 def answer(

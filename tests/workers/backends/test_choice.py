@@ -19,6 +19,7 @@ from vsched_workers.backends.cpu import threads
 from vsched_workers.backends.cpu.kernels import simd
 from vsched_workers.backends.reference.attention import decode_by_gather, prefill_by_gather
 
+LOADS = {"encode": load_encoder, "generate": load_generator}
 DETERMINISTIC = ("model.deterministic:", {"deterministic": True})
 WEIGHTS = ("weights: int8 is", {"weights": "int8"})
 ROWS = ("activations: int8 is", {"activations": "int8"})
@@ -110,9 +111,8 @@ def test_load_looks_at_the_device_first(
     gpus: Callable[[int, str | None], None], checkpoints: Checkpoints, stage: str
 ) -> None:
     gpus(0, None)
-    load = {"encode": load_encoder, "generate": load_generator}[stage]
     with pytest.raises(ConfigError, match=f"{stage}.device: this build of torch"):
-        load(inspect(checkpoints("nano25")), device="cuda:0")
+        LOADS[stage](inspect(checkpoints("nano25")), device="cuda:0")
 
 
 @pytest.mark.parametrize("stage", ["encode", "generate"])
@@ -122,8 +122,7 @@ def test_workers_report_the_threads_of_their_process(
 ) -> None:
     """With kernels, the threads in use of the pool, which may be fewer; otherwise torch's, which are constant."""
     monkeypatch.setattr(threads, "_POOL", [])
-    load = {"encode": load_encoder, "generate": load_generator}[stage]
-    worker = load(inspect(checkpoints("nano25")), attention=attention, threads=2)
+    worker = LOADS[stage](inspect(checkpoints("nano25")), attention=attention, threads=2)
     assert worker.threads_here() == 2
     threads.process_pool().use(1)
     assert worker.threads_here() == (1 if attention == "auto" else 2)

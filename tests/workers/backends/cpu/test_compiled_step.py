@@ -66,14 +66,14 @@ def quantized(weights: str, group: int = 0, activations: str = "int8") -> dict[s
 _INT8_KV: Mapping[str, Any] = {"kv_dtype": "int8"}
 _TWO: Mapping[str, Any] = {"threads": 2}
 QUANTIZED: Sequence[Any] = (
-    (multiply_int8, {**quantized("int8"), **_INT8_KV}),
-    (multiply_int8, {**quantized("int4", 128), **_TWO, **_INT8_KV}),
-    (multiply, {**quantized("int8", activations="float"), **_TWO}),
+    ("tiny25", {**quantized("int8"), **_INT8_KV}, multiply_int8),
+    ("tiny25", {**quantized("int4", 128), **_TWO, **_INT8_KV}, multiply_int8),
+    ("tiny25", {**quantized("int8", activations="float"), **_TWO}, multiply),
     *thorough(
-        (multiply_int8, {**quantized("int8", 32), **_TWO}),
-        (multiply_int8, quantized("int4")),
-        (multiply, quantized("int4", 16)),
-        (multiply, {**quantized("int4", activations="float"), **_INT8_KV}),
+        ("tiny25", {**quantized("int8", 32), **_TWO}, multiply_int8),
+        ("tiny25", quantized("int4"), multiply_int8),
+        ("tiny25", quantized("int4", 16), multiply),
+        ("tiny25", {**quantized("int4", activations="float"), **_INT8_KV}, multiply),
     ),
 )
 """Kernels of products by quantization; groups of 16 are not a multiple of the blocks of int8 activations."""
@@ -150,27 +150,21 @@ def kernels_of(stage: Stage) -> set[Any]:
     return {each.kernel for layer in layers_of(stage)._layers for each in _products(layer)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "given"),
+    ("name", "given", "used"),
     [
-        *((name, {}) for name in MAKES),
-        ("gemma2", {**_TWO, **_INT8_KV}),
-        *thorough(("tiny3", _INT8_KV), ("tiny25", _TWO)),
+        *((name, {}, None) for name in MAKES),
+        ("gemma2", {**_TWO, **_INT8_KV}, None),
+        *thorough(("tiny3", _INT8_KV, None), ("tiny25", _TWO, None)),
+        *QUANTIZED,
     ],
 )
 def test_one_call_has_the_bits_of_many(
-    name: str, given: Any, checkpoint: Make, monkeypatch: pytest.MonkeyPatch
+    name: str, given: Any, used: Any, checkpoint: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check(load(checkpoint(name), **given), monkeypatch)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("used", "given"), QUANTIZED)
-def test_one_call_has_the_bits_of_many_with_quantized_weights(
-    used: Any, given: Any, checkpoint: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stage = load(checkpoint("tiny25"), **given)
-    assert kernels_of(stage) == {used}
+    stage = load(checkpoint(name), **given)
+    assert used is None or kernels_of(stage) == {used}
     check(stage, monkeypatch)
 
 

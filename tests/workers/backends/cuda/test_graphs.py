@@ -34,7 +34,6 @@ from vsched.worker.contract import Batch, WorkerSettings
 from vsched_workers import language
 from vsched_workers.batching.paged_attention import PagedStep
 
-SETTINGS = WorkerSettings(threads=1, adapters=1, adapter_rank_max=4)
 TRIED_STEPS = 2
 """Replays in the trial of captured steps, at a load."""
 
@@ -93,8 +92,7 @@ Load = Callable[..., Captured]
 @pytest.fixture
 def captured(checkpoints: Checkpoints, generic: list[CapturingBackend]) -> Load:
     def load(size: str = "nano25") -> Captured:
-        path = str(checkpoints(size))
-        stage = Stage.load(path, settings=SETTINGS)
+        stage = Stage.load(checkpoints(size), adapters=1, adapter_rank_max=4)
         return Captured(stage, generic[-1].stream)
 
     return load
@@ -315,7 +313,7 @@ def test_states_do_not_advance_in_a_step_that_is_dropped(
     """A request arrives while another decodes steadily: a step that ran ahead would be dropped, and computed again."""
     make_checkpoint("qwen3_next", tmp_path)
     asked = prompts()[:2]
-    stage = Stage.load(tmp_path, settings=SETTINGS)
+    stage = Stage.load(tmp_path)
     questions = [Question(prompt, count=24) for prompt in asked]
     found = outputs(Driver(stage, chunk=48).run(questions, arrivals=9))
     assert found == generated(tmp_path, asked, outputs=24)
