@@ -71,6 +71,7 @@ def own(folder: Path) -> Any:
     return sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
 
 
+@pytest.mark.parametrize("folder", ["bpe"], indirect=True, scope="module")  # Llama's kind
 @each_case("text", TEXTS)
 def test_sentencepiece_is_converted_token_by_token(
     tokenizer: Any, table: TokenTable, own: Any, text: str
