@@ -33,7 +33,7 @@ from vsched.worker.spec import StepLimits
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 
-PLACES = {"adapters": 2, "adapter_rank_max": 4}
+PLACES: dict[str, Any] = {"adapters": 2, "adapter_rank_max": 4}
 ASKED = (0, 1, 2, 1)
 """The adapter of each prompt; 0 for the base model."""
 
@@ -74,7 +74,8 @@ def make_all(name: str, folder: Path) -> tuple[Path, Path, list[str]]:
 
 def expected(base: Path, adapters: Sequence[str], prompt: list[int]) -> list[list[int]]:
     """Return PEFT's answers to a prompt: of the base model, and with each adapter."""
-    found = [expected_tokens(base, path and Path(path), prompt) for path in (None, *adapters)]
+    paths = [None, *map(Path, adapters)]
+    found = [expected_tokens(base, path, prompt) for path in paths]
     assert len({tuple(tokens) for tokens in found}) == 3, "each changes the answer"
     return found
 

@@ -215,9 +215,11 @@ def test_gguf_that_stays_quantised_computes_what_its_dequantised_weights_do(
     with safe_open(tmp_path / "kept" / "model.safetensors", framework="np") as written:
         kept = {name for name in written.keys() if name.endswith("weight_levels")}  # noqa: SIM118
     assert len(kept) == len(names) == 7 * LAYERS
-    pair = [Stage.load(tmp_path / path, attention="auto") for path in ("plain", "kept")]
+    dequantised, levels = (
+        Stage.load(tmp_path / path, attention="auto") for path in ("plain", "kept")
+    )
     questions = [Question(range(3, 3 + length), count=6) for length in (5, 40)]
-    assert run_both(*pair, questions).apart < 1e-5
+    assert run_both(dequantised, levels, questions).apart < 1e-5
     plain, small = (describe_checkpoint(str(tmp_path / path)) for path in ("plain", "kept"))
     assert small.file_bytes < 0.75 * plain.file_bytes
     assert small.weights_bytes["language"]["auto"] < 0.75 * plain.file_bytes

@@ -133,7 +133,7 @@ def test_training_batch_is_seen_as_the_library_sees_it(tmp_path: Path) -> None:
         shown = grids[offset : offset + len(planned)]
         first = sum(4 * plan.tokens for plan in plans[:offset])
         count = sum(int(grid.prod()) for grid in shown)
-        kinds = (torch.tensor([ids]) == trainer.front.info.image_token_id).int()
+        kinds = torch.tensor([ids]).eq(trainer.front.info.image_token_id or 0).int()
         with torch.no_grad():
             logits = model(
                 input_ids=torch.tensor([ids]),

@@ -137,8 +137,8 @@ def check_language(
 ) -> None:
     """Check that the language model of a family has the hidden states of another's, to the bit."""
     AttentionInterface.register(CAUSAL, causal)
-    built = (each.build_language(path, CAUSAL) for each in (family, library))
-    models = filled(*built, dtype)
+    own, other = (each.build_language(path, CAUSAL) for each in (family, library))
+    models = filled(own, other, dtype)
     models[0].attend_by(causal)
     rows = models[0].embed_tokens(torch.arange(40)[None])
     found, expected = (

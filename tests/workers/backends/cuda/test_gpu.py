@@ -73,7 +73,7 @@ def test_generic_towers_on_a_gpu_equal_transformers(name: str) -> None:
 
 def test_adapters_on_a_gpu_equal_those_on_a_cpu(checkpoints: Checkpoints) -> None:
     """Rows with an adapter, rows with another, and rows without one in the same steps."""
-    tiny, places = checkpoints("tiny25"), {"adapters": 2, "adapter_rank_max": 4}
+    tiny, places = checkpoints("tiny25"), dict[str, Any](adapters=2, adapter_rank_max=4)
     config = AutoConfig.from_pretrained(tiny).text_config
     prefix = "model.language_model."
     adapters = [random_adapter(config, rank=4, seed=seed, prefix=prefix) for seed in (1, 2)]
