@@ -16,15 +16,16 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import argparse
+import functools
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from transformers.utils import logging
 
 from tests.parity.architectures import ARCHITECTURES, FAMILY_SIZES, REFUSED
-from tests.parity.compare import WAYS, Parity, compare, refusal_of
+from tests.parity.compare import Parity, compare, refusal_of
 from tests.parity.on_device import EQUAL, NOT_RUN, compare_on_device, record, recorded
 from tests.parity.video_compare import compare_video
 from tests.parity.vision_architectures import VISION_ARCHITECTURES, VISION_REFUSED
@@ -43,8 +44,8 @@ IMAGES = " with images"
 
 def row(name: str, parity: Parity) -> str:
     """One line of the terminal for an architecture."""
-    unequal = [way for way in WAYS if getattr(parity, way) is False]
-    return f"{name}: {parity.path}, {'equal' if parity.equal else 'UNEQUAL: ' + ', '.join(unequal)}"
+    result = "UNEQUAL: " + ", ".join(parity.unequal) if parity.unequal else "equal"
+    return f"{name}: {parity.path}, {result}"
 
 
 def grouped(found: dict[str, Parity], suffix: str = "") -> list[str]:
@@ -52,7 +53,7 @@ def grouped(found: dict[str, Parity], suffix: str = "") -> list[str]:
     groups: dict[tuple[str, str], list[str]] = {}
     for name, parity in found.items():
         ranks = "several" if parity.two_ranks else "one"
-        key = (parity.path, ranks) if parity.equal else (parity.path, "**unequal**")
+        key = (parity.path, "**unequal**" if parity.unequal else ranks)
         groups.setdefault(key, []).append(f"`{name}`")
     return [
         f"| {path} | {ranks} | {', '.join(names)} | {on_cuda(names, suffix)} |"
@@ -132,49 +133,48 @@ def main(arguments: list[str]) -> int:
         return compare_images()
     if names == ["videos"]:
         return compare_videos()
-    found: dict[str, Parity] = {}
-    refused: dict[str, str] = {}
-    unequal = 0
     with tempfile.TemporaryDirectory(prefix="vsched-ranks-") as folder:
         ranks = Ranks(2, Path(folder))
-        for name in names or [*FAMILY_SIZES, *ARCHITECTURES]:
-            sees = name in VISION_ARCHITECTURES
-            parity = compare_vision(name) if sees else compare(name, ranks=ranks)
-            unequal += not parity.equal
-            found[name] = parity
-            print(row(name, parity), flush=True)
+        seeing = [name for name in names if name in VISION_ARCHITECTURES]
+        others = [name for name in names or [*FAMILY_SIZES, *ARCHITECTURES] if name not in seeing]
+        found = compare_all(functools.partial(compare, ranks=ranks), others)
         ranks.stop()
-    for name in () if names else REFUSED:
-        refused[name] = refusal_of(name)
-        unequal += not refused[name]
-        print(f"{name}: {refused[name] or 'NOT REFUSED'}", flush=True)
-    if not names:
-        write(BEGIN, END, tables(found, refused))
-        unequal += compare_images() + compare_videos()
-    return unequal
+    if names:
+        return differences(found | compare_all(compare_vision, seeing))
+    refused = {name: refusal_of(name) for name in REFUSED}
+    write(BEGIN, END, tables(found, refused))
+    unrefused = list(refused.values()).count("")
+    return differences(found) + unrefused + compare_images() + compare_videos()
+
+
+def compare_all(compare: Callable[[str], Parity], names: Sequence[str]) -> dict[str, Parity]:
+    """Compare architectures, print each result, and return all."""
+    found: dict[str, Parity] = {}
+    for name in names:
+        found[name] = compare(name)
+        print(row(name, found[name]), flush=True)
+    return found
+
+
+def differences(found: Mapping[str, Parity]) -> int:
+    return sum(bool(parity.unequal) for parity in found.values())
 
 
 def compare_images() -> int:
     """Compare the architectures that take images, write their table, and return the number of differences."""
-    found: dict[str, Parity] = {}
     seeing = [name for name in VISION_ARCHITECTURES if name not in VISION_REFUSED]
-    for name in (*FAMILY_SIZES, *seeing):
-        found[name] = compare_own(name) if name in FAMILY_SIZES else compare_vision(name)
-        print(row(name, found[name]), flush=True)
+    found = compare_all(compare_own, [*FAMILY_SIZES]) | compare_all(compare_vision, seeing)
     write(SEEING_BEGIN, SEEING_END, "\n".join([HEAD, *grouped(found, IMAGES), ""]))
-    return sum(not parity.equal for parity in found.values())
+    return differences(found)
 
 
 def compare_videos() -> int:
     """Compare the architectures that take videos, write their table, and return the number of differences."""
-    found: dict[str, Parity] = {}
-    for name in (*FAMILY_SIZES, *WITH_VIDEO):
-        found[name] = compare_video(name)
-        print(row(name, found[name]), flush=True)
+    found = compare_all(compare_video, [*FAMILY_SIZES, *WITH_VIDEO])
     lines = [f"| {path} | {names} |" for path, _, names, _ in map(cells_of, grouped(found))]
     head = "| path | architectures |\n|---|---|"
     write(VIDEO_BEGIN, VIDEO_END, "\n".join([head, *lines, ""]))
-    return sum(not parity.equal for parity in found.values())
+    return differences(found)
 
 
 def cells_of(line: str) -> list[str]:

@@ -37,22 +37,10 @@ CHAT_TEMPLATE = (
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-ROUTED_EXPERTS = {
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "first_k_dense_replace": 1,
-    "n_group": 1,
-    "topk_group": 1,
-}
-LATENT = {
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 16,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-}
+ROUTED_EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+ROUTED_EXPERTS |= {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+LATENT |= {"num_key_value_heads": 4, "head_dim": 8}
 _WINDOWS = {"sliding_window": WINDOW, "layer_types": ALTERNATING}
 _QWEN_WINDOWS = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}
 SHARED_KV = {
@@ -64,15 +52,13 @@ SHARED_KV = {
 _ALL_HEADS = {"num_key_value_heads": 4}
 _GPT2 = {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 512, **_ALL_HEADS}
 
+_YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "beta_fast": 32.0}
+_YARN |= {"original_max_position_embeddings": 16, "max_position_embeddings": 512}
+_YARN |= {"beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1}
 _EVERY_OTHER = ["linear_attention", "full_attention"] * 2
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 8}
-DELTA = {
-    "layer_types": _EVERY_OTHER,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-}
+DELTA = {"layer_types": _EVERY_OTHER, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+DELTA |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
 
 _STATEFUL: Mapping[str, Mapping[str, Any]] = {
     "bailing_hybrid": {**LATENT, **ROUTED_EXPERTS, "num_experts": 4, "q_lora_rank": 24}
@@ -162,20 +148,7 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     "minicpm3": {**LATENT, "q_lora_rank": 24},
     "minimax_m2": {**_LOCAL_EXPERTS, "rotary_dim": 8},
     "ministral": _WINDOWS,
-    "ministral3": {
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 1e6,
-            "factor": 16.0,
-            "original_max_position_embeddings": 16,
-            "max_position_embeddings": 512,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "mscale_all_dim": 1.0,
-            "mscale": 1.0,
-            "llama_4_scaling_beta": 0.1,
-        }
-    },
+    "ministral3": {"rope_parameters": _YARN},
     "mistral": {"sliding_window": WINDOW},
     "mixtral": _LOCAL_EXPERTS,
     "modernbert-decoder": {**_ALL_HEADS, "local_attention": WINDOW},

@@ -15,15 +15,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tests.parity.architectures import FAMILY_SIZES, make_checkpoint
-from tests.workers.driver import Driver, Question, Running, Stage, inspect, load_generator
+from tests.workers.driver import Driver, Question, Running, Stage, inspect, load_generator, outputs
 from tests.workers.parallel import ranks as on_rank
 from tests.workers.parallel.ranks import Ranks
 from vsched.errors import CheckpointError
-from vsched.worker.contract import WorkerSettings
 from vsched_workers.checkpoint.description import describe_checkpoint
 from vsched_workers.plugin import plugin
 
-WAYS = ("text", "chunked", "preempted", "prefix_cache", "two_ranks")
 LENGTHS = (5, 23, 37, 14)
 OUTPUTS = 12
 CHUNK = 7
@@ -57,10 +55,9 @@ class Parity(NamedTuple):
     two_ranks: bool | None = None
 
     @property
-    def equal(self) -> bool:
-        """Return True if all of them had."""
-        ways = (self.text, self.chunked, self.preempted, self.prefix_cache)
-        return all(ways) and self.two_ranks is not False
+    def unequal(self) -> list[str]:
+        """The kinds of runs that had others."""
+        return [way for way in self._fields if getattr(self, way) is False]
 
 
 def prompts() -> list[list[int]]:
@@ -90,7 +87,7 @@ def telling(questions: Sequence[Question]) -> list[Question]:
 
 
 def answers_so(answers: Sequence[Running], expected: Sequence[Expected]) -> bool:
-    """Return True if outputs and prompt log-probabilities are as expected."""
+    """Return True if outputs and prompt log-probabilities, which some questions ask for, are as expected."""
     pairs = list(zip(answers, expected, strict=True))
     reported = [(one.reported, wanted.reported) for one, wanted in pairs if one.reported]
     assert reported, "no question asks for it"
@@ -134,9 +131,8 @@ def attention_on(device: str) -> str:
     return "exact" if device == "cpu" else "auto"
 
 
-def load_on(device: str, path: str) -> Stage:
-    settings = WorkerSettings(threads=1, device=device)
-    return Stage.load(path, attention=attention_on(device), dtype="float32", settings=settings)
+def load_on(device: str, path: str, attention: str = "") -> Stage:
+    return Stage.load(path, attention=attention or attention_on(device), device=device)
 
 
 def compare(name: str, *, device: str = "cpu", ranks: Ranks | None = None) -> Parity:
@@ -154,8 +150,8 @@ def compare(name: str, *, device: str = "cpu", ranks: Ranks | None = None) -> Pa
         found = compared(path, stage, questions, wanted, preempts=5)
         if ranks is None:
             return found
-        outputs = [each.output for each in wanted]
-        return found._replace(two_ranks=on_two_ranks(ranks, folder, questions, outputs))
+        tokens = [each.output for each in wanted]
+        return found._replace(two_ranks=on_two_ranks(ranks, folder, questions, tokens))
 
 
 def compared(
@@ -167,18 +163,18 @@ def compared(
     preempts: int,
 ) -> Parity:
     """Compare the answers to questions in all ways of running them on one rank."""
-    outputs = [each.output for each in wanted]
-    distinct = {token for answer in outputs for token in answer}
+    tokens = [each.output for each in wanted]
+    distinct = {token for answer in tokens for token in answer}
     assert len(distinct) > len(questions) // 2, f"the outputs vary too little, {distinct}"
     whole = Driver(stage, chunk=WHOLE).run(questions)
     chunked = Driver(stage, chunk=CHUNK).run(telling(questions), arrivals=2)
     again = Driver(stage, chunk=CHUNK, seed=1).run(questions, arrivals=2, preempts=preempts)
     return Parity(
         path=path,
-        text=tokens_of(whole) == outputs,
+        text=outputs(whole) == tokens,
         chunked=answers_so(chunked, wanted),
-        preempted=tokens_of(again) == outputs,
-        prefix_cache=tokens_of(with_cached_prefixes(stage, questions)) == outputs,
+        preempted=outputs(again) == tokens,
+        prefix_cache=outputs(with_cached_prefixes(stage, questions)) == tokens,
     )
 
 
@@ -207,10 +203,6 @@ def with_cached_prefixes(stage: Stage, questions: Sequence[Question]) -> list[Ru
         driver.step(active)
         active = [each for each in active if len(each.sequence.outputs) < each.budget]
     return again
-
-
-def tokens_of(answers: Sequence[Running]) -> list[list[int]]:
-    return [answer.output for answer in answers]
 
 
 def refusal_of(name: str) -> str:

@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from tests.bench.gpu.revision import revision_of
 from tests.parity.architectures import ARCHITECTURES, FAMILY_SIZES
-from tests.parity.compare import WAYS, compare
+from tests.parity.compare import compare
 from tests.parity.vision_architectures import VISION_ARCHITECTURES, VISION_REFUSED
 from tests.parity.vision_compare import compare_own, compare_vision
 from tests.workers.backends.cuda.on_host import install
@@ -90,8 +90,7 @@ def result_of(name: str, sees: bool, *, device: str) -> str:  # a pool passes it
             parity = compare_vision(name, device=device)
     except Exception as error:  # noqa: BLE001  # one architecture must not end the others
         return f"{type(error).__name__}: {str(error)[:300]}"
-    unequal = [way for way in WAYS if getattr(parity, way) is False]
-    return f"unequal: {', '.join(unequal)}" if unequal else EQUAL
+    return f"unequal: {', '.join(parity.unequal)}" if parity.unequal else EQUAL
 
 
 def _name_of(device: str) -> str:

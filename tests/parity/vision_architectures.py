@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -43,29 +42,14 @@ _CLIP: Options = {**_SQUARE, "model_type": "clip_vision_model", "num_hidden_laye
 _CLIP |= {"initializer_range": 0.2}
 _SIGLIP: Options = {**_SQUARE, "model_type": "siglip_vision_model", "num_hidden_layers": 3}
 _MERGED: Options = {**_SMALL, "patch_size": 14, "spatial_merge_size": 2}
-_PIXTRAL: Options = {
-    **_SMALL,
-    "model_type": "pixtral",
-    "image_size": 112,
-    "patch_size": 14,
-    "head_dim": 16,
-}
-_QWEN: Options = {
-    "depth": 2,
-    "hidden_size": 32,
-    "embed_dim": 32,
-    "num_heads": 2,
-    "intermediate_size": 48,
-}
+_PIXTRAL: Options = {**_SMALL, "model_type": "pixtral", "image_size": 112, "patch_size": 14}
+_PIXTRAL |= {"head_dim": 16}
+_QWEN: Options = {"depth": 2, "hidden_size": 32, "embed_dim": 32, "num_heads": 2}
+_QWEN |= {"intermediate_size": 48}
 _QWEN |= {"patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2}
 _OUT: Options = {"out_hidden_size": 64}
-_AUDIO: Options = {
-    "d_model": 32,
-    "encoder_layers": 1,
-    "encoder_attention_heads": 2,
-    "encoder_ffn_dim": 48,
-}
-_AUDIO |= {"output_dim": 64, "num_mel_bins": 16}
+_AUDIO: Options = {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2}
+_AUDIO |= {"encoder_ffn_dim": 48, "output_dim": 64, "num_mel_bins": 16}
 _VIDEO: Options = {"video_token_id": VIDEO}
 _SPAN: Options = {"image_start_token_id": START, "image_end_token_id": END}
 _VISION_TOKENS = {**_VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
@@ -148,21 +132,15 @@ class VisionArchitecture:
         family: The `model_type`, if it is not the name.
     """
 
-    options: Mapping[str, Any]
+    text: Options
+    vision: Options
     image: Callable[[int, int, int], Arrays]
+    others: Options = field(default_factory=dict)
     family: str = ""
 
-
-def _architecture(
-    text: Mapping[str, Any],
-    vision: Mapping[str, Any],
-    image: Callable[[int, int, int], Arrays],
-    others: Mapping[str, Any] = MappingProxyType({}),
-    *,
-    family: str = "",
-) -> VisionArchitecture:
-    """Return the architecture of a text model, a tower, and other entries of the configuration."""
-    return VisionArchitecture({**text, "vision_config": vision, **others}, image, family)
+    @property
+    def options(self) -> Options:
+        return {**self.text, "vision_config": self.vision, **self.others}
 
 
 _PATCHES = _patches(3 * 14 * 14)
@@ -175,26 +153,26 @@ _GLM = {**_QWEN, **_OUT, "image_size": 112}
 _SCALED: Options = {"scale_factor": 2}
 
 VISION_ARCHITECTURES: Mapping[str, VisionArchitecture] = {
-    "aria": _architecture(
+    "aria": VisionArchitecture(
         _text("aria_text", moe_num_experts=4, moe_topk=2, moe_num_shared_experts=1),
         {**_SQUARE, "model_type": "idefics3_vision"},
         _square(),
         {**_INDEX, **_LAST, "projector_patch_to_query_dict": {16: 8}},
     ),
-    "aya_vision": _architecture(
+    "aya_vision": VisionArchitecture(
         _text("cohere2", **_WINDOWS),
         _SIGLIP,
         _square(),
         {**_INDEX, **_LAST, "downsample_factor": 2, "adapter_layer_norm_eps": 1e-5},
     ),
-    "cohere2_vision": _architecture(
+    "cohere2_vision": VisionArchitecture(
         _text("cohere2", **_WINDOWS),
         _SIGLIP,
         _square(),
         {"downsample_factor": 2, "alignment_intermediate_size": 64},
     ),
-    "deepseek_vl": _architecture(_text("llama"), _SIGLIP, _square()),
-    "ernie4_5_vl_moe": _architecture(
+    "deepseek_vl": VisionArchitecture(_text("llama"), _SIGLIP, _square()),
+    "ernie4_5_vl_moe": VisionArchitecture(
         _text(
             "ernie4_5_vl_moe_text",
             **_rope((2, 2, 4)),
@@ -208,14 +186,14 @@ VISION_ARCHITECTURES: Mapping[str, VisionArchitecture] = {
         _PATCHES,
         {**_SPAN, **_VIDEO},
     ),
-    "gemma3": _architecture(
+    "gemma3": VisionArchitecture(
         _text("gemma3_text", **_WINDOWS, query_pre_attn_scalar=16),
         _SIGLIP,
         _square(),
         # With tied embeddings, which are scaled, it would repeat each token.
         {**_INDEX, **_MARKED, "mm_tokens_per_image": 4, "tie_word_embeddings": False},
     ),
-    "gemma4": _architecture(
+    "gemma4": VisionArchitecture(
         _text(
             "gemma4_text",
             **SHARED_KV
@@ -226,11 +204,11 @@ VISION_ARCHITECTURES: Mapping[str, VisionArchitecture] = {
         _places,
         {"audio_config": None},
     ),
-    "glm4v": _architecture(_text("glm4v_text", **_WHOLE_ROPE), _GLM, _PAIRS, _GLM_TOKENS),
-    "glm4v_moe": _architecture(
+    "glm4v": VisionArchitecture(_text("glm4v_text", **_WHOLE_ROPE), _GLM, _PAIRS, _GLM_TOKENS),
+    "glm4v_moe": VisionArchitecture(
         _text("glm4v_moe_text", **_WHOLE_ROPE, **ROUTED_EXPERTS), _GLM, _PAIRS, _GLM_TOKENS
     ),
-    "got_ocr2": _architecture(
+    "got_ocr2": VisionArchitecture(
         _text("qwen2"),
         {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "mlp_dim": 48}
         | {"image_size": 128, "patch_size": 8, "output_channels": 16}
@@ -238,103 +216,105 @@ VISION_ARCHITECTURES: Mapping[str, VisionArchitecture] = {
         _square(128),
         _INDEX,
     ),
-    "idefics3": _architecture(_text("llama"), _SQUARE, _square(lead=(1, 3)), _SCALED),
-    "internvl": _architecture(
+    "idefics3": VisionArchitecture(_text("llama"), _SQUARE, _square(lead=(1, 3)), _SCALED),
+    "internvl": VisionArchitecture(
         _text("qwen2"),
         {**_SMALL, "image_size": [28, 28], "patch_size": [7, 7]},
         _square(lead=(3,)),
         {"downsample_ratio": 0.5},
     ),
-    "llava": _architecture(
+    "llava": VisionArchitecture(
         _text("llama"), _CLIP, _square(), {**_INDEX, "vision_feature_layer": -2}
     ),
-    "llava (Pixtral)": _architecture(
+    "llava (Pixtral)": VisionArchitecture(
         _text("mistral", sliding_window=None),
         _PIXTRAL,
         _any_size,
         {**_INDEX, **_LAST, "vision_feature_select_strategy": "full"},
         family="llava",
     ),
-    "llava_next": _architecture(_text("llama"), _CLIP, _any_resolution, {**_INDEX, **_PINPOINTS}),
-    "llava_next_video": _architecture(
+    "llava_next": VisionArchitecture(
+        _text("llama"), _CLIP, _any_resolution, {**_INDEX, **_PINPOINTS}
+    ),
+    "llava_next_video": VisionArchitecture(
         _text("llama"),
         _CLIP,
         _any_resolution,
         {**_INDEX, **_VIDEO, "video_token_index": VIDEO, **_PINPOINTS},
     ),
-    "llava_onevision": _architecture(
+    "llava_onevision": VisionArchitecture(
         _text("qwen2"), _SIGLIP, _any_resolution, {**_INDEX, **_VIDEO, **_PINPOINTS}
     ),
-    "mistral3": _architecture(
+    "mistral3": VisionArchitecture(
         _text("mistral", sliding_window=None),
         _PIXTRAL,
         _any_size,
         {**_INDEX, **_LAST, "spatial_merge_size": 2},
     ),
-    "ovis2": _architecture(
+    "ovis2": VisionArchitecture(
         _text("qwen2"),
         {**_SQUARE, "hidden_stride": 2, "vocab_size": 64, "num_visual_indicator_tokens": 5},
         _square(),
         {"hidden_size": 64, "visual_indicator_token_ids": [20, 21, 22, 23, 24]},
     ),
-    "paddleocr_vl": _architecture(
+    "paddleocr_vl": VisionArchitecture(
         _text("paddleocr_vl_text", **_ROPE),
         {**_MERGED, "image_size": 112},
         _patches(3, 14, 14),
         _VISION_TOKENS,
     ),
-    "paligemma": _architecture(
+    "paligemma": VisionArchitecture(
         _text("gemma"),
         {**_SIGLIP, "projection_dim": 64},
         _square(),
         {**_INDEX, "projection_dim": 64},
     ),
-    "qwen2_vl": _architecture(
+    "qwen2_vl": VisionArchitecture(
         _text("qwen2_vl_text", **_ROPE),
         {**_QWEN, "hidden_size": 64, "mlp_ratio": 2},
         _PAIRS,
         _VISION_TOKENS,
     ),
-    "qwen3_5": _architecture(
+    "qwen3_5": VisionArchitecture(
         _text("qwen3_5_text", **_HALF_ROPE, **_LINEAR), {**_QWEN, **_OUT}, _PAIRS, _VISION_TOKENS
     ),
-    "qwen3_5_moe": _architecture(
+    "qwen3_5_moe": VisionArchitecture(
         _text("qwen3_5_moe_text", **_HALF_ROPE, **_LINEAR, **_SHARED_EXPERT),
         {**_QWEN, **_OUT},
         _PAIRS,
         _VISION_TOKENS,
     ),
-    "qwen2_5_omni_thinker": _architecture(
+    "qwen2_5_omni_thinker": VisionArchitecture(
         _text("qwen2_5_omni_text", **_ROPE),
         {**_QWEN, **_OUT, "fullatt_block_indexes": [1], "window_size": 56},
         _PAIRS,
         {**_INDEX, **_VISION_TOKENS, **_AUDIO_TOKENS, "audio_config": _AUDIO}
         | {"video_token_index": VIDEO, "audio_token_index": 9, "audio_end_token_id": 11},
     ),
-    "qwen3_omni_moe_thinker": _architecture(
+    "qwen3_omni_moe_thinker": VisionArchitecture(
         _text("qwen3_omni_moe_text", **_rope((4, 2, 2), mrope_interleaved=True), **EXPERTS),
         {**_QWEN, **_OUT, "deepstack_visual_indexes": [0, 1]},
         _PAIRS,
         {**_VISION_TOKENS, **_AUDIO_TOKENS}
         | {"audio_config": {**_AUDIO, "downsample_hidden_size": 16}},
     ),
-    "kimi_k25": _architecture(
+    "kimi_k25": VisionArchitecture(
         _text("deepseek_v3", **LATENT, q_lora_rank=24, **ROUTED_EXPERTS),
         {**_SMALL, "patch_size": 14, "merge_kernel_size": [2, 2]}
         | {"pos_emb_height": 6, "pos_emb_width": 6},
         _patches(3, 14, 14),
         {**_VISION_TOKENS, "projection_hidden_size": 32},
     ),
-    "lfm2_vl": _architecture(
+    "lfm2_vl": VisionArchitecture(
         _text("lfm2", layer_types=["conv", "full_attention", "conv"], block_multiple_of=16),
         {**_SMALL, "model_type": "siglip2_vision_model", "patch_size": 7, "num_patches": 64},
         _padded,
         {"downsample_factor": 2, "projector_hidden_size": 64},
     ),
-    "hunyuan_vl": _architecture(
+    "hunyuan_vl": VisionArchitecture(
         _text("hunyuan_vl_text", **_rope((2, 3, 3))), {**_MERGED, **_OUT}, _PATCHES, _SPAN
     ),
-    "smolvlm": _architecture(_text("llama"), _SQUARE, _square(lead=(1, 3)), _SCALED),
+    "smolvlm": VisionArchitecture(_text("llama"), _SQUARE, _square(lead=(1, 3)), _SCALED),
 }
 
 

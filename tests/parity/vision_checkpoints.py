@@ -56,20 +56,11 @@ _SIDE = {"size": {"height": 28, "width": 28}}
 _GRID = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
 _AREA = {"size": {"shortest_edge": 28 * 28, "longest_edge": 56 * 112}}
 _VOLUME = {"size": {"shortest_edge": 28 * 28, "longest_edge": 56 * 112 * 10}}
-_GLM_TOKENS = {
-    "image_token": "<|image|>",
-    "video_token": "<|video|>",
-    "start": "<|begin_of_image|>",
-    "end": "<|end_of_image|>",
-    "video_start": "<|begin_of_video|>",
-    "video_end": "<|end_of_video|>",
-}
-_QWEN_TOKENS = {
-    "image_token": "<|image_pad|>",
-    "video_token": "<|video_pad|>",
-    "vision_start_token": "<|vision_start|>",
-    "vision_end_token": "<|vision_end|>",
-}
+_GLM_TOKENS = {"image_token": "<|image|>", "video_token": "<|video|>"}
+_GLM_TOKENS |= {"start": "<|begin_of_image|>", "end": "<|end_of_image|>"}
+_GLM_TOKENS |= {"video_start": "<|begin_of_video|>", "video_end": "<|end_of_video|>"}
+_QWEN_TOKENS = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
+_QWEN_TOKENS |= {"vision_start_token": "<|vision_start|>", "vision_end_token": "<|vision_end|>"}
 _PLACES = [(row, column) for row in range(1, 7) for column in range(1, 7)]
 _CELLS = {f"cell_{row}_{column}": f"<row_{row}_col_{column}>" for row, column in _PLACES}
 _TILES = {

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -65,19 +66,8 @@ PICTURES = ((60, 40), (40, 90), (84, 56), (56, 56))
 """Widths and heights of pictures for families with a path of their own."""
 
 
-@dataclass(frozen=True)
-class MadeImage:
-    """An image that is already arrays; its plan is made from `size`."""
-
-    index: int
-
-    @property
-    def size(self) -> tuple[int, int]:
-        return self.index, 0
-
-
 class MadeImages:
-    """Stands in for a preprocessor: its plans follow from an image's arrays and rows."""
+    """Stands in for a preprocessor: plans follow from an image's arrays and rows; its `size` is its index."""
 
     def __init__(self, images: Sequence[Arrays], rows: Sequence[int]) -> None:
         self.images = images
@@ -93,9 +83,10 @@ class MadeImages:
         )
         return ImagePlan(specs, self.rows[index], metadata=small)
 
-    def process_image(self, image: MadeImage) -> Arrays:
-        kept = unpack_metadata(self.plan_image(image.index, 0).metadata)
-        return {name: array for name, array in self.images[image.index].items() if name not in kept}
+    def process_image(self, image: SimpleNamespace) -> Arrays:
+        arrays = self.images[image.size[0]]
+        kept = unpack_metadata(self.plan_image(*image.size).metadata)
+        return {name: array for name, array in arrays.items() if name not in kept}
 
 
 @dataclass
@@ -224,7 +215,7 @@ def compare_vision(name: str, *, device: str = "cpu") -> Parity:
         model = model.to(device)
         questions, wanted = [], []
         for prompt, which in zip(prompts(made.rows), ASKED, strict=True):
-            shown = [MadeImage(index) for index in which]
+            shown = [SimpleNamespace(size=(index, 0)) for index in which]
             questions.append(Question(prompt, images=shown, count=OUTPUTS))
             inputs = inputs_of_text(prompt)
             ids = inputs["input_ids"]
@@ -233,12 +224,12 @@ def compare_vision(name: str, *, device: str = "cpu") -> Parity:
         return compared_in_steps("generic", stage, questions, wanted)
 
 
-def compare_own(name: str, *, device: str = "cpu") -> Parity:
+def compare_own(name: str, *, device: str = "cpu", attention: str = "") -> Parity:
     """Compare a family with a path of its own, starting from pictures: its processing is compared, too."""
     with tempfile.TemporaryDirectory(prefix="vsched-own-") as folder:
         path = Path(folder)
         make_checkpoint(name, path)
-        stage = load_on(device, folder)
+        stage = load_on(device, folder, attention)
         pictures = [drawn_image(seed, *size) for seed, size in enumerate(PICTURES)]
         questions = [
             Question(f"what is {number}?", [pictures[index] for index in which], count=OUTPUTS)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from vllm import LLM
 from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -22,6 +23,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vsched.integrations.vllm.scheduler import PolicyScheduler
+from vsched.testing.contracts.host import HostLoad
 
 BLOCK = 16
 STEPS_MAX = 100_000
@@ -48,6 +50,26 @@ def write_model(folder: Path) -> str:
     """Write the configuration of a tiny model, without weights."""
     (folder / "config.json").write_text(json.dumps(LLAMA))
     return str(folder)
+
+
+def make_engine(model: str, tables: Any, **settings: Any) -> LLM:
+    """Start an engine with the scheduler of the bridge; without tables, or their file, with vLLM's own.
+
+    A model without a tokenizer has no weights either.
+    """
+    if settings.get("skip_tokenizer_init"):
+        settings["load_format"] = "dummy"
+    if tables is not None:
+        settings["scheduler_cls"] = "vsched.integrations.vllm.Scheduler"
+        settings["additional_config"] = {"vsched": tables}
+    return LLM(model, dtype="float32", seed=0, block_size=32, enforce_eager=True, **settings)
+
+
+def core_of(llm: LLM) -> Any:
+    """Shut an engine down and return its core; the garbage collector would later end the groups of the next one."""
+    client: Any = llm.llm_engine.engine_core
+    client.shutdown()
+    return client.engine_core
 
 
 def make_scheduler(
@@ -94,14 +116,11 @@ def make_scheduler(
     )
 
 
-def make_request(
-    name: str, prompt: Sequence[int], outputs: int, *, tenant: str = "", priority: int = 0
-) -> Request:
+def make_request(name: str, prompt: Sequence[int], outputs: int, *, tenant: str = "") -> Request:
     return Request(
         request_id=name,
         prompt_token_ids=list(prompt),
         pooling_params=None,
-        priority=priority,
         sampling_params=SamplingParams(
             max_tokens=outputs, ignore_eos=True, extra_args={"tenant": tenant}
         ),
@@ -109,34 +128,17 @@ def make_request(
     )
 
 
-def random_load(seed: int, count: int) -> list[Request]:
-    """Return requests of two tenants: long prompts and short ones, some with a common beginning."""
-    rng = random.Random(seed)
-    shared = [rng.randrange(10, 4000) for _ in range(64)]
-    found = []
-    for index in range(count):
-        long = rng.random() < 0.3
-        own = rng.randrange(300, 900) if long else rng.randrange(5, 60)
-        prompt = shared[: BLOCK * rng.randrange(5)] + [rng.randrange(10, 4000) for _ in range(own)]
-        tenant = "heavy" if long else "light"
-        outputs, priority = rng.randrange(1, 300), rng.randrange(3)
-        found.append(make_request(f"r{index}", prompt, outputs, tenant=tenant, priority=priority))
-    return found
-
-
 class Run:
     """The result of a load.
 
     Attributes:
-        tokens: Tokens by request.
-        firsts: Requests in the order of their first tokens.
+        tokens: Number of tokens by request.
         steps: Number of calls of `schedule()`.
         scheduled: Tokens of each step by request.
     """
 
     def __init__(self) -> None:
-        self.tokens: dict[str, list[int]] = {}
-        self.firsts: list[str] = []
+        self.tokens: dict[str, int] = {}
         self.steps = 0
         self.scheduled: list[dict[str, int]] = []
 
@@ -151,25 +153,19 @@ def worker(output: Any, done: Mapping[str, bool]) -> ModelRunnerOutput:
     )
 
 
-def drive(
-    scheduler: Any,
-    load: Sequence[Request],
-    *,
-    depth: int = 1,
-    seed: int = 0,
-    leaving: Mapping[str, int] | None = None,
-) -> Run:
-    """Run a load to its end, with `depth` steps in flight; `leaving` has the number of steps until a client leaves."""
-    rng, run = random.Random(seed), Run()
+def drive(scheduler: Any, load: Sequence[HostLoad], *, depth: int = 1) -> Run:
+    """Run a load to its end, with `depth` steps in flight."""
+    rng, run = random.Random(0), Run()
     flying: deque[tuple[Any, dict[str, bool]]] = deque()
     arrivals, idle, leave_at = deque(load), 0, dict[str, int]()
-    leaving = leaving or {}
     while arrivals or scheduler.has_requests() or flying:
         while arrivals and (not scheduler.has_requests() or rng.random() < 0.5):
-            request = arrivals.popleft()
-            run.tokens[request.request_id] = []
-            if request.request_id in leaving:
-                leave_at[request.request_id] = run.steps + leaving[request.request_id]
+            one = arrivals.popleft()
+            run.tokens[one.request_id] = 0
+            if one.leaves_after is not None:
+                leave_at[one.request_id] = run.steps + one.leaves_after
+            request = make_request(one.request_id, one.prompt, one.outputs, tenant=one.tenant)
+            request.priority = one.priority
             scheduler.add_request(request)
         for name in [one for one, step in leave_at.items() if step <= run.steps]:
             del leave_at[name]
@@ -189,10 +185,8 @@ def drive(
         if flying and (len(flying) >= depth or not scheduled):
             finished, done = flying.popleft()
             for group in scheduler.update_from_output(finished, worker(finished, done)).values():
-                for one in group.outputs:
-                    if one.new_token_ids and not run.tokens[one.request_id]:
-                        run.firsts.append(one.request_id)
-                    run.tokens[one.request_id] += one.new_token_ids
+                for sent in group.outputs:
+                    run.tokens[sent.request_id] += len(sent.new_token_ids)
         elif not scheduled:
             empty = ModelRunnerOutput(req_ids=[], req_id_to_index={})
             scheduler.update_from_output(output, empty)

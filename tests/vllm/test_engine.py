@@ -12,11 +12,11 @@ import pytest
 pytest.importorskip("vllm")
 
 from PIL import Image
-from vllm import LLM, SamplingParams
+from vllm import SamplingParams
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from tests.vllm.driving import write_model
+from tests.vllm.driving import core_of, make_engine, write_model
 from tests.vllm.test_scheduler import BAD, FAIR, LAST, SHORTEST
 from vsched.sim.cost.host_runs import read_run, run_file
 from vsched.sim.workload.traces import load_trace
@@ -65,30 +65,10 @@ def generate(
     repetition_penalty: float = 1.0,
     **settings: Any,
 ) -> tuple[list[list[int]], Any]:
-    """Return the tokens, and the engine; without tables, it is vLLM's own.
-
-    A model without a tokenizer has no weights either.
-    """
-    if settings.get("skip_tokenizer_init"):
-        settings["load_format"] = "dummy"
-    if tables is not None:
-        settings |= {
-            "scheduler_cls": "vsched.integrations.vllm.Scheduler",
-            "additional_config": {"vsched": tables},
-        }
-    llm = LLM(
-        model,
-        dtype="float32",
-        seed=0,
-        max_model_len=640,
-        max_num_seqs=6,
-        max_num_batched_tokens=128,
-        num_gpu_blocks_override=24,
-        block_size=32,
-        enforce_eager=True,
-        enable_prefix_caching=True,
-        **settings,
-    )
+    """Return the tokens, and the engine; without tables, it is vLLM's own."""
+    sizes = {"max_model_len": 640, "max_num_seqs": 6, "max_num_batched_tokens": 128}
+    sizes |= {"num_gpu_blocks_override": 24, "enable_prefix_caching": True}
+    llm = make_engine(model, tables, **sizes, **settings)
     sampling = SamplingParams(
         temperature=0,
         repetition_penalty=repetition_penalty,
@@ -97,10 +77,7 @@ def generate(
         detokenize=False,
     )
     done = llm.generate(prompts, sampling, use_tqdm=False)
-    core = llm.llm_engine.engine_core
-    engine = core.engine_core
-    core.shutdown()  # the garbage collector would do it later, and end the next engine's groups
-    return [list(one.outputs[0].token_ids) for one in done], engine
+    return [list(one.outputs[0].token_ids) for one in done], core_of(llm)
 
 
 def check_engine(engine: Any, tables: Sequence[str]) -> None:
@@ -126,38 +103,30 @@ def wanted(model: str) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "tables", [SHORTEST, FAIR, LAST, BAD], ids=["shortest", "fair", "last", "bad"]
+    ("tables", "ahead"),
+    [(SHORTEST, False), (FAIR, False), (LAST, False), (BAD, False), (FAIR, True), (BAD, True)],
+    ids=["shortest", "fair", "last", "bad", "fair, a step ahead", "bad, a step ahead"],
 )
 def test_tokens_are_those_of_vllm_with_few_blocks(
-    model: str, wanted: list[list[int]], tables: Mapping[str, Any], tmp_path: Path
+    model: str,
+    wanted: list[list[int]],
+    tables: Mapping[str, Any],
+    ahead: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if ahead:
+        plan_ahead(monkeypatch)
     trace = tmp_path / "run.jsonl"
     tables = {**tables, "vllm": {"trace": str(trace)}}
     tokens, engine = generate(model, texts(), tables, outputs=120, skip_tokenizer_init=True)
     assert tokens == wanted
     check_engine(engine, ["generate.admission", "generate.preemption"])
+    assert engine.batch_queue_size == read_run(run_file(trace)).header.depth == 1 + ahead
     arrivals = list(load_trace(trace))
     lengths = [len(one["prompt_token_ids"]) for one in texts()]
     assert [one.prompt_tokens for one in arrivals] == lengths
     assert {one.output_tokens for one in arrivals} == {120}
-
-
-@pytest.mark.parametrize("tables", [FAIR, BAD], ids=["fair", "bad"])
-def test_tokens_are_those_of_vllm_with_a_step_ahead(
-    model: str,
-    wanted: list[list[int]],
-    tables: Mapping[str, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    plan_ahead(monkeypatch)
-    trace = tmp_path / "run.jsonl"
-    tables = {**tables, "vllm": {"trace": str(trace)}}
-    tokens, engine = generate(model, texts(), tables, outputs=120, skip_tokenizer_init=True)
-    assert type(engine.scheduler).__name__ == "AsyncPolicyScheduler"
-    assert engine.batch_queue_size == read_run(run_file(trace)).header.depth == 2
-    assert tokens == wanted
-    check_engine(engine, ["generate.admission", "generate.preemption"])
 
 
 def plan_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,11 +161,7 @@ def test_tokens_are_those_of_vllm_with_images(tmp_path: Path) -> None:
     stock, _ = generate(model, pictures(), None, **few)
     assert len({tuple(one) for one in stock}) > 10
     tokens, engine = generate(
-        model,
-        pictures(),
-        tables,
-        ec_manager_config={"encoder_cache_manager_cls": cache},
-        **few,
+        model, pictures(), tables, ec_manager_config={"encoder_cache_manager_cls": cache}, **few
     )
     assert tokens == stock
     check_engine(engine, ["generate.admission", "generate.step"])

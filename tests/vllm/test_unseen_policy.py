@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from vllm import LLM, SamplingParams
+from vllm import SamplingParams
 
 from tests.unseen_policy import (
     BLOCK_TOKENS,
@@ -17,62 +17,36 @@ from tests.unseen_policy import (
     LOAD,
     SEATS,
     STEP_TOKENS,
-    Ask,
     check_orders,
     configurations,
     prompt_of,
 )
-from tests.vllm.driving import write_model
-
-
-def start(model: str, tables: Path | None, slots: int) -> Any:
-    """Start an engine of vLLM with the scheduler of the bridge; without tables, with its own."""
-    more: dict[str, Any] = {}
-    if tables is not None:
-        more = {
-            "scheduler_cls": "vsched.integrations.vllm.Scheduler",
-            "additional_config": {"vsched": str(tables)},
-        }
-    return LLM(
-        model,
-        skip_tokenizer_init=True,
-        load_format="dummy",
-        dtype="float32",
-        seed=0,
-        max_model_len=KV_TOKENS,
-        max_num_seqs=slots,
-        max_num_batched_tokens=STEP_TOKENS,
-        num_gpu_blocks_override=KV_TOKENS // BLOCK_TOKENS + 1,
-        block_size=BLOCK_TOKENS,
-        enforce_eager=True,
-        **more,
-    ).llm_engine
-
-
-def send(engine: Any, number: int, ask: Ask) -> None:
-    sampling = SamplingParams(
-        temperature=0,
-        max_tokens=ask.outputs,
-        ignore_eos=True,
-        detokenize=False,
-        extra_args={"tenant": ask.tenant},
-    )
-    engine.add_request(ask.name, {"prompt_token_ids": prompt_of(number, ask.prompt)}, sampling)
+from tests.vllm.driving import core_of, make_engine, write_model
 
 
 def serve(model: str, tables: Path | None, slots: int) -> tuple[dict[str, list[int]], Any]:
     """Return the tokens of the requests, in the order of first tokens, and the scheduler."""
-    engine = start(model, tables, slots)
+    llm = make_engine(
+        model,
+        str(tables) if tables else None,
+        skip_tokenizer_init=True,
+        max_model_len=KV_TOKENS,
+        max_num_seqs=slots,
+        max_num_batched_tokens=STEP_TOKENS,
+        num_gpu_blocks_override=KV_TOKENS // BLOCK_TOKENS + 1,
+    )
+    engine = llm.llm_engine
+    greedy = {"temperature": 0, "ignore_eos": True, "detokenize": False}
     for number, ask in enumerate(LOAD):
-        send(engine, number, ask)
+        more: Any = {"max_tokens": ask.outputs, "extra_args": {"tenant": ask.tenant}}
+        prompt: Any = {"prompt_token_ids": prompt_of(number, ask.prompt)}
+        engine.add_request(ask.name, prompt, SamplingParams(**greedy, **more))
     tokens: dict[str, list[int]] = {}
     while engine.has_unfinished_requests():
         for one in engine.step():
             if ids := list(one.outputs[0].token_ids):
                 tokens[one.request_id] = ids
-    scheduler = engine.engine_core.engine_core.scheduler
-    engine.engine_core.shutdown()  # the garbage collector would do it later, and end the next engine's groups
-    return tokens, scheduler
+    return tokens, core_of(llm).scheduler
 
 
 def test_unseen_policy_in_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

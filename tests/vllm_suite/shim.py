@@ -61,6 +61,7 @@ def settings(model: str, arguments: list[str], environment: dict[str, str]) -> l
         "--max-model-len": "generate.context_tokens",
         "--max-num-seqs": "generate.slots",
         "--max-logprobs": "server.logprobs_max",
+        "--root-path": "server.root_path",
     }
     found |= {key: asked[flag] for flag, key in keys.items() if flag in asked}
     context = int(found.get("generate.context_tokens", 0))
@@ -78,8 +79,6 @@ def settings(model: str, arguments: list[str], environment: dict[str, str]) -> l
         found["media.images_max"] = str(images)
     if "--enable-force-include-usage" in asked:
         found["server.usage_always"] = "true"
-    if "--root-path" in asked:
-        found["server.root_path"] = asked["--root-path"]
     if "--enable-lora" in asked:
         found |= {
             "adapters.count_max": str(ADAPTERS_MAX),

@@ -141,12 +141,15 @@ def inspect(path: Path | str, dtype: str = "auto", item_tokens_max: int = 0) -> 
     return plugin.inspect(str(path), dtype=dtype, item_tokens_max=item_tokens_max)
 
 
-def load_generator(info: ModelInfo, settings: WorkerSettings | None = None) -> Any:
-    return plugin.load_generator(info, settings or WorkerSettings(), unreported)
+DEFAULTS = WorkerSettings()
 
 
-def load_encoder(info: ModelInfo, settings: WorkerSettings | None = None) -> Any:
-    return plugin.load_encoder(info, settings or WorkerSettings(), unreported)
+def load_generator(info: ModelInfo, settings: WorkerSettings = DEFAULTS, /, **changes: Any) -> Any:
+    return plugin.load_generator(info, dataclasses.replace(settings, **changes), unreported)
+
+
+def load_encoder(info: ModelInfo, settings: WorkerSettings = DEFAULTS, /, **changes: Any) -> Any:
+    return plugin.load_encoder(info, dataclasses.replace(settings, **changes), unreported)
 
 
 def unreported(_label: str, _fraction: float) -> None:
@@ -174,15 +177,16 @@ class Stage:
         *,
         attention: str = "exact",
         dtype: str = "float32",
-        settings: WorkerSettings | None = None,
+        settings: WorkerSettings = DEFAULTS,
         kv_dtype: str = "auto",
+        **changes: Any,
     ) -> Stage:
+        """Load a checkpoint; `changes` are to the settings."""
         info = inspect(path, dtype)
         if kv_dtype == "int8":
             info = info.with_int8_kv
-        settings = settings or WorkerSettings(threads=1)
         settings = dataclasses.replace(
-            settings, attention=attention, slots=SLOTS, state_snapshots=SLOTS
+            settings, attention=attention, slots=SLOTS, state_snapshots=SLOTS, **changes
         )
         kept_by = settings.ranks if info.shares_kv else 1
         share = msgspec.structs.replace(info, kv_bytes_per_token=info.kv_bytes_per_token // kept_by)
@@ -430,6 +434,10 @@ def last_end(sequence: SequenceState) -> int:
 
 def int32(values: Sequence[int]) -> npt.NDArray[np.int32]:
     return np.array(values, dtype=np.int32)
+
+
+def outputs(every: Sequence[Running]) -> list[list[int]]:
+    return [each.output for each in every]
 
 
 def reported(every: Sequence[Running]) -> list[tuple[list[int], str]]:

@@ -15,8 +15,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 class Reference:
     """The whole model, loaded and run by transformers."""
 
-    def __init__(self, path: Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
-        self.model: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=dtype)
+    def __init__(self, path: Path, device: str = "cpu") -> None:
+        self.model: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
         self.model.eval().to(device)
         self.device = device
         self.processor: Any = Qwen2VLImageProcessorPil.from_pretrained(path)
@@ -25,20 +25,11 @@ class Reference:
         self, prompt: Sequence[int], images: Sequence[Image.Image], count: int, **options: Any
     ) -> list[int]:
         """Return `count` tokens; `prompt` has its placeholders expanded already."""
-        return self.generate_with_logits(prompt, images, count, **options)[0]
-
-    def generate_with_logits(
-        self, prompt: Sequence[int], images: Sequence[Image.Image], count: int, **options: Any
-    ) -> tuple[list[int], torch.Tensor]:
-        """Return `count` tokens, and the logits of each, float32 [count, vocabulary] on the CPU."""
         chosen = {"do_sample": False, "eos_token_id": None, "max_new_tokens": count} | options
-        inputs = self.inputs(prompt, images)
         with torch.inference_mode():
-            out = self.model.generate(
-                **inputs, **chosen, output_logits=True, return_dict_in_generate=True
-            )
-        tokens: list[int] = out.sequences[0, len(prompt) :].tolist()
-        return tokens, torch.cat(out.logits).float().cpu()
+            out = self.model.generate(**self.inputs(prompt, images), **chosen)
+        tokens: list[int] = out[0, len(prompt) :].tolist()
+        return tokens
 
     def inputs(self, prompt: Sequence[int], images: Sequence[Image.Image]) -> dict[str, Any]:
         """Return the model's inputs for a prompt and its images."""

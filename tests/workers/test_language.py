@@ -1,18 +1,22 @@
-"""The generate worker compared with transformers' own generate, also with speculative decoding."""
+"""The generate worker: facts, refusals and loading of any language model; sampled rows, log-probabilities, drafts."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from tests.parity.architectures import make_checkpoint
+from tests.parity.compare import generated, prompts
 from tests.unit.worker.test_drafts import Received, run_drafted
 from tests.workers.batching.special_rows import sequence
 from tests.workers.driver import (
@@ -22,24 +26,257 @@ from tests.workers.driver import (
     Checkpoints,
     Driver,
     Question,
-    Running,
     Stage,
     Stages,
     drawn_image,
     inspect,
     load_generator,
+    outputs,
 )
-from tests.workers.reference import Reference
-from vsched.errors import ConfigError, DeviceOutOfMemory
+from tests.workers.edited import Copy, copy_of
+from tests.workers.properties import thorough
+from vsched.errors import CheckpointError, ConfigError, DeviceOutOfMemory, RequestRefused
 from vsched.kernel.decisions import DraftGrant
 from vsched.types import SamplingParams
 from vsched.worker import generate_rank
-from vsched.worker.contract import SequenceState, WorkerSettings
+from vsched.worker.contract import ImagePlan, SequenceState, WorkerSettings
 from vsched.worker.drafts import SlotDraft
 from vsched.worker.generate_rank import GenerateRank
+from vsched_workers.backends.reference.backend import Backend
+from vsched_workers.backends.reference.host_memory import HostMemory
+from vsched_workers.backends.reference.packed_weights import PackedLinear
+from vsched_workers.checkpoint.description import describe_checkpoint
+from vsched_workers.language import _load_any
 from vsched_workers.plugin import plugin
 
-References = Callable[[str], Reference]
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llama")
+    make_checkpoint("llama", path)
+    return path
+
+
+@pytest.fixture
+def edited(llama: Path, tmp_path: Path) -> Copy:
+    """Return a copy with other entries in its config.json."""
+    return functools.partial(copy_of, llama, tmp_path)
+
+
+def test_facts_of_a_model_of_text(llama: Path) -> None:
+    info = inspect(llama)
+    assert (info.family, info.dtype, info.context_tokens) == ("llama", "float32", 512)
+    assert info.kv_bytes_per_token == 4 * 2 * 2 * 16 * 4
+    assert not info.takes_images
+    assert info.embedding_row_bytes == info.item_tokens_max == 0
+    assert info.stop_token_ids == (2,)
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
+INDEXED = {"model_type": "deepseek_v32"}
+
+
+def test_unknown_model_type_stands_for_its_class(edited: Copy) -> None:
+    """Of several types that share the class, the one that it is named after."""
+    assert inspect(edited(model_type="nonsense")).family == "llama"
+
+
+@pytest.mark.parametrize(
+    ("name", "tied"),
+    [("llama", True), ("stablelm", False), *thorough(("llama", False), ("stablelm", True))],
+)
+def test_weights_in_many_files_and_heads_of_both_kinds(
+    tmp_path: Path, name: str, tied: bool
+) -> None:
+    """As in large checkpoints, on either path: a tied head is in no file, and in memory once."""
+    make_checkpoint(name, tmp_path, tie_word_embeddings=tied)
+    library: Any = AutoModelForCausalLM
+    model = library.from_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    model.save_pretrained(tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    stage = Stage.load(tmp_path)
+    held = sum(weight.nbytes for weight in model.parameters())  # tied weights count once
+    assert stage.generator.weights_bytes == held
+    questions = [Question(prompt, count=6) for prompt in prompts()]
+    found = outputs(Driver(stage, chunk=16).run(questions))
+    assert found == generated(tmp_path, prompts(), outputs=6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "nonsense", "architectures": None}, "'nonsense' is not supported"),
+        ({"model_type": None, "architectures": None}, "model_type is missing"),
+        ({"model_type": "t5"}, "no decoder that writes text by itself"),
+        ({"model_type": "qwen2_audio"}, "a part for images or sound"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "asks for gptq of None bits"),
+        ({"layer_types": ["full_attention", "indexed_attention"] * 2}, "keep more than keys"),
+        ({"layer_types": ["full_attention", "linear_attention"] * 2}, "kind that is not known"),
+        ({"layer_types": ["linear_attention"] * 4}, "no layer that attends"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "hqq"),
+        ({"model_type": "stablelm", "quantization_config": GPTQ}, "the generic path does not read"),
+        ({"model_type": "mllama"}, "'mllama' has .*attend to images apart from the text"),
+        ({"model_type": "florence2"}, "'florence2' has .*an encoder for text"),
+        ({"model_type": "llava", "text_config": INDEXED}, "'llava' has .*indexed_attention"),
+        ({"model_type": "llama4"}, "'llama4' has .*temperatures"),
+        ({"model_type": "perception_lm", "image_token_id": 3}, "'perception_lm' .*package timm"),
+    ],
+)
+def test_inspect_refuses_input_that_cannot_run(
+    edited: Copy, changes: dict[str, Any], message: str
+) -> None:
+    """Before weights are read."""
+    with pytest.raises(CheckpointError, match=f"{message}.*Remedy: "):
+        inspect(edited(**changes))
+
+
+def test_context_ends_where_frequencies_would_change_for_a_whole_step(edited: Copy) -> None:
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [4.0] * 8,
+        "original_max_position_embeddings": 128,
+    }
+    assert inspect(edited(rope_parameters=rope)).context_tokens == 128
+
+
+@pytest.mark.parametrize(
+    ("changes", "path"),
+    [
+        ({}, "fused"),
+        ({"hidden_act": "relu"}, "generic"),
+        ({"model_type": "stablelm"}, "generic"),
+        ({"layer_types": ["full_attention", "sliding_attention"] * 2}, "generic"),
+    ],
+)
+def test_description_reports_the_path(edited: Copy, changes: dict[str, Any], path: str) -> None:
+    """It depends on the configuration's structure only."""
+    assert describe_checkpoint(str(edited(**changes))).path == path
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"deterministic": True}, "model.deterministic: "), ({"device": "cuda"}, "generate.device: ")],
+)
+def test_load_refuses_features_that_such_models_cannot(
+    tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
+    make_checkpoint("stablelm", tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        load_generator(inspect(tmp_path), **settings)
+
+
+def test_remedy_of_ranks_that_share_a_decoder_by_plan_is_one_rank(tmp_path: Path) -> None:
+    """It has its own path, which supports only one rank."""
+    make_checkpoint("phi3", tmp_path)
+    backend = Backend(WorkerSettings(), torch.float32)
+    requested = WorkerSettings(ranks=2, rank=0, deterministic=True)
+    message = (
+        "several ranks share model_type 'phi3' .*"
+        "Remedy: set it to false, or generate.tensor_parallel to 1"
+    )
+    with pytest.raises(ConfigError, match=message):
+        _load_any(inspect(tmp_path), requested, backend, lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("name", "declared", "message"),
+    [
+        ("stablelm", "kv_bytes_per_token", "keep 1024 bytes of a token.*tells 77"),
+        ("lfm2", "state_bytes", "keep 1536 bytes of a sequence.*tells 77"),
+    ],
+)
+def test_load_reports_layers_that_keep_more_than_declared(
+    tmp_path: Path, name: str, declared: str, message: str
+) -> None:
+    """The memory ledger relies on the configuration; a rank does not even read weights if sizes differ."""
+    make_checkpoint(name, tmp_path)
+    wrong = msgspec.structs.replace(inspect(tmp_path), **{declared: 77})
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=message):
+        load_generator(wrong)
+
+
+def test_states_are_declared_by_their_type(tmp_path: Path) -> None:
+    make_checkpoint("lfm2", tmp_path)
+    info, half = (inspect(tmp_path, dtype) for dtype in ("float32", "bfloat16"))
+    assert info.state_bytes == 2 * 64 * 3 * 4, "two convolutions over three tokens"
+    assert half.state_bytes == info.state_bytes // 2
+
+
+def test_load_reports_windows_unknown_to_attention(edited: Copy) -> None:
+    """They may be expressed by a mask alone, which is not built: a Llama would attend to all tokens."""
+    path = edited(layer_types=["full_attention", "sliding_attention"] * 2)
+    (path / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")
+    with pytest.raises(CheckpointError, match="windows that attention is not told of"):
+        load_generator(inspect(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "attention", "dtype"),
+    [
+        ("stablelm", "exact", "float32"),
+        ("stablelm", "auto", "bfloat16"),
+        ("qwen2_5_vl", "exact", "float32"),
+    ],
+)
+def test_weights_are_memory_of_the_process_alone(
+    tmp_path: Path, name: str, attention: str, dtype: str
+) -> None:
+    """Not a view of the file: replacing it changes nothing. Packed weights are read from the mapped file."""
+    make_checkpoint(name, tmp_path)
+    file = tmp_path / "model.safetensors"
+    if dtype == "bfloat16":
+        save_file({each: tensor.bfloat16() for each, tensor in load_file(file).items()}, file)
+    worker = load_generator(inspect(tmp_path, dtype), attention=attention)
+    packed = any(isinstance(each, PackedLinear) for each in worker.module.modules())
+    assert packed == (attention == "auto")
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+    if not packed:
+        assert worker.weights_bytes == sum(each.nbytes for each in worker.module.parameters())
+    assert isinstance(worker.device_memory(), HostMemory)
+
+
+@pytest.mark.parametrize(("name", "kinds"), [("stablelm", 1), ("deepseek_v3", 2), ("cohere2", 2)])
+def test_first_layers_of_each_kind_run_and_come_back(name: str, kinds: int, tmp_path: Path) -> None:
+    """A profiling run needs each kind of layer: dense, experts, sliding windows."""
+    make_checkpoint(name, tmp_path)
+    worker = load_generator(inspect(tmp_path), attention="exact")
+    assert worker.frugal
+    ran: list[int] = []
+    for index, layer in enumerate(worker.module.model.layers):
+        layer.mlp.register_forward_hook(lambda *_, at=index: ran.append(at))
+
+    def layers_of_a_step() -> list[int]:
+        ran.clear()
+        stage = Stage(inspect(tmp_path), plugin.load_preprocessor(inspect(tmp_path)), None, worker)
+        Driver(stage, chunk=8).run([Question([5, 6, 7], count=1)])
+        return list(ran)
+
+    worker.build_kv(blocks=400, block_size=4)
+    with worker.first_layers(1):
+        assert len(layers_of_a_step()) == kinds
+    with worker.first_layers(0):
+        assert layers_of_a_step() == []
+    assert layers_of_a_step() == [0, 1, 2, 3]
+
+
+def test_preprocessor_takes_text_and_refuses_images(llama: Path) -> None:
+    front = plugin.load_preprocessor(inspect(llama))
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    rendered = front.render([{"role": "user", "content": parts}])
+    assert rendered == "<|user|>one\ntwo<|assistant|>"
+    ids = front.tokenize(rendered)
+    assert front.detokenize(ids) == rendered
+    assert front.expand(ids, []) == (ids, [])
+    for refused in (
+        lambda: front.plan_image(10, 10),
+        lambda: front.expand(ids, [ImagePlan((), 1)]),
+    ):
+        with pytest.raises(RequestRefused, match="takes no images"):
+            refused()
 
 
 def mixed_questions(sampling: SamplingParams | None = None) -> list[Question]:
@@ -55,48 +292,6 @@ def mixed_questions(sampling: SamplingParams | None = None) -> list[Question]:
         ),
         Question("", [drawn_image(5, 140, 140)], sampling=chosen),
     ]
-
-
-def expected(
-    stage: Stage, reference: Reference, questions: list[Question], **options: Any
-) -> list[list[int]]:
-    return [
-        reference.generate(stage.prompt(each)[0], each.images, each.count, **options)
-        for each in questions
-    ]
-
-
-def outputs(running: list[Running]) -> list[list[int]]:
-    return [each.output for each in running]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("size", "attention", "chunk", "options", "penalty"),
-    [
-        ("nano25", "exact", 5, {"arrivals": 2}, 1.0),
-        ("nano25", "auto", 1000, {"arrivals": 2}, 1.4),
-        ("nano3", "exact", 40, {"preempts": 5}, 1.0),
-        ("nano3", "auto", 48, {"arrivals": 2}, 1.0),
-        ("nano3moe", "exact", 40, {"arrivals": 2, "preempts": 7}, 1.0),
-    ],
-)
-def test_step_equals_generate(
-    stages: Stages,
-    references: References,
-    size: str,
-    attention: str,
-    chunk: int,
-    options: dict[str, int],
-    penalty: float,
-) -> None:
-    """Chunks that split images, packed and mixed with decode; recomputed requests, including their output."""
-    stage, reference = stages(size, attention), references(size)
-    questions = mixed_questions(SamplingParams(temperature=0.0, repetition_penalty=penalty))
-    found = Driver(stage, chunk=chunk, seed=chunk).run(questions, **options)
-    wanted = expected(stage, reference, questions, repetition_penalty=penalty)
-    assert len({tuple(each) for each in wanted}) == len(wanted)
-    assert outputs(found) == wanted
 
 
 PLAIN = SamplingParams(seed=7)
@@ -149,17 +344,14 @@ def test_prepare_reports_out_of_memory(stages: Stages, monkeypatch: pytest.Monke
 
 def test_build_kv_refuses_input_that_cannot_fit(checkpoints: Checkpoints) -> None:
     """Value, limit and remedy; nothing is allocated."""
-    info = inspect(checkpoints("nano25"))
-    worker = load_generator(info)
+    worker = load_generator(inspect(checkpoints("nano25")))
     with pytest.raises(DeviceOutOfMemory, match=r"value \d+, limit \d+. Remedy: "):
         worker.build_kv(blocks=1 << 34, block_size=BLOCK_SIZE)
 
 
 def test_load_refuses_an_unknown_kernel(checkpoints: Checkpoints) -> None:
-    info = inspect(checkpoints("nano25"))
-    settings = WorkerSettings(attention="fastest")
     with pytest.raises(ConfigError, match="'fastest'.*auto, exact"):
-        load_generator(info, settings)
+        load_generator(inspect(checkpoints("nano25")), attention="fastest")
 
 
 def test_load_reports_progress_and_holds_no_vision_weights(

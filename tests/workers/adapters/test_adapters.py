@@ -15,7 +15,6 @@ from tests.parity.architectures import make_checkpoint
 from tests.workers.adapters.peft_adapters import make_adapter
 from tests.workers.driver import inspect, load_generator
 from vsched.errors import CheckpointError
-from vsched.worker.contract import WorkerSettings
 from vsched_workers.adapters.files import CONFIG_FILE, WEIGHTS_FILE, read_adapter
 
 # PEFT uses an attribute that transformers 6 removes.
@@ -37,8 +36,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def worker(saved: Path) -> Any:
     """Return a language model with space for two adapters."""
-    settings = WorkerSettings(threads=1, adapters=2, adapter_rank_max=RANK)
-    return load_generator(inspect(saved), settings)
+    return load_generator(inspect(saved), adapters=2, adapter_rank_max=RANK)
 
 
 def spoilt(saved: Path, folder: Path, **config: Any) -> Path:

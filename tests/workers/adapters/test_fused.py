@@ -16,11 +16,10 @@ from tests.parity.architectures import make_checkpoint
 from tests.parity.compare import prompts
 from tests.workers import driver
 from tests.workers.adapters.random_adapters import add_adapters, random_adapter
-from tests.workers.backends.cpu.twins import Twins
-from tests.workers.driver import Driver, Question, Stage, reported
+from tests.workers.backends.cpu.twins import run_both
+from tests.workers.driver import Driver, Question, Stage, outputs, reported
 from tests.workers.properties import thorough
 from vsched.types import SamplingParams
-from vsched.worker.contract import WorkerSettings
 from vsched_workers.adapters.places import CallRows, Part, TorchSums, own_memory
 from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
 from vsched_workers.backends.cpu.language_layers import FusedLanguage
@@ -32,11 +31,12 @@ ADAPTERS: Sequence[Mapping[str, Any]] = (
     {"rank": 8, "seed": 3, "only": ("down_proj",)},
 )
 ASKED = (1, 0, 2, 3, 1, 2)
-SETTINGS = WorkerSettings(threads=1, adapters=3, adapter_rank_max=8)
 
 
-def load(path: Path, kind: str) -> Stage:
-    stage = Stage.load(path, attention=kind, dtype="bfloat16", settings=SETTINGS)
+def load(path: Path, kind: str, **changes: Any) -> Stage:
+    """Load a model with these adapters, and kernels or transformers' modules."""
+    places = {"adapters": 3, "adapter_rank_max": 8, **changes}
+    stage = Stage.load(path, attention=kind, dtype="bfloat16", **places)
     config = AutoConfig.from_pretrained(path)
     add_adapters(stage, [random_adapter(config, **settings) for settings in ADAPTERS])
     return stage
@@ -61,10 +61,8 @@ def test_fused_layers_with_adapters_equal_the_modules(
     exact, fused = (load(tmp_path, kind) for kind in ("exact", "auto"))
     assert isinstance(fused.generator._layers, FusedLanguage)  # type: ignore[attr-defined]
     longer = prompts()[2] * (6 if chunk == 1000 else 1)
-    twins = Twins(exact.generator, fused.generator)
-    stage = Stage(exact.info, exact.preprocessor, None, twins)
-    Driver(stage, chunk=chunk).run(questions([longer, longer, *prompts()]), preempts=7)
-    twins.check()
+    asked = questions([longer, longer, *prompts()])
+    run_both(exact, fused, asked, chunk=chunk, preempts=7).check()
 
 
 def test_adapters_change_fused_answers_and_leave_no_trace(tmp_path: Path) -> None:
@@ -73,7 +71,7 @@ def test_adapters_change_fused_answers_and_leave_no_trace(tmp_path: Path) -> Non
 
     def answers(requested: Sequence[int]) -> list[list[int]]:
         same = [Question(prompts()[0], count=12, adapter=each) for each in requested]
-        return [each.output for each in Driver(stage, chunk=40).run(same)]
+        return outputs(Driver(stage, chunk=40).run(same))
 
     plain = Stage.load(tmp_path, attention="auto", dtype="bfloat16")
     (alone,) = Driver(plain, chunk=40).run([Question(prompts()[0])])
@@ -91,10 +89,7 @@ def test_deterministic_answers_have_the_same_bits_alone_and_next_to_other_adapte
 ) -> None:
     monkeypatch.setattr(driver, "BLOCK_SIZE", 16)
     make_checkpoint("llama", tmp_path, initializer_range=0.1)
-    settings = dataclasses.replace(SETTINGS, deterministic=True)
-    stage = Stage.load(tmp_path, attention="auto", dtype="bfloat16", settings=settings)
-    config = AutoConfig.from_pretrained(tmp_path)
-    add_adapters(stage, [random_adapter(config, **each) for each in ADAPTERS])
+    stage = load(tmp_path, "auto", deterministic=True)
     sampling = SamplingParams(temperature=0.0, logprobs=4)
     requested = [
         dataclasses.replace(each, sampling=sampling)
@@ -111,12 +106,12 @@ def sums_of(kind: Any, seed: int, inputs: int, sizes: Sequence[int]) -> Any:
     chance = torch.Generator().manual_seed(seed)
     for owner, rank in enumerate((4, 7, 16)):
         parts, first = [], 0
-        for outputs in sizes:
+        for size in sizes:
             down = torch.randn(rank, inputs, generator=chance) / inputs**0.5
-            up = torch.randn(outputs, rank, generator=chance)
+            up = torch.randn(size, rank, generator=chance)
             if owner != 1 or not first:
                 parts.append(Part(first, down, up, 0.5 + owner))
-            first += outputs
+            first += size
         kind.put(owner, kind.place_parts(parts, own_memory))
     return kind
 

@@ -32,7 +32,7 @@ from vsched_workers.plugin import TransformersPlugin
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 
 
-def tower_of(stage: Stage, **options: Any) -> tuple[Any, AdaptedModule]:
+def tower_of(stage: Stage) -> tuple[Any, AdaptedModule]:
     worker: Any = stage.encoder
     family = FAMILIES[stage.info.family]
     module = AdaptedModule(
@@ -42,7 +42,6 @@ def tower_of(stage: Stage, **options: Any) -> tuple[Any, AdaptedModule]:
         make_sums=worker._backend.prepare_adapters(),
         count_max=4,
         rank_max=5,
-        **options,
     )
     return worker._tower, module
 

@@ -114,12 +114,26 @@ def prefill_in_double(
 
 def written_out(query: torch.Tensor, step: PagedStep, layer: int, scaling: float) -> torch.Tensor:
     """Return the attention of decode rows, in double precision on the CPU."""
-    rows, cache = [], step.cache
+    rule, rows = ScoreRule(scaling), []
     for row, context in enumerate(step.contexts.tolist()):
-        slots = torch.from_numpy(context_slots(step.tables[row], context, cache.block_size))
-        group = query.shape[1] // cache.keys[layer].shape[1]
-        keys = cache.keys[layer].cpu()[slots].double().repeat_interleave(group, dim=1)
-        values = cache.values[layer].cpu()[slots].double().repeat_interleave(group, dim=1)
-        scores = torch.einsum("hd,lhd->hl", query[row].cpu().double(), keys) * scaling
-        rows.append(torch.einsum("hl,lhd->hd", scores.softmax(-1), values))
+        slots = torch.from_numpy(context_slots(step.tables[row], context, step.cache.block_size))
+        rows.append(row_written_out(query[row], step, layer, slots, rule))
     return torch.stack(rows)
+
+
+def row_written_out(
+    query: torch.Tensor, step: PagedStep, layer: int, slots: torch.Tensor, rule: ScoreRule
+) -> torch.Tensor:
+    """Return the attention of the last row of a context by a rule, in double precision; query [heads, head_dim]."""
+    if rule.window is not None:
+        slots = slots[-rule.window :]
+    caches = (step.cache.keys[layer], step.cache.values[layer])
+    group = query.shape[0] // caches[0].shape[1]
+    keys, values = (each.cpu()[slots].double().repeat_interleave(group, dim=1) for each in caches)
+    scores = torch.einsum("hd,lhd->hl", query.cpu().double(), keys) * rule.scaling
+    if rule.softcap is not None:
+        scores = rule.softcap * torch.tanh(scores / rule.softcap)
+    if rule.sinks is not None:
+        scores = torch.cat([scores, rule.sinks[:, None].cpu().double()], dim=1)
+    weights = scores.softmax(-1)[:, : len(slots)]
+    return torch.einsum("hl,lhd->hd", weights, values)

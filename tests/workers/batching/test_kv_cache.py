@@ -1,4 +1,4 @@
-"""The int8 KV cache, and swap space in host memory: copies of KV blocks, without other changes."""
+"""The int8 KV cache, swap space in host memory, and attention by rules (windows, soft-capping, sinks)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from tests.bench.swap.__main__ import main
+from tests.workers.backends.paged import filled_cache, row_written_out
+from tests.workers.driver import Checkpoints
 from vsched.errors import DeviceOutOfMemory
 from vsched.worker.memory import status_bytes
-from vsched_workers.batching import kv_cache
+from vsched_workers.batching import kv_cache, paged_attention
 from vsched_workers.batching.kv_cache import (
     LEVELS,
     KvCache,
@@ -21,6 +24,13 @@ from vsched_workers.batching.kv_cache import (
     from_int8,
     shared_pages,
     to_int8,
+)
+from vsched_workers.batching.paged_attention import (
+    PagedStep,
+    ScoreRule,
+    context_slots,
+    decode_by_rule,
+    prefill_by_rule,
 )
 
 
@@ -45,17 +55,13 @@ def test_int8_head_is_half_a_level_off_at_most(dtype: torch.dtype) -> None:
     assert (found != given).any()
 
 
-def test_int8_head_of_zeros_and_of_next_to_nothing_is_zeros() -> None:
-    given = torch.zeros(2, 8)
-    given[1] = 1e-38
-    assert not from_int8(to_int8(given), torch.float32).any()
-
-
-def test_int8_head_of_no_numbers_stays_one() -> None:
+def test_int8_heads_of_next_to_nothing_are_zeros_and_those_of_no_numbers_stay_so() -> None:
     """NaNs and infinities of a model are not hidden."""
-    given = torch.ones(2, 8)
-    given[0, 3], given[1, 5] = torch.nan, torch.inf
-    assert from_int8(to_int8(given), torch.float32).isnan().any(-1).all()
+    given = torch.ones(4, 8)
+    given[0], given[1], given[2, 3], given[3, 5] = 0.0, 1e-38, torch.nan, torch.inf
+    found = from_int8(to_int8(given), torch.float32)
+    assert not found[:2].any()
+    assert found[2:].isnan().any(-1).all()
 
 
 @pytest.mark.parametrize("kept", [torch.float32, torch.int8])
@@ -83,13 +89,10 @@ SHAPES = (KvShape(2, 4, 4), KvShape(1, 8, 2))
 """Two layers that keep keys and values of different sizes."""
 
 
-def allocate(shape: tuple[int, ...], /, *, dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros(shape, dtype=dtype)
-
-
-def make_cache(dtype: torch.dtype = torch.float32, *, blocks: int = 9) -> KvCache:
-    """Return a cache with distinct values."""
-    cache = KvCache(SHAPES, blocks=blocks, block_size=4, dtype=dtype, allocate=allocate)
+def make_cache(dtype: torch.dtype = torch.float32, *, device: str = "cpu") -> KvCache:
+    """Return a cache of nine blocks with distinct values."""
+    allocate = functools.partial(torch.zeros, device=device)
+    cache = KvCache(SHAPES, blocks=9, block_size=4, dtype=dtype, allocate=allocate)
     for index, part in enumerate((*cache.keys, *cache.values)):
         part.copy_(torch.arange(part.numel()).view(part.shape) % 251 + index)
     return cache
@@ -154,3 +157,69 @@ def test_swap_area_is_refused_if_the_host_has_too_little(monkeypatch: pytest.Mon
     monkeypatch.setattr(kv_cache, "host_available", lambda: 4096)
     with pytest.raises(DeviceOutOfMemory, match=r"generate\.swap_memory.*4096 bytes.*lower"):
         SwapArea(make_cache(), 1000)
+
+
+@pytest.mark.slow
+def test_swap_bench_has_a_row_for_each_length(
+    checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(checkpoints("nano25")), "--dtype", "float32", "--rounds", "1"]
+    rows = main([*words, "--lengths", "20", "48", "--chunk", "16"])
+    assert [row.tokens for row in rows] == [20, 48]
+    assert [row.mib for row in rows] == [rows[0].mib, 1.5 * rows[0].mib]
+    assert all(min(row) > 0 for row in rows)
+    assert len(capsys.readouterr().out.splitlines()) == 4
+
+
+HEADS, KV_HEADS, KEY_DIM, VALUE_DIM, BLOCK = 4, 2, 8, 6, 4
+CONTEXTS = (1, 9, 30, 17)
+SINKS = torch.tensor([0.3, -1.0, 2.0, 0.0])
+RULES = [
+    ScoreRule(0.5, window, softcap, sinks)
+    for window, softcap, sinks in (
+        *((None, None, None), (None, 2.0, None), (None, None, SINKS), (1, 2.0, SINKS)),
+        *((7, None, None), (7, 2.0, SINKS), (100, None, SINKS)),
+    )
+]
+
+
+@pytest.fixture(params=[paged_attention.PART_BYTES, 1], ids=["whole", "row by row"])
+def part_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged_attention, "PART_BYTES", request.param)
+
+
+@pytest.fixture
+def step() -> PagedStep:
+    """Return a step over a cache with random contents, and values that are shorter than keys."""
+    _, made = filled_cache(
+        torch.float32, KV_HEADS, KEY_DIM, contexts=CONTEXTS, block_size=BLOCK, value_dim=VALUE_DIM
+    )
+    return made
+
+
+@pytest.mark.usefixtures("part_bytes")
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_decode_is_the_rule_written_out(step: PagedStep, rule: ScoreRule) -> None:
+    cache = step.cache
+    query = torch.randn(len(CONTEXTS), HEADS, KEY_DIM, generator=torch.Generator().manual_seed(1))
+    index = step.context_index(rule.window, query.device)
+    if rule.window is not None:
+        assert index.slots.shape[1] <= rule.window, "what lies before the window is not read"
+    found = decode_by_rule(query, cache.layers[1], index, rule)
+    for row, context in enumerate(CONTEXTS):
+        slots = torch.from_numpy(context_slots(step.tables[row], context, BLOCK))
+        wanted = row_written_out(query[row], step, 1, slots, rule).float()
+        torch.testing.assert_close(found[row], wanted)
+
+
+@pytest.mark.usefixtures("part_bytes")
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("rows", [1, 5, 30])
+def test_prefill_is_the_rule_written_out(step: PagedStep, rule: ScoreRule, rows: int) -> None:
+    query = torch.randn(HEADS, rows, KEY_DIM, generator=torch.Generator().manual_seed(1))
+    slots = torch.from_numpy(context_slots(step.tables[2], 30, BLOCK))
+    found = prefill_by_rule(query, step.cache.layers[0], slots, rule)
+    for row in range(rows):
+        seen = slots[: 30 - rows + row + 1]
+        wanted = row_written_out(query[:, row], step, 0, seen, rule).float()
+        torch.testing.assert_close(found[row], wanted)

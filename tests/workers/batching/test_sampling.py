@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,12 +13,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.each_case import each_case
+from tests.workers.backends.cuda.on_host import DEVICE, CudaOnHost
 from tests.workers.batching.special_rows import OPTIONS, sequence, special
 from tests.workers.properties import REPEATABLE, usually
 from vsched.types import SamplingParams
 from vsched.worker.contract import Sampled, WorkerSettings
 from vsched_workers.backends.choice import choose_backend
 from vsched_workers.backends.cpu.kernels import sampling as kernels
+from vsched_workers.backends.reference.backend import Backend
 from vsched_workers.batching.sampling import (
     TEMPERATURE_MIN,
     UNDRAWN,
@@ -103,7 +106,7 @@ def test_logprobs_on_a_device_equal_those_on_a_host(count: int) -> None:
     rows = [special(row, SamplingParams(logprobs=(count, 2)[row % 2])) for row in (0, 1, 4)]
     tokens = chance.integers(4, VOCABULARY, 5).astype(np.int32)
     wanted = with_logprobs(tokens, logits, rows).logprobs
-    found = logprobs_on_device(tokens, logits, rows)
+    found = logprobs_on_device(tokens, logits.to(DEVICE), rows)
     assert [each.row for each in found] == [0, 1, 4]
     for one, other in zip(found, wanted, strict=True):
         assert one.logprob == pytest.approx(other.logprob)
@@ -166,6 +169,16 @@ def test_no_token_is_drawn_from_logits_that_are_no_numbers(
     if "top_p" in options:
         staged = StagedDraw(rows, VOCABULARY).run(logits).tolist()
         assert staged[0] == UNDRAWN != staged[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("make", [Backend, CudaOnHost, choose_backend])
+def test_row_without_a_finite_largest_logit_has_no_token(make: type, dtype: torch.dtype) -> None:
+    rows = torch.randn(5, 50, generator=torch.Generator().manual_seed(3))
+    rows[0, 7] = rows[0, 9] = 40.0
+    rows[1], rows[2, 3], rows[3] = math.nan, math.inf, -math.inf
+    found = make(WorkerSettings(), dtype).argmax(rows.to(dtype))
+    assert found.tolist() == [7, *[UNDRAWN] * 3, int(rows[4].to(dtype).argmax())]
 
 
 def drawn(logits: torch.Tensor, rows: Sequence[SpecialRow]) -> list[int]:

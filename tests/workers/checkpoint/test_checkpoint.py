@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.each_case import each_case
+from tests.parity.architectures import make_checkpoint as make_parity_checkpoint
 from tests.workers.driver import (
     Checkpoints,
     Driver,
@@ -78,7 +79,9 @@ def test_inspect_reports_the_facts(checkpoints: Checkpoints) -> None:
         video_token_id=7,
         stop_token_ids=(2,),
     )
-    assert inspect(checkpoints("nano25")).item_tokens_max == 1280
+    budgets = {0: 1280, 64: 64, 5000: 1280}  # that of the checkpoint, a tighter one, a looser one
+    for budget, most in budgets.items():
+        assert inspect(checkpoints("nano25"), item_tokens_max=budget).item_tokens_max == most
     assert inspect(checkpoints("nano25"), dtype="bfloat16").kv_bytes_per_token == 256
 
 
@@ -124,6 +127,7 @@ def test_inspect_refuses_a_path_without_a_checkpoint(tmp_path: Path) -> None:
         ("tokenizer.json", None, r"tokenizer\.json is missing"),
         (PROCESSOR, None, "no image processor settings"),
         (WEIGHTS, None, "found none"),
+        ("pytorch_model.bin", b"", "never loaded.*convert the checkpoint to safetens"),
         (WEIGHTS, b"not safetensors", rf"{WEIGHTS} is corrupt"),
         ("vision.safetensors", None, r"vision\.safetensors, named by .*is missing"),
         (INDEX, b'{"weight_map": {"a": "../../etc/passwd"}}', "outside the checkpoint"),
@@ -137,18 +141,13 @@ def test_inspect_refuses_what_cannot_be_served(
     path = copy()
     if file in {INDEX, "vision.safetensors"}:
         shard(path)
+    if file == "pytorch_model.bin":
+        (path / WEIGHTS).unlink()
     write(path / file, content)
     with pytest.raises(CheckpointError, match=message) as error:
         inspect(path)
     assert "Remedy" in str(error.value)
     assert "private" not in str(error.value)
-
-
-def test_inspect_takes_weights_from_safetensors_only(copy: Copy) -> None:
-    path = copy()
-    (path / WEIGHTS).rename(path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match="never loaded.*convert the checkpoint to safetens"):
-        inspect(path)
 
 
 def test_inspect_refuses_an_unknown_type_and_a_negative_cap(checkpoints: Checkpoints) -> None:
@@ -158,41 +157,39 @@ def test_inspect_refuses_an_unknown_type_and_a_negative_cap(checkpoints: Checkpo
         inspect(checkpoints("nano25"), item_tokens_max=-5)
 
 
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
 @pytest.mark.parametrize(
-    ("stage", "tensor", "value", "message"),
+    ("name", "stage", "changes", "message"),
     [
-        (
-            "generate",
-            "model.layers.1.mlp.up_proj.weight",
-            None,
-            "up_proj.weight is in none of.*Rem",
-        ),
-        ("encode", "visual.merger.ln_q.weight", None, "merger.ln_q.weight is in none of.*Remedy"),
-        (
-            "generate",
-            "model.norm.weight",
-            torch.zeros(7),
-            r"norm.weight in .* has shape \[7\].*\[64",
-        ),
+        ("qwen2_5_vl", "generate", {UP: None}, "up_proj.weight is in none of.*Rem"),
+        ("qwen2_5_vl", "encode", {"visual.merger.ln_q.weight": None}, "ln_q.weight is in none of"),
+        ("qwen2_5_vl", "generate", {UP: torch.zeros(7)}, r"up_proj.* has shape \[7\].*\[96, 64"),
+        ("qwen2_5_vl", "on two ranks", {UP: torch.zeros(6, 64)}, r"shape \[6, 64\].* for \[96, 64"),
+        ("qwen2_5_vl", "generate", None, f"{WEIGHTS} is corrupt.*Remedy"),
+        ("stablelm", "generate", {UP: None}, f"{UP} is in none.*Remedy: "),
+        ("stablelm", "generate", {UP: torch.zeros(3, 64)}, f"{UP} has another shape.*Remedy: "),
+        ("stablelm", "generate", None, "cannot be read.*Remedy: "),
     ],
 )
-def test_load_names_a_missing_tensor_and_one_of_another_shape(
-    copy: Copy, stage: str, tensor: str, value: torch.Tensor | None, message: str
+def test_load_names_missing_tensors_those_of_another_shape_and_truncated_files(
+    copy: Copy, tmp_path: Path, name: str, stage: str, changes: Any, message: str
 ) -> None:
-    path = copy()
-    held = tensors(path)
-    del held[tensor]
-    write_tensors(path, held if value is None else held | {tensor: value})
+    """Also on the generic path, where transformers would fill them with random values."""
+    path = copy() if name == "qwen2_5_vl" else tmp_path
+    if path is tmp_path:
+        make_parity_checkpoint(name, path)
+    info, held = inspect(path), tensors(path)
+    if changes is None:
+        write(path / WEIGHTS, (path / WEIGHTS).read_bytes()[:5000])
+    else:
+        held |= changes
+        write_tensors(path, {key: tensor for key, tensor in held.items() if tensor is not None})
+    load_stage = load_encoder if stage == "encode" else load_generator
+    ranks = {"ranks": 2, "rendezvous": "/nowhere/else"} if stage == "on two ranks" else {}
     with pytest.raises(CheckpointError, match=message):
-        load(path, stage)
-
-
-def test_load_names_a_truncated_file(copy: Copy) -> None:
-    path = copy()
-    info = inspect(path)
-    write(path / WEIGHTS, (path / WEIGHTS).read_bytes()[:5000])
-    with pytest.raises(CheckpointError, match=f"{WEIGHTS} is corrupt.*Remedy"):
-        load_generator(info)
+        load_stage(info, **ranks)
 
 
 def shard(path: Path) -> dict[str, str]:
@@ -334,7 +331,7 @@ def front_end(path: Path, *, chat_template: str = "") -> Preprocessor:
 
 def answer(path: Path) -> tuple[list[int], int]:
     """Return a checkpoint's output, and the bytes of its language model."""
-    stage = Stage.load(path, attention="exact", dtype="auto")
+    stage = Stage.load(path)
     said = Driver(stage, chunk=64).run(QUESTIONS)[0].output
     return said, stage.generator.weights_bytes
 
@@ -371,9 +368,7 @@ def test_a_head_that_differs_from_the_embedding_is_not_tied(
     head = held[EMBEDDING].clone()
     head[-1] += 1.0  # one row after all compared blocks
     write_tensors(path, {**held, "lm_head.weight": head})
-    stages = [
-        Stage.load(each, attention="exact", dtype="auto") for each in (path, checkpoints("nano25"))
-    ]
+    stages = [Stage.load(each) for each in (path, checkpoints("nano25"))]
     assert stages[0].generator.weights_bytes == stages[1].generator.weights_bytes + head.nbytes
 
 
@@ -487,11 +482,7 @@ def test_a_tokenizer_is_made_from_vocabulary_and_merges(
     ],
 )
 def test_a_tokenizer_that_cannot_be_read_is_reported_at_once(
-    copy: Copy,
-    monkeypatch: pytest.MonkeyPatch,
-    file: str | None,
-    written: bytes,
-    message: str,
+    copy: Copy, monkeypatch: pytest.MonkeyPatch, file: str | None, written: bytes, message: str
 ) -> None:
     path = copy()
     (path / "tokenizer.json").unlink()

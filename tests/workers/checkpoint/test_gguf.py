@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import itertools
 import json
@@ -19,8 +18,8 @@ from tokenizers import pre_tokenizers
 
 from tests.parity.architectures import make_checkpoint
 from tests.parity.compare import library_model
-from tests.workers.backends.cpu.twins import Twins
-from tests.workers.driver import Driver, Question, Stage, inspect
+from tests.workers.backends.cpu.twins import run_both
+from tests.workers.driver import Question, Stage, inspect, unreported
 from vsched.checkpoints import with_local_checkpoints
 from vsched.config import load_config
 from vsched.errors import CheckpointError
@@ -108,9 +107,14 @@ def gguf_tensors(model: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def make(tmp_path: Path, model: Any, tokenizer: Any) -> Make:
-    """Write a GGUF file of the model; `pre` names the pre-tokenizer, `kinds` the formats of quantized tensors."""
+    """Write a GGUF file of the model; `pre` names the pre-tokenizer, `kinds` the formats of quantized tensors.
 
-    def write(pre: str = "smollm", kinds: Mapping[str, str] = QUANTISED) -> Path:
+    `without` is a part of the names of tensors to leave out.
+    """
+
+    def write(
+        pre: str = "smollm", kinds: Mapping[str, str] = QUANTISED, without: str = "no tensor"
+    ) -> Path:
         path = tmp_path / "source" / "tiny.gguf"
         path.parent.mkdir()
         writer = gguf.GGUFWriter(path, "llama")
@@ -137,6 +141,8 @@ def make(tmp_path: Path, model: Any, tokenizer: Any) -> Make:
         writer.add_eos_token_id(vocabulary["<|im_end|>"])
         writer.add_chat_template(TEMPLATE)
         for name, value in gguf_tensors(model).items():
+            if without in name:
+                continue
             if name in kinds:
                 kind = gguf.GGMLQuantizationType[kinds[name]]
                 writer.add_tensor(name, gguf.quants.quantize(value, kind), raw_dtype=kind)
@@ -151,24 +157,22 @@ def make(tmp_path: Path, model: Any, tokenizer: Any) -> Make:
     return write
 
 
-def convert(file: Path, path: Path, dtype: str = "float32", *, keeps_levels: bool = False) -> int:
-    return convert_gguf(
-        str(file),
-        str(path),
-        dtype=dtype,
-        progress=lambda _what, _fraction: None,
-        keeps_levels=keeps_levels,
-    )
+def convert(file: Path, path: Path, *, keeps_levels: bool = False) -> int:
+    options: dict[str, Any] = {"dtype": "float32", "progress": unreported}
+    return convert_gguf(str(file), str(path), keeps_levels=keeps_levels, **options)
 
 
 def test_gguf_file_in_place_of_a_folder_is_converted_once(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also a link, as those of the hub are to files named by a hash."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    file = make()
-    config = load_config(None, sets=[f"model.path={file}"], environ={}).config
+    file, link = tmp_path / "0123abcd", tmp_path / "linked.gguf"
+    make().rename(file)
+    link.symlink_to(file)
+    config = load_config(None, sets=[f"model.path={link}"], environ={}).config
     local = with_local_checkpoints(config)
-    assert local.model.served_name == "tiny"
+    assert local.model.served_name == "linked"
     folder = Path(local.model.path)
     assert folder.is_relative_to(tmp_path / "cache")
     assert inspect(folder).family == "llama"
@@ -211,13 +215,11 @@ def test_gguf_that_stays_quantised_computes_what_its_dequantised_weights_do(
     with safe_open(tmp_path / "kept" / "model.safetensors", framework="np") as written:
         kept = {name for name in written.keys() if name.endswith("weight_levels")}  # noqa: SIM118
     assert len(kept) == len(names) == 7 * LAYERS
-    pair = [
-        Stage.load(tmp_path / path, attention="auto", dtype="float32") for path in ("plain", "kept")
-    ]
-    twins = Twins(*(each.generator for each in pair))
+    dequantised, levels = (
+        Stage.load(tmp_path / path, attention="auto") for path in ("plain", "kept")
+    )
     questions = [Question(range(3, 3 + length), count=6) for length in (5, 40)]
-    Driver(dataclasses.replace(pair[0], generator=twins), chunk=30).run(questions)
-    assert twins.apart < 1e-5
+    assert run_both(dequantised, levels, questions).apart < 1e-5
     plain, small = (describe_checkpoint(str(tmp_path / path)) for path in ("plain", "kept"))
     assert small.file_bytes < 0.75 * plain.file_bytes
     assert small.weights_bytes["language"]["auto"] < 0.75 * plain.file_bytes
@@ -265,30 +267,22 @@ def test_convert_gguf_that_is_interrupted_leaves_nothing(make: Make, tmp_path: P
     assert not list((tmp_path / "there").iterdir())
 
 
-def test_convert_gguf_refuses_words_that_are_split_by_an_unknown_rule(
-    make: Make, tmp_path: Path
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"pre": "odd"}, r"'tiny\.gguf' splits words by the rule 'odd'.*Rem"),
+        (
+            {"without": "blk.1.ffn"},
+            "'tiny.gguf' lacks 4 weights of the model, the first is model.layers.1.mlp.down_proj.w",
+        ),
+    ],
+)
+def test_convert_gguf_refuses_an_unknown_rule_of_words_and_a_file_without_some_weights(
+    make: Make, tmp_path: Path, given: dict[str, str], message: str
 ) -> None:
-    """The tokens would differ from those in training, without any visible error."""
-    with pytest.raises(CheckpointError, match=r"'tiny\.gguf' splits words by the rule 'odd'.*Rem"):
-        convert(make(pre="odd"), tmp_path / "made")
-    assert not (tmp_path / "made").exists()
-
-
-def test_convert_gguf_refuses_a_file_without_some_weights(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Transformers gives them random values."""
-    whole = gguf_tensors
-
-    def few(model: Any) -> dict[str, Any]:
-        return {name: value for name, value in whole(model).items() if "blk.1.ffn" not in name}
-
-    monkeypatch.setitem(globals(), "gguf_tensors", few)
-    words = (
-        "'tiny.gguf' lacks 4 weights of the model, the first is model.layers.1.mlp.down_proj.weight"
-    )
-    with pytest.raises(CheckpointError, match=words):
-        convert(make(), tmp_path / "made")
+    """Tokens would differ from those in training, and transformers gives weights random values."""
+    with pytest.raises(CheckpointError, match=message):
+        convert(make(**given), tmp_path / "made")
     assert not (tmp_path / "made").exists()
 
 
@@ -345,18 +339,3 @@ def test_blocks_stand_for_what_gguf_makes_of_them(name: str) -> None:
         np.testing.assert_allclose(
             dequantized(found), wanted, rtol=0, atol=3e-6 * np.abs(wanted).max()
         )
-
-
-@pytest.mark.thorough
-def test_gguf_file_that_is_a_link_into_a_cache_is_converted(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Files of the hub are links to files named by a hash."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    blob, link = tmp_path / "0123abcd", tmp_path / "linked.gguf"
-    make().rename(blob)
-    link.symlink_to(blob)
-    config = load_config(None, sets=[f"model.path={link}"], environ={}).config
-    local = with_local_checkpoints(config)
-    assert local.model.served_name == "linked"
-    assert Path(local.model.path, "model.safetensors").exists()

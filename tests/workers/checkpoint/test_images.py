@@ -18,11 +18,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.parity.vision_checkpoints import (
-    ON_PILLOW,
-    PROCESSING,
-    make_vision_checkpoint,
-)
+from tests.parity.vision_checkpoints import ON_PILLOW, PROCESSING, make_vision_checkpoint
 from tests.unit.media.fakes import data_url
 from tests.workers.driver import drawn_image, inspect
 from tests.workers.edited import Copy, copy_of, write
@@ -297,12 +293,7 @@ def test_an_image_processor_that_needs_torchvision_is_refused_without_it(
 @pytest.mark.parametrize(("name", "hidden"), [("llava", True), ("lfm2_vl", False)])
 @pytest.mark.parametrize("installed", [True, False])
 def test_torch_is_hidden_unless_torchvision_processes_images(
-    made: Copy,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    *,
-    hidden: bool,
-    installed: bool,
+    made: Copy, monkeypatch: pytest.MonkeyPatch, name: str, *, hidden: bool, installed: bool
 ) -> None:
     monkeypatch.setattr(image_processor, "has_torchvision", lambda: installed)
     import torch

@@ -31,16 +31,18 @@ from vsched_workers.plugin import TRAINED
 
 sentencepiece: Any = pytest.importorskip("sentencepiece")
 TEXTS = ["The red square.", "Zwei  Zeilen\nund größer", "日本 🎉", "12 + 34"]
-WORDS = 400
+WORDS = 380
 
 
-def train(path: Path, kind: str, words: int) -> Path:
-    """Write a checkpoint's folder with the tokenizer of an early Llama: SentencePiece alone."""
+@pytest.fixture(scope="module", params=["bpe", "unigram"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a checkpoint's folder with the tokenizer of an early Llama: SentencePiece alone, of either kind."""
+    path = tmp_path_factory.mktemp(request.param)
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(SMALL_TEXT.splitlines()),
         model_prefix=str(path / "tokenizer"),
-        model_type=kind,
-        vocab_size=words,
+        model_type=request.param,
+        vocab_size=WORDS,
         byte_fallback=True,
         normalization_rule_name="identity",
         remove_extra_whitespaces=False,
@@ -55,13 +57,13 @@ def train(path: Path, kind: str, words: int) -> Path:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train(tmp_path_factory.mktemp("llama"), "bpe", WORDS)
+def tokenizer(folder: Path) -> Any:
+    return load_tokenizer(folder, vocab_size=WORDS, chat_template="")
 
 
 @pytest.fixture(scope="module")
-def tokenizer(folder: Path) -> Any:
-    return load_tokenizer(folder, vocab_size=WORDS, chat_template="")
+def table(tokenizer: Any) -> TokenTable:
+    return TokenTable.of_tokenizer(tokenizer.backend_tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -69,11 +71,13 @@ def own(folder: Path) -> Any:
     return sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
 
 
+@pytest.mark.parametrize("folder", ["bpe"], indirect=True, scope="module")  # Llama's kind
 @each_case("text", TEXTS)
-def test_sentencepiece_is_converted_token_by_token(tokenizer: Any, own: Any, text: str) -> None:
+def test_sentencepiece_is_converted_token_by_token(
+    tokenizer: Any, table: TokenTable, own: Any, text: str
+) -> None:
     """The space before a text is part of the text if it continues a prompt."""
     backend = tokenizer.backend_tokenizer
-    table = TokenTable.of_tokenizer(backend)
     ids = backend.encode(text, add_special_tokens=False).ids
     assert ids == own.encode(text)
     assert table.decode(ids) == text
@@ -82,10 +86,10 @@ def test_sentencepiece_is_converted_token_by_token(tokenizer: Any, own: Any, tex
     assert "".join(pieces) + detokenizer.flush() == f" {text}"
 
 
-def test_prompts_begin_as_the_tokenizer_begins_texts(tokenizer: Any) -> None:
+def test_prompts_begin_as_the_tokenizer_begins_texts(tokenizer: Any, table: TokenTable) -> None:
     """A template writes the first token itself, and a client's prompt may, too."""
     backend = tokenizer.backend_tokenizer
-    special = SpecialTokens(backend, TokenTable.of_tokenizer(backend).raw, 100)
+    special = SpecialTokens(backend, table.raw, 100)
     plain = backend.encode("red", add_special_tokens=False).ids
     assert special.ids("red") == [1, *plain] == tokenizer("red").input_ids
     assert special.ids("<s>red")[0] == 1
@@ -141,7 +145,6 @@ def test_tiktoken_is_converted(tmp_path: Path) -> None:
         assert TokenTable.of_tokenizer(backend).decode(ids) == text
 
 
-SMALL_WORDS = 380
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -152,22 +155,10 @@ SCHEMA = {
 }
 
 
-@pytest.fixture(scope="module", params=["bpe", "unigram"])
-def either(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with either kind of model."""
-    return train(tmp_path_factory.mktemp(request.param), request.param, SMALL_WORDS)
-
-
 @pytest.fixture(scope="module")
-def table(either: Path) -> TokenTable:
-    loaded = load_tokenizer(either, vocab_size=SMALL_WORDS, chat_template="")
-    return TokenTable.of_tokenizer(loaded.backend_tokenizer)
-
-
-@pytest.fixture(scope="module")
-def grammars(either: Path) -> TokenGrammars:
+def grammars(folder: Path) -> TokenGrammars:
     info = inspect(TRAINED)
-    changed = {"path": str(either), "vocab_size": SMALL_WORDS, "stop_token_ids": (2,)}
+    changed = {"path": str(folder), "vocab_size": WORDS, "stop_token_ids": (2,)}
     loaded = load_grammars(msgspec.structs.replace(info, chat_template="", **changed))
     assert loaded is not None
     return loaded
@@ -195,10 +186,9 @@ def test_blind_draws_keep_to_a_grammar(grammars: TokenGrammars, table: TokenTabl
 
 
 def test_texts_of_the_tokenizer_itself_are_followed(
-    grammars: TokenGrammars, either: Path, table: TokenTable
+    grammars: TokenGrammars, own: Any, table: TokenTable
 ) -> None:
     """The tokens of the model's training: its own tokens of the text, after the space that begins every text."""
-    own = sentencepiece.SentencePieceProcessor(model_file=str(either / "tokenizer.model"))
     matcher = grammars.matcher(encoded(choice=[" the red 日本"]))
     ids = own.encode("the red 日本")
     assert [matcher.follow([token]) for token in ids] == [None] * (len(ids) - 1) + [

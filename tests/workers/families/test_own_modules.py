@@ -1,9 +1,10 @@
-"""Modules of Qwen2.5-VL without transformers: bit-identical results; properties of models on the generic path."""
+"""Modules without transformers: bit-identical results, and what falls back."""
 
 from __future__ import annotations
 
 import functools
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,27 +14,61 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AutoConfig
 
+from tests.parity.architectures import make_checkpoint
 from tests.patience import PATIENCE_S
 from tests.programs import printed_by
 from tests.workers.driver import Checkpoints
 from vsched.errors import CheckpointError
 from vsched.types import ItemPlace
 from vsched.worker.contract import WorkerSettings
-from vsched_workers.families import FAMILIES, OwnQwen25Vl, family_of_rank
-from vsched_workers.families.generic import vision_facts
+from vsched_workers.families import FAMILIES, OwnQwen25Vl, family_of_rank, language_family
+from vsched_workers.families.decoders import DECODERS, TextFamily
+from vsched_workers.families.own_families import OwnText
 from vsched_workers.families.qwen_image import _GRID, with_time
 
 NAME = "qwen2_5_vl"
 LIBRARY = FAMILIES[NAME]
 CAUSAL = "causal attention of this test"
+SMALL = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 3}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+
+
+Configure = Callable[..., str]
 
 
 @pytest.fixture
-def own(checkpoints: Checkpoints) -> tuple[OwnQwen25Vl, str]:
-    """Return the family with vsched's own modules for the smallest checkpoint, and its path."""
-    path = str(checkpoints("nano25"))
+def configured(checkpoints: Checkpoints, tmp_path: Path) -> Configure:
+    """Write a small configuration with other entries; None removes one of a part for text or images."""
+
+    def write(name: str, **entries: Any) -> str:
+        if name == NAME:
+            shutil.copy(checkpoints("nano25") / "config.json", tmp_path)
+        else:
+            AutoConfig.for_model(name, **SMALL).save_pretrained(tmp_path)
+        config = json.loads((tmp_path / "config.json").read_text())
+        for key, value in entries.items():
+            if key in {"text_config", "vision_config"}:
+                value = {**config[key], **value}
+                value = {name: each for name, each in value.items() if each is not None}
+            config[key] = value
+        return str(write_config(tmp_path, **config))
+
+    return write
+
+
+def write_config(path: Path, **config: Any) -> Path:
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.fixture(params=["layout", "older layout"])
+def own(request: pytest.FixtureRequest, configured: Configure) -> tuple[OwnQwen25Vl, str]:
+    """Return the family with vsched's own modules for the smallest checkpoint, and the path of its configuration."""
+    path = configured(NAME)
+    if request.param == "older layout":
+        write_config(Path(path), **older(json.loads(Path(path, "config.json").read_text())))
     family = family_of_rank(NAME, path, WorkerSettings())
     assert isinstance(family, OwnQwen25Vl)
     return family, path
@@ -92,18 +127,27 @@ def test_language_model_equals_transformers(
     own: tuple[OwnQwen25Vl, str], dtype: torch.dtype
 ) -> None:
     family, path = own
+    tied = [each.model_config(path).tie_word_embeddings for each in (family, LIBRARY)]
+    assert tied[0] == tied[1]
+    check_language(family, LIBRARY, path, dtype, torch.randint(0, 900, (4, 1, 40)))
+
+
+def check_language(
+    family: Any, library: Any, path: str, dtype: torch.dtype, positions: torch.Tensor
+) -> None:
+    """Check that the language model of a family has the hidden states of another's, to the bit."""
     AttentionInterface.register(CAUSAL, causal)
-    model, library = filled(
-        family.build_language(path, CAUSAL), LIBRARY.build_language(path, CAUSAL), dtype
-    )
-    model.attend_by(causal)
-    token_ids = torch.arange(40)[None]
-    given: dict[str, Any] = {"position_ids": torch.randint(0, 900, (4, 1, 40)), "use_cache": False}
+    own, other = (each.build_language(path, CAUSAL) for each in (family, library))
+    models = filled(own, other, dtype)
+    models[0].attend_by(causal)
+    rows = models[0].embed_tokens(torch.arange(40)[None])
     found, expected = (
-        each(inputs_embeds=each.embed_tokens(token_ids), **given).last_hidden_state
-        for each in (model, library)
+        each(inputs_embeds=rows, position_ids=positions, use_cache=False).last_hidden_state
+        for each in models
     )
-    assert torch.equal(found, expected)
+    assert torch.equal(found, expected), dtype
+    frequencies = [each.rotary_emb.inv_freq for each in models]
+    assert torch.equal(*frequencies)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -187,54 +231,67 @@ def older(config: dict[str, Any]) -> dict[str, Any]:
     return {**text, **config, "vision_config": vision, "rope_scaling": scaling, "rope_theta": 5e5}
 
 
-@pytest.mark.parametrize("rewritten", [lambda config: config, older])
-def test_settings_equal_transformers(
-    checkpoints: Checkpoints, tmp_path: Path, rewritten: Callable[[dict[str, Any]], dict[str, Any]]
+OLDER = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+OLDER |= {"original_max_position_embeddings": 128}
+"""The layout of Llama 3.2, in which the rotary embedding has two entries."""
+LLAMA3 = {**OLDER, "rope_theta": 500000.0}
+SERVED: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("llama", {"rope_parameters": LLAMA3, "attention_bias": True, "mlp_bias": True}),
+    ("llama", {"head_dim": 32, "tie_word_embeddings": True, "rms_norm_eps": 1e-5}),
+    ("llama", {"rope_parameters": None, "rope_scaling": OLDER, "rope_theta": 500000.0}),
+    ("mistral", {"sliding_window": None}),
+    ("qwen2", {}),
+    ("qwen3", {"attention_bias": True}),
+]
+
+
+@pytest.mark.parametrize(("name", "entries"), SERVED)
+def test_text_models_equal_those_of_transformers(
+    configured: Configure, name: str, entries: dict[str, Any]
 ) -> None:
-    config = rewritten(json.loads((checkpoints("nano25") / "config.json").read_text()))
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    family = family_of_rank(NAME, str(tmp_path), WorkerSettings())
-    assert isinstance(family, OwnQwen25Vl)
-    found, library = family.model_config(""), LIBRARY.model_config(str(tmp_path))
-    assert found.tie_word_embeddings == library.tie_word_embeddings
-    for part, expected in (
-        (found.text_config, library.text_config),
-        (found.vision_config, library.vision_config),
-    ):
-        names = {*part.__dataclass_fields__} & {*expected.to_dict()}
-        names -= {"rope_parameters", "tie_word_embeddings"}
-        assert names
-        for name in names:
-            stated = getattr(expected, name)
-            assert getattr(part, name) == (tuple(stated) if isinstance(stated, list) else stated)
-    assert found.vision_config.rope_theta == library.vision_config.rope_parameters["rope_theta"]
-    rope = library.text_config.rope_parameters
-    assert dict(found.text_config.rope_parameters) == {
-        name: rope[name] for name in ("rope_type", "rope_theta", "mrope_section")
-    }
+    path = configured(name, **entries)
+    family = language_family(name, path, WorkerSettings())
+    assert isinstance(family, OwnText)
+    library = TextFamily(name, DECODERS[name])
+    found, expected = family.model_config(path), library.model_config(path)
+    for field in set(found.__dataclass_fields__) & set(expected.to_dict()) - {"rope_parameters"}:
+        assert getattr(found, field) == getattr(expected, field), field
+    for dtype in (torch.float32, torch.bfloat16):
+        check_language(family, library, path, dtype, torch.randint(0, 512, (1, 40)))
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "mrope_section": [2, 3, 3]}
 
 
 @pytest.mark.parametrize(
-    ("part", "entries"),
+    ("name", "entries", "settings"),
     [
-        ("text_config", {"use_sliding_window": True}),
-        ("text_config", {"hidden_act": "gelu"}),
-        ("vision_config", {"hidden_act": "gelu"}),
+        (NAME, {"text_config": {"use_sliding_window": True}}, {}),
+        (NAME, {"text_config": {"hidden_act": "gelu"}}, {}),
+        (NAME, {"vision_config": {"hidden_act": "gelu"}}, {}),
+        (NAME, {"text_config": {"rope_parameters": YARN}}, {}),
+        (NAME, {"vision_config": {"window_size": None}}, {}),
         (
-            "text_config",
-            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "mrope_section": [2, 3, 3]}},
+            "llama",
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+            {},
         ),
-        ("vision_config", {"window_size": None}),
+        ("llama", {"hidden_act": "gelu"}, {}),
+        ("llama", {"num_key_value_heads": None}, {}),
+        ("mistral", {"sliding_window": 128}, {}),
+        ("qwen2", {"use_sliding_window": True}, {}),
+        ("gemma", {}, {}),
+        *((name, {}, {"attention": "exact"}) for name in (NAME, "llama")),
+        *((name, {}, {"device": "cuda:0"}) for name in (NAME, "llama")),
     ],
 )
-def test_checkpoint_that_requests_more_has_transformers_modules(
-    checkpoints: Checkpoints, tmp_path: Path, part: str, entries: dict[str, Any]
+def test_models_that_need_more_exact_attention_and_gpus_have_transformers_modules(
+    configured: Configure, name: str, entries: dict[str, Any], settings: dict[str, Any]
 ) -> None:
-    config = json.loads((checkpoints("nano25") / "config.json").read_text())
-    config[part] |= entries
-    config[part] = {name: each for name, each in config[part].items() if each is not None}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert family_of_rank(NAME, str(tmp_path), WorkerSettings()) is LIBRARY
+    path = configured(name, **entries)
+    family = language_family(name, path, WorkerSettings(**settings))
+    assert family is None or not family.own_modules
 
 
 @pytest.mark.parametrize(
@@ -246,31 +303,19 @@ def test_checkpoint_that_requests_more_has_transformers_modules(
     ],
 )
 def test_entry_of_the_wrong_type_is_reported(
-    checkpoints: Checkpoints, tmp_path: Path, part: str, entries: dict[str, Any]
+    configured: Configure, part: str, entries: dict[str, Any]
 ) -> None:
-    config = json.loads((checkpoints("nano25") / "config.json").read_text())
-    config[part] |= entries
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    path = configured(NAME, **{part: entries})
     with pytest.raises(CheckpointError, match=r"config\.json holds a value of the wrong type"):
-        family_of_rank(NAME, str(tmp_path), WorkerSettings())
-
-
-@pytest.mark.parametrize("settings", [WorkerSettings(attention="exact"), WorkerSettings("cuda:0")])
-def test_exact_attention_and_gpus_have_transformers_modules(
-    checkpoints: Checkpoints, settings: WorkerSettings
-) -> None:
-    assert family_of_rank(NAME, str(checkpoints("nano25")), settings) is LIBRARY
+        family_of_rank(NAME, path, WorkerSettings())
 
 
 RANK = """
 import sys
 from vsched.types import ModelInfo
 from vsched.worker.contract import WorkerSettings
-from vsched.worker.sizing import KvBuilder
-from vsched.worker.sizing import image_for
-from vsched.worker.spec import StepLimits
-from vsched.worker.sizing import reserve_encoder
-from vsched.worker.spec import EncodeRole
+from vsched.worker.sizing import KvBuilder, image_for, reserve_encoder
+from vsched.worker.spec import EncodeRole, StepLimits
 from vsched.wire import SizeKv
 from vsched_workers.plugin import plugin
 for dtype in ("float32", "bfloat16"):
@@ -292,33 +337,9 @@ print([name for name in ("transformers", "huggingface_hub", "torch._dynamo") if 
 
 @pytest.mark.slow
 @pytest.mark.timeout(5 * PATIENCE_S)
-def test_rank_imports_no_transformers(checkpoints: Checkpoints) -> None:
-    """From loading to the largest steps, so that no request waits for an import."""
+@pytest.mark.parametrize("name", [NAME, "llama"])
+def test_rank_imports_no_transformers(tmp_path: Path, name: str) -> None:
+    """From the inspection of the checkpoint to the largest steps, so that no request waits for an import."""
+    make_checkpoint(name, tmp_path)
     # Kernels may have to be compiled.
-    assert printed_by(RANK, checkpoints("nano25"), limit_s=5 * PATIENCE_S) == "[]\n"
-
-
-def write_config(path: Path, **config: Any) -> Path:
-    (path / "config.json").write_text(json.dumps(config))
-    return path
-
-
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [
-        ({"model_type": "mllama"}, "attend to images apart from the text"),
-        ({"model_type": "florence2"}, "an encoder for text"),
-        (
-            {"model_type": "llava", "text_config": {"model_type": "deepseek_v32"}},
-            "indexed_attention",
-        ),
-        ({"model_type": "llama4"}, "temperatures"),
-        ({"model_type": "perception_lm", "image_token_id": 3}, "package timm"),
-    ],
-)
-def test_unsupported_configurations_are_refused_with_the_reason(
-    tmp_path: Path, config: dict[str, Any], reason: str
-) -> None:
-    family = config["model_type"]
-    with pytest.raises(CheckpointError, match=f"'{family}' has .*{reason}"):
-        vision_facts(write_config(tmp_path, **config), family)
+    assert printed_by(RANK, tmp_path, limit_s=5 * PATIENCE_S) == "[]\n"

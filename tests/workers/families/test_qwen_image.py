@@ -93,23 +93,6 @@ def test_minimum_is_untouched_by_a_wide_budget() -> None:
     assert clamp_limits(limits, tokens=64, factor=FACTOR).minimum < 64 * AREA
 
 
-@pytest.mark.parametrize(
-    ("maximum", "tokens", "expected"),
-    [
-        (None, 64, 64 * AREA),
-        (1280 * AREA, 64, 64 * AREA),
-        (64 * AREA, 64, 64 * AREA),
-        (63 * AREA, 64, 63 * AREA),
-        (1280 * AREA, 0, 1280 * AREA),
-    ],
-    ids=["no limit", "looser", "equal", "tighter", "no budget"],
-)
-def test_clamp_bounds_the_maximum(maximum: int | None, tokens: int, expected: int) -> None:
-    """Allowed pixels = tokens x (patch x merge)^2; no limit is looser than any budget."""
-    found = clamp_limits(ResizeLimits(1, maximum), tokens=tokens, factor=FACTOR)
-    assert found.maximum == expected
-
-
 def test_worst_tokens_counts_the_strips_of_a_small_maximum() -> None:
     """At 64 tokens a strip of 1:200 has 113; unknown without a maximum."""
     assert worst_tokens(ResizeLimits(1, None), factor=FACTOR) is None

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.patience import PATIENCE_S
-from tests.workers.driver import PAGES, ROWS_A_PAGE, Driver, Question, Stage
+from tests.workers.driver import PAGES, ROWS_A_PAGE, Driver, Question, Stage, outputs
 from vsched.types import ModelInfo
 from vsched.worker.contract import EncodeJob, WorkerSettings
 from vsched_workers.checkpoint.random_init import SIZES, make_checkpoint
@@ -105,7 +105,7 @@ def answer(
     driver = driver_of(settings, stage, 40)
     running = driver.run(questions, arrivals=2, preempts=7)
     held = {"encode": stage.encoder.weights_bytes, "generate": stage.generator.weights_bytes}
-    return [each.output for each in running], np.array(driver.embeddings), held
+    return outputs(running), np.array(driver.embeddings), held
 
 
 def answer_text(
@@ -113,7 +113,7 @@ def answer_text(
 ) -> list[list[int]]:
     """Run questions of a text model to completion; return the tokens."""
     driver = driver_of(settings, load(settings, path, dtype), 7)
-    return [each.output for each in driver.run(questions, arrivals=2, preempts=7)]
+    return outputs(driver.run(questions, arrivals=2, preempts=7))
 
 
 def encode_in_parts(
@@ -126,7 +126,7 @@ def encode_in_parts(
     """
     stage = load(settings, path)
     driver = driver_of(settings, stage, 40)
-    expected = [each.output for each in driver.run([question])]
+    expected = outputs(driver.run([question]))
     encoder = stage.encoder
     assert encoder.pauses
     image = question.images[0]
@@ -141,7 +141,7 @@ def encode_in_parts(
         encoder.begin([EncodeJob(b"", tokens, arrays, plan.metadata, pages)], found)
         layers = 1
         while not encoder.advance(layers):
-            assert [each.output for each in driver.run([question])] == expected
+            assert outputs(driver.run([question])) == expected
             if failing == "early":
                 encoder.begin([], found)  # drops the batch
                 raise ValueError

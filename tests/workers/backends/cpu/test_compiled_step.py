@@ -24,7 +24,7 @@ from tests.workers.backends.cpu.twins import watched
 from tests.workers.driver import Driver, Question, Stage
 from tests.workers.properties import thorough
 from tests.workers.test_language import mixed_questions
-from vsched.worker.contract import Batch, Sampled, WorkerSettings
+from vsched.worker.contract import Batch, Sampled
 from vsched_workers.adapters.places import NOBODY, PassRows
 from vsched_workers.backends.cpu import language_layers, products
 from vsched_workers.backends.cpu.compiled_step.step import _products, fits
@@ -66,14 +66,14 @@ def quantized(weights: str, group: int = 0, activations: str = "int8") -> dict[s
 _INT8_KV: Mapping[str, Any] = {"kv_dtype": "int8"}
 _TWO: Mapping[str, Any] = {"threads": 2}
 QUANTIZED: Sequence[Any] = (
-    (multiply_int8, {**quantized("int8"), **_INT8_KV}),
-    (multiply_int8, {**quantized("int4", 128), **_TWO, **_INT8_KV}),
-    (multiply, {**quantized("int8", activations="float"), **_TWO}),
+    ("tiny25", {**quantized("int8"), **_INT8_KV}, multiply_int8),
+    ("tiny25", {**quantized("int4", 128), **_TWO, **_INT8_KV}, multiply_int8),
+    ("tiny25", {**quantized("int8", activations="float"), **_TWO}, multiply),
     *thorough(
-        (multiply_int8, {**quantized("int8", 32), **_TWO}),
-        (multiply_int8, quantized("int4")),
-        (multiply, quantized("int4", 16)),
-        (multiply, {**quantized("int4", activations="float"), **_INT8_KV}),
+        ("tiny25", {**quantized("int8", 32), **_TWO}, multiply_int8),
+        ("tiny25", quantized("int4"), multiply_int8),
+        ("tiny25", quantized("int4", 16), multiply),
+        ("tiny25", {**quantized("int4", activations="float"), **_INT8_KV}, multiply),
     ),
 )
 """Kernels of products by quantization; groups of 16 are not a multiple of the blocks of int8 activations."""
@@ -100,11 +100,7 @@ def block_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "BLOCK_SIZE", BLOCK)
 
 
-def load(path: str, *, threads: int = 1, kv_dtype: str = "auto", **given: Any) -> Stage:
-    settings = WorkerSettings(threads=threads, **given)
-    return Stage.load(
-        path, attention="auto", dtype="bfloat16", settings=settings, kv_dtype=kv_dtype
-    )
+load = functools.partial(Stage.load, attention="auto", dtype="bfloat16")
 
 
 def layers_of(stage: Stage) -> Any:
@@ -154,48 +150,36 @@ def kernels_of(stage: Stage) -> set[Any]:
     return {each.kernel for layer in layers_of(stage)._layers for each in _products(layer)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "given"),
+    ("name", "given", "used"),
     [
-        *((name, {}) for name in MAKES),
-        ("gemma2", {**_TWO, **_INT8_KV}),
-        *thorough(("tiny3", _INT8_KV), ("tiny25", _TWO)),
+        *((name, {}, None) for name in MAKES),
+        ("gemma2", {**_TWO, **_INT8_KV}, None),
+        *thorough(("tiny3", _INT8_KV, None), ("tiny25", _TWO, None)),
+        *QUANTIZED,
     ],
 )
 def test_one_call_has_the_bits_of_many(
-    name: str, given: Any, checkpoint: Make, monkeypatch: pytest.MonkeyPatch
+    name: str, given: Any, used: Any, checkpoint: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check(load(checkpoint(name), **given), monkeypatch)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("used", "given"), QUANTIZED)
-def test_one_call_has_the_bits_of_many_with_quantized_weights(
-    used: Any, given: Any, checkpoint: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stage = load(checkpoint("tiny25"), **given)
-    assert kernels_of(stage) == {used}
+    stage = load(checkpoint(name), **given)
+    assert used is None or kernels_of(stage) == {used}
     check(stage, monkeypatch)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("threads", [2, *thorough(1)])
-def test_one_call_has_the_bits_of_many_if_bfloat16_is_widened(
+def test_one_call_has_the_bits_of_many_if_bfloat16_is_widened_or_threads_share_attention(
     threads: int, checkpoint: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on processors without VDPBF16PS."""
-    monkeypatch.setattr(products, "has_bf16_dot", lambda: False)
-    monkeypatch.setattr(products, "has_tiles", lambda: False)
-    stage = load(checkpoint("llama"), threads=threads)
-    assert kernels_of(stage) == {multiply}
-    check(stage, monkeypatch)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("threads", [2, *thorough(1)])
-def test_one_call_has_the_bits_of_many_if_attention_runs_on_all_threads(
-    threads: int, checkpoint: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    """As on processors without VDPBF16PS, and as with long contexts."""
+    with monkeypatch.context() as patch:
+        patch.setattr(products, "has_bf16_dot", lambda: False)
+        patch.setattr(products, "has_tiles", lambda: False)
+        stage = load(checkpoint("llama"), threads=threads)
+        assert kernels_of(stage) == {multiply}
+        check(stage, patch)
     monkeypatch.setattr(language_layers, "DECODE_VALUES_MIN", 0)
     check(load(checkpoint("olmo2"), threads=threads), monkeypatch)
 

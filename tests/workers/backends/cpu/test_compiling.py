@@ -22,6 +22,7 @@ import pytest
 import vsched_workers
 from tests.patience import PATIENCE_S
 from tests.programs import printed_by
+from tests.workers.driver import unreported
 from tests.workers.properties import thorough
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.cpu import compiling as compiling_module
@@ -102,10 +103,6 @@ def compiling(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ch
     return make
 
 
-def quiet(_what: str, _share: float) -> None:
-    pass
-
-
 def test_each_kernel_is_compiled_once_and_its_progress_is_reported(
     folder: Path, compiling: Callable[..., Children]
 ) -> None:
@@ -115,8 +112,8 @@ def test_each_kernel_is_compiled_once_and_its_progress_is_reported(
     assert processes.requested == [[GREEDY, NORM]]
     assert [share for _, share in reported] == [0.0, 0.5, 1.0]
     assert reported[0][0].startswith("compiling 2 kernels for this processor, once, on ")
-    assert compile_ahead(wanted, quiet) == 0
-    assert compile_ahead([("low rank",)], quiet) == 1
+    assert compile_ahead(wanted, unreported) == 0
+    assert compile_ahead([("low rank",)], unreported) == 1
     assert processes.requested[1:] == [[("low rank",)]]
 
 
@@ -124,7 +121,7 @@ def test_a_kernel_that_was_not_compiled_is_tried_again(
     folder: Path, compiling: Callable[..., Children]
 ) -> None:
     compiling(fails=0)
-    compile_ahead([GREEDY, NORM], quiet)
+    compile_ahead([GREEDY, NORM], unreported)
     assert missing([GREEDY, NORM], folder) == [GREEDY]
 
 
@@ -133,9 +130,9 @@ def test_nothing_is_compiled_ahead_where_it_cannot_be_kept(
 ) -> None:
     processes = compiling()
     monkeypatch.setattr(compiling_module, "kernel_folder", lambda: None)
-    assert compile_ahead([GREEDY], quiet) == 0
+    assert compile_ahead([GREEDY], unreported) == 0
     monkeypatch.setattr(compiling_module, "kernel_folder", lambda: Path("/proc"))
-    assert compile_ahead([GREEDY], quiet) == 0
+    assert compile_ahead([GREEDY], unreported) == 0
     assert processes.requested == []
 
 

@@ -26,6 +26,7 @@ from tests.workers.driver import (
     encode_jobs,
     reported,
 )
+from tests.workers.parallel.ranks import Ranks, driver_of, make_four_heads
 from vsched.errors import ConfigError
 from vsched.types import SamplingParams
 from vsched.worker.contract import WorkerSettings
@@ -33,6 +34,7 @@ from vsched_workers.backends.cpu import attention, products
 from vsched_workers.plugin import TRAINED
 
 Load = Callable[..., Stage]
+load_kernels = functools.partial(Stage.load, attention="auto", dtype="bfloat16", deterministic=True)
 
 CHUNKS = (1000, 7, 64)
 
@@ -44,8 +46,7 @@ def load(checkpoints: Checkpoints) -> Load:
     @functools.cache
     def stage(name: str, threads: int = 1, *, deterministic: bool = True) -> Stage:
         path = TRAINED if name == "demo" else checkpoints(name)
-        settings = WorkerSettings(threads=threads, deterministic=deterministic)
-        return Stage.load(path, attention="auto", dtype="bfloat16", settings=settings)
+        return load_kernels(path, threads=threads, deterministic=deterministic)
 
     return stage
 
@@ -95,8 +96,7 @@ def test_a_model_of_text_alone_leaves_no_trace(name: str, tmp_path: Path) -> Non
     gemma2 has sliding windows and soft-capping.
     """
     make_checkpoint(name, tmp_path)
-    settings = WorkerSettings(threads=1, deterministic=True)
-    stage = Stage.load(tmp_path, attention="auto", dtype="bfloat16", settings=settings)
+    stage = load_kernels(tmp_path)
     requested = [asked(prompt, count=8) for prompt in prompts()]
     together = run(stage, requested, chunk=7, arrivals=1, preempts=4)
     assert [run(stage, [each])[0] for each in requested] == together
@@ -178,9 +178,7 @@ def test_amx_is_not_used(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = run(load("demo"), requested, chunk=40)
     for module in (attention, products):
         monkeypatch.setattr(module, "has_tiles", lambda: True)
-    settings = WorkerSettings(threads=1, deterministic=True)
-    stage = Stage.load(TRAINED, attention="auto", dtype="bfloat16", settings=settings)
-    assert run(stage, requested, chunk=40) == wanted
+    assert run(load_kernels(TRAINED), requested, chunk=40) == wanted
 
 
 @needs_bf16_dot
@@ -201,6 +199,36 @@ def encoded(stage: Stage, images: Sequence[Any]) -> list[bytes]:
     return [embeddings[job.pages].tobytes() for job in jobs]
 
 
+def answers_of_rank(
+    settings: WorkerSettings, path: str, runs: Sequence[tuple[int, int, int]]
+) -> list[list[tuple[list[int], str]]]:
+    """Return the log-probabilities of the first `count` questions, for runs of (count, chunk size, preempts)."""
+    found = []
+    # The process is reused by other tests.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(driver, "BLOCK_SIZE", 16)
+        stage = load_kernels(path, settings=settings)
+        for count, chunk, preempts in runs:
+            one = driver_of(settings, stage, chunk)
+            options = {"arrivals": min(preempts, 1), "preempts": preempts}
+            running = one.run(questions(7)[:count], **options)
+            assert all(len(each.logprobs) == len(each.output) for each in running)
+            found.append(reported(running))
+    return found
+
+
+@needs_bf16_dot
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_logits_are_the_same_over_ranks(ranks: Ranks, tmp_path: Path, size: int) -> None:
+    """Alone and in a batch, with other chunk sizes, and recomputed; all digits of log-probabilities are compared."""
+    path = str(make_four_heads(tmp_path / "heads", "nano3", "bfloat16"))
+    runs = [(1, 1000, 0), (7, 40, 0), (7, 13, 4)]
+    for alone, together, again in ranks.run(answers_of_rank, path, runs, size=size):
+        assert together[:1] == alone
+        assert again == together
+
+
 @needs_bf16_dot
 def test_logits_differ_without_it(load: Load) -> None:
     stage = load("demo", deterministic=False)
@@ -211,6 +239,5 @@ def test_logits_differ_without_it(load: Load) -> None:
 
 @needs_bf16_dot
 def test_refuses_a_mixture_of_experts(checkpoints: Checkpoints) -> None:
-    settings = WorkerSettings(deterministic=True)
     with pytest.raises(ConfigError, match="experts"):
-        Stage.load(checkpoints("nano3moe"), attention="auto", dtype="bfloat16", settings=settings)
+        load_kernels(checkpoints("nano3moe"))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,15 @@ from tests.parity.vision_checkpoints import make_vision_checkpoint
 from tests.workers import driver
 from tests.workers.backends.cpu.kernels.operands import draw, use_operand
 from tests.workers.backends.cpu.twins import WITHIN, run_both, run_twins
-from tests.workers.driver import Checkpoints, Driver, Question, Stage, drawn_image, encode_jobs
+from tests.workers.driver import (
+    Checkpoints,
+    Driver,
+    Question,
+    Stage,
+    Stages,
+    drawn_image,
+    encode_jobs,
+)
 from tests.workers.parallel.ranks import Ranks
 from tests.workers.properties import thorough
 from tests.workers.test_language import mixed_questions
@@ -33,8 +42,6 @@ from vsched_workers.backends.reference.image_inputs import ImageInputs
 from vsched_workers.backends.reference.layers import ModuleLayers
 from vsched_workers.backends.reference.whole_model import WholeModel
 from vsched_workers.families.decoders import DECODERS
-
-Stages = Callable[..., Stage]
 
 
 def test_argmax_takes_the_first_of_the_largest() -> None:
@@ -54,8 +61,6 @@ def test_argmax_takes_the_first_of_the_largest() -> None:
 def test_fused_layers_equal_the_modules(stages: Stages, size: str, chunk: int) -> None:
     """Decode rows, chunks and images, including deepstack: same logits except for rounding, same choice."""
     exact, fused = (stages(size, kind, "bfloat16") for kind in ("exact", "auto"))
-    assert isinstance(exact.generator._layers, ModuleLayers)  # type: ignore[attr-defined]
-    assert isinstance(fused.generator._layers, FusedLanguage)  # type: ignore[attr-defined]
     options = {"chunk": chunk, "seed": chunk, "preempts": 7 * (chunk > 5)}
     run_both(exact, fused, mixed_questions(), arrivals=2, **options).check()
 
@@ -74,9 +79,13 @@ def test_fused_layers_equal_the_modules_without_the_bfloat16_instructions(
     _check_images(exact, fused, [(90, 60), (448, 448)])
 
 
-def _exact_and_fused(checkpoint: Path) -> list[Stage]:
-    kinds = ("exact", "auto")
-    return [Stage.load(checkpoint, attention=kind, dtype="bfloat16") for kind in kinds]
+def _exact_and_fused(checkpoint: Path) -> tuple[Stage, Stage]:
+    """Load transformers' modules and fused layers."""
+    load = functools.partial(Stage.load, checkpoint, dtype="bfloat16")
+    exact, fused = load(attention="exact"), load(attention="auto")
+    assert isinstance(exact.generator._layers, ModuleLayers)  # type: ignore[attr-defined]
+    assert isinstance(fused.generator._layers, FusedLanguage)  # type: ignore[attr-defined]
+    return exact, fused
 
 
 @pytest.mark.slow
@@ -218,11 +227,7 @@ def test_fused_layers_of_decoders_equal_the_modules(made: str, tmp_path: Path) -
     """
     name, changes = MADE[made]
     make_checkpoint(name, tmp_path, initializer_range=0.1, **changes)
-    exact, fused = (
-        Stage.load(tmp_path, attention=kind, dtype="bfloat16") for kind in ("exact", "auto")
-    )
-    assert isinstance(exact.generator._layers, ModuleLayers)  # type: ignore[attr-defined]
-    assert isinstance(fused.generator._layers, FusedLanguage)  # type: ignore[attr-defined]
+    exact, fused = _exact_and_fused(tmp_path)
     questions = [Question(prompt, count=12) for prompt in prompts()]
     run_both(exact, fused, questions, chunk=11, arrivals=2, preempts=7).check()
 

@@ -1,9 +1,10 @@
-"""Products with packed weights against plain ones: bfloat16, widened as they are read, and with int8 activations."""
+"""Products with packed weights against plain ones, in bfloat16, widened as they are read, and in int8; activations."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable
 from typing import Any
 
 import numba
@@ -12,16 +13,13 @@ import torch
 from llvmlite import binding, ir  # type: ignore[import-untyped]
 from torch.nn import functional
 
-from tests.workers.backends.cpu.kernels.operands import needs_bf16_dot
+from tests.workers.backends.cpu.kernels.operands import draw, needs_bf16_dot
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.cpu import products
 from vsched_workers.backends.cpu.backend import CpuBackend
-from vsched_workers.backends.cpu.products import (
-    PanelProduct,
-    QuantizedProduct,
-    make_product,
-    quantizes_activations,
-)
+from vsched_workers.backends.cpu.kernels import activation
+from vsched_workers.backends.cpu.kernels.activation import gelu, gelu_tanh, swiglu
+from vsched_workers.backends.cpu.products import PanelProduct, QuantizedProduct, make_product
 from vsched_workers.backends.cpu.quantized import block_sums
 from vsched_workers.backends.cpu.quantized.block_sums import (
     PAIRS,
@@ -30,9 +28,10 @@ from vsched_workers.backends.cpu.quantized.block_sums import (
     VNNI,
     instructions,
 )
-from vsched_workers.backends.cpu.quantized.integers import OWN_ROWS_MAX
+from vsched_workers.backends.cpu.quantized.integers import OWN_ROWS_MAX, multiply_int8
 from vsched_workers.backends.cpu.quantized.integers import PASS_ROWS as INT8_PASS_ROWS
 from vsched_workers.backends.cpu.quantized.kernel import BLOCK, FEW_ROWS_MAX, PANEL, PASS_ROWS
+from vsched_workers.backends.cpu.threads import pool_of
 from vsched_workers.quantized.weights import QuantizedWeight, quantize
 
 pytest.importorskip("numba")
@@ -304,30 +303,47 @@ def test_vnni_is_written_as_its_instruction() -> None:
         ("auto", torch.bfloat16, PLAIN, False),
     ],
 )
-def test_rows_are_made_into_8_bits_as_requested(
-    activations: str,
-    dtype: torch.dtype,
-    best: Any,
-    *,
-    wanted: bool,
-    monkeypatch: pytest.MonkeyPatch,
+def test_activations_are_quantized_as_requested(
+    activations: str, dtype: torch.dtype, best: Any, wanted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(products, "instructions", lambda: best)
-    assert quantizes_activations(activations, dtype) is wanted
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_backend_makes_products_as_the_setting_says(*, deterministic: bool) -> None:
     """For weights quantized on loading, and for weights of a quantized checkpoint."""
-    weight, rows = weight_of("int4 32", PANEL, 64), drawn(1, 64)
-    found = []
-    for activations in ("float", "int8"):
+    monkeypatch.setattr(products, "instructions", lambda: best)
+    weight = weight_of("int4 32", PANEL, 64)
+    for deterministic in (False, True):
         settings = WorkerSettings(
             weights="int4", activations=activations, deterministic=deterministic
         )
-        backend = CpuBackend(settings, torch.float32)
+        backend = CpuBackend(settings, dtype)
         makes: list[Any] = [backend._make_plain, backend.make_product]
-        made = [make(weight, None) for make in makes]
-        assert torch.equal(made[0](rows), made[1](rows))
-        found.append(made[0](rows))
-    assert not torch.equal(*found)
+        assert [make(weight, None).kernel is multiply_int8 for make in makes] == [wanted, wanted]
+
+
+def test_loops_of_activations_have_names_of_their_own() -> None:
+    """Stored code is linked by name: of two loops with one name, a process would call the first in both kernels."""
+    loops = activation._silu_row, activation._gelu_row, activation._gelu_tanh_row
+    assert len({loop.py_func.__qualname__ for loop in loops}) == 3
+    assert all("<locals>" not in loop.py_func.__qualname__ for loop in loops)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "function"),
+    [
+        (swiglu, functional.silu),
+        (gelu, functional.gelu),
+        (gelu_tanh, lambda rows: functional.gelu(rows, approximate="tanh")),
+    ],
+    ids=["silu", "gelu", "tanh"],
+)
+@pytest.mark.parametrize(("threads", "rows"), [(0, 7), (2, 3000)])
+def test_activations_equal_the_modules(
+    kernel: Any, function: Callable[[torch.Tensor], torch.Tensor], threads: int, rows: int
+) -> None:
+    """Far from zero they are the identity, or zero; the exponential neither overflows nor yields NaN."""
+    gate, up = draw(rows, 37) * 4, draw(rows, 37, seed=1)
+    gate[0, :6] = torch.tensor([0.0, -0.0, 300.0, -300.0, 17.0, -17.0])
+    wanted = function(gate.float()).bfloat16() * up
+    pool = pool_of(threads) if threads else 0
+    kernel(pool, gate.data_ptr(), up.data_ptr(), rows, 37)
+    clear = wanted.abs() > 1e-3  # torch subtracts two nearly equal numbers
+    assert (gate == wanted)[clear].float().mean() > 0.95
+    torch.testing.assert_close(gate, wanted, rtol=0.01, atol=1e-6)

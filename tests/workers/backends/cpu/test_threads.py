@@ -1,22 +1,14 @@
-"""Responses while the number of threads changes; its choice, on a simulated machine with a clock and other programs."""
+"""Choice of the number of threads, on a simulated machine with a clock and other programs."""
 
 from __future__ import annotations
 
 import io
-import itertools
 import os
 import random
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
-from tests.workers import driver
-from tests.workers.backends.cpu.kernels.operands import needs_bf16_dot
-from tests.workers.backends.cpu.test_poisoned_memory import QUESTIONS
-from tests.workers.driver import Checkpoints, Driver, Stage, reported
-from vsched.worker.contract import WorkerSettings
-from vsched_workers.backends.cpu import language_layers
 from vsched_workers.backends.cpu.threads import (
     BLIND_MAX_S,
     LATELY_S,
@@ -27,38 +19,10 @@ from vsched_workers.backends.cpu.threads import (
     IdleCores,
     ThreadChoice,
     ThreadPool,
-    process_pool,
     waited_s,
 )
 
 pytest.importorskip("numba")
-
-
-class ChangingDriver(Driver):
-    """Computes each step with another number of threads."""
-
-    _numbers = itertools.cycle([1, 3, 2])
-
-    def step(self, active: Any) -> None:
-        process_pool().use(next(self._numbers))
-        super().step(active)
-
-
-@pytest.mark.parametrize("deterministic", [False, pytest.param(True, marks=needs_bf16_dot)])
-def test_answers_have_the_same_bits_with_any_number_of_threads(
-    checkpoints: Checkpoints, deterministic: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Tokens, their log-probabilities and images, in chunks and in compiled steps."""
-    monkeypatch.setattr(driver, "BLOCK_SIZE", 16)
-    monkeypatch.setattr(language_layers, "DECODE_VALUES_MIN", 0)
-    settings = WorkerSettings(threads=3, deterministic=deterministic)
-    stage = Stage.load(checkpoints("tiny25"), attention="auto", dtype="bfloat16", settings=settings)
-    process_pool().use(1)
-    wanted = reported(Driver(stage, chunk=64).run(QUESTIONS, arrivals=2))
-    process_pool().use(3)
-    assert reported(Driver(stage, chunk=64).run(QUESTIONS, arrivals=2)) == wanted
-    assert reported(ChangingDriver(stage, chunk=64).run(QUESTIONS, arrivals=2)) == wanted
-    process_pool().use(1)
 
 
 class Machine:
@@ -173,10 +137,7 @@ def test_noise_changes_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("idle_cores", "step_s", "trials_max"),
-    [
-        (1.0, 0.04, 1000 * 0.3 / RETRY_MAX_S + 100 * RETRY_S),
-        (None, 0.1, 1000 * 0.4 / BLIND_MAX_S),
-    ],
+    [(1.0, 0.04, 1000 * 0.3 / RETRY_MAX_S + 100 * RETRY_S), (None, 0.1, 1000 * 0.4 / BLIND_MAX_S)],
     ids=["a core looks idle", "none does"],
 )
 def test_trials_that_change_nothing_become_rare(
@@ -223,14 +184,6 @@ def test_steps_that_cannot_be_compared_change_nothing() -> None:
     assert machine.choice.threads == 2
 
 
-def test_idle_cores_are_those_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other cores of a host do not count; a system without the file reports nothing."""
-    found = IdleCores()()
-    assert found >= 0
-    monkeypatch.setattr("builtins.open", _nothing)
-    assert IdleCores()() == float("inf")
-
-
 def test_niced_programs_count_as_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {1})
     lines = "cpu 0 0 0 0\ncpu0 9 9 9 9\ncpu1 5000 {} 10 300\n"
@@ -241,13 +194,14 @@ def test_niced_programs_count_as_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cores() == pytest.approx(700 / os.sysconf("SC_CLK_TCK") / 7, rel=0.05)
 
 
-def test_waiting_is_measured_by_context_switches_if_the_system_keeps_no_times(
+def test_systems_without_files_of_times_report_no_idle_cores_and_count_context_switches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    def nothing(*_: object, **__: object) -> None:
+        raise OSError
+
+    assert IdleCores()() >= 0
     assert waited_s() >= 0
-    monkeypatch.setattr("builtins.open", _nothing)
+    monkeypatch.setattr("builtins.open", nothing)
+    assert IdleCores()() == float("inf")
     assert waited_s() % SLICE_S == pytest.approx(0, abs=1e-6) or waited_s() >= SLICE_S
-
-
-def _nothing(*_: object, **__: object) -> None:
-    raise OSError

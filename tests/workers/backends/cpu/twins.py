@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -111,13 +112,9 @@ def run_twins(
     settings: WorkerSettings, path: str, questions: Sequence[Question]
 ) -> list[list[float]]:
     """Run questions as one rank of a group, check them, and return some hidden states of the fused layers."""
+    load = functools.partial(Stage.load, path, dtype="bfloat16", settings=settings)
     stages = [
-        Stage.load(
-            path,
-            attention=kind,
-            dtype="bfloat16",
-            settings=dataclasses.replace(settings, rendezvous=f"{settings.rendezvous}-{kind}"),
-        )
+        load(attention=kind, rendezvous=f"{settings.rendezvous}-{kind}")
         for kind in ("exact", "auto")
     ]
     twins = Twins(*(stage.generator for stage in stages))

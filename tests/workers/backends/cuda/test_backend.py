@@ -1,12 +1,15 @@
-"""Setup by a CUDA backend before anything runs on its device, and its memory, with a recorded or fake `torch.cuda`."""
+"""Setup by a CUDA backend, its memory, products of one row and launches, with a recorded or fake `torch.cuda`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional
 
 from vsched.errors import ConfigError, DeviceOutOfMemory
 from vsched.worker.contract import WorkerSettings
@@ -15,6 +18,13 @@ from vsched_workers.backends.choice import choose_backend
 from vsched_workers.backends.cuda.attention import KernelMissing, TritonDecode
 from vsched_workers.backends.cuda.device import CudaMemory
 from vsched_workers.backends.cuda.fused_layers import load_kernels
+from vsched_workers.backends.cuda.products import (
+    FastKernel,
+    RowProduct,
+    RowTiles,
+    row_tiles,
+    with_row_kernel,
+)
 
 Calls = list[tuple[str, object]]
 
@@ -120,20 +130,79 @@ def test_cuda_memory_asks_allocator_and_driver(monkeypatch: pytest.MonkeyPatch) 
     assert calls[:2] == ["reset_peak_memory_stats", "synchronize"]
     assert calls[2:] == ["_cuda_clearCublasWorkspaces", "empty_cache"]
 
+    def full(size: int, **_: object) -> object:
+        calls.append(str(size))
+        raise torch.OutOfMemoryError("CUDA out of memory")
 
-def test_cuda_memory_holds_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Failures on the device raise the common exception. Not on a GPU."""
-    sizes: list[int] = []
-
-    def empty(size: int, **_: object) -> object:
-        sizes.append(size)
-        if size > 100:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return object()
-
-    monkeypatch.setattr(torch, "empty", empty)
-    memory = CudaMemory("cuda:0")
-    with memory.hold(100):
-        assert sizes == [100]
-    with pytest.raises(DeviceOutOfMemory), memory.hold(101):
+    monkeypatch.setattr(torch, "empty", full)
+    with pytest.raises(DeviceOutOfMemory, match="holding memory back"), memory.hold(101):
         pass
+    assert calls[-1] == "101"
+
+
+def test_sizes_that_tiles_do_not_divide_are_left_to_torch() -> None:
+    assert row_tiles(2048, 2048) == RowTiles(outputs=8, tile=512, stages=3)
+    assert row_tiles(64, 48) is None
+    assert row_tiles(63, 64) is None
+    product = RowProduct(torch.randn(63, 48), None, None)
+    for rows in (torch.randn(1, 48), torch.randn(2, 48)):
+        assert torch.equal(product(rows), functional.linear(rows, product.weight))
+    assert product.gated(torch.randn(1, 48), "SILU") is None
+
+
+def test_layers_with_hooks_stay_as_they_are() -> None:
+    """Hooks sum the outputs over ranks."""
+    layer = nn.Linear(64, 64)
+    assert isinstance(with_row_kernel(layer, None), RowProduct)
+    layer.register_forward_hook(lambda *_: None)
+    assert with_row_kernel(layer, None) is layer
+
+
+class Jit:
+    """A stand-in for a kernel of Triton: compiles at every launch through it."""
+
+    arg_names = ("source", "target", "count", "scale", "WIDTH", "KIND")
+
+    def __init__(self) -> None:
+        self.compilations = 0
+        self.launches: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
+        def launch(*_arguments: object, **_constants: object) -> object:
+            self.compilations += 1
+            number = self.compilations
+            return SimpleNamespace(
+                run=lambda *given: self.launches.append((number, *given)),
+                function="function",
+                packed_metadata="metadata",
+            )
+
+        return launch
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"source": torch.zeros(64, dtype=torch.float64)},
+        {"source": torch.zeros(64)[1:]},
+        {"count": 1},
+        {"count": 33},
+        {"count": 2**31},
+        {"WIDTH": 16},
+    ],
+    ids=["type", "alignment", "one", "no multiple of 16", "64 bits", "constant"],
+)
+def test_arguments_with_another_specialization_are_compiled(
+    other: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a kernel that relies on aligned addresses would read others."""
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 77, raising=False)
+    jit = Jit()
+    kernel = FastKernel(jit)
+    usual: dict[str, Any] = {"source": torch.zeros(64), "count": 32, "WIDTH": 8}
+    for given in (usual, usual | other, usual, usual | other):
+        kernel[(1,)](
+            given["source"], torch.zeros(64), given["count"], 0.5, WIDTH=given["WIDTH"], KIND="a"
+        )
+    assert jit.compilations == 2
+    assert [number for number, *_ in jit.launches] == [1, 2]

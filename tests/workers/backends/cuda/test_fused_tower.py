@@ -22,7 +22,7 @@ from torch import nn
 from tests.workers.backends.cuda.on_host import DEVICE, backend_here
 from tests.workers.backends.cuda.races import check_not_used
 from tests.workers.backends.cuda.test_attention_trials import varlen_on_cpu
-from tests.workers.driver import Checkpoints, Driver, Question, Stage, drawn_image
+from tests.workers.driver import Checkpoints, Driver, Question, Stage, Stages, drawn_image
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.choice import choose_backend
 from vsched_workers.backends.cuda import fused_tower, products
@@ -190,9 +190,6 @@ def test_other_towers_are_not_fused(encoded: Encoded, checkpoints: Checkpoints) 
     assert not fits(own.build_vision(path, "sdpa"))
     encoded.tower.blocks[1].norm2 = nn.Identity()
     assert not fits(encoded.tower)
-
-
-Stages = Callable[..., Stage]
 
 
 def test_flash_gives_the_rows_of_attention_window_by_window(

@@ -1,8 +1,10 @@
-"""Uninitialized memory is never read: it is filled with NaN, and results are the same to the bit."""
+"""Results are the same to the bit with any number of threads, and whatever uninitialized memory holds."""
 
 from __future__ import annotations
 
 import ctypes
+import functools
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,10 +16,12 @@ from tests.workers import driver
 from tests.workers.backends.cpu.kernels.operands import needs_bf16_dot
 from tests.workers.driver import Checkpoints, Driver, Question, Stage, drawn_image, reported
 from vsched.types import SamplingParams
-from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.cpu import language_layers
+from vsched_workers.backends.cpu.threads import process_pool
 
-pytestmark = [pytest.mark.slow, needs_bf16_dot]
+pytest.importorskip("numba")
+
+load = functools.partial(Stage.load, attention="auto", dtype="bfloat16")
 
 QUESTIONS = [
     Question(
@@ -65,6 +69,8 @@ def poisoned_tensors() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
+@needs_bf16_dot
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "block_size", "threads", "deterministic"),
     [("tiny25", 16, 2, False), ("tiny25", 16, 2, True), ("nano3", 4, 1, False)],
@@ -81,8 +87,7 @@ def test_outputs_do_not_depend_on_unwritten_memory(
     monkeypatch.setattr(driver, "BLOCK_SIZE", block_size)
     # Attention runs on all threads for any number of values.
     monkeypatch.setattr(language_layers, "DECODE_VALUES_MIN", 0)
-    settings = WorkerSettings(threads=threads, deterministic=deterministic)
-    stage = Stage.load(checkpoints(name), attention="auto", dtype="bfloat16", settings=settings)
+    stage = load(checkpoints(name), threads=threads, deterministic=deterministic)
     for chunk in (17, 64):
         wanted = reported(Driver(stage, chunk=chunk).run(QUESTIONS, arrivals=2))
         generator: Any = stage.generator
@@ -92,3 +97,29 @@ def test_outputs_do_not_depend_on_unwritten_memory(
                 cached.fill_(torch.nan)
             found = reported(PoisonedDriver(stage, chunk=chunk).run(QUESTIONS, arrivals=2))
         assert found == wanted
+
+
+class ChangingDriver(Driver):
+    """Computes each step with another number of threads."""
+
+    _numbers = itertools.cycle([1, 3, 2])
+
+    def step(self, active: Any) -> None:
+        process_pool().use(next(self._numbers))
+        super().step(active)
+
+
+@pytest.mark.parametrize("deterministic", [False, pytest.param(True, marks=needs_bf16_dot)])
+def test_answers_have_the_same_bits_with_any_number_of_threads(
+    checkpoints: Checkpoints, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens, their log-probabilities and images, in chunks and in compiled steps."""
+    monkeypatch.setattr(driver, "BLOCK_SIZE", 16)
+    monkeypatch.setattr(language_layers, "DECODE_VALUES_MIN", 0)
+    stage = load(checkpoints("tiny25"), threads=3, deterministic=deterministic)
+    process_pool().use(1)
+    wanted = reported(Driver(stage, chunk=64).run(QUESTIONS, arrivals=2))
+    process_pool().use(3)
+    assert reported(Driver(stage, chunk=64).run(QUESTIONS, arrivals=2)) == wanted
+    assert reported(ChangingDriver(stage, chunk=64).run(QUESTIONS, arrivals=2)) == wanted
+    process_pool().use(1)
