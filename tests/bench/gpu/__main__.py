@@ -164,7 +164,7 @@ def _run(
                           f"--jobs={len(os.sched_getaffinity(0))}"], 120),
         Step("small", [*python, "tests.bench.gpu.checkpoint", small, "--size=nano25", *device], 30),
         Step("recovery", [*python, "tests.bench.parts", "recovery", small, "--rounds=1",
-                          "--dtype=float32", "--busy=0", f"--json={out}/recovery.json",
+                          "--busy=0", f"--json={out}/recovery.json",
                           *(f"--set={one}" for one in settings_of(options.device))], 60),
         Step("tests", [*python, *pytest, *tests], 100),
         *(Step(f"models-{name}", [*models, "--models", name, "--out", str(out / name)], 90)
