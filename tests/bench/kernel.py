@@ -22,15 +22,7 @@ from vsched.config import load_config
 from vsched.kernel import Scheduler, SchedulerLimits
 from vsched.kernel.commands import Decide
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision
-from vsched.kernel.events import (
-    Arrived,
-    Encoded,
-    Event,
-    Finished,
-    GroupReady,
-    Stepped,
-    Submitted,
-)
+from vsched.kernel.events import Arrived, Encoded, Event, Finished, GroupReady, Stepped, Submitted
 from vsched.policy_host import SeatPolicies
 from vsched.types import (
     ArraySpec,

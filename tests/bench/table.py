@@ -62,9 +62,7 @@ SIZES: Mapping[str, Mapping[str, Size]] = {
         "image": Size(words=50, tokens=32, sessions={1: 3, 8: 8, 32: 32}),
         "video": Size(words=50, tokens=32, sessions={1: 3, 8: 8, 32: 32}),
     },
-    "smollm2": {
-        "text": Size(words=120, tokens=64, sessions={1: 4, 8: 16, 32: 32}),
-    },
+    "smollm2": {"text": Size(words=120, tokens=64, sessions={1: 4, 8: 16, 32: 32})},
 }
 
 

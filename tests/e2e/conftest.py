@@ -154,8 +154,9 @@ async def engine(shared_engine: Engine) -> AsyncIterator[Engine]:
 @pytest_asyncio.fixture(loop_scope="package")
 async def sdk(server: RunningServer, engine: Engine) -> AsyncIterator[Any]:
     """OpenAI's client of the shared server, without retries; `engine` checks that nothing is held after the test."""
+    import openai
+
     del engine
-    openai = pytest.importorskip("openai")
     async with openai.AsyncOpenAI(
         base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S
     ) as client:

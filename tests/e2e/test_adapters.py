@@ -8,19 +8,17 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import httpx
 import pytest
 import pytest_asyncio
 
-httpx = pytest.importorskip("httpx")
-pytest.importorskip("peft")
-
-from tests.e2e.asking import TEXTS, Ask, begin, drawn_image, held, read  # noqa: E402
-from tests.e2e.losing import answers_over_a_kill  # noqa: E402
-from tests.patience import PATIENCE_S, until  # noqa: E402
-from tests.workers.adapters.peft_adapters import AdaptedReference  # noqa: E402
-from vsched import Config, Engine  # noqa: E402
-from vsched.api.server import RunningServer, running_server  # noqa: E402
-from vsched.record import replay  # noqa: E402
+from tests.e2e.asking import TEXTS, Ask, begin, drawn_image, held, read
+from tests.e2e.losing import answers_over_a_kill
+from tests.patience import PATIENCE_S, until
+from tests.workers.adapters.peft_adapters import AdaptedReference
+from vsched import Config, Engine
+from vsched.api.server import RunningServer, running_server
+from vsched.record import replay
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),

@@ -9,27 +9,21 @@ import inspect
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
+import httpx
 import pytest
 import pytest_asyncio
 import torch
 
-httpx = pytest.importorskip("httpx")
-
-from tests.e2e.asking import TEXTS, Ask, begin, drawn_image  # noqa: E402
-from tests.e2e.conftest import SETTINGS, assert_idle  # noqa: E402
-from tests.e2e.losing import answers_over_a_kill  # noqa: E402
-from tests.parity.compare import (  # noqa: E402
-    expected,
-    inputs_of_text,
-    library_model,
-    load_on,
-)
-from tests.parity.vision_checkpoints import make_vision_checkpoint  # noqa: E402
-from tests.patience import PATIENCE_S  # noqa: E402
-from vsched import Config  # noqa: E402
-from vsched.api.server import RunningServer, running_server  # noqa: E402
-from vsched.config import load_config  # noqa: E402
-from vsched.record import replay  # noqa: E402
+from tests.e2e.asking import TEXTS, Ask, begin, drawn_image
+from tests.e2e.conftest import SETTINGS, assert_idle
+from tests.e2e.losing import answers_over_a_kill
+from tests.parity.compare import expected, inputs_of_text, library_model, load_on
+from tests.parity.vision_checkpoints import make_vision_checkpoint
+from tests.patience import PATIENCE_S
+from vsched import Config
+from vsched.api.server import RunningServer, running_server
+from vsched.config import load_config
+from vsched.record import replay
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 

@@ -13,10 +13,7 @@ from tests.e2e.losing import answers_over_a_kill
 from tests.patience import until
 from vsched import Engine, SamplingParams
 
-pytestmark = [
-    pytest.mark.asyncio(loop_scope="package"),
-    pytest.mark.slow,
-]
+pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.slow]
 
 Generated = Callable[..., list[list[int]]]
 

@@ -12,21 +12,19 @@ import signal
 from collections.abc import Iterable
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 
-httpx = pytest.importorskip("httpx")
-pytest.importorskip("openai")
-
-from tests.e2e.asking import TEXTS, Ask, answer, begin, drawn_image, read  # noqa: E402
-from tests.each_case import each_case  # noqa: E402
-from tests.fuzz.documents import CHAT, TEXT, at_doors, body_at  # noqa: E402
-from tests.fuzz.grammars import fuzz_grammars  # noqa: E402
-from tests.patience import PATIENCE_S  # noqa: E402
-from vsched import Engine, SamplingParams  # noqa: E402
-from vsched.aio.grammar_checks import GrammarProcesses  # noqa: E402
-from vsched.api.server import RunningServer  # noqa: E402
-from vsched.api.structured_outputs import constraint_from_schema  # noqa: E402
+from tests.e2e.asking import TEXTS, Ask, answer, begin, drawn_image, read
+from tests.each_case import each_case
+from tests.fuzz.documents import CHAT, TEXT, at_doors, body_at
+from tests.fuzz.grammars import fuzz_grammars
+from tests.patience import PATIENCE_S
+from vsched import Engine, SamplingParams
+from vsched.aio.grammar_checks import GrammarProcesses
+from vsched.api.server import RunningServer
+from vsched.api.structured_outputs import constraint_from_schema
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
@@ -74,12 +72,7 @@ async def test_chat_keeps_to_a_json_schema(sdk: Any) -> None:
         "json_schema": {"name": "l", "schema": LIST, "strict": True},
     }
     tasks = [
-        chat(
-            sdk,
-            response_format=requested,
-            seed=seed,
-            temperature=0.0 if seed == 0 else 1.5,
-        )
+        chat(sdk, response_format=requested, seed=seed, temperature=0.0 if seed == 0 else 1.5)
         for seed in range(6)
     ]
     *held, free = await asyncio.gather(*tasks, chat(sdk, max_tokens=20))

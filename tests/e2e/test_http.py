@@ -5,24 +5,16 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import httpx
+import openai
 import pytest
 
-httpx = pytest.importorskip("httpx")
-openai = pytest.importorskip("openai")
-
-from tests.e2e.asking import (  # noqa: E402
-    TEXTS,
-    Ask,
-    answer,
-    drawn_image,
-    held,
-    in_flight,
-)
-from tests.e2e.conftest import WAITING_MAX  # noqa: E402
-from tests.each_case import each_case  # noqa: E402
-from tests.patience import until  # noqa: E402
-from vsched import Engine  # noqa: E402
-from vsched.api.server import RunningServer  # noqa: E402
+from tests.e2e.asking import TEXTS, Ask, answer, drawn_image, held, in_flight
+from tests.e2e.conftest import WAITING_MAX
+from tests.each_case import each_case
+from tests.patience import until
+from vsched import Engine
+from vsched.api.server import RunningServer
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 

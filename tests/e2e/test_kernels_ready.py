@@ -14,8 +14,6 @@ from typing import Any
 import msgspec
 import pytest
 
-pytest.importorskip("numba")
-
 from tests.e2e.asking import TEXTS, Ask, begin, drawn_image, read
 from tests.patience import until
 from vsched import Config, Engine, SamplingParams
@@ -99,8 +97,7 @@ async def ask_all(engine: Engine, adapter: str = "") -> None:
 
 
 @pytest.mark.parametrize(
-    "way",
-    [pytest.param(way, marks=() if way == QUICK else pytest.mark.thorough) for way in WAYS],
+    "way", [pytest.param(way, marks=() if way == QUICK else pytest.mark.thorough) for way in WAYS]
 )
 async def test_no_request_waits_for_a_kernel(
     way: str, configure: Callable[..., Config], checkpoints: Callable[[str], Path], tmp_path: Path
@@ -108,7 +105,6 @@ async def test_no_request_waits_for_a_kernel(
     adapter = ""
     settings = [*WAYS[way], "deadlines.heartbeat_s=0.3"]
     if "adapters" in way:
-        pytest.importorskip("peft")
         from tests.workers.adapters.peft_adapters import AdaptedReference
 
         adapter = "one"

@@ -13,23 +13,22 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import pytest_asyncio
 
-httpx = pytest.importorskip("httpx")
-
-from tests.e2e.asking import TEXTS, Ask, answer, drawn_image  # noqa: E402
-from tests.e2e.command_line import run_vsched  # noqa: E402
-from tests.e2e.conftest import SETTINGS  # noqa: E402
-from tests.e2e.serving import ServeProcess  # noqa: E402
-from tests.e2e.test_grammars import CRASH, post_hostile  # noqa: E402
-from tests.fuzz.documents import at_doors  # noqa: E402
-from tests.patience import PATIENCE_S, patience, until  # noqa: E402
-from tests.traces import is_alive, running  # noqa: E402
-from vsched import Config, Engine  # noqa: E402
-from vsched.api.processes import supervisor  # noqa: E402
-from vsched.api.server import RunningServer, running_server  # noqa: E402
-from vsched.errors import CheckpointError  # noqa: E402
+from tests.e2e.asking import TEXTS, Ask, answer, drawn_image
+from tests.e2e.command_line import run_vsched
+from tests.e2e.conftest import SETTINGS
+from tests.e2e.serving import ServeProcess
+from tests.e2e.test_grammars import CRASH, post_hostile
+from tests.fuzz.documents import at_doors
+from tests.patience import PATIENCE_S, patience, until
+from tests.traces import is_alive, running
+from vsched import Config, Engine
+from vsched.api.processes import supervisor
+from vsched.api.server import RunningServer, running_server
+from vsched.errors import CheckpointError
 
 pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.slow]
 
@@ -282,4 +281,4 @@ async def test_processes_end_with_an_engine_that_dies(served: ServeProcess) -> N
     assert last["error"]["code"] == "stopping"
     await until(lambda: not any(map(is_alive, pids)), "they end")
     with pytest.raises(httpx.ConnectError):
-        httpx.get(f"{served.url}/health")
+        await asyncio.to_thread(httpx.get, f"{served.url}/health")

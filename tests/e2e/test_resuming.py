@@ -82,10 +82,7 @@ COUNT = 240
 CHAT = "/v1/chat/completions"
 PICTURE = {"type": "image_url", "image_url": {"url": data_url(drawn_image(77))}}
 QUESTIONS: dict[str, tuple[str, dict[str, Any]]] = {
-    "greedy": (
-        CHAT,
-        {"messages": [{"role": "user", "content": "Count."}], "temperature": 0.0},
-    ),
+    "greedy": (CHAT, {"messages": [{"role": "user", "content": "Count."}], "temperature": 0.0}),
     "drawn": (
         CHAT,
         {

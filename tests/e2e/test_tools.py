@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 
-openai = pytest.importorskip("openai")
-
-
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
 PARAMETERS = {

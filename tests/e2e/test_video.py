@@ -11,8 +11,6 @@ from typing import Any
 import httpx
 import pytest
 
-pytest.importorskip("av")
-
 from tests.e2e.asking import data_url, drawn_image
 from tests.e2e.conftest import assert_idle
 from tests.e2e.video_asks import (
@@ -52,10 +50,7 @@ def asks() -> list[VideoAsk]:
 
 @pytest.mark.parametrize("size", ["nano25", "nano3"])
 async def test_answers_about_videos_equal_generate(
-    size: str,
-    shared_engine: Engine,
-    together_engine: Engine,
-    checkpoints: Callable[[str], Path],
+    size: str, shared_engine: Engine, together_engine: Engine, checkpoints: Callable[[str], Path]
 ) -> None:
     """Twice 6 requests at a time, in chunks of 48 tokens, which end within groups, with preemptions."""
     engine = shared_engine if size == "nano25" else together_engine

@@ -262,8 +262,7 @@ async def _ask(client: BenchClient, model: str, question: Question) -> ExamAnswe
 
 def accuracy(
     checkpoint: Annotated[
-        str,
-        typer.Argument(help="Folder of the checkpoint; the trained one of the repository."),
+        str, typer.Argument(help="Folder of the checkpoint; the trained one of the repository.")
     ] = "",
     assignments: SetOption = None,
     count: Annotated[int, typer.Option(min=1, help="Conversations per task.")] = 100,

@@ -136,10 +136,7 @@ async def ask(
     sampling = SamplingParams(temperature=0.0, max_tokens=count, **options)
     started = time.perf_counter()
     generation = await engine.generate(
-        prompt=prompt,
-        images=[video],
-        sampling=sampling,
-        request_id=f"video-{next(_numbers)}",
+        prompt=prompt, images=[video], sampling=sampling, request_id=f"video-{next(_numbers)}"
     )
     said, times = "", []
     async for delta in generation:
