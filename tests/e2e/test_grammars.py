@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,13 +14,12 @@ import httpx
 import msgspec
 import pytest
 
-from tests.e2e.asking import TEXTS, Ask, answer, begin, drawn_image, read
+from tests.e2e.asking import TEXTS, Ask, drawn_image
 from tests.each_case import each_case
 from tests.fuzz.documents import CHAT, TEXT, at_doors, body_at
 from tests.fuzz.grammars import fuzz_grammars
 from tests.patience import PATIENCE_S
 from vsched import Engine, SamplingParams
-from vsched.aio.grammar_checks import GrammarProcesses
 from vsched.api.server import RunningServer
 from vsched.api.structured_outputs import constraint_from_schema
 
@@ -152,27 +149,3 @@ async def test_schemas_and_grammars_that_crash_the_library_end_nothing(
     assert counted["plain: 200"]
     assert engine.state == "ready"
     assert engine.rank_pids == ranks
-
-
-async def test_killed_grammar_server_loses_no_request(engine: Engine) -> None:
-    """32 requests are in flight, some of them with a grammar, and some with one that is being checked."""
-    held = SamplingParams(max_tokens=40, seed=5, grammar=json.dumps({"regex": "[ab]{30}"}))
-    free = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
-    started = [await begin(engine, Ask(TEXTS[n % 2]), held if n % 2 else free) for n in range(12)]
-    reading = [asyncio.create_task(read(one)) for one in started]
-
-    async def ask(number: int) -> str:
-        grammar = json.dumps({"regex": f"[a-{chr(98 + number)}]{{8}}"})
-        requested = SamplingParams(max_tokens=40, seed=number, grammar=grammar)
-        return (await answer(engine, Ask(TEXTS[0]), requested)).text
-
-    asking = [asyncio.create_task(ask(number)) for number in range(20)]
-    assert engine._running is not None
-    checker = engine._running.grammars._checker
-    assert isinstance(checker, GrammarProcesses)
-    assert checker.pid
-    os.kill(checker.pid, signal.SIGKILL)
-    assert [len(text) for text in await asyncio.gather(*asking)] == [8] * 20
-    found = await asyncio.gather(*reading)
-    assert all(len(each.text) == 30 for each in found[1::2])
-    assert all(len(each.token_ids) == 24 for each in found[::2])
