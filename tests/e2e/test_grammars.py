@@ -1,4 +1,4 @@
-"""Outputs keep to a grammar, whatever the model prefers, and whatever happens to its ranks.
+"""Outputs and tool calls keep to a grammar, whatever the model prefers.
 
 Schemas and grammars that crash the grammar library have no effect on other requests.
 """
@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import httpx
-import msgspec
 import pytest
 
 from tests.e2e.asking import TEXTS, Ask, drawn_image
@@ -19,9 +18,8 @@ from tests.each_case import each_case
 from tests.fuzz.documents import CHAT, TEXT, at_doors, body_at
 from tests.fuzz.grammars import fuzz_grammars
 from tests.patience import PATIENCE_S
-from vsched import Engine, SamplingParams
+from vsched import Engine
 from vsched.api.server import RunningServer
-from vsched.api.structured_outputs import constraint_from_schema
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
@@ -38,22 +36,15 @@ ITEM = {
 }
 LIST = {"type": "array", "items": ITEM, "minItems": 2, "maxItems": 2}
 ASK = Ask(TEXTS[1], [drawn_image(8100), drawn_image(8101, (64, 64))])
-DRAWN = SamplingParams(
-    max_tokens=300, temperature=1.2, seed=11, grammar=constraint_from_schema(LIST)
-)
 DRAWN_DOCUMENTS = 40
-GREEDY = msgspec.structs.replace(DRAWN, temperature=0.0, repetition_penalty=1.2)
 
 
-def check_list(text: str) -> None:
-    found = json.loads(text)
-    assert len(found) == 2
-    for item in found:
-        assert list(item) == ["id", "kind", "seen", "note"]
-        assert 1 <= item["id"] <= 999
-        assert item["kind"] in {"car", "person", "dog"}
-        assert isinstance(item["seen"], bool)
-        assert item["note"] is None or len(item["note"]) <= 12
+def check_item(item: dict[str, Any]) -> None:
+    assert list(item) == ["id", "kind", "seen", "note"]
+    assert 1 <= item["id"] <= 999
+    assert item["kind"] in {"car", "person", "dog"}
+    assert isinstance(item["seen"], bool)
+    assert item["note"] is None or len(item["note"]) <= 12
 
 
 async def chat(client: Any, **options: Any) -> Any:
@@ -75,7 +66,9 @@ async def test_chat_keeps_to_a_json_schema(sdk: Any) -> None:
     *held, free = await asyncio.gather(*tasks, chat(sdk, max_tokens=20))
     for reply in held:
         assert reply.choices[0].finish_reason == "stop"
-        check_list(reply.choices[0].message.content)
+        one, other = json.loads(reply.choices[0].message.content)
+        check_item(one)
+        check_item(other)
     assert len({reply.choices[0].message.content for reply in held}) > 3
     assert free.choices[0].message.content
 
@@ -97,6 +90,48 @@ async def test_plain_completions_keep_to_vllm_s_fields(
     )
     assert reply.choices[0].text.strip() in texts
     assert reply.choices[0].finish_reason == "stop"
+
+
+# --- tool calls ---
+
+TOOL = {"type": "function", "function": {"name": "file_item", "parameters": ITEM}}
+NAMED = {"type": "function", "function": {"name": "file_item"}}
+
+
+async def call_tool(client: Any, **options: Any) -> Any:
+    messages = [{"role": "user", "content": "What is there?"}]
+    return await chat(client, messages=messages, tools=[TOOL], max_tokens=150, **options)
+
+
+async def test_a_named_function_is_called_with_arguments_that_fit(sdk: Any) -> None:
+    replies = await asyncio.gather(
+        *(call_tool(sdk, tool_choice=NAMED, seed=seed, temperature=1.2) for seed in range(2))
+    )
+    for reply in replies:
+        (choice,) = reply.choices
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content is None
+        (call,) = choice.message.tool_calls
+        assert (call.type, call.function.name) == ("function", "file_item")
+        check_item(json.loads(call.function.arguments))
+    calls = [reply.choices[0].message.tool_calls[0] for reply in replies]
+    assert len({call.id for call in calls}) == len({call.function.arguments for call in calls}) == 2
+
+
+async def test_stream_of_a_required_call_equals_the_response(sdk: Any) -> None:
+    options = {"tool_choice": "required", "parallel_tool_calls": False}
+    whole = (await call_tool(sdk, **options)).choices[0].message.tool_calls[0].function
+    chunks = [chunk async for chunk in await call_tool(sdk, stream=True, **options)]
+    deltas = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
+    assert deltas[0].function.name == whole.name == "file_item"
+    assert deltas[0].id
+    assert len(deltas) > 1, "arguments come as they are generated"
+    assert "".join(delta.function.arguments for delta in deltas) == whole.arguments
+    check_item(json.loads(whole.arguments))
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+# --- documents that crash the library ---
 
 
 def linked(keyword: str, count: int) -> dict[str, Any]:
