@@ -17,12 +17,9 @@ from tests.e2e.asking import (
     begin,
     data_url,
     drawn_image,
-    held,
-    in_flight,
     read,
 )
 from tests.e2e.conftest import KV_TOKENS
-from tests.patience import until
 from vsched import Engine, RequestRefused, SamplingParams
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
@@ -39,14 +36,6 @@ def greedy(**changes: Any) -> SamplingParams:
 
 def sampled(**changes: Any) -> SamplingParams:
     return greedy(temperature=1.5, seed=11, **changes)
-
-
-async def test_deltas_are_the_text_of_the_tokens(engine: Engine) -> None:
-    """Random weights yield much broken UTF-8: pieces must still add up to the complete text."""
-    found = await answer(engine, ASK, sampled(max_tokens=200))
-    assert len(found.deltas) > 5
-    assert found.text == engine.preprocessor.detokenize(found.token_ids)
-    assert len(found.token_ids) == 200
 
 
 async def test_special_tokens_are_text_where_they_are_requested(engine: Engine) -> None:
@@ -90,20 +79,6 @@ async def test_timeline_accounts_for_the_request(engine: Engine) -> None:
     assert all(line[f"{part}_ms"] > 0 for part in ("preprocess", "encode", "prefill", "decode"))
 
 
-async def test_abort_in_mid_stream_frees_everything_within_a_step(engine: Engine) -> None:
-    """After the abort the request holds nothing; after the step in flight, neither does the step."""
-    generation = await begin(engine, ASK, greedy(max_tokens=300))
-    await anext(generation)
-    steps = engine.statistics()["generate"]["steps"] + in_flight(engine)["steps_in_flight"]
-    assert held(engine)["blocks_held"] > 0
-    generation.abort()
-    assert not any(held(engine).values()), held(engine)
-    await until(lambda: not any(in_flight(engine).values()), "the step in flight ends")
-    assert engine.statistics()["generate"]["steps"] <= steps
-    assert (await read(generation)).finish_reason == "abort"
-    generation.abort()  # after the end it does nothing
-
-
 def truncated() -> str:
     head, _, data = data_url(drawn_image(901, (200, 200))).partition(",")
     return f"{head},{base64.b64encode(base64.b64decode(data)[:500]).decode()}"
@@ -145,3 +120,25 @@ async def test_max_tokens_of_zero_fills_what_is_left(engine: Engine) -> None:
     found = await answer(engine, Ask(TEXTS[4]), greedy(max_tokens=0))
     prompt = Ask(TEXTS[4]).prompt(engine.preprocessor)
     assert len(found.token_ids) == KV_TOKENS - len(prompt)
+
+
+async def test_prompt_logprobs_are_those_that_the_tokens_had_as_outputs(engine: Engine) -> None:
+    """Next to images, in chunks, without an output of its own, and computed although all is cached."""
+    found = await answer(engine, ASK, greedy(logprobs=2))
+    rendered = engine.preprocessor.tokenize(engine.preprocessor.render(ASK.messages))
+    (generation,) = await engine.generate_choices(
+        prompt=rendered + found.token_ids,
+        images=[data_url(image) for image in ASK.images],
+        sampling=SamplingParams(prompt_only=True, prompt_logprobs=2),
+        request_ids=["told"],
+    )
+    told = await read(generation)
+    assert (told.token_ids, told.text, told.finish_reason) == ([], "", "length")
+    assert generation.cached_tokens == 0
+    assert generation.prompt_report is not None
+    reported = list(generation.prompt_report.tokens())
+    prompt = ASK.prompt(engine.preprocessor) + found.token_ids
+    assert [one.token_id for one in reported] == prompt[1:]
+    for one, output in zip(reported[-40:], found.logprobs, strict=True):
+        assert (one.rank, one.logprob) == (1, pytest.approx(output.logprob, abs=1e-4))
+        assert [token for token, _ in one.top] == [token for token, _ in output.top]

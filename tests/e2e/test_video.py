@@ -24,7 +24,7 @@ from tests.e2e.video_asks import (
 )
 from tests.unit.media.video_files import hostile_files, video
 from tests.workers.driver import Clip
-from vsched import Config, Engine
+from vsched import Engine
 from vsched.api.server import RunningServer
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
@@ -58,15 +58,6 @@ async def test_answers_about_videos_equal_generate(
     assert len({tuple(tokens[:8]) for tokens in expected}) == len(expected)
     await assert_answers(engine, asks(), expected)
     await assert_idle(engine)
-
-
-@pytest.mark.thorough
-async def test_two_generate_ranks_answer_about_videos(
-    configure: Callable[..., Config], checkpoints: Callable[[str], Path]
-) -> None:
-    async with Engine(configure("nano25", "generate.tensor_parallel=2")) as engine:
-        await assert_answers(engine, asks(), generate_videos(checkpoints("nano25"), asks()))
-        await assert_idle(engine)
 
 
 async def test_a_longer_video_is_encoded_from_where_it_is_new(engine: Engine) -> None:

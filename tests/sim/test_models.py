@@ -1,4 +1,4 @@
-"""Engines of models with recurrent states, bidirectional spans, adapters, drafts or videos."""
+"""Engines of models with recurrent states, bidirectional spans, adapters or drafts."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from vsched.config import Config
 from vsched.kernel import request, request_moves
 from vsched.probes import observed
 from vsched.sim.cluster import SimEngine, small_config
-from vsched.sim.cluster.client_sessions import ClientBehaviour
 from vsched.sim.cluster.scenario import draw_scenario, run_scenario
 from vsched.sim.faults import FaultPlan
 from vsched.sim.ranks.plugin import HYBRID, SEES_IMAGES, SEES_PROMPTS
 from vsched.sim.ranks.symbolic_model import DRAFT
-from vsched.sim.workload.requests import Arrival, Image, Text, Video
+from vsched.sim.workload.requests import Arrival, Text
 from vsched.worker.drafts import DraftModel
 
 Engines = Callable[..., SimEngine]
@@ -141,28 +140,3 @@ async def test_drafts_prove_right_as_often_as_is_said(
         counts = engine.engine.statistics()["generate"]
     assert counts["tokens_drafted"] > 20
     assert least <= counts["drafts_accepted"] / counts["tokens_drafted"] <= most
-
-
-@pytest.mark.sim
-@pytest.mark.parametrize(
-    "behaviour", [ClientBehaviour(), ClientBehaviour(http=False), ClientBehaviour(remote=True)]
-)
-async def test_groups_are_encoded_once(sim_engine: Engines, behaviour: ClientBehaviour) -> None:
-    """A video, the same longer by two groups, and another one between images."""
-    prompts = [
-        (Video("a", 4, 7), Text(1, 5)),
-        (Text(2, 5), Video("a", 6, 7), Text(3, 5)),
-        (Image("c", 9), Video("b", 1, 12), Image("d", 5), Text(4, 5)),
-    ]
-    encoded, answers = [], []
-    async with sim_engine(small_config()) as engine:
-        for number, prompt in enumerate(prompts):
-            before = engine.engine.statistics()["encode"]["items_encoded"]
-            arrival = Arrival(at_ns=0, request_id=f"r{number}", prompt=prompt, output_tokens=6)
-            session = engine.send(arrival, behaviour)
-            await session.done.wait()
-            assert (session.outcome, session.received.text) == ("finished", session.expected.text)
-            encoded.append(engine.engine.statistics()["encode"]["items_encoded"] - before)
-            answers.append(session.received.text)
-    assert encoded == [4, 2, 3]
-    assert len(set(answers)) == 3
