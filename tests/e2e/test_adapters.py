@@ -201,6 +201,7 @@ async def test_adapters_that_cannot_be_loaded_are_refused_and_nothing_is_lost(
     client: Any, adapting: RunningServer, adapted: Adapted, generated: Any
 ) -> None:
     """While requests run, which are not affected; further refusals are in `tests/workers/adapters` and `tests/unit`."""
+    await client.delete("/admin/adapters/two")  # there is space for another
     engine, ask = adapting.engine, Ask(TEXTS[4], [drawn_image(900)], count=200)
     weights = "adapter_model.safetensors"
     for name in ("damaged", "pickled"):

@@ -23,7 +23,7 @@ from vsched.api.server import RunningServer
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
-ITEM = {
+ITEM: dict[str, Any] = {
     "type": "object",
     "properties": {
         "id": {"type": "integer", "minimum": 1, "maximum": 999},
@@ -94,8 +94,17 @@ async def test_plain_completions_keep_to_vllm_s_fields(
 
 # --- tool calls ---
 
-TOOL = {"type": "function", "function": {"name": "file_item", "parameters": ITEM}}
-NAMED = {"type": "function", "function": {"name": "file_item"}}
+SMALL = {"id": ITEM["properties"]["id"], "note": {"type": "string", "maxLength": 9}}
+PARAMETERS = ITEM | {"properties": SMALL, "required": list(SMALL)}
+TOOL = {"type": "function", "function": {"name": "see", "parameters": PARAMETERS}}
+NAMED = {"type": "function", "function": {"name": "see"}}
+
+
+def check_arguments(arguments: str) -> None:
+    found = json.loads(arguments)
+    assert list(found) == list(SMALL)
+    assert 1 <= found["id"] <= 999
+    assert len(found["note"]) <= 9
 
 
 async def call_tool(client: Any, **options: Any) -> Any:
@@ -112,8 +121,8 @@ async def test_a_named_function_is_called_with_arguments_that_fit(sdk: Any) -> N
         assert choice.finish_reason == "tool_calls"
         assert choice.message.content is None
         (call,) = choice.message.tool_calls
-        assert (call.type, call.function.name) == ("function", "file_item")
-        check_item(json.loads(call.function.arguments))
+        assert (call.type, call.function.name) == ("function", "see")
+        check_arguments(call.function.arguments)
     calls = [reply.choices[0].message.tool_calls[0] for reply in replies]
     assert len({call.id for call in calls}) == len({call.function.arguments for call in calls}) == 2
 
@@ -123,11 +132,11 @@ async def test_stream_of_a_required_call_equals_the_response(sdk: Any) -> None:
     whole = (await call_tool(sdk, **options)).choices[0].message.tool_calls[0].function
     chunks = [chunk async for chunk in await call_tool(sdk, stream=True, **options)]
     deltas = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
-    assert deltas[0].function.name == whole.name == "file_item"
+    assert deltas[0].function.name == whole.name == "see"
     assert deltas[0].id
     assert len(deltas) > 1, "arguments come as they are generated"
     assert "".join(delta.function.arguments for delta in deltas) == whole.arguments
-    check_item(json.loads(whole.arguments))
+    check_arguments(whole.arguments)
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
 
