@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
@@ -14,7 +13,6 @@ from tests.e2e.conftest import WAITING_MAX
 from tests.each_case import each_case
 from tests.patience import until
 from vsched import Engine
-from vsched.api.server import RunningServer
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
@@ -104,30 +102,3 @@ async def test_request_whose_client_leaves_is_aborted(
     await until(lambda: not any(held(engine).values()), "the request is aborted")
     await until(lambda: not any(in_flight(engine).values()), "the step in flight ends")
     assert engine.statistics()["finished"]["abort"] == before + 1
-
-
-async def test_images_are_resized_within_the_bounds_of_a_request(
-    server: RunningServer, engine: Engine
-) -> None:
-    """Two sizes of a picture are two embeddings; each is counted at the size of its request."""
-    small = {"max_pixels": 8 * 28 * 28}
-    ask = Ask(TEXTS[0], [drawn_image(6702, (224, 168))])
-    whole = {"messages": ask.messages, "max_tokens": 2, "temperature": 0}
-    parts = [ask.messages[0]["content"][0] | small, ask.messages[0]["content"][1]]
-    bodies = [
-        whole,
-        whole | {"mm_processor_kwargs": small},
-        whole | {"messages": [{"role": "user", "content": parts}]},
-        whole | {"mm_processor_kwargs": {"size": {"longest_edge": 8 * 28 * 28}}},
-    ]
-    before = engine.statistics()["encode"]["items_encoded"]
-    counts = []
-    async with httpx.AsyncClient(base_url=server.url) as plain:
-        for body in bodies:
-            answer = (await plain.post("/v1/chat/completions", json=body)).json()
-            counts.append(answer["usage"]["prompt_tokens"])
-            counted = {"mm_processor_kwargs": body.get("mm_processor_kwargs")}
-            reported = await plain.post("/tokenize", json={"messages": body["messages"], **counted})
-            assert reported.json()["count"] == counts[-1]
-    assert counts == [counts[0], *3 * [counts[0] - 8 * 6 + 6]]  # 3 by 2 tokens
-    assert engine.statistics()["encode"]["items_encoded"] - before == 2

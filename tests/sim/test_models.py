@@ -41,20 +41,6 @@ async def test_states_survive_whatever_happens(
         assert places or not engine.engine.statistics()["generate"]["tokens_cached"]
 
 
-@pytest.mark.sim
-async def test_beginning_is_taken_from_a_snapshot(
-    sim_engine: Engines, workload: tuple[Arrival, ...]
-) -> None:
-    """The same prompt again: all but its last block is cached, with the state at its end."""
-    longest = max(workload, key=lambda one: len(str(one.prompt)))
-    async with sim_engine(hybrid_config()) as engine:
-        for name in ("first", "second"):
-            session = engine.send(msgspec.structs.replace(longest, request_id=name))
-            await session.done.wait()
-            assert (session.outcome, session.received.text) == ("finished", session.expected.text)
-        assert engine.engine.statistics()["generate"]["tokens_cached"] > 0
-
-
 @pytest.mark.sim(seeds=2)
 @pytest.mark.parametrize("path", [SEES_IMAGES, SEES_PROMPTS])
 async def test_bidirectional_spans_are_never_split(
