@@ -1,26 +1,16 @@
-"""Outputs of requests, their early ends, and refusals, through the whole engine."""
+"""Outputs of requests through the whole engine."""
 
 from __future__ import annotations
 
 import asyncio
-import base64
 from typing import Any
 
 import msgspec
 import pytest
 
-from tests.e2e.asking import (
-    DRAWN,
-    TEXTS,
-    Ask,
-    answer,
-    begin,
-    data_url,
-    drawn_image,
-    read,
-)
+from tests.e2e.asking import DRAWN, TEXTS, Ask, answer, begin, data_url, drawn_image, read
 from tests.e2e.conftest import KV_TOKENS
-from vsched import Engine, RequestRefused, SamplingParams
+from vsched import Engine, SamplingParams
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
@@ -77,43 +67,6 @@ async def test_timeline_accounts_for_the_request(engine: Engine) -> None:
     assert (line["output_tokens"], line["encoded_items"]) == (24, 1)
     assert line["finish_reason"] == "length"
     assert all(line[f"{part}_ms"] > 0 for part in ("preprocess", "encode", "prefill", "decode"))
-
-
-def truncated() -> str:
-    head, _, data = data_url(drawn_image(901, (200, 200))).partition(",")
-    return f"{head},{base64.b64encode(base64.b64decode(data)[:500]).decode()}"
-
-
-GOOD = data_url(drawn_image(903))
-TWO_IMAGES = Ask(TEXTS[0], [drawn_image(903)] * 2)
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "truncated": ({"images": [GOOD, truncated()]}, r"image 1|images\[1\]"),
-    "file": ({"images": [GOOD, "file:///etc/passwd"]}, r"image 1|images\[1\]"),
-    "KV cache": (
-        {"prompt": [100] * 40, "sampling": greedy(max_tokens=KV_TOKENS)},
-        f"value {KV_TOKENS + 40}, limit {KV_TOKENS} tokens. Remedy: ",
-    ),
-}
-
-
-async def test_bad_requests_are_refused_and_another_is_served(engine: Engine) -> None:
-    """At once, with value, limit and remedy; an id in use is refused as well."""
-    wanted = await answer(engine, ASK)
-    beside = await begin(engine, ASK, request_id="beside")
-    with pytest.raises(RequestRefused) as caught:
-        await begin(engine, ASK, request_id="beside")
-    assert caught.value.status == 409
-    with pytest.raises(RequestRefused, match="in use"):
-        await engine.generate_choices(prompt=[100], request_ids=["twice", "twice"])
-    two = engine.preprocessor.render(TWO_IMAGES.messages)
-    for name, (fields, words) in REFUSED.items():
-        with pytest.raises(RequestRefused, match=words) as caught:
-            await engine.generate(
-                **{"prompt": two, "sampling": greedy(), "request_id": "refused", **fields}
-            )
-        assert caught.value.status == 400, name
-        assert "/etc" not in caught.value.message
-    assert (await read(beside)).token_ids == wanted.token_ids
 
 
 async def test_max_tokens_of_zero_fills_what_is_left(engine: Engine) -> None:
