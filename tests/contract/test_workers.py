@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +35,6 @@ from vsched.worker.contract import (
 )
 
 INFO = fake_plugin.model_info()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _collect_little() -> Iterator[None]:
-    """Exclude objects of other tests from the many garbage collections of sizing."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def fake_image(tokens: int) -> SampleImage:
