@@ -131,30 +131,6 @@ async def test_requests_with_and_without_adapters_answer_as_peft_does(
     assert counts["encode"]["items_encoded"] - encoded == images * len(wanted)
 
 
-async def test_every_dialect_takes_an_adapter_as_its_model_and_reports_it(
-    client: Any, adapting: RunningServer, adapted: Adapted
-) -> None:
-    await loaded(client)
-    engine, ask = adapting.engine, Ask(TEXTS[1], [], count=12)
-    text = engine.preprocessor.detokenize(adapted.tokens(engine, ask, "two"))
-    options = {"model": "two", "temperature": 0, "ignore_eos": True, "max_tokens": ask.count}
-    chat = {"messages": ask.messages, **options}
-    plain = {"prompt": engine.preprocessor.render(ask.messages), **options}
-    dialects: list[tuple[str, dict[str, Any], list[str | int]]] = [
-        ("chat/completions", chat, ["choices", 0, "message", "content"]),
-        ("completions", plain, ["choices", 0, "text"]),
-        ("messages", chat, ["content", 0, "text"]),
-    ]
-    for path, body, place in dialects:
-        reply = (await client.post(f"/v1/{path}", json=body)).json()
-        assert reply["model"] == "two"
-        for key in place:
-            reply = reply[key]
-        assert reply == text
-    requested = {"model": "two", "input": ask.text, "max_output_tokens": 12}
-    assert (await client.post("/v1/responses", json=requested)).json()["model"] == "two"
-
-
 async def test_a_killed_rank_comes_back_with_its_adapters(
     client: Any, adapting: RunningServer, adapted: Adapted
 ) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
 
-from tests.e2e.asking import TEXTS, Ask, answer, drawn_image, held, in_flight
+from tests.e2e.asking import TEXTS, Ask, answer, drawn_image
 from tests.each_case import each_case
-from tests.patience import until
 from vsched import Engine
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
@@ -67,22 +65,3 @@ async def test_a_special_token_in_a_text_is_text(sdk: Any, engine: Engine, token
         model="nano25", prompt=f"What is {token}?", max_tokens=4, **OPTIONS
     )
     assert raw.choices[0].finish_reason == "length"
-
-
-@each_case("stream", [True, False])
-async def test_request_whose_client_leaves_is_aborted(
-    sdk: Any, engine: Engine, stream: bool
-) -> None:
-    before = engine.statistics()["finished"]["abort"]
-    ask = Ask(TEXTS[1], [drawn_image(6020 + stream)], count=400)
-    asking = asyncio.create_task(chat(sdk, ask, stream=stream))
-    await until(lambda: engine.statistics()["generate"]["decoding"] == 1, "it is being answered")
-    if stream:
-        await (await asking).close()
-    else:
-        asking.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asking
-    await until(lambda: not any(held(engine).values()), "the request is aborted")
-    await until(lambda: not any(in_flight(engine).values()), "the step in flight ends")
-    assert engine.statistics()["finished"]["abort"] == before + 1

@@ -58,17 +58,6 @@ async def test_seeded_sampling_is_the_same_alone_and_preempted_in_a_crowd(engine
     assert len(alone.token_ids) == ASK.count
 
 
-async def test_timeline_accounts_for_the_request(engine: Engine) -> None:
-    generation = await begin(engine, Ask(TEXTS[2], [drawn_image(450)]), request_id="timed")
-    await read(generation)
-    line = engine.statistics()["recent"][-1]
-    assert line["request_id"] == "timed"
-    assert line["prompt_tokens"] == generation.prompt_tokens
-    assert (line["output_tokens"], line["encoded_items"]) == (24, 1)
-    assert line["finish_reason"] == "length"
-    assert all(line[f"{part}_ms"] > 0 for part in ("preprocess", "encode", "prefill", "decode"))
-
-
 async def test_max_tokens_of_zero_fills_what_is_left(engine: Engine) -> None:
     found = await answer(engine, Ask(TEXTS[4]), greedy(max_tokens=0))
     prompt = Ask(TEXTS[4]).prompt(engine.preprocessor)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import msgspec
 import pytest
 
-from vsched.config import Config
 from vsched.kernel import request, request_moves
 from vsched.probes import observed
 from vsched.sim.cluster import SimEngine, small_config
@@ -23,10 +21,6 @@ from vsched.worker.drafts import DraftModel
 Engines = Callable[..., SimEngine]
 
 
-def hybrid_config(**generate: Any) -> Config:
-    return small_config(model={"path": HYBRID}, generate=generate)
-
-
 @pytest.mark.sim(seeds=2)
 @pytest.mark.parametrize(
     "places", [1, *(pytest.param(places, marks=pytest.mark.thorough) for places in (0, 4))]
@@ -35,7 +29,8 @@ async def test_states_survive_whatever_happens(
     sim_engine: Engines, workload: tuple[Arrival, ...], faults: FaultPlan, places: int
 ) -> None:
     """Requests share prefixes, are preempted, and lose their ranks; a rank reports a wrong state."""
-    async with sim_engine(hybrid_config(state_snapshots=places), faults=faults) as engine:
+    config = small_config(model={"path": HYBRID}, generate={"state_snapshots": places})
+    async with sim_engine(config, faults=faults) as engine:
         await engine.run(workload)
         await engine.heal()
         assert places or not engine.engine.statistics()["generate"]["tokens_cached"]

@@ -25,22 +25,20 @@ from vsched.bench.machine import process_s
 from vsched.config import load_config
 from vsched.terminal.options import SetOption
 
-STUBBED = (
+SETTINGS = (
     f"encode.plugin={NAME}",
     f"generate.plugin={NAME}",
     "placement=separate",
     "encode.threads=1",
     "generate.threads=1",
     "server.port=0",
-)
-SHORT_TOKENS, LONG_TOKENS = 8, 128
-"""Tokens of a short answer and of a long one."""
-_ROOM = (
     "generate.slots=64",
     "generate.max_waiting=4096",
     'generate.memory={use="pinned", tokens=200000}',
 )
 """Enough slots that no request waits long for one; further settings may change it."""
+SHORT_TOKENS, LONG_TOKENS = 8, 128
+"""Tokens of a short answer and of a long one."""
 HEADINGS = (
     *("processes", "case", "tokens", "clients", "requests/s", "tokens/s"),
     *("HTTP, ms a request", "engine", "ranks", "clients' cores"),
@@ -57,7 +55,7 @@ async def measure_front(settings: Sequence[str], loads: Sequence[LoadOrder]) -> 
     Raises:
         BenchError: When a request failed.
     """
-    config = load_config(None, sets=[*STUBBED, *settings], environ={}).config
+    config = load_config(None, sets=[*SETTINGS, *settings], environ={}).config
     forgo_models(config)
     async with running_server(config) as server:
         favour_event_loop()  # as `vsched serve` does
@@ -103,7 +101,7 @@ def front(
             (Case.IMAGE, SHORT_TOKENS, max(requests // 4, 1)),
         )
     ]
-    settings = [*_ROOM, *(assignments or ()), f"model.path={path}"]
+    settings = [*(assignments or ()), f"model.path={path}"]
     table = Table(*HEADINGS, title="A server whose ranks compute nothing")
     for count in processes.split(","):
         with console.status(f"{count} processes"):
