@@ -59,8 +59,7 @@ def _freeze() -> None:
 
 
 def pytest_asyncio_loop_factories(
-    config: pytest.Config,
-    item: pytest.Item,
+    config: pytest.Config, item: pytest.Item
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
     """Run asynchronous tests on the event loop of production."""
     return {"uvloop": uvloop.new_event_loop}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
@@ -16,24 +17,15 @@ def each_case(names: str | tuple[str, ...], values: Iterable[Any]) -> Callable[[
     cases = [dict(zip(keys, value if len(keys) > 1 else (value,), strict=True)) for value in values]
 
     def decorate(test: Test) -> Any:
-        def named_cases() -> Iterator[tuple[dict[str, Any], str]]:
-            return ((case, f"case {case!r:.500}") for case in cases)
-
         def run(*given: Any, **fixtures: Any) -> None:
-            for case, name in named_cases():
-                try:
+            for case in cases:
+                with named(case):
                     test(*given, **case, **fixtures)
-                except BaseException as error:
-                    error.add_note(name)
-                    raise
 
         async def run_async(*given: Any, **fixtures: Any) -> None:
-            for case, name in named_cases():
-                try:
+            for case in cases:
+                with named(case):
                     await test(*given, **case, **fixtures)
-                except BaseException as error:
-                    error.add_note(name)
-                    raise
 
         chosen: Any = run_async if inspect.iscoroutinefunction(test) else run
         functools.update_wrapper(chosen, test)
@@ -43,3 +35,13 @@ def each_case(names: str | tuple[str, ...], values: Iterable[Any]) -> Callable[[
         return chosen
 
     return decorate
+
+
+@contextlib.contextmanager
+def named(case: dict[str, Any]) -> Iterator[None]:
+    """Add a case to an error."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"case {case!r:.500}")
+        raise

@@ -22,15 +22,7 @@ from vsched.config import load_config
 from vsched.kernel import Scheduler, SchedulerLimits
 from vsched.kernel.commands import Decide
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision
-from vsched.kernel.events import (
-    Arrived,
-    Encoded,
-    Event,
-    Finished,
-    GroupReady,
-    Stepped,
-    Submitted,
-)
+from vsched.kernel.events import Arrived, Encoded, Event, Finished, GroupReady, Stepped, Submitted
 from vsched.policy_host import SeatPolicies
 from vsched.types import (
     ArraySpec,
@@ -50,15 +42,6 @@ VISIT_STEPS = 8
 SPARE_SLOTS = 4
 STEP_MS = 20.0
 """Time of a step of the ranks."""
-
-
-@dataclass(frozen=True)
-class Visit:
-    """Cost of a one-image request, and the number of steps of its replica until its end."""
-
-    arrival_ns: int
-    all_ns: int
-    steps: int
 
 
 class Fleet:
@@ -119,8 +102,8 @@ class Fleet:
         self.tell(Stepped(decision.step, self._tokens, ended, group=name))
         return bool(ended)
 
-    def visit(self) -> Visit:
-        """Run a one-image request from arrival through encoding and prefill to its first token."""
+    def visit(self) -> tuple[int, int]:
+        """Run a one-image request to its first token; return the ns of its arrival, and of all its events."""
         number = self._visits = self._visits + 1
         request = one_request(number, self._rng, tokens=VISIT_TOKENS, max_tokens=1, has_image=True)
         arrived = Arrived(
@@ -142,11 +125,9 @@ class Fleet:
         encoded_ns = time.thread_time_ns() - began_ns
         (group,) = (group for group in self.kernel.generators if group.queue.entries)
         began_ns = time.thread_time_ns()
-        steps = 1
         while not self.step(group.name, number):
-            steps += 1
-        all_ns = encoded_ns + time.thread_time_ns() - began_ns
-        return Visit(arrival_ns, all_ns, steps)
+            pass
+        return arrival_ns, encoded_ns + time.thread_time_ns() - began_ns
 
 
 @dataclass(frozen=True)
@@ -218,16 +199,12 @@ def measure(
             for name in names:
                 fleet.step(name)
             row.step_us.append((time.thread_time_ns() - began_ns) / events / 1e3)
-            visits = [fleet.visit() for _ in range(events)]
-            row.arrival_us.append(_median_us([visit.arrival_ns for visit in visits]))
-            row.visit_us.append(_median_us([visit.all_ns for visit in visits]))
+            visits = zip(*(fleet.visit() for _ in range(events)), strict=True)
+            for found, times_ns in zip((row.arrival_us, row.visit_us), visits, strict=True):
+                found.append(statistics.median(times_ns) / 1e3)
     finally:
         gc.enable()
     return row
-
-
-def _median_us(values: Sequence[int]) -> float:
-    return statistics.median(values) / 1e3
 
 
 def most_replicas(rows: Sequence[Row]) -> int:

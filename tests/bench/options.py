@@ -85,12 +85,9 @@ def make_parser() -> argparse.ArgumentParser:
     loops = "busy loops during measurements: 1, or 0,1 for both in turns"
     add("--neighbours", type=numbers, default=[0], help=loops)
 
-    add = _add_command(commands, "timeline", "requests/s with temporary neighbours")
+    add = _add_command(commands, "timeline", "requests/s while a busy loop comes and goes")
     add("--checkpoint", choices=TABLED, default="mid25")
     add("--sides", type=among(SIDES), default=["vsched", "vllm", "llamacpp", "openvino"])
-    add("--case", choices=("text", "image"), default="text")
-    add("--clients", type=int, default=8)
-    add("--neighbours", type=int, default=1, help="number of temporary busy loops")
     return parser
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -99,17 +99,14 @@ class Store:
         self.report.runs.append(run)
         self.save()
 
-    def drop_outdated(self, versions: Mapping[str, str], checkpoint: str, settings: str) -> None:
-        """Drop runs of sides whose version has changed, since mixed tables mean nothing."""
-
-        def is_current(run: Run) -> bool:
+    def by_side(
+        self, sides: Iterable[str], purpose: str, checkpoint: str, settings: str
+    ) -> dict[str, list[Run]]:
+        """Return the runs of each side that has some."""
+        wanted = (purpose, checkpoint, settings)
+        found: dict[str, list[Run]] = {side: [] for side in sides}
+        for run in self.report.runs:
             key = run.key
-            mine = (key.checkpoint, key.settings) == (checkpoint, settings)
-            return not mine or versions.get(key.side, run.version) == run.version
-
-        self.report.runs = [run for run in self.report.runs if is_current(run)]
-
-    def missing(self, keys: Iterable[Key]) -> list[Key]:
-        """Return the keys without a run."""
-        made = {run.key for run in self.report.runs}
-        return [key for key in keys if key not in made]
+            if (key.purpose, key.checkpoint, key.settings) == wanted and key.side in found:
+                found[key.side].append(run)
+        return {side: runs for side, runs in found.items() if runs}

@@ -103,11 +103,15 @@ def replaced(page: str, name: str, text: str) -> str:
     Raises:
         ConfigError: When the page does not contain exactly one pair of them.
     """
-    begin, end = f"<!-- bench: {name} -->", f"<!-- end: {name} -->"
+    return replace_between(page, f"<!-- bench: {name} -->", f"<!-- end: {name} -->", text)
+
+
+def replace_between(page: str, begin: str, end: str, text: str) -> str:
+    """Return the page with the text between two markers replaced."""
     pattern = re.compile(f"(?<={re.escape(begin)}\n).*?(?={re.escape(end)})", re.DOTALL)
     if page.count(begin) != 1 or page.count(end) != 1 or not pattern.search(page):
         raise ConfigError(
-            f"the page lacks a unique part {name}. Remedy: write {begin} and {end} on separate lines, once"
+            f"the page has no unique place for it. Remedy: write {begin} and {end} on separate lines, once"
         )
     return pattern.sub(lambda _: f"\n{text.strip()}\n\n", page)
 

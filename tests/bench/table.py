@@ -62,9 +62,7 @@ SIZES: Mapping[str, Mapping[str, Size]] = {
         "image": Size(words=50, tokens=32, sessions={1: 3, 8: 8, 32: 32}),
         "video": Size(words=50, tokens=32, sessions={1: 3, 8: 8, 32: 32}),
     },
-    "smollm2": {
-        "text": Size(words=120, tokens=64, sessions={1: 4, 8: 16, 32: 32}),
-    },
+    "smollm2": {"text": Size(words=120, tokens=64, sessions={1: 4, 8: 16, 32: 32})},
 }
 
 
@@ -242,13 +240,7 @@ class Place(NamedTuple):
 
 def write_table(options: argparse.Namespace, store: Store, model: str, console: Console) -> None:
     settings = settings_of(options, model)
-    mine = (PURPOSE, model, settings)
-    by_side: dict[str, list[Run]] = {side: [] for side in options.sides}
-    for run in store.report.runs:
-        key = run.key
-        if (key.purpose, key.checkpoint, key.settings) == mine and key.side in by_side:
-            by_side[key.side].append(run)
-    by_side = {side: found for side, found in by_side.items() if found}
+    by_side = store.by_side(options.sides, PURPOSE, model, settings)
     runs = [run for found in by_side.values() for run in found]
     if not runs:
         return
@@ -257,7 +249,8 @@ def write_table(options: argparse.Namespace, store: Store, model: str, console: 
         one
         for side in by_side
         for one in store.report.starts
-        if (one.side, one.checkpoint, one.settings) == (side, *mine[1:]) and one.version in versions
+        if (one.side, one.checkpoint, one.settings) == (side, model, settings)
+        and one.version in versions
     ]
     parts = [
         report.starts(started),

@@ -1,4 +1,4 @@
-"""Requests/s over time: each side is started once per round, and kept busy while neighbours come and go."""
+"""Requests/s over time: each side is started once per round, and kept busy while a busy loop comes and goes."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ from vsched.bench.load.generator import Answers, Body, Figures, LoadPlan, Messag
 from vsched.errors import ConfigError
 
 PURPOSE = "timeline"
+CASE, CLIENTS, NEIGHBOURS = "text", 8, 1
 INTERVAL_S = 0.5
 SETTLE_S = 2.0
 """Minimum time for clients to spread over prefill and decode before the first interval."""
@@ -54,15 +55,14 @@ def timeline(options: argparse.Namespace, console: Console) -> None:
     store.report.machine = machine()
     settings = settings_of(options)
     session = Session(options, store, console, checkpoint=options.checkpoint, settings=settings)
-    run = functools.partial(run_side, options)
-    failed = [] if options.report_only else measure(turns(options, session), console, run)
+    failed = [] if options.report_only else measure(turns(options, session), console, run_side)
     write_timeline(options, session)
     check_complete(failed, options.out)
 
 
 def settings_of(options: argparse.Namespace) -> str:
     """Describe everything that figures depend on beyond their keys."""
-    size = SIZES[options.checkpoint][options.case]
+    size = SIZES[options.checkpoint][CASE]
     before, beside, after = SECONDS
     return (
         f"{sizes_of(options).text} {size.words}words/{size.tokens}tokens "
@@ -78,7 +78,7 @@ def turns(options: argparse.Namespace, session: Session) -> list[Turn]:
     for repeat in range(options.repeats):
         plan = plan_for(options, repeat)
         key = functools.partial(
-            session.key, plan, purpose=PURPOSE, repeat=repeat, neighbours=options.neighbours
+            session.key, plan, purpose=PURPOSE, repeat=repeat, neighbours=NEIGHBOURS
         )
         found += [
             Turn(session, spec, {key(spec): plan}) for spec in specs[:: -1 if repeat % 2 else 1]
@@ -86,29 +86,22 @@ def turns(options: argparse.Namespace, session: Session) -> list[Turn]:
     return found
 
 
-def run_side(
-    options: argparse.Namespace, session: Session, server: Server, work: Mapping[Key, LoadPlan]
-) -> None:
+def run_side(session: Session, server: Server, work: Mapping[Key, LoadPlan]) -> None:
     """Load a side while neighbours come and go, and store the run."""
     for key, plan in work.items():
         stamps: list[tuple[float, float]] = []
-        drive = functools.partial(
-            load,
-            sessions=[turns[0] for turns in draw(plan).sessions],
-            plan=plan,
-            count=options.neighbours,
-            note=stamps.append,
-        )
+        sessions = [turns[0] for turns in draw(plan).sessions]
+        drive = functools.partial(load, sessions=sessions, plan=plan, note=stamps.append)
         figures = session.measure(server, drive)
         session.keep(key, server.spec, figures, rates_of(stamps, sum(SECONDS)))
 
 
 def plan_for(options: argparse.Namespace, repeat: int) -> LoadPlan:
     """Return the requests of a round, more than a side can serve."""
-    size = SIZES[options.checkpoint][options.case]
+    size = SIZES[options.checkpoint][CASE]
     return plan_of(
-        options.case,
-        options.clients,
+        CASE,
+        CLIENTS,
         words=size.words,
         tokens=size.tokens,
         sessions=SESSIONS_S[options.checkpoint] * sum(SECONDS),
@@ -122,7 +115,6 @@ async def load(
     *,
     sessions: Sequence[list[Message]],
     plan: LoadPlan,
-    count: int,
     note: Callable[[tuple[float, float]], None],
 ) -> Figures:
     """Keep all clients busy while neighbours come and go; `note` is called with each piece of text.
@@ -165,7 +157,7 @@ async def load(
             for number in range(clients):
                 group.create_task(work(number, ends_s))
             await asyncio.sleep(settled_s + before)
-            with neighbours(count):
+            with neighbours(NEIGHBOURS):
                 await asyncio.sleep(max(began_s + before + beside - time.perf_counter(), 0))
     except* ConfigError as errors:
         raise errors.exceptions[0] from None
@@ -199,39 +191,22 @@ Seconds = tuple[int, int, int]
 
 
 def write_timeline(options: argparse.Namespace, session: Session) -> None:
-    made = [run for run in session.store.report.runs if _belongs(run, options, session)]
-    by_side = {
-        side: mine
-        for side in options.sides
-        if (mine := [run for run in made if run.key.side == side])
-    }
+    store = session.store
+    by_side = store.by_side(options.sides, PURPOSE, session.checkpoint, session.settings)
     if not by_side:
         return
     name = f"timeline-{options.checkpoint}"
     file = f"bench-{name}.png"
-    title = (
-        f"{options.checkpoint}, {options.case} x {options.clients}, {options.neighbours} busy "
-        f"{'loop' if options.neighbours == 1 else 'loops'} for {SECONDS[1]} s"
-    )
+    title = f"{options.checkpoint}, {CASE} x {CLIENTS}, {NEIGHBOURS} busy loop for {SECONDS[1]} s"
     draw_rates(by_side, title, options.out / file)
     runs = [run for mine in by_side.values() for run in mine]
     parts = [
         f"{title}:",
         lines(by_side),
         f"Requests/s. *Back*: the mean of the next {WINDOW_S:g} s is {BACK_MIN} of the rate before, each round.",
-        context_line(session.store.report.machine, session.settings, runs),
+        context_line(store.report.machine, session.settings, runs),
     ]
     publish(options, name, parts, {file: f"Requests over time: {title}"}, session.console)
-
-
-def _belongs(run: Run, options: argparse.Namespace, session: Session) -> bool:
-    key = run.key
-    wanted = (options.case, options.clients, options.neighbours)
-    return (
-        (key.case, key.concurrency, key.neighbours) == wanted
-        and (key.checkpoint, key.settings) == (session.checkpoint, session.settings)
-        and bool(run.rates)
-    )
 
 
 def stretch_rates(rates: Sequence[float], seconds: Seconds) -> tuple[float, float, float]:

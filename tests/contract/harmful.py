@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import math
-import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast, get_args, get_type_hints
 
 import msgspec
@@ -19,25 +20,14 @@ from vsched.testing.cluster import SEATS, default_policies, seats_of
 KINDS = sorted(kind for kind, decision in DECISIONS.items() if decision.remembers)
 """The kinds of policy whose method gets a view from the kernel."""
 
-MUTATORS = sorted(
-    {
-        name
-        for kind in (list, dict, set, deque, bytearray)
-        for name in dir(kind)
-        if not name.startswith("_")
-    }
-    - {name for kind in (tuple, frozenset, bytes) for name in dir(kind)}
-    - {"get", "items", "keys", "values"}
+MUTABLE, IMMUTABLE = (
+    (list, dict, set, deque, bytearray),
+    (tuple, frozenset, bytes, MappingProxyType),
 )
-"""The methods of built-in containers that change them, and a few that do not."""
-OPERATORS: list[Callable[[Any], object]] = [
-    lambda one: operator.setitem(one, 0, None),
-    lambda one: operator.setitem(one, "", 1),
-    lambda one: operator.delitem(one, 0),
-    lambda one: operator.delitem(one, ""),
-    lambda one: operator.delitem(one, slice(None)),
-]
-ARGUMENTS: list[tuple[object, ...]] = [(), (0,), ("",), (0, 0), ({},), ([],), ({0: 0},)]
+MUTATORS = {name for kind in MUTABLE for name in dir(kind) if not name.startswith("__")}
+MUTATORS -= {name for kind in IMMUTABLE for name in dir(kind)}
+MUTATORS |= {"__setitem__", "__delitem__"}
+"""The methods of built-in containers that change them."""
 
 
 def names_of(value: object) -> list[str]:
@@ -75,31 +65,17 @@ def reachable(view: object) -> list[object]:
     return found
 
 
-def changes(value: object) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yield all ways to change an object that Python offers without force, each with its name."""
-    for name in names_of(value):
-        yield f"set {name}", partial(setattr, value, name, 0)
-        yield f"delete {name}", partial(delattr, value, name)
-    yield "set a new attribute", partial(setattr, value, "made_up", 0)
-    for name in MUTATORS:
-        method = getattr(value, name, None)
-        if callable(method):
-            for arguments in ARGUMENTS:
-                yield f"{name}{arguments}", partial(method, *arguments)
-    for number, change in enumerate(OPERATORS):
-        yield f"operator {number}", partial(change, value)
-
-
 def changed_by(view: object) -> list[str]:
-    """Try every change on every object that a view leads to; return those that did not raise."""
+    """Try to change all attributes of all objects that a view leads to; return what could be changed, or offers it."""
     done = []
     for value in reachable(view):
-        for name, change in changes(value):
-            try:
-                change()
-            except (AttributeError, TypeError, LookupError, ValueError):
-                continue
-            done.append(f"{type(value).__name__}: {name}")
+        ways = [f"has {name}" for name in MUTATORS if hasattr(value, name)]
+        for name in [*names_of(value), "made_up"]:
+            for change in (partial(setattr, value, name, 0), partial(delattr, value, name)):
+                with contextlib.suppress(AttributeError, TypeError):
+                    change()
+                    ways.append(f"{change.func.__name__} {name}")
+        done += [f"{type(value).__name__}: {way}" for way in ways]
     return done
 
 

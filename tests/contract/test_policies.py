@@ -9,11 +9,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.unit.kernel.setups import assert_served, generate_statistics, joined, make_cluster, words
+from tests.unit.kernel.setups import (
+    assert_served,
+    generate_statistics,
+    image_request,
+    joined,
+    make_cluster,
+    words,
+)
 from vsched.plugins import RegisteredPolicy, list_policies, load_policy_class, resolve_policy
-from vsched.policy import Policy, RequestPolicy
-from vsched.policy_host.seats import Ask
-from vsched.testing import ModelCluster, check_policy, make_request
+from vsched.policy import Admission, AdmissionView, Policy
+from vsched.testing import check_policy, make_request
 from vsched_policies.admission import Fifo, Priority
 from vsched_policies.encoding import ChunkAware
 
@@ -33,30 +39,24 @@ def test_request_that_waits_for_blocks_holds_none_not_even_its_cached_prefix() -
     assert generate_statistics(cluster)["tokens_cached"] == 16
 
 
-def admissions(cluster: ModelCluster) -> list[str]:
-    """Return a list to which each call of an admission policy in the generate stage is added."""
-    seats: list[str] = []
+calls: list[int] = []
 
-    def watch(seat: str, ask: Ask) -> Ask:
-        def called(view: Any) -> Any:
-            seats.append(seat)
-            return ask(view)
 
-        return called if seat == "generate.admission" else ask
+class CountedFifo(Fifo, frozen=True, kw_only=True):
+    """Notes its calls."""
 
-    cluster.kernel.watch_policies(watch)
-    return seats
+    def admit(self, view: AdmissionView) -> Admission:
+        calls.append(len(view.waiting))
+        return super().admit(view)
 
 
 def test_fifo_is_not_called_again_before_something_changes() -> None:
     """A request without blocks is examined again when blocks were freed, not in every step."""
-    cluster = make_cluster(blocks=25, prefix_cache=False, generate_admission=Fifo())
-    calls = admissions(cluster)
+    calls.clear()
+    cluster = make_cluster(blocks=25, prefix_cache=False, generate_admission=CountedFifo())
     cluster.submit(make_request("first", words(4), max_tokens=60))
     cluster.submit(make_request("second", words(96, start=100), max_tokens=2))
-    cluster.run_generate()
-    assert len(calls) == 2
-    for _ in range(40):
+    for _ in range(41):
         cluster.run_generate()
     assert len(calls) == 2
     assert_served(cluster, "first", "second")
@@ -65,52 +65,35 @@ def test_fifo_is_not_called_again_before_something_changes() -> None:
 @pytest.mark.parametrize("stage", ["encode_admission", "generate_admission"])
 def test_priority_and_deadline_come_from_the_request(stage: str) -> None:
     """Both stages see the request's values; an image has the highest urgency of its requests."""
-
-    def order(policy: RequestPolicy) -> list[str]:
-        cluster = make_cluster(encode_items=1, slots=1, **{stage: policy})
-        group = stage.removesuffix("_admission")
-        cluster.lose(group)
-        for name, priority, target_ms in [("a", 0, None), ("b", 1, 500), ("c", 2, 100)]:
-            text, item = [7], (0, 4, name.encode())
-            cluster.submit(
-                make_request(name, text, [item], priority=priority, ttft_target_ms=target_ms)
-            )
-        item = (0, 4, b"a")
-        cluster.submit(make_request("d", [8, 9], [item], priority=9, ttft_target_ms=1))
-        while cluster.encode_log:
-            cluster.run_encode()
-        cluster.restore_group(group)
-        assert_served(cluster, *cluster.requests)
-        if stage == "encode_admission":
-            return [key.decode() for batch in cluster.encoded for key in batch]
-        return joined(cluster)
-
-    expected = ["a", "c", "b"] if stage == "encode_admission" else ["d", "c", "b", "a"]
-    assert order(Priority()) == expected
-
-
-def encoded_after_first_chunk(policy: ChunkAware) -> list[bytes]:
-    """Images encoded after one chunk of the request has been sent and not come back."""
-    cluster = make_cluster(chunk_tokens=8, slots=1, encoding=policy)
-    text = words(40)
-    items = [(8, 4, b"first"), (20, 4, b"second"), (40, 4, b"third")]
-    cluster.submit(make_request("request", text, items))
+    cluster = make_cluster(encode_items=1, slots=1, **{stage: Priority()})
+    group = stage.removesuffix("_admission")
+    cluster.lose(group)
+    for name, priority, target_ms in [("a", 0, None), ("b", 1, 500), ("c", 2, 100)]:
+        urgency = {"priority": priority, "ttft_target_ms": target_ms}
+        cluster.submit(image_request(name, (name.encode(), 4), **urgency))
+    cluster.submit(image_request("d", (b"a", 4), priority=9, ttft_target_ms=1))
     while cluster.encode_log:
         cluster.run_encode()
-    found = [key for batch in cluster.encoded for key in batch]
+    cluster.restore_group(group)
+    assert_served(cluster, *cluster.requests)
+    if stage == "encode_admission":
+        assert [key.decode() for batch in cluster.encoded for key in batch] == ["a", "c", "b"]
+    else:
+        assert joined(cluster) == ["d", "c", "b", "a"]
+
+
+@pytest.mark.parametrize(("look_ahead", "count"), [(0, 1), (2, 2), (9, 3)])
+def test_encoding_looks_as_far_ahead_as_configured(look_ahead: int, count: int) -> None:
+    """The running chunk is text, and the kernel claims images of the next ones meanwhile."""
+    policy = ChunkAware(look_ahead_chunks=look_ahead)
+    cluster = make_cluster(chunk_tokens=8, slots=1, encoding=policy)
+    images = [b"first", b"second", b"third"]
+    items = [(offset, 4, key) for offset, key in zip((8, 20, 40), images, strict=True)]
+    cluster.submit(make_request("request", words(40), items))
+    while cluster.encode_log:
+        cluster.run_encode()
+    assert [key for batch in cluster.encoded for key in batch] == images[:count]
     assert_served(cluster, "request")
-    return found
-
-
-def test_encoding_looks_as_far_ahead_as_configured() -> None:
-    """The running chunk is text, and the kernel claims images of the next one meanwhile."""
-    assert encoded_after_first_chunk(ChunkAware()) == [b"first"]
-    assert encoded_after_first_chunk(ChunkAware(look_ahead_chunks=2)) == [b"first", b"second"]
-    assert encoded_after_first_chunk(ChunkAware(look_ahead_chunks=9)) == [
-        b"first",
-        b"second",
-        b"third",
-    ]
 
 
 def test_scheduler_knows_no_architecture() -> None:

@@ -7,10 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.unit.kernel.setups import complete, generate_statistics, make_cluster, words
 from vsched.policy import Draft, DraftingPolicy, DraftingView
 from vsched.policy.measured import Measurements, StepTime
-from vsched.testing import make_request
 from vsched_policies.drafting import (
     ForcedTokens,
     ModelDrafts,
@@ -58,17 +56,6 @@ def test_drafts_go_on_while_they_pay(
     policy: DraftingPolicy, changes: dict[str, Any], granted: Draft
 ) -> None:
     assert policy.grant(view(**changes)) == granted
-
-
-def steps_of(policy: DraftingPolicy) -> int:
-    cluster = make_cluster(drafts=True, slots=32, drafting=policy)
-    complete(cluster, make_request("a", words(9), max_tokens=400))
-    return generate_statistics(cluster)["steps"]
-
-
-def test_prompt_lookup_takes_fewer_steps_if_half_of_the_drafts_prove_right() -> None:
-    """As in model ranks."""
-    assert steps_of(NoDrafts()) > 400 > 250 > steps_of(PromptLookup())
 
 
 # --- acceptance, in both policies ---

@@ -6,10 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from tests.workers.properties import REPEATABLE
 from vsched.policy import ReplicaView, RoutingView
 from vsched_policies.routing import ImageAffinity, LeastLoaded, RoundRobin
 
@@ -149,19 +146,3 @@ def test_image_affinity_unseen_images_stay_when_a_replica_comes_or_goes() -> Non
         assert first_choice(number, 4) in {before, 3}
         after = first_choice(number, 3, down=[1])
         assert after == before if before != 1 else after in {0, 2}
-
-
-@REPEATABLE
-@given(
-    loads=st.lists(st.integers(0, 3 * LIMIT), min_size=1, max_size=6),
-    known=st.lists(st.integers(0, 100), min_size=6, max_size=6),
-    items=st.integers(0, 3),
-    imbalance=st.floats(0.001, 1.0),
-)
-def test_image_affinity_keeps_its_bound(
-    loads: list[int], known: list[int], items: int, imbalance: float
-) -> None:
-    of = replicas(*loads, prefix=known[: len(loads)])
-    view = routing_view(of, items=[image(number) for number in range(items)])
-    chosen = of[ImageAffinity(imbalance=imbalance).choose(view)]
-    assert chosen.load_tokens <= min(loads) + imbalance * LIMIT

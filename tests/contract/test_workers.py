@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,13 @@ from tests.unit.rank.fake_plugin import FakeEncoder, FakeGenerator, FakePlugin
 from tests.workers.properties import thorough
 from vsched.sim.faults import FaultPlan
 from vsched.sim.loop import VirtualLoop
-from vsched.sim.ranks.plugin import RankPlugin, SimulatedPlugin, SimulatedPreprocessor
+from vsched.sim.ranks.plugin import RankPlugin, SimulatedPlugin
 from vsched.sim.ranks.symbolic_model import PIXELS, image_plan
 from vsched.sim.ranks.symbolic_workers import Process, SymbolicEncoder, SymbolicGenerator
 from vsched.sim.workload.images import Appearance
 from vsched.sim.world import World
 from vsched.testing import ContractBroken, check_worker
-from vsched.testing.contracts.worker import SampleImage, sample_images
+from vsched.testing.contracts.worker import SampleImage
 from vsched.types import ArraySpec, MediaItem, ModelInfo
 from vsched.worker.contract import (
     Batch,
@@ -36,15 +35,6 @@ from vsched.worker.contract import (
 )
 
 INFO = fake_plugin.model_info()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _collect_little() -> Iterator[None]:
-    """Exclude objects of other tests from the many garbage collections of sizing."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def fake_image(tokens: int) -> SampleImage:
@@ -361,12 +351,3 @@ def test_check_worker_refuses_wrong_kv(generator: type[SimGenerator]) -> None:
     plugin.generator = generator
     with pytest.raises(ContractBroken, match="alone and"):
         check_simulated(plugin, range(20))
-
-
-def test_sample_images_come_from_the_preprocessor() -> None:
-    plugin = SimulatedPlugin()
-    info = plugin.inspect("", dtype="auto", item_tokens_max=0)
-    images = sample_images(plugin, info)
-    preprocessor = SimulatedPreprocessor(info)
-    for image in images:
-        assert preprocessor.plan_embedding([image.plan.tokens]) == image.plan

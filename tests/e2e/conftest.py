@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ pytest.importorskip("transformers")
 
 from tests.e2e.asking import Ask, held, in_flight, mixed_asks
 from tests.patience import PATIENCE_S, until
+from tests.traces import left_behind, traces
 from tests.workers.parallel.ranks import forkable_everywhere
 from tests.workers.reference import Reference
 from vsched import Config, Engine, fork_server
@@ -152,12 +154,26 @@ async def engine(shared_engine: Engine) -> AsyncIterator[Engine]:
 @pytest_asyncio.fixture(loop_scope="package")
 async def sdk(server: RunningServer, engine: Engine) -> AsyncIterator[Any]:
     """OpenAI's client of the shared server, without retries; `engine` checks that nothing is held after the test."""
+    import openai
+
     del engine
-    openai = pytest.importorskip("openai")
     async with openai.AsyncOpenAI(
         base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S
     ) as client:
         yield client
+
+
+@pytest.fixture
+def temporary(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Path]:
+    """A folder for temporary files; nothing of any kind may be left after the test."""
+    folder = tmp_path_factory.mktemp("t")
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setenv("TMPDIR", str(folder))
+    before = traces(folder)
+    yield folder
+    assert not left_behind(folder, before)
 
 
 async def assert_idle(engine: Engine) -> None:

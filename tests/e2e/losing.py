@@ -41,11 +41,7 @@ LONG = Ask("Describe the picture.", [drawn_image(4)], count=400)
 
 
 async def check_host_loss(
-    here: Engine,
-    elsewhere: Config,
-    *,
-    strike: Callable[[], object],
-    mend: Callable[[], object],
+    here: Engine, elsewhere: Config, *, strike: Callable[[], object], mend: Callable[[], object]
 ) -> None:
     """Serve with ranks on other hosts of any kind, and lose the host of the generate stage.
 

@@ -22,11 +22,7 @@ class ServeProcess:
     """
 
     def __init__(
-        self,
-        checkpoint: Path,
-        *arguments: str,
-        settings: Sequence[str] = SETTINGS,
-        folder: Path | None = None,
+        self, checkpoint: Path, *arguments: str, settings: Sequence[str] = SETTINGS
     ) -> None:
         command = [sys.executable, "-c", "from vsched.cli.main import main; main()", "serve"]
         sets = [word for one in settings for word in ("--set", one)]
@@ -34,7 +30,6 @@ class ServeProcess:
             [*command, str(checkpoint), *arguments, *sets],
             stderr=subprocess.PIPE,
             text=True,
-            cwd=folder,
             start_new_session=True,
         )
         self.log: list[str] = []

@@ -8,19 +8,17 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import httpx
 import pytest
 import pytest_asyncio
 
-httpx = pytest.importorskip("httpx")
-pytest.importorskip("peft")
-
-from tests.e2e.asking import TEXTS, Ask, begin, drawn_image, held, read  # noqa: E402
-from tests.e2e.losing import answers_over_a_kill  # noqa: E402
-from tests.patience import PATIENCE_S, until  # noqa: E402
-from tests.workers.adapters.peft_adapters import AdaptedReference  # noqa: E402
-from vsched import Config, Engine  # noqa: E402
-from vsched.api.server import RunningServer, running_server  # noqa: E402
-from vsched.record import replay  # noqa: E402
+from tests.e2e.asking import TEXTS, Ask, begin, drawn_image, held, read
+from tests.e2e.losing import answers_over_a_kill
+from tests.patience import PATIENCE_S, until
+from tests.workers.adapters.peft_adapters import AdaptedReference
+from vsched import Config, Engine
+from vsched.api.server import RunningServer, running_server
+from vsched.record import replay
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -42,20 +40,17 @@ class Adapted(NamedTuple):
         return self.references[name].generate(prompt, ask.images, ask.count)
 
 
-def make_adapters(base: Path, folder: Path, **layers: str) -> Adapted:
-    """Write the adapters of a checkpoint."""
-    references = {
-        name: AdaptedReference(base, folder / name, seed=seed, **layers)
-        for seed, name in enumerate(ADAPTERS)
-    }
-    return Adapted(folder, references)
-
-
 @pytest.fixture(scope="module")
 def adapted(
     checkpoints: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Adapted:
-    return make_adapters(checkpoints("nano25"), tmp_path_factory.mktemp("adapters"))
+    """Adapters of tower and language model."""
+    folder = tmp_path_factory.mktemp("adapters")
+    references = {
+        name: AdaptedReference(checkpoints("nano25"), folder / name, seed=seed, layers="all-linear")
+        for seed, name in enumerate(ADAPTERS)
+    }
+    return Adapted(folder, references)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -70,6 +65,7 @@ async def adapting(
         "record.segments=1000",
         "adapters.count_max=2",
         "adapters.rank_max=4",
+        "adapters.encoder=true",
         f"adapters.directory={adapted.folder}",
         f'adapters.load={{one = "{adapted.folder / "one"}"}}',
         "generate.replicas=2",
@@ -113,9 +109,10 @@ async def answered(engine: Engine, ask: Ask, name: str) -> list[int]:
 async def test_requests_with_and_without_adapters_answer_as_peft_does(
     client: Any, adapting: RunningServer, adapted: Adapted, generated: Any
 ) -> None:
-    """Concurrently in two replicas, the same prompts with each: cached blocks are not shared between adapters."""
+    """Concurrently in two replicas, the same prompts with each: neither blocks nor embeddings are shared."""
     await loaded(client)
     engine, questions = adapting.engine, asks(100)
+    encoded = engine.statistics()["encode"]["items_encoded"]
     wanted = {name: [adapted.tokens(engine, ask, name) for ask in questions] for name in ADAPTERS}
     wanted[""] = generated("nano25", questions)
     assert len({tuple(tokens[0]) for tokens in wanted.values()}) == 3, (
@@ -128,74 +125,10 @@ async def test_requests_with_and_without_adapters_answer_as_peft_does(
         for name, streams in started.items():
             found = await asyncio.gather(*map(read, streams))
             assert [one.token_ids for one in found] == wanted[name], name
-    assert engine.statistics()["generate"]["tokens_cached"] > 0
-
-
-@pytest.mark.parametrize(
-    ("size", "settings"),
-    [
-        ("nano25", ("generate.tensor_parallel=2", "encode.tensor_parallel=2")),
-        pytest.param("nano3", ("placement=together",), marks=pytest.mark.thorough),
-    ],
-    ids=["two ranks", "together"],
-)
-async def test_images_are_encoded_by_the_adapter_of_their_request(
-    configure: Callable[..., Config],
-    checkpoints: Callable[[str], Path],
-    generated: Any,
-    tmp_path: Path,
-    size: str,
-    settings: tuple[str, ...],
-) -> None:
-    """Adapters of tower and language model: an image has embeddings of its own with each."""
-    adapted = make_adapters(checkpoints(size), tmp_path, layers="all-linear")
-    load = ", ".join(f'{name} = "{tmp_path / name}"' for name in ADAPTERS)
-    config = configure(
-        size,
-        "adapters.count_max=2",
-        "adapters.rank_max=4",
-        f"adapters.directory={tmp_path}",
-        f"adapters.load={{{load}}}",
-        "adapters.encoder=true",
-        *settings,
-    )
-    ask = Ask(TEXTS[1], [drawn_image(1)], count=24)
-    async with Engine(config) as engine:
-        wanted = [adapted.tokens(engine, ask, name) for name in ADAPTERS]
-        wanted += generated(size, [ask])
-        assert len({*map(tuple, wanted)}) == 3, "each adapter changes the answer"
-        for _ in range(2):
-            started = [await begin(engine, ask, adapter=name) for name in (*ADAPTERS, "")]
-            found = await asyncio.gather(*map(read, started))
-            assert [one.token_ids for one in found] == wanted
-        assert engine.statistics()["encode"]["items_encoded"] == 3
-
-
-async def test_every_dialect_takes_an_adapter_as_its_model_and_reports_it(
-    client: Any, adapting: RunningServer, adapted: Adapted
-) -> None:
-    await loaded(client)
-    engine, ask = adapting.engine, Ask(TEXTS[1], [], count=12)
-    text = engine.preprocessor.detokenize(adapted.tokens(engine, ask, "two"))
-    options = {"model": "two", "temperature": 0, "ignore_eos": True, "max_tokens": ask.count}
-    chat = {"messages": ask.messages, **options}
-    plain = {"prompt": engine.preprocessor.render(ask.messages), **options}
-    dialects: list[tuple[str, dict[str, Any], list[str | int]]] = [
-        ("chat/completions", chat, ["choices", 0, "message", "content"]),
-        ("completions", plain, ["choices", 0, "text"]),
-        ("messages", chat, ["content", 0, "text"]),
-    ]
-    for path, body, place in dialects:
-        reply = (await client.post(f"/v1/{path}", json=body)).json()
-        assert reply["model"] == "two"
-        for key in place:
-            reply = reply[key]
-        assert reply == text
-    requested = {"model": "two", "input": ask.text, "max_output_tokens": 12}
-    assert (await client.post("/v1/responses", json=requested)).json()["model"] == "two"
-    refused = await client.post("/v1/chat/completions", json=chat | {"model": "three"})
-    assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
-    assert "nano25 or one or two" in refused.json()["error"]["message"]
+    counts = engine.statistics()
+    assert counts["generate"]["tokens_cached"] > 0
+    images = sum(len(ask.images) for ask in questions)
+    assert counts["encode"]["items_encoded"] - encoded == images * len(wanted)
 
 
 async def test_a_killed_rank_comes_back_with_its_adapters(
@@ -240,33 +173,23 @@ async def test_an_adapter_is_unloaded_once_its_requests_have_ended(
     await client.delete("/admin/adapters/two")
 
 
-def spoil(folder: Path) -> None:
-    """Write invalid adapters, each named after its fault."""
-    from safetensors.numpy import load_file, save_file
-
-    weights = "adapter_model.safetensors"
-    for name in ("damaged", "shapes", "pickled"):
-        shutil.copytree(folder / "one", folder / name)
-    (folder / "damaged" / weights).write_bytes(b"no tensors")
-    (folder / "pickled" / weights).rename(folder / "pickled" / "adapter_model.bin")
-    tensors = load_file(folder / "one" / weights)
-    first = min(name for name in tensors if "lora_A" in name)
-    save_file({**tensors, first: tensors[first][:, 1:].copy()}, folder / "shapes" / weights)
-
-
 async def test_adapters_that_cannot_be_loaded_are_refused_and_nothing_is_lost(
     client: Any, adapting: RunningServer, adapted: Adapted, generated: Any
 ) -> None:
     """While requests run, which are not affected; further refusals are in `tests/workers/adapters` and `tests/unit`."""
+    await client.delete("/admin/adapters/two")  # there is space for another
     engine, ask = adapting.engine, Ask(TEXTS[4], [drawn_image(900)], count=200)
-    spoil(adapted.folder)
+    weights = "adapter_model.safetensors"
+    for name in ("damaged", "pickled"):
+        shutil.copytree(adapted.folder / "one", adapted.folder / name)
+    (adapted.folder / "damaged" / weights).write_bytes(b"no tensors")
+    (adapted.folder / "pickled" / weights).rename(adapted.folder / "pickled/adapter_model.bin")
     wanted = [adapted.tokens(engine, ask, "one"), generated("nano25", [ask])[0]]
     restarts = [group["restarts"] for group in engine.groups()]
     running = [await begin(engine, ask, adapter=name) for name in ("one", "")]
     for name, path, status, words in (
         ("x", "damaged", 400, "corrupt"),
         ("x", "pickled", 400, "adapter_model.bin) are never loaded"),
-        ("x", "shapes", 400, "inputs and outputs"),
         ("x", "../outside", 403, "below adapters.directory"),
         ("one", "two", 409, "is the name of an adapter"),
     ):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -23,42 +23,30 @@ PAGE_ROWS = 64
 CLIENTS = 8
 
 
-def admissions(stage: str) -> dict[str, tuple[str, ...]]:
-    """Return the admission policies of a stage with settings small enough to bind."""
-    chosen = {
-        "fifo": (),
-        "token-budget": ("max_tokens=128", "max_items=3"),
-        "priority": ("max_tokens=128", "max_items=2", "ageing_s=0.05"),
-    }
-    return {
-        name: tuple(f"{stage}.admission.{each}" for each in (f"use={name}", *fields))
-        for name, fields in chosen.items()
-    }
-
-
-FACTORS: dict[str, dict[str, tuple[str, ...]]] = {
+FACTORS: dict[str, dict[str, Sequence[str]]] = {
     "encoding": {
         "chunk-aware": (),
         "look-ahead": ("encode.encoding.look_ahead_chunks=1",),
         "eager": ("encode.encoding.look_ahead_chunks=100",),
     },
-    "eviction": {
-        "lru": (),
-        "s3-fifo": ("encode.eviction.use=s3-fifo",),
-        "none": ("encode.eviction.use=none",),
-    },
+    "eviction": {name: (f"encode.eviction.use={name}",) for name in ("lru", "s3-fifo", "none")},
     "embeddings": {"roomy": (), "thrashing": ()},
     "prefix": {"on": (), "off": ("generate.prefix_cache=false",)},
-    "encode_admission": admissions("encode"),
-    "generate_admission": admissions("generate"),
-    "prefix_eviction": {
-        "lru": (),
-        "s3-fifo": ("generate.eviction.use=s3-fifo",),
-        "none": ("generate.eviction.use=none",),
-    },
-    "family": {"nano25": (), "nano3": ()},
 }
-"""Factor, its values, and the settings of each."""
+for stage in ("encode", "generate"):
+    FACTORS[f"{stage}_admission"] = {
+        name: [f"{stage}.admission.{each}" for each in (f"use={name}", *fields)]
+        for name, fields in {
+            "fifo": (),
+            "token-budget": ("max_tokens=128", "max_items=3"),
+            "priority": ("max_tokens=128", "max_items=2", "ageing_s=0.05"),
+        }.items()
+    }
+FACTORS["prefix_eviction"] = {
+    name: (f"generate.eviction.use={name}",) for name in ("lru", "s3-fifo", "none")
+}
+FACTORS["family"] = {"nano25": (), "nano3": ()}
+"""Factor, its values, and the settings of each; those of admission policies are small enough to bind."""
 HOSTILE = "look-ahead s3-fifo thrashing on priority priority s3-fifo nano25"
 DRAWN = 9
 

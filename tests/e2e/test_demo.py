@@ -26,7 +26,6 @@ def test_demo_answers_right_and_encodes_each_picture_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the checkpoint of the repository every answer is right, and a turn encodes only its own picture."""
-    pytest.importorskip("openai")
     monkeypatch.chdir(tmp_path)
     printed = run_vsched("demo", columns=100)
     lines = printed.splitlines()

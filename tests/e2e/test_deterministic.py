@@ -6,8 +6,6 @@ from collections.abc import Callable
 
 import pytest
 
-pytest.importorskip("numba")
-
 from tests.e2e.asking import TEXTS, Ask, answer, begin, drawn_image
 from tests.e2e.conftest import assert_idle
 from tests.e2e.losing import answers_over_a_kill

@@ -10,8 +10,6 @@ import pytest
 from tests.e2e.asking import choices, mixed_asks
 from tests.e2e.conftest import assert_idle
 from vsched import Config, Engine
-from vsched.aio.leader import EncodeSlices
-from vsched.wire import Paused
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
@@ -38,30 +36,6 @@ async def test_engine_equals_generate(
     assert after["preemptions"] > before["preemptions"], "the KV cache was not small enough"
     assert after["tokens_cached"] > before["tokens_cached"]
     await assert_idle(engine)
-
-
-@pytest.mark.slow
-async def test_engine_equals_generate_if_encoding_pauses(
-    configure: Callable[..., Config],
-    expected: Callable[[str], list[list[int]]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Images are encoded layer by layer between the decode steps of other requests."""
-    pauses: list[Paused] = []
-    plain = EncodeSlices.go_on
-
-    def go_on(self: EncodeSlices, paused: Paused) -> int:
-        pauses.append(paused)
-        return plain(self, paused)
-
-    monkeypatch.setattr(EncodeSlices, "go_on", go_on)
-    sets = ("placement=together", "generate.step_target_ms=0.1", "generate.step_target_ratio=1.5")
-    async with Engine(configure("nano3", *sets)) as engine:
-        found = await choices(engine, mixed_asks(), at_once=8)
-        assert [each.token_ids for each in found] == expected(engine.model_name)
-        assert len(pauses) > len(mixed_asks())
-        assert all(paused.busy_ns > 0 for paused in pauses)
-        await assert_idle(engine)
 
 
 async def test_vision_checkpoint_is_served_for_text_alone(

@@ -20,7 +20,6 @@ from tests.e2e.conftest import SETTINGS
 from vsched.api.server import RunningServer, running_server
 from vsched.config import load_config
 
-pytest.importorskip("openai")
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "docs/examples"
 CHECKPOINT = ROOT / "workers/demo-model"

@@ -15,10 +15,7 @@ from tests.patience import until
 from vsched import Config, Engine, SamplingParams
 from vsched.policy import Admission, AdmissionView, RequestPolicy
 
-pytestmark = [
-    pytest.mark.asyncio(loop_scope="package"),
-    pytest.mark.slow,
-]
+pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.slow]
 
 Generated = Callable[..., list[list[int]]]
 

@@ -1,4 +1,4 @@
-"""Outputs keep to a grammar, whatever the model prefers, and whatever happens to its ranks.
+"""Outputs and tool calls keep to a grammar, whatever the model prefers.
 
 Schemas and grammars that crash the grammar library have no effect on other requests.
 """
@@ -7,30 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 from collections.abc import Iterable
 from typing import Any
 
-import msgspec
+import httpx
 import pytest
 
-httpx = pytest.importorskip("httpx")
-pytest.importorskip("openai")
-
-from tests.e2e.asking import TEXTS, Ask, answer, begin, drawn_image, read  # noqa: E402
-from tests.each_case import each_case  # noqa: E402
-from tests.fuzz.documents import CHAT, TEXT, at_doors, body_at  # noqa: E402
-from tests.fuzz.grammars import fuzz_grammars  # noqa: E402
-from tests.patience import PATIENCE_S  # noqa: E402
-from vsched import Engine, SamplingParams  # noqa: E402
-from vsched.aio.grammar_checks import GrammarProcesses  # noqa: E402
-from vsched.api.server import RunningServer  # noqa: E402
-from vsched.api.structured_outputs import constraint_from_schema  # noqa: E402
+from tests.e2e.asking import TEXTS, Ask, drawn_image
+from tests.each_case import each_case
+from tests.fuzz.documents import CHAT, TEXT, at_doors, body_at
+from tests.fuzz.grammars import fuzz_grammars
+from tests.patience import PATIENCE_S
+from vsched import Engine
+from vsched.api.server import RunningServer
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
-ITEM = {
+ITEM: dict[str, Any] = {
     "type": "object",
     "properties": {
         "id": {"type": "integer", "minimum": 1, "maximum": 999},
@@ -43,22 +36,15 @@ ITEM = {
 }
 LIST = {"type": "array", "items": ITEM, "minItems": 2, "maxItems": 2}
 ASK = Ask(TEXTS[1], [drawn_image(8100), drawn_image(8101, (64, 64))])
-DRAWN = SamplingParams(
-    max_tokens=300, temperature=1.2, seed=11, grammar=constraint_from_schema(LIST)
-)
 DRAWN_DOCUMENTS = 40
-GREEDY = msgspec.structs.replace(DRAWN, temperature=0.0, repetition_penalty=1.2)
 
 
-def check_list(text: str) -> None:
-    found = json.loads(text)
-    assert len(found) == 2
-    for item in found:
-        assert list(item) == ["id", "kind", "seen", "note"]
-        assert 1 <= item["id"] <= 999
-        assert item["kind"] in {"car", "person", "dog"}
-        assert isinstance(item["seen"], bool)
-        assert item["note"] is None or len(item["note"]) <= 12
+def check_item(item: dict[str, Any]) -> None:
+    assert list(item) == ["id", "kind", "seen", "note"]
+    assert 1 <= item["id"] <= 999
+    assert item["kind"] in {"car", "person", "dog"}
+    assert isinstance(item["seen"], bool)
+    assert item["note"] is None or len(item["note"]) <= 12
 
 
 async def chat(client: Any, **options: Any) -> Any:
@@ -74,18 +60,15 @@ async def test_chat_keeps_to_a_json_schema(sdk: Any) -> None:
         "json_schema": {"name": "l", "schema": LIST, "strict": True},
     }
     tasks = [
-        chat(
-            sdk,
-            response_format=requested,
-            seed=seed,
-            temperature=0.0 if seed == 0 else 1.5,
-        )
+        chat(sdk, response_format=requested, seed=seed, temperature=0.0 if seed == 0 else 1.5)
         for seed in range(6)
     ]
     *held, free = await asyncio.gather(*tasks, chat(sdk, max_tokens=20))
     for reply in held:
         assert reply.choices[0].finish_reason == "stop"
-        check_list(reply.choices[0].message.content)
+        one, other = json.loads(reply.choices[0].message.content)
+        check_item(one)
+        check_item(other)
     assert len({reply.choices[0].message.content for reply in held}) > 3
     assert free.choices[0].message.content
 
@@ -107,6 +90,57 @@ async def test_plain_completions_keep_to_vllm_s_fields(
     )
     assert reply.choices[0].text.strip() in texts
     assert reply.choices[0].finish_reason == "stop"
+
+
+# --- tool calls ---
+
+SMALL = {"id": ITEM["properties"]["id"], "note": {"type": "string", "maxLength": 9}}
+PARAMETERS = ITEM | {"properties": SMALL, "required": list(SMALL)}
+TOOL = {"type": "function", "function": {"name": "see", "parameters": PARAMETERS}}
+NAMED = {"type": "function", "function": {"name": "see"}}
+
+
+def check_arguments(arguments: str) -> None:
+    found = json.loads(arguments)
+    assert list(found) == list(SMALL)
+    assert 1 <= found["id"] <= 999
+    assert len(found["note"]) <= 9
+
+
+async def call_tool(client: Any, **options: Any) -> Any:
+    messages = [{"role": "user", "content": "What is there?"}]
+    return await chat(client, messages=messages, tools=[TOOL], max_tokens=150, **options)
+
+
+async def test_a_named_function_is_called_with_arguments_that_fit(sdk: Any) -> None:
+    replies = await asyncio.gather(
+        *(call_tool(sdk, tool_choice=NAMED, seed=seed, temperature=1.2) for seed in range(2))
+    )
+    for reply in replies:
+        (choice,) = reply.choices
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content is None
+        (call,) = choice.message.tool_calls
+        assert (call.type, call.function.name) == ("function", "see")
+        check_arguments(call.function.arguments)
+    calls = [reply.choices[0].message.tool_calls[0] for reply in replies]
+    assert len({call.id for call in calls}) == len({call.function.arguments for call in calls}) == 2
+
+
+async def test_stream_of_a_required_call_equals_the_response(sdk: Any) -> None:
+    options = {"tool_choice": "required", "parallel_tool_calls": False}
+    whole = (await call_tool(sdk, **options)).choices[0].message.tool_calls[0].function
+    chunks = [chunk async for chunk in await call_tool(sdk, stream=True, **options)]
+    deltas = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
+    assert deltas[0].function.name == whole.name == "see"
+    assert deltas[0].id
+    assert len(deltas) > 1, "arguments come as they are generated"
+    assert "".join(delta.function.arguments for delta in deltas) == whole.arguments
+    check_arguments(whole.arguments)
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+# --- documents that crash the library ---
 
 
 def linked(keyword: str, count: int) -> dict[str, Any]:
@@ -159,27 +193,3 @@ async def test_schemas_and_grammars_that_crash_the_library_end_nothing(
     assert counted["plain: 200"]
     assert engine.state == "ready"
     assert engine.rank_pids == ranks
-
-
-async def test_killed_grammar_server_loses_no_request(engine: Engine) -> None:
-    """32 requests are in flight, some of them with a grammar, and some with one that is being checked."""
-    held = SamplingParams(max_tokens=40, seed=5, grammar=json.dumps({"regex": "[ab]{30}"}))
-    free = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
-    started = [await begin(engine, Ask(TEXTS[n % 2]), held if n % 2 else free) for n in range(12)]
-    reading = [asyncio.create_task(read(one)) for one in started]
-
-    async def ask(number: int) -> str:
-        grammar = json.dumps({"regex": f"[a-{chr(98 + number)}]{{8}}"})
-        requested = SamplingParams(max_tokens=40, seed=number, grammar=grammar)
-        return (await answer(engine, Ask(TEXTS[0]), requested)).text
-
-    asking = [asyncio.create_task(ask(number)) for number in range(20)]
-    assert engine._running is not None
-    checker = engine._running.grammars._checker
-    assert isinstance(checker, GrammarProcesses)
-    assert checker.pid
-    os.kill(checker.pid, signal.SIGKILL)
-    assert [len(text) for text in await asyncio.gather(*asking)] == [8] * 20
-    found = await asyncio.gather(*reading)
-    assert all(len(each.text) == 30 for each in found[1::2])
-    assert all(len(each.token_ids) == 24 for each in found[::2])

@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
 
-httpx = pytest.importorskip("httpx")
-openai = pytest.importorskip("openai")
-
-from tests.e2e.asking import (  # noqa: E402
-    TEXTS,
-    Ask,
-    answer,
-    drawn_image,
-    held,
-    in_flight,
-)
-from tests.e2e.conftest import WAITING_MAX  # noqa: E402
-from tests.each_case import each_case  # noqa: E402
-from tests.patience import until  # noqa: E402
-from vsched import Engine  # noqa: E402
-from vsched.api.server import RunningServer  # noqa: E402
+from tests.e2e.asking import TEXTS, Ask, answer, drawn_image
+from tests.each_case import each_case
+from vsched import Engine
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
@@ -79,63 +65,3 @@ async def test_a_special_token_in_a_text_is_text(sdk: Any, engine: Engine, token
         model="nano25", prompt=f"What is {token}?", max_tokens=4, **OPTIONS
     )
     assert raw.choices[0].finish_reason == "length"
-
-
-async def test_full_queue_is_a_429_with_retry_after(sdk: Any, engine: Engine) -> None:
-    """Accepted requests are answered; the others get a time to retry."""
-    ask = Ask(TEXTS[1], count=16)
-    outcomes = await asyncio.gather(*(chat(sdk, ask) for _ in range(60)), return_exceptions=True)
-    refused = [one for one in outcomes if isinstance(one, openai.RateLimitError)]
-    served = [one for one in outcomes if not isinstance(one, BaseException)]
-    assert len(refused) + len(served) == 60
-    assert refused
-    assert len(served) >= WAITING_MAX
-    assert all(int(one.response.headers["retry-after"]) > 0 for one in refused)
-    assert f"limit {WAITING_MAX}. Remedy: " in str(refused[0])
-    assert len({one.choices[0].message.content for one in served}) == 1
-
-
-@each_case("stream", [True, False])
-async def test_request_whose_client_leaves_is_aborted(
-    sdk: Any, engine: Engine, stream: bool
-) -> None:
-    before = engine.statistics()["finished"]["abort"]
-    ask = Ask(TEXTS[1], [drawn_image(6020 + stream)], count=400)
-    asking = asyncio.create_task(chat(sdk, ask, stream=stream))
-    await until(lambda: engine.statistics()["generate"]["decoding"] == 1, "it is being answered")
-    if stream:
-        await (await asking).close()
-    else:
-        asking.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asking
-    await until(lambda: not any(held(engine).values()), "the request is aborted")
-    await until(lambda: not any(in_flight(engine).values()), "the step in flight ends")
-    assert engine.statistics()["finished"]["abort"] == before + 1
-
-
-async def test_images_are_resized_within_the_bounds_of_a_request(
-    server: RunningServer, engine: Engine
-) -> None:
-    """Two sizes of a picture are two embeddings; each is counted at the size of its request."""
-    small = {"max_pixels": 8 * 28 * 28}
-    ask = Ask(TEXTS[0], [drawn_image(6702, (224, 168))])
-    whole = {"messages": ask.messages, "max_tokens": 2, "temperature": 0}
-    parts = [ask.messages[0]["content"][0] | small, ask.messages[0]["content"][1]]
-    bodies = [
-        whole,
-        whole | {"mm_processor_kwargs": small},
-        whole | {"messages": [{"role": "user", "content": parts}]},
-        whole | {"mm_processor_kwargs": {"size": {"longest_edge": 8 * 28 * 28}}},
-    ]
-    before = engine.statistics()["encode"]["items_encoded"]
-    counts = []
-    async with httpx.AsyncClient(base_url=server.url) as plain:
-        for body in bodies:
-            answer = (await plain.post("/v1/chat/completions", json=body)).json()
-            counts.append(answer["usage"]["prompt_tokens"])
-            counted = {"mm_processor_kwargs": body.get("mm_processor_kwargs")}
-            reported = await plain.post("/tokenize", json={"messages": body["messages"], **counted})
-            assert reported.json()["count"] == counts[-1]
-    assert counts == [counts[0], *3 * [counts[0] - 8 * 6 + 6]]  # 3 by 2 tokens
-    assert engine.statistics()["encode"]["items_encoded"] - before == 2

@@ -53,12 +53,7 @@ def limits(stage: str, limit_mib: int) -> list[str]:
     ],
 )
 async def test_limit_is_served_or_an_error_names_its_setting(
-    stage: str,
-    limit_mib: int,
-    *,
-    forked: bool,
-    serves: bool,
-    capfd: pytest.CaptureFixture[str],
+    stage: str, limit_mib: int, *, forked: bool, serves: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = load_config(None, sets=[*SETTINGS, *limits(stage, limit_mib)], environ={}).config
     launcher = partial(make_launcher, forked=forked)

@@ -6,9 +6,8 @@ import io
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-import msgspec
 import pytest
 from PIL import Image
 
@@ -98,28 +97,12 @@ def test_offline_damaged_image_leaves_other_requests_alone(llm: LLM) -> None:
         ({"prompt": "x", "images": None}, "pass images as such a list"),
     ],
 )
-def test_offline_prompts_of_other_types_are_refused(llm: LLM, prompts: Any, wanted: str) -> None:
+def test_offline_requests_of_other_types_are_refused(llm: LLM, prompts: Any, wanted: str) -> None:
     with pytest.raises(RequestRefused, match=wanted):
         llm.generate(prompts, GREEDY)
-
-
-@each_case("messages", ["Hello", ["Hello"], [1], [[Image]]])
-def test_offline_conversations_of_other_types_are_refused(llm: LLM, messages: Any) -> None:
-    with pytest.raises(RequestRefused, match="messages: "):
-        llm.chat(messages, GREEDY)
-
-
-def test_offline_equal_prompts_get_independent_draws_that_repeat(llm: LLM) -> None:
-    drawn = SamplingParams(max_tokens=8, temperature=1.5, ignore_eos=True)
-
-    def texts(sampling: SamplingParams) -> list[tuple[int, ...]]:
-        llm._seeds.seed(3)
-        return [tuple(one.token_ids) for one in llm.generate(["Hello"] * 4, sampling)]
-
-    found = texts(drawn)
-    assert len(set(found)) == 4
-    assert texts(drawn) == found, "the engine's seed determines them, not the order of arrival"
-    assert len(set(texts(msgspec.structs.replace(drawn, seed=1)))) == 1
+    for messages in ("Hello", ["Hello"], [1], [[Image]]):
+        with pytest.raises(RequestRefused, match="messages: "):
+            llm.chat(cast("Any", messages), GREEDY)
 
 
 def test_offline_start_that_fails_leaves_no_thread(tmp_path: Path) -> None:

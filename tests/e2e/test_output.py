@@ -1,29 +1,16 @@
-"""Outputs of requests, their early ends, and refusals, through the whole engine."""
+"""Outputs of requests through the whole engine."""
 
 from __future__ import annotations
 
 import asyncio
-import base64
 from typing import Any
 
 import msgspec
 import pytest
 
-from tests.e2e.asking import (
-    DRAWN,
-    TEXTS,
-    Ask,
-    answer,
-    begin,
-    data_url,
-    drawn_image,
-    held,
-    in_flight,
-    read,
-)
+from tests.e2e.asking import DRAWN, TEXTS, Ask, answer, begin, data_url, drawn_image, read
 from tests.e2e.conftest import KV_TOKENS
-from tests.patience import until
-from vsched import Engine, RequestRefused, SamplingParams
+from vsched import Engine, SamplingParams
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
@@ -39,14 +26,6 @@ def greedy(**changes: Any) -> SamplingParams:
 
 def sampled(**changes: Any) -> SamplingParams:
     return greedy(temperature=1.5, seed=11, **changes)
-
-
-async def test_deltas_are_the_text_of_the_tokens(engine: Engine) -> None:
-    """Random weights yield much broken UTF-8: pieces must still add up to the complete text."""
-    found = await answer(engine, ASK, sampled(max_tokens=200))
-    assert len(found.deltas) > 5
-    assert found.text == engine.preprocessor.detokenize(found.token_ids)
-    assert len(found.token_ids) == 200
 
 
 async def test_special_tokens_are_text_where_they_are_requested(engine: Engine) -> None:
@@ -79,69 +58,29 @@ async def test_seeded_sampling_is_the_same_alone_and_preempted_in_a_crowd(engine
     assert len(alone.token_ids) == ASK.count
 
 
-async def test_timeline_accounts_for_the_request(engine: Engine) -> None:
-    generation = await begin(engine, Ask(TEXTS[2], [drawn_image(450)]), request_id="timed")
-    await read(generation)
-    line = engine.statistics()["recent"][-1]
-    assert line["request_id"] == "timed"
-    assert line["prompt_tokens"] == generation.prompt_tokens
-    assert (line["output_tokens"], line["encoded_items"]) == (24, 1)
-    assert line["finish_reason"] == "length"
-    assert all(line[f"{part}_ms"] > 0 for part in ("preprocess", "encode", "prefill", "decode"))
-
-
-async def test_abort_in_mid_stream_frees_everything_within_a_step(engine: Engine) -> None:
-    """After the abort the request holds nothing; after the step in flight, neither does the step."""
-    generation = await begin(engine, ASK, greedy(max_tokens=300))
-    await anext(generation)
-    steps = engine.statistics()["generate"]["steps"] + in_flight(engine)["steps_in_flight"]
-    assert held(engine)["blocks_held"] > 0
-    generation.abort()
-    assert not any(held(engine).values()), held(engine)
-    await until(lambda: not any(in_flight(engine).values()), "the step in flight ends")
-    assert engine.statistics()["generate"]["steps"] <= steps
-    assert (await read(generation)).finish_reason == "abort"
-    generation.abort()  # after the end it does nothing
-
-
-def truncated() -> str:
-    head, _, data = data_url(drawn_image(901, (200, 200))).partition(",")
-    return f"{head},{base64.b64encode(base64.b64decode(data)[:500]).decode()}"
-
-
-GOOD = data_url(drawn_image(903))
-TWO_IMAGES = Ask(TEXTS[0], [drawn_image(903)] * 2)
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "truncated": ({"images": [GOOD, truncated()]}, r"image 1|images\[1\]"),
-    "file": ({"images": [GOOD, "file:///etc/passwd"]}, r"image 1|images\[1\]"),
-    "KV cache": (
-        {"prompt": [100] * 40, "sampling": greedy(max_tokens=KV_TOKENS)},
-        f"value {KV_TOKENS + 40}, limit {KV_TOKENS} tokens. Remedy: ",
-    ),
-}
-
-
-async def test_bad_requests_are_refused_and_another_is_served(engine: Engine) -> None:
-    """At once, with value, limit and remedy; an id in use is refused as well."""
-    wanted = await answer(engine, ASK)
-    beside = await begin(engine, ASK, request_id="beside")
-    with pytest.raises(RequestRefused) as caught:
-        await begin(engine, ASK, request_id="beside")
-    assert caught.value.status == 409
-    with pytest.raises(RequestRefused, match="in use"):
-        await engine.generate_choices(prompt=[100], request_ids=["twice", "twice"])
-    two = engine.preprocessor.render(TWO_IMAGES.messages)
-    for name, (fields, words) in REFUSED.items():
-        with pytest.raises(RequestRefused, match=words) as caught:
-            await engine.generate(
-                **{"prompt": two, "sampling": greedy(), "request_id": "refused", **fields}
-            )
-        assert caught.value.status == 400, name
-        assert "/etc" not in caught.value.message
-    assert (await read(beside)).token_ids == wanted.token_ids
-
-
 async def test_max_tokens_of_zero_fills_what_is_left(engine: Engine) -> None:
     found = await answer(engine, Ask(TEXTS[4]), greedy(max_tokens=0))
     prompt = Ask(TEXTS[4]).prompt(engine.preprocessor)
     assert len(found.token_ids) == KV_TOKENS - len(prompt)
+
+
+async def test_prompt_logprobs_are_those_that_the_tokens_had_as_outputs(engine: Engine) -> None:
+    """Next to images, in chunks, without an output of its own, and computed although all is cached."""
+    found = await answer(engine, ASK, greedy(logprobs=2))
+    rendered = engine.preprocessor.tokenize(engine.preprocessor.render(ASK.messages))
+    (generation,) = await engine.generate_choices(
+        prompt=rendered + found.token_ids,
+        images=[data_url(image) for image in ASK.images],
+        sampling=SamplingParams(prompt_only=True, prompt_logprobs=2),
+        request_ids=["told"],
+    )
+    told = await read(generation)
+    assert (told.token_ids, told.text, told.finish_reason) == ([], "", "length")
+    assert generation.cached_tokens == 0
+    assert generation.prompt_report is not None
+    reported = list(generation.prompt_report.tokens())
+    prompt = ASK.prompt(engine.preprocessor) + found.token_ids
+    assert [one.token_id for one in reported] == prompt[1:]
+    for one, output in zip(reported[-40:], found.logprobs, strict=True):
+        assert (one.rank, one.logprob) == (1, pytest.approx(output.logprob, abs=1e-4))
+        assert [token for token, _ in one.top] == [token for token, _ in output.top]

@@ -128,10 +128,7 @@ async def test_embeddings_of_videos_answer_as_the_videos_do(served: Served) -> N
     assert await ask_video(engine, VideoAsk([other, text])) != wanted
     image = IMAGES[0]
     wanted = await ask_video(engine, VideoAsk([image, *videos, "and ", image, text], count=30))
-    for first, second, third in (
-        (long, videos[1], image),
-        (videos[0], short, served.embed(image)),
-    ):
+    for first, second, third in ((long, videos[1], image), (videos[0], short, served.embed(image))):
         parts: list[Any] = [image, first, second, "and ", third, text]
         assert await ask_video(engine, VideoAsk(parts, count=30)) == wanted
     encoded = engine.statistics()["encode"]["items_encoded"]

@@ -13,23 +13,22 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import pytest_asyncio
 
-httpx = pytest.importorskip("httpx")
-
-from tests.e2e.asking import TEXTS, Ask, answer, drawn_image  # noqa: E402
-from tests.e2e.command_line import run_vsched  # noqa: E402
-from tests.e2e.conftest import SETTINGS  # noqa: E402
-from tests.e2e.serving import ServeProcess  # noqa: E402
-from tests.e2e.test_grammars import CRASH, post_hostile  # noqa: E402
-from tests.fuzz.documents import at_doors  # noqa: E402
-from tests.patience import PATIENCE_S, patience, until  # noqa: E402
-from tests.traces import is_alive, running  # noqa: E402
-from vsched import Config, Engine  # noqa: E402
-from vsched.api.processes import supervisor  # noqa: E402
-from vsched.api.server import RunningServer, running_server  # noqa: E402
-from vsched.errors import CheckpointError  # noqa: E402
+from tests.e2e.asking import TEXTS, Ask, answer, drawn_image
+from tests.e2e.command_line import run_vsched
+from tests.e2e.conftest import SETTINGS
+from tests.e2e.serving import ServeProcess
+from tests.e2e.test_grammars import CRASH, post_hostile
+from tests.fuzz.documents import at_doors
+from tests.patience import PATIENCE_S, patience, until
+from tests.traces import is_alive, running
+from vsched import Config, Engine
+from vsched.api.processes import supervisor
+from vsched.api.server import RunningServer, running_server
+from vsched.errors import CheckpointError
 
 pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.slow]
 
@@ -231,55 +230,33 @@ def is_api(pid: int) -> bool:
     return False
 
 
-@pytest.fixture
-def served(checkpoints: Callable[[str], Path], tmp_path: Path) -> Iterator[ServeProcess]:
-    """`vsched serve` with two processes."""
-    sets = [*SETTINGS, ROOM, "server.processes=2", f"record.path={tmp_path / 'run.vlog'}"]
-    with ServeProcess(checkpoints("nano25"), settings=sets) as made:
-        yield made
-
-
-def api_pids(served: ServeProcess) -> list[int]:
-    return [pid for pid in served.children if is_api(pid)]
-
-
-@contextlib.asynccontextmanager
-async def stream_of(served: ServeProcess, ask: Ask) -> AsyncIterator[Any]:
-    async with (
-        httpx.AsyncClient(base_url=served.url, timeout=PATIENCE_S) as client,
-        client.stream("POST", CHAT, json=body(ask, stream=True)) as response,
-    ):
-        yield response
-
-
 @pytest.mark.thorough
-async def test_processes_drain_with_the_engine(served: ServeProcess, tmp_path: Path) -> None:
-    """After a signal, responses in progress are completed, and nothing is left; the record replays."""
-    async with stream_of(served, LONG) as response:
-        pids = api_pids(served)
-        texts = said(response)
-        await anext(texts)
-        served.process.send_signal(signal.SIGTERM)
-        rest = [text async for text in texts]
-    assert len(rest) >= LONG.count - 2
-    assert await asyncio.to_thread(served.process.wait, PATIENCE_S) == 0
-    assert len(pids) == 2
-    await until(lambda: not any(map(is_alive, pids)))
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+async def test_processes_end_with_the_engine(
+    checkpoints: Callable[[str], Path], tmp_path: Path, number: signal.Signals
+) -> None:
+    """After SIGTERM, responses in progress are completed; after SIGKILL, their last event is an error, not silence."""
+    asked = body(Ask(TEXTS[2], count=1500), stream=True)
+    sets = [*SETTINGS, ROOM, "server.processes=2", f"record.path={tmp_path / 'run.vlog'}"]
+    with ServeProcess(checkpoints("nano25"), settings=sets) as served:
+        async with httpx.AsyncClient(base_url=served.url, timeout=PATIENCE_S) as client:
+            pids = [pid for pid in served.children if is_api(pid)]
+            async with client.stream("POST", CHAT, json=asked) as response:
+                lines = response.aiter_lines()
+                await anext(lines)
+                served.process.send_signal(number)
+                events = [
+                    json.loads(line[6:]) async for line in lines if line.startswith("data: {")
+                ]
+        assert len(pids) == 2
+        await until(lambda: not any(map(is_alive, pids)), "they end")
+        with pytest.raises(httpx.ConnectError):
+            await asyncio.to_thread(httpx.get, f"{served.url}/health")
+        if number == signal.SIGKILL:
+            assert events[-1]["error"]["code"] == "stopping"
+            return
+        assert await asyncio.to_thread(served.process.wait, PATIENCE_S) == 0
+    assert not any("error" in event for event in events)
+    assert len(events) >= 1498
     reported = run_vsched("replay", str(tmp_path / "run.vlog"))
     assert "Everything was decided the same again." in reported
-
-
-@pytest.mark.thorough
-async def test_processes_end_with_an_engine_that_dies(served: ServeProcess) -> None:
-    """The last event of a stream is an error, not silence; then the port is closed."""
-    async with stream_of(served, Ask(TEXTS[2], count=1500)) as response:
-        pids = api_pids(served)
-        lines = response.aiter_lines()
-        await anext(lines)
-        served.process.kill()
-        rest = [line async for line in lines if line.startswith("data: {")]
-    last = json.loads(rest[-1].removeprefix("data: "))
-    assert last["error"]["code"] == "stopping"
-    await until(lambda: not any(map(is_alive, pids)), "they end")
-    with pytest.raises(httpx.ConnectError):
-        httpx.get(f"{served.url}/health")

@@ -30,8 +30,7 @@ class Nodes:
         from ray.cluster_utils import Cluster
 
         self._cluster = Cluster(
-            initialize_head=True,
-            head_node_args={**self._small("head"), "include_dashboard": False},
+            initialize_head=True, head_node_args={**self._small("head"), "include_dashboard": False}
         )
         self.address = str(self._cluster.address)
         self._nodes: dict[str, Any] = {}
@@ -72,8 +71,5 @@ async def test_ray_replicas_answer_as_one_host_and_streams_outlive_a_node(
         "cluster.generate_resources={CPU=1, generates=1}",
     )
     await check_host_loss(
-        engine,
-        config,
-        strike=lambda: nodes.kill("generate"),
-        mend=lambda: nodes.add("generate"),
+        engine, config, strike=lambda: nodes.kill("generate"), mend=lambda: nodes.add("generate")
     )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
 from PIL import Image
 
-from tests.e2e.asking import GREEDY, TEXTS, Ask, answer, data_url, drawn_image, held, read
+from tests.e2e.asking import GREEDY, TEXTS, Ask, data_url, drawn_image, held, read
 from vsched import Engine, SamplingParams
 from vsched.aio.streams import Generation
 
@@ -73,18 +72,6 @@ async def converse(engine: Engine, images: list[Image.Image]) -> int:
         computed = generation.prompt_tokens + len(found.token_ids) - 1  # the last was only sampled
         prompt += found.token_ids
     return len(images)
-
-
-async def test_one_image_from_eight_clients_is_encoded_once(engine: Engine) -> None:
-    """Eight ask different things about the same image at the same time; one decode, one encode."""
-    image = drawn_image(320, (140, 112))
-    asks = [Ask(f"{TEXTS[number % 5]} {number}", [image], count=8) for number in range(8)]
-    before = counters(engine)
-    await asyncio.gather(*(answer(engine, ask) for ask in asks))
-    after = grown(engine, before)
-    assert after["items_encoded"] == 1
-    assert after["tokens_encoded"] == engine.preprocessor.plan_image(*image.size).tokens
-    assert (after["processed"], after["repeated"]) == (1, 7)
 
 
 async def choose(engine: Engine, ask: Ask, count: int, **chosen: Any) -> list[Generation]:

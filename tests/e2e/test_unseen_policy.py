@@ -12,14 +12,7 @@ from tests.e2e.asking import read
 from tests.e2e.conftest import SETTINGS, assert_idle
 from tests.patience import patience
 from tests.unit.sim.shapes import COST
-from tests.unseen_policy import (
-    KV_TOKENS,
-    LOAD,
-    SEATS,
-    check_orders,
-    configurations,
-    prompt_of,
-)
+from tests.unseen_policy import KV_TOKENS, LOAD, SEATS, check_orders, configurations, prompt_of
 from vsched import Engine, SamplingParams
 from vsched.config import load_config
 from vsched.kernel import Scheduler

@@ -11,8 +11,6 @@ from typing import Any
 import httpx
 import pytest
 
-pytest.importorskip("av")
-
 from tests.e2e.asking import data_url, drawn_image
 from tests.e2e.conftest import assert_idle
 from tests.e2e.video_asks import (
@@ -26,7 +24,7 @@ from tests.e2e.video_asks import (
 )
 from tests.unit.media.video_files import hostile_files, video
 from tests.workers.driver import Clip
-from vsched import Config, Engine
+from vsched import Engine
 from vsched.api.server import RunningServer
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
@@ -52,10 +50,7 @@ def asks() -> list[VideoAsk]:
 
 @pytest.mark.parametrize("size", ["nano25", "nano3"])
 async def test_answers_about_videos_equal_generate(
-    size: str,
-    shared_engine: Engine,
-    together_engine: Engine,
-    checkpoints: Callable[[str], Path],
+    size: str, shared_engine: Engine, together_engine: Engine, checkpoints: Callable[[str], Path]
 ) -> None:
     """Twice 6 requests at a time, in chunks of 48 tokens, which end within groups, with preemptions."""
     engine = shared_engine if size == "nano25" else together_engine
@@ -63,15 +58,6 @@ async def test_answers_about_videos_equal_generate(
     assert len({tuple(tokens[:8]) for tokens in expected}) == len(expected)
     await assert_answers(engine, asks(), expected)
     await assert_idle(engine)
-
-
-@pytest.mark.thorough
-async def test_two_generate_ranks_answer_about_videos(
-    configure: Callable[..., Config], checkpoints: Callable[[str], Path]
-) -> None:
-    async with Engine(configure("nano25", "generate.tensor_parallel=2")) as engine:
-        await assert_answers(engine, asks(), generate_videos(checkpoints("nano25"), asks()))
-        await assert_idle(engine)
 
 
 async def test_a_longer_video_is_encoded_from_where_it_is_new(engine: Engine) -> None:

@@ -111,10 +111,7 @@ def generate_pruned(path: Path, ask: VideoAsk) -> list[int]:
 
 @pytest.mark.parametrize("size", ["nano25", "nano3"])
 async def test_answers_equal_transformers_modules_with_the_same_mask(
-    size: str,
-    shared_engine: Engine,
-    together_engine: Engine,
-    checkpoints: Callable[[str], Path],
+    size: str, shared_engine: Engine, together_engine: Engine, checkpoints: Callable[[str], Path]
 ) -> None:
     """In chunks of 48 tokens, which end within groups, and again from the prefix cache."""
     engine = shared_engine if size == "nano25" else together_engine

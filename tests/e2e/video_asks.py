@@ -36,6 +36,13 @@ def of_frames(frames: Sequence[Image.Image], fps: float = 2.0) -> MediaReference
     )
 
 
+def reference_to(part: Image.Image | Clip | MediaReference) -> ImageReference:
+    """Return an image or a video as a client sends it."""
+    if isinstance(part, Clip):
+        return of_frames(part.frames, part.fps)
+    return data_url(part) if isinstance(part, Image.Image) else part
+
+
 @dataclass(frozen=True)
 class VideoAsk:
     """A question: images, videos and texts in order."""
@@ -50,22 +57,13 @@ class VideoAsk:
             if isinstance(part, str):
                 content.append({"type": "text", "text": part})
             else:
-                is_video = isinstance(part, Clip) or getattr(part, "is_video", False)
+                is_video = getattr(reference_to(part), "is_video", False)
                 content.append({"type": "video" if is_video else "image"})
         return [{"role": "user", "content": content}]
 
     @property
     def references(self) -> list[ImageReference]:
-        found: list[ImageReference] = []
-        for part in self.parts:
-            match part:
-                case Image.Image():
-                    found.append(data_url(part))
-                case Clip():
-                    found.append(of_frames(part.frames, part.fps))
-                case MediaReference():
-                    found.append(part)
-        return found
+        return [reference_to(part) for part in self.parts if not isinstance(part, str)]
 
 
 async def ask_video(engine: Engine, ask: VideoAsk) -> list[int]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import cycle
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
-import msgspec
 import pytest
 
 from vsched.errors import DeviceOutOfMemory
@@ -82,9 +81,9 @@ def ends(engine: SimEngine) -> dict[str, int]:
 
 
 GROUPS = ("encode", "generate")
-
-
-SEGFAULT, SILENT = "was killed by SIGSEGV", "was silent for"
+SEGFAULT, SILENT, DESYNC = "was killed by SIGSEGV", "was silent for", "stopped with RankDesync"
+ANY = ": "
+"""Part of each reason."""
 
 
 def lasting(kind: Callable[..., AnyFault], seconds: float = 1, **more: Any) -> AnyFault:
@@ -93,109 +92,74 @@ def lasting(kind: Callable[..., AnyFault], seconds: float = 1, **more: Any) -> A
     return kind(**{"group": "generate", **times, **more})
 
 
-OFTEN: list[tuple[AnyFault, str, dict[str, int]]] = [
-    (WorkerCrash(at_ns=SECOND_NS, group="generate"), SEGFAULT, {}),
-    (lasting(Hang, 60), SILENT, {}),
-    (lasting(Slowdown, factor=10.0), "", {}),
-    (Disconnect(at_ns=SECOND_NS, phase="wait"), "", {"left": 1}),
-    (
-        FetchStall(at_ns=SECOND_NS, duration_ns=60 * SECOND_NS),
-        "",
-        {"refused image_fetch_failed": 1},
-    ),
-    (DecodeError(at_ns=SECOND_NS), "", {"refused image_invalid": 1}),
-]
-"""Faults, with the reason for which their group is lost, and the requests that do not finish."""
-OTHERS: list[tuple[AnyFault, str, dict[str, int]]] = [
-    *(
-        (WorkerCrash(at_ns=SECOND_NS, group=group, moment=moment), SEGFAULT, {})
-        for group in GROUPS
-        for moment in get_args(Moment)
-    ),
-    (lasting(Hang, 60, group="encode"), SILENT, {}),
-    *((lasting(Hang, group=group), "", {}) for group in GROUPS),
-    (LostHeartbeat(at_ns=SECOND_NS, group="generate"), "", {}),
-    (LateHeartbeat(at_ns=SECOND_NS, group="generate", late_ns=SECOND_NS // 10), "", {}),
-    (lasting(Partition), "", {}),
-    (TiePermutation(at_ns=SECOND_NS, seed=3), "", {}),
-    *(
-        (Disconnect(at_ns=SECOND_NS, phase=phase), "", {"left": 1})
-        for phase in get_args(RequestPhase)
-    ),
-    (FetchStall(at_ns=SECOND_NS, duration_ns=SECOND_NS), "", {}),
-]
+class Case(NamedTuple):
+    """A fault, the reason for which its group is lost, and the end of the one request that does not finish."""
 
-
-@pytest.mark.parametrize(
-    ("fault", "lost", "ended"),
-    [*OFTEN, *(pytest.param(*row, marks=pytest.mark.thorough) for row in OTHERS)],
-    ids=lambda one: type(one).__name__,
-)
-@pytest.mark.sim
-async def test_fault_costs_a_restart_a_request_or_time(
-    sim_engine: Engines, fault: AnyFault, lost: str, ended: dict[str, int]
-) -> None:
-    engine = await strike(sim_engine, fault)
-    assert len(losses(engine)) == bool(lost)
-    assert lost in "".join(losses(engine))
-    assert ends(engine) == ended
-
-
-@pytest.mark.parametrize("group", ["generate", pytest.param("encode", marks=pytest.mark.thorough)])
-@pytest.mark.sim
-async def test_missed_decision_is_a_desync(sim_engine: Engines, group: str) -> None:
-    """One rank of two misses an entry that the other receives."""
-    engine = await strike(sim_engine, MissedDecision(at_ns=SECOND_NS, group=group, rank=1), ranks=2)
-    assert "rank 1 stopped with RankDesync" in losses(engine)[0]
-    assert not ends(engine)
-
-
-CUT = Partition(at_ns=SECOND_NS, group="generate", duration_ns=10 * SECOND_NS)
+    fault: AnyFault
+    lost: str = ""
+    ended: str = ""
+    ranks: int = 1
 
 
 DAMAGES = [
-    MessageFault(
-        at_ns=SECOND_NS,
-        group="generate",
-        duration_ns=SECOND_NS // 20,
-        direction=direction,
-        effect=effect,
+    Case(
+        lasting(MessageFault, 0.05, direction=direction, effect=effect),
+        "" if effect == "delay" else ANY,
     )
     for effect, direction in zip(get_args(Effect), cycle(get_args(Direction)), strict=False)
 ]
-MORE_DAMAGES = [*DAMAGES[1:], msgspec.structs.replace(CUT, frames="lost")]
+"""Links are ordered and reliable: violations are detected, and cost a restart."""
+OFTEN = [
+    Case(WorkerCrash(at_ns=SECOND_NS, group="generate"), SEGFAULT),
+    Case(lasting(Hang, 60), SILENT),
+    Case(lasting(Slowdown, factor=10.0)),
+    Case(Disconnect(at_ns=SECOND_NS, phase="wait"), "", "left"),
+    Case(FetchStall(at_ns=SECOND_NS, duration_ns=60 * SECOND_NS), "", "refused image_fetch_failed"),
+    Case(DecodeError(at_ns=SECOND_NS), "", "refused image_invalid"),
+    # One rank of two misses an entry that the other receives.
+    Case(MissedDecision(at_ns=SECOND_NS, group="generate", rank=1), DESYNC, ranks=2),
+    # An encoder without memory splits its batch and retries; a generator restarts.
+    Case(OutOfMemory(at_ns=SECOND_NS, group="encode"), ranks=2),
+    Case(OutOfMemory(at_ns=SECOND_NS, group="generate"), ANY),
+    Case(lasting(Partition, 10), ANY),
+    DAMAGES[0],
+]
+OTHERS = [
+    *(
+        Case(WorkerCrash(at_ns=SECOND_NS, group=group, moment=moment), SEGFAULT)
+        for group in GROUPS
+        for moment in get_args(Moment)
+    ),
+    Case(lasting(Hang, 60, group="encode"), SILENT),
+    *(Case(lasting(Hang, group=group)) for group in GROUPS),
+    Case(LostHeartbeat(at_ns=SECOND_NS, group="generate")),
+    Case(LateHeartbeat(at_ns=SECOND_NS, group="generate", late_ns=SECOND_NS // 10)),
+    Case(lasting(Partition)),
+    Case(lasting(Partition, 10, frames="lost"), ANY),
+    Case(TiePermutation(at_ns=SECOND_NS, seed=3)),
+    *(
+        Case(Disconnect(at_ns=SECOND_NS, phase=phase), "", "left")
+        for phase in get_args(RequestPhase)
+    ),
+    Case(FetchStall(at_ns=SECOND_NS, duration_ns=SECOND_NS)),
+    Case(MissedDecision(at_ns=SECOND_NS, group="encode", rank=1), DESYNC, ranks=2),
+    Case(OutOfMemory(at_ns=SECOND_NS, group="encode")),
+    Case(OutOfMemory(at_ns=SECOND_NS, group="generate"), ANY, ranks=2),
+    *DAMAGES[1:],
+]
 
 
 @pytest.mark.parametrize(
-    "fault",
-    [DAMAGES[0], CUT, *(pytest.param(one, marks=pytest.mark.thorough) for one in MORE_DAMAGES)],
-    ids=lambda one: getattr(one, "effect", "partition"),
+    "case",
+    [*OFTEN, *(pytest.param(case, marks=pytest.mark.thorough) for case in OTHERS)],
+    ids=lambda case: type(case.fault).__name__,
 )
 @pytest.mark.sim
-async def test_damaged_link_is_recovered_from(
-    sim_engine: Engines, fault: MessageFault | Partition
-) -> None:
-    """Links are ordered and reliable: violations are detected, and cost a restart."""
-    engine = await strike(sim_engine, fault)
-    assert bool(losses(engine)) == (getattr(fault, "effect", "") != "delay")
-    assert not ends(engine)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "group", "lost"),
-    [
-        (2, "encode", 0),
-        (1, "generate", 1),
-        pytest.param(1, "encode", 0, marks=pytest.mark.thorough),
-        pytest.param(2, "generate", 1, marks=pytest.mark.thorough),
-    ],
-)
-@pytest.mark.sim
-async def test_step_without_memory(sim_engine: Engines, group: str, lost: int, ranks: int) -> None:
-    """An encoder splits its batch and retries; a generator restarts."""
-    engine = await strike(sim_engine, OutOfMemory(at_ns=SECOND_NS, group=group), ranks=ranks)
-    assert len(losses(engine)) == lost
-    assert not ends(engine)
+async def test_fault_costs_a_restart_a_request_or_time(sim_engine: Engines, case: Case) -> None:
+    engine = await strike(sim_engine, case.fault, ranks=case.ranks)
+    assert len(losses(engine)) == bool(case.lost)
+    assert case.lost in "".join(losses(engine))
+    assert ends(engine) == ({case.ended: 1} if case.ended else {})
 
 
 @pytest.mark.sim

@@ -159,6 +159,14 @@ async def test_engine_refuses_arguments_of_a_wrong_type(call: dict[str, Any], na
     assert msgspec.json.encode(caught.value.message)
 
 
+@pytest.mark.sim
+async def test_engine_refuses_an_id_that_is_in_use() -> None:
+    async with SimEngine() as engine:
+        with pytest.raises(RequestRefused, match="in use") as caught:
+            await engine.engine.generate_choices(prompt=PROMPT, request_ids=["twice", "twice"])
+    assert caught.value.status == 409
+
+
 # --- leaving a stream ---
 
 

@@ -1,31 +1,24 @@
-"""Engines of models with recurrent states, bidirectional spans, adapters, drafts or videos."""
+"""Engines of models with recurrent states, bidirectional spans, adapters or drafts."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import msgspec
 import pytest
 
-from vsched.config import Config
 from vsched.kernel import request, request_moves
 from vsched.probes import observed
 from vsched.sim.cluster import SimEngine, small_config
-from vsched.sim.cluster.client_sessions import ClientBehaviour
 from vsched.sim.cluster.scenario import draw_scenario, run_scenario
 from vsched.sim.faults import FaultPlan
 from vsched.sim.ranks.plugin import HYBRID, SEES_IMAGES, SEES_PROMPTS
 from vsched.sim.ranks.symbolic_model import DRAFT
-from vsched.sim.workload.requests import Arrival, Image, Text, Video
+from vsched.sim.workload.requests import Arrival, Text
 from vsched.worker.drafts import DraftModel
 
 Engines = Callable[..., SimEngine]
-
-
-def hybrid_config(**generate: Any) -> Config:
-    return small_config(model={"path": HYBRID}, generate=generate)
 
 
 @pytest.mark.sim(seeds=2)
@@ -36,24 +29,11 @@ async def test_states_survive_whatever_happens(
     sim_engine: Engines, workload: tuple[Arrival, ...], faults: FaultPlan, places: int
 ) -> None:
     """Requests share prefixes, are preempted, and lose their ranks; a rank reports a wrong state."""
-    async with sim_engine(hybrid_config(state_snapshots=places), faults=faults) as engine:
+    config = small_config(model={"path": HYBRID}, generate={"state_snapshots": places})
+    async with sim_engine(config, faults=faults) as engine:
         await engine.run(workload)
         await engine.heal()
         assert places or not engine.engine.statistics()["generate"]["tokens_cached"]
-
-
-@pytest.mark.sim
-async def test_beginning_is_taken_from_a_snapshot(
-    sim_engine: Engines, workload: tuple[Arrival, ...]
-) -> None:
-    """The same prompt again: all but its last block is cached, with the state at its end."""
-    longest = max(workload, key=lambda one: len(str(one.prompt)))
-    async with sim_engine(hybrid_config()) as engine:
-        for name in ("first", "second"):
-            session = engine.send(msgspec.structs.replace(longest, request_id=name))
-            await session.done.wait()
-            assert (session.outcome, session.received.text) == ("finished", session.expected.text)
-        assert engine.engine.statistics()["generate"]["tokens_cached"] > 0
 
 
 @pytest.mark.sim(seeds=2)
@@ -141,28 +121,3 @@ async def test_drafts_prove_right_as_often_as_is_said(
         counts = engine.engine.statistics()["generate"]
     assert counts["tokens_drafted"] > 20
     assert least <= counts["drafts_accepted"] / counts["tokens_drafted"] <= most
-
-
-@pytest.mark.sim
-@pytest.mark.parametrize(
-    "behaviour", [ClientBehaviour(), ClientBehaviour(http=False), ClientBehaviour(remote=True)]
-)
-async def test_groups_are_encoded_once(sim_engine: Engines, behaviour: ClientBehaviour) -> None:
-    """A video, the same longer by two groups, and another one between images."""
-    prompts = [
-        (Video("a", 4, 7), Text(1, 5)),
-        (Text(2, 5), Video("a", 6, 7), Text(3, 5)),
-        (Image("c", 9), Video("b", 1, 12), Image("d", 5), Text(4, 5)),
-    ]
-    encoded, answers = [], []
-    async with sim_engine(small_config()) as engine:
-        for number, prompt in enumerate(prompts):
-            before = engine.engine.statistics()["encode"]["items_encoded"]
-            arrival = Arrival(at_ns=0, request_id=f"r{number}", prompt=prompt, output_tokens=6)
-            session = engine.send(arrival, behaviour)
-            await session.done.wait()
-            assert (session.outcome, session.received.text) == ("finished", session.expected.text)
-            encoded.append(engine.engine.statistics()["encode"]["items_encoded"] - before)
-            answers.append(session.received.text)
-    assert encoded == [4, 2, 3]
-    assert len(set(answers)) == 3

@@ -115,7 +115,6 @@ class ModelBench:
     weights: str
     wrote: Callable[[list[Row]], object]
     rows: list[Row] = field(default_factory=list)
-    noted_s: float = field(default_factory=time.monotonic)
 
     def run(self, part: str) -> None:
         """Measure a part: single steps, or the turns of conversations."""
@@ -147,9 +146,7 @@ class ModelBench:
             more |= {"moved": cost.moved, "operations": cost.operations}
         self.rows.append(Row(self.name, case, found_ms, floor_ms, more))
         self.wrote(self.rows)
-        before_s, self.noted_s = self.noted_s, time.monotonic()
-        spent_s = self.noted_s - before_s
-        print(f"{self.name} {case}: {found_ms:.2f} ms, measured in {spent_s:.1f} s", flush=True)
+        print(f"{self.name} {case}: {found_ms:.2f} ms", flush=True)
 
     def _decode(self, batch: int, context: int) -> None:
         """Measure a decode step with `batch` rows, with CUDA graphs and eagerly."""
@@ -229,9 +226,7 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     for one, kind in itertools.product(options.models.split(","), options.weights.split(",")):
         with tempfile.TemporaryDirectory() as folder:
-            began_s = time.monotonic()
             model = make_model(one, Path(folder), options.device, dtype, weights=kind)
-            print(f"{one}: model in {time.monotonic() - began_s:.1f} s", flush=True)
             bench = ModelBench(
                 name=one,
                 model=model,

@@ -31,7 +31,6 @@ ON_THE_MACHINE = frozenset(
 UNUSED = frozenset(("docopt",))
 """Required by num2words for its command alone, and published without a wheel."""
 TEST_TOOLS = ("hypothesis", "pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist")
-EXTRAS = ("workers",)
 
 RequirementsOf = Callable[[str], Sequence[str]]
 """From the name of a package to its requirements, as in its metadata."""
@@ -47,12 +46,8 @@ def pins() -> dict[str, str]:
 def roots() -> list[str]:
     """Return the requirements of vsched, of its workers, and of the tests."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
-    return [
-        *project["dependencies"],
-        *(one for extra in EXTRAS for one in extras[extra]),
-        *TEST_TOOLS,
-    ]
+    workers = project["optional-dependencies"]["workers"]
+    return [*project["dependencies"], *workers, *TEST_TOOLS]
 
 
 def installed(name: str) -> Sequence[str]:

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import argparse
 import xml.etree.ElementTree as ET
+from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import msgspec
 
 from tests.bench.gpu.steps import StepResult
 from tests.bench.gpu.tables import Figures, tables
+from tests.bench.report import replace_between
 
 PAGE = Path(__file__).parents[3] / "docs/benchmarks.md"
 GIB = 1 << 30
-T = TypeVar("T")
 
 
 class Machine(msgspec.Struct, frozen=True):
@@ -48,44 +49,46 @@ class KvTry(msgspec.Struct, frozen=True):
 
 
 def page(folder: Path) -> str:
-    """Return the results as Markdown, with missing parts reported as missing."""
-    machine = _read(folder / "machine.json", Machine)
-    if machine is None:
+    """Return the results as Markdown, without the parts that are missing."""
+    parts: list[tuple[Path, Any, Callable[[Any], str]]] = [
+        (folder / "machine.json", Machine, _machine),
+        (folder / "steps.json", list[StepResult], _steps),
+        (folder / "parity.json", dict[str, Any], _families),
+        (folder / "tests.xml", None, _tests),
+        (folder / "recovery.json", list[dict[str, Any]], _recovery),
+        *((path, Figures, tables) for path in sorted(folder.glob("*/gpu.json"))),
+        (folder / "kv.json", list[KvTry], _kv),
+        (folder / "ledger.json", LedgerCheck, _ledger),
+        (folder / "serve.json", Any, _serve),
+    ]
+    if not parts[0][0].exists():
         return "Nothing has been measured on a GPU yet.\n"
+    return "\n".join(
+        render(path if kind is None else msgspec.json.decode(path.read_bytes(), type=kind))
+        for path, kind, render in parts
+        if path.exists()
+    )
+
+
+def _machine(machine: Machine) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
-    parts = [f"{machine.device}; {versions}; commit {machine.commit}.\n"]
-    parts += [_steps(folder), _families(folder / "parity.json"), _tests(folder / "tests.xml")]
-    parts += [_recovery(folder / "recovery.json")]
-    for figures in sorted(folder.glob("*/gpu.json")):
-        parts.append(tables(msgspec.json.decode(figures.read_bytes(), type=Figures)))
-    parts += [_kv(folder / "kv.json"), _ledger(folder / "ledger.json")]
-    parts += [_serve(folder / "serve.json")]
-    return "\n".join(part for part in parts if part)
+    return f"{machine.device}; {versions}; commit {machine.commit}.\n"
 
 
-def _read(path: Path, kind: type[T]) -> T | None:
-    return msgspec.json.decode(path.read_bytes(), type=kind) if path.exists() else None
-
-
-def _steps(folder: Path) -> str:
-    results = _read(folder / "steps.json", list[StepResult]) or []
+def _steps(results: list[StepResult]) -> str:
     lines = ["| step | ending | seconds |", "|---|---|---|"]
     lines += [f"| {each.name} | {each.ending} | {each.seconds:.0f} |" for each in results]
     return "\n".join(lines) + "\n"
 
 
-def _families(path: Path) -> str:
-    if not path.exists():
-        return ""
-    rows: dict[str, str] = msgspec.json.decode(path.read_bytes())["rows"]
+def _families(found: dict[str, Any]) -> str:
+    rows: dict[str, str] = found["rows"]
     others = {name: result for name, result in rows.items() if result != "equal"}
     head = f"Small models in float32: {len(rows) - len(others)} of {len(rows)} generate the tokens of transformers."
     return "\n".join([head, *(f"- `{name}`: {result}" for name, result in others.items()), ""])
 
 
 def _tests(path: Path) -> str:
-    if not path.exists():
-        return ""
     suite = next(ET.parse(path).iter("testsuite"))
     count = {name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")}
     passed = count["tests"] - count["failures"] - count["errors"] - count["skipped"]
@@ -99,14 +102,11 @@ def _tests(path: Path) -> str:
     return f"Tests: {passed} passed, {len(failed)} failed{names}; {skipped} skipped.\n"
 
 
-def _kv(path: Path) -> str:
-    tries = _read(path, list[KvTry])
-    if not tries:
-        return ""
-    found, others = tries[0], tries[1:]
+def _kv(tries: list[KvTry]) -> str:
+    found, *others = tries
     if not found.tokens:
         return f"`auto-profile` found no KV cache: {found.reason}\n"
-    largest = max([found.tokens, *(each.tokens for each in others)])
+    largest = max(each.tokens for each in tries)
     below = 100 * (1 - found.tokens / largest)
     return (
         f"`auto-profile` found a KV cache of {found.tokens:,} tokens in a start of {found.seconds:.0f} s, "
@@ -114,13 +114,9 @@ def _kv(path: Path) -> str:
     )
 
 
-def _ledger(path: Path) -> str:
-    check = _read(path, LedgerCheck)
-    if check is None:
-        return ""
-    claimed = {name: size for name, size in check.claimed.items() if size}
+def _ledger(check: LedgerCheck) -> str:
     lines = ["| ledger | GiB |", "|---|---|"]
-    lines += [f"| {name} | {size / GIB:.2f} |" for name, size in claimed.items()]
+    lines += [f"| {name} | {size / GIB:.2f} |" for name, size in check.claimed.items() if size]
     driver = {
         "before the start": check.driver_before,
         "ready": check.driver_ready,
@@ -130,39 +126,20 @@ def _ledger(path: Path) -> str:
     return "\n".join(lines) + f"\n\nIn use according to the driver, GiB: {reported}.\n"
 
 
-def _recovery(path: Path) -> str:
-    if not path.exists():
-        return ""
-    found = msgspec.json.decode(path.read_bytes())
+def _recovery(found: list[dict[str, Any]]) -> str:
     lines = []
     for each in found:
         ends = ", ".join(f"{second:.2f}" for second in each["ends_s"])
-        same = "the same tokens" if each["same_tokens"] else "all tokens, not the same"
+        same = "the same tokens" if each["same_tokens"] else "not the same tokens"
         lines.append(
             f"A generate rank was killed under load; seconds to each station: {ends}; {same}."
         )
     return "\n".join(lines) + "\n"
 
 
-def _serve(path: Path) -> str:
-    if not path.exists():
-        return ""
-    text = msgspec.json.format(path.read_bytes(), indent=1).decode()
+def _serve(found: Any) -> str:
+    text = msgspec.json.format(msgspec.json.encode(found), indent=1).decode()
     return f"`vsched bench serve`:\n\n```json\n{text}\n```\n"
-
-
-def replaced(text: str, made: str) -> str:
-    """Return a page with the text between its two comments replaced.
-
-    Raises:
-        ValueError: When the page lacks the comments.
-    """
-    opening, closing = "<!-- gpu: begin -->", "<!-- gpu: end -->"
-    before, begin, rest = text.partition(opening)
-    _, end, after = rest.partition(closing)
-    if not begin or not end:
-        raise ValueError(f"the page lacks {opening} or {closing}")
-    return f"{before}{opening}\n\n{made}\n{closing}{after}"
 
 
 def main() -> None:
@@ -175,7 +152,8 @@ def main() -> None:
         print(made)
         return
     path = Path(options.page)
-    path.write_text(replaced(path.read_text(), made))
+    markers = "<!-- gpu: begin -->", "<!-- gpu: end -->"
+    path.write_text(replace_between(path.read_text(), *markers, made))
 
 
 if __name__ == "__main__":

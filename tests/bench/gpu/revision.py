@@ -44,8 +44,13 @@ def commit_of(root: Path) -> str:
     """Return the commit of a repository, with `-dirty` if tracked files differ from it."""
     if not (root / ".git").exists():  # else a repository around the tree would be described
         return UNKNOWN
-    describe = ("describe", "--always", "--abbrev=8", "--dirty", "--exclude=*")
-    command = ["git", "-C", str(root), *describe]
+    return said(
+        "git", "-C", str(root), "describe", "--always", "--abbrev=8", "--dirty", "--exclude=*"
+    )
+
+
+def said(*command: str) -> str:
+    """Return the output of a command, `UNKNOWN` if it fails."""
     try:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from tests.bench.gpu.page import LedgerCheck
+from tests.bench.gpu.revision import UNKNOWN, said
 from tests.bench.servers.server import HOST, Spec, serving
 from tests.host_process import free_port
 
@@ -24,12 +25,9 @@ READY_S = 100.0
 def driver_used_bytes(device: str) -> int:
     """Return the memory of a device in use by all processes, according to the driver; 0 without a driver."""
     number = device.partition(":")[2] or "0"
-    ask = ["nvidia-smi", f"--id={number}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]  # fmt: skip
-    try:
-        ran = subprocess.run(ask, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return 0
-    return int(ran.stdout.split()[0]) << 20
+    query = ("--query-gpu=memory.used", "--format=csv,noheader,nounits")
+    used = said("nvidia-smi", f"--id={number}", *query)
+    return 0 if used == UNKNOWN else int(used.split()[0]) << 20
 
 
 def settings_of(device: str) -> list[str]:

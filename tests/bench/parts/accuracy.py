@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import time
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, NamedTuple
@@ -26,7 +25,7 @@ from vsched.checkpoint_tools import CheckpointTools, ExamTurn, load_tools
 from vsched.cli.demo_command import data_url, is_answer, user_message
 from vsched.config import load_config
 from vsched.errors import ConfigError
-from vsched.terminal.options import JsonOption, SetOption, write_json
+from vsched.terminal.options import SetOption
 
 ANSWER_TOKENS = 16
 """Maximum tokens of an answer: right answers are shorter, so longer ones are wrong."""
@@ -166,27 +165,19 @@ class Sitting(NamedTuple):
     seconds: float
 
 
-class Result(msgspec.Struct, frozen=True, kw_only=True):
+class Result(NamedTuple):
     """An exam under one setting.
 
     Attributes:
         tasks: Right answers and number of questions by task, in the first pass.
         changed: Answers of any pass that differ from the first pass of the first setting in any character.
         failed: Number of questions, over all passes, with an error instead of an answer.
-        tokens_cached: Prompt tokens from the prefix cache; `images_encoded` of `images_asked` were encoded.
         fault: What is wrong; a limit on image tokens may change answers.
     """
 
-    name: str
     tasks: dict[str, tuple[int, int]]
     changed: list[str]
     failed: int
-    prompt_tokens: int
-    tokens_cached: int
-    images_asked: int
-    images_encoded: int
-    preemptions: int
-    seconds: float
     fault: str
 
 
@@ -196,7 +187,6 @@ def grade(questions: Sequence[Question], reference: Sequence[ExamAnswer], sat: S
     for question, answer in zip(questions, sat.answers[0], strict=True):
         right = not answer.error and is_answer(answer.text, question.expected)
         marks.setdefault(question.task, []).append(right)
-    every = list(itertools.chain.from_iterable(sat.answers))
     changed = [
         f"{question.task} {question.conversation}, turn {question.turn + 1}, pass {number}: "
         f"{(before.error or before.text)[:24]!r} became {(after.error or after.text)[:24]!r}; "
@@ -205,26 +195,14 @@ def grade(questions: Sequence[Question], reference: Sequence[ExamAnswer], sat: S
         for question, before, after in zip(questions, reference, answers, strict=True)
         if (before.text, before.error) != (after.text, after.error)
     ]
-    failed = sum(bool(one.error) for one in every)
-    preemptions = sat.statistics["generate"]["preemptions"]
+    failed = sum(bool(one.error) for answers in sat.answers for one in answers)
     fault = ""
     if failed or (changed and not sat.variant.clamp):
         fault = f"{len(changed)} changed, {failed} without an answer"
-    elif sat.variant.starved and not preemptions:
+    elif sat.variant.starved and not sat.statistics["generate"]["preemptions"]:
         fault = "nothing was preempted; raise --clients or --count"
-    return Result(
-        name=sat.variant.name,
-        tasks={task: (sum(rights), len(rights)) for task, rights in marks.items()},
-        changed=changed,
-        failed=failed,
-        prompt_tokens=sum(one.prompt_tokens for one in every),
-        tokens_cached=sat.statistics["generate"]["tokens_cached"],
-        images_asked=len(sat.answers) * sum(len(one.images) for one in questions),
-        images_encoded=sat.statistics["encode"]["items_encoded"],
-        preemptions=preemptions,
-        seconds=round(sat.seconds, 2),
-        fault=fault,
-    )
+    tasks = {task: (sum(rights), len(rights)) for task, rights in marks.items()}
+    return Result(tasks, changed, failed, fault)
 
 
 async def sit(
@@ -262,13 +240,11 @@ async def _ask(client: BenchClient, model: str, question: Question) -> ExamAnswe
 
 def accuracy(
     checkpoint: Annotated[
-        str,
-        typer.Argument(help="Folder of the checkpoint; the trained one of the repository."),
+        str, typer.Argument(help="Folder of the checkpoint; the trained one of the repository.")
     ] = "",
     assignments: SetOption = None,
     count: Annotated[int, typer.Option(min=1, help="Conversations per task.")] = 100,
     clients: Annotated[int, typer.Option(min=1, help="Conversations at a time.")] = 32,
-    out: JsonOption = None,
 ) -> None:
     """Ask a server one held-out question set under every setting.
 
@@ -287,32 +263,31 @@ def accuracy(
     tasks = dict.fromkeys(question.task for question in questions)
     names = ("setting", *tasks, "changed", "failed", "cached", "encoded", "preempted", "s")
     table = Table(*names, title="right answers, % (Wilson's 95 % interval)")
-    results: list[Result] = []
+    results: dict[str, Result] = {}
     reference: list[ExamAnswer] = []
+    images = sum(len(one.images) for one in questions)
     for variant in VARIANTS:
         console.print(f"{variant.name} …")
         longest = ANSWER_TOKENS + max((one.prompt_tokens for one in reference), default=0)
         sets = settings_of(variant, own, path, longest)
         sat = asyncio.run(sit(sets, conversations, variant, clients))
         reference = reference or sat.answers[0]
-        result = grade(questions, reference, sat)
-        results.append(result)
+        result = results[variant.name] = grade(questions, reference, sat)
+        generate, encode = sat.statistics["generate"], sat.statistics["encode"]
+        prompt_tokens = sum(one.prompt_tokens for answers in sat.answers for one in answers)
         table.add_row(
-            result.name,
+            variant.name,
             *(Share(*right).text() for right in result.tasks.values()),
             *(str(len(result.changed)), str(result.failed)),
-            f"{100 * result.tokens_cached / max(result.prompt_tokens, 1):.0f} %",
-            f"{result.images_encoded}/{result.images_asked}",
-            *(str(result.preemptions), f"{result.seconds:.1f}"),
+            f"{100 * generate['tokens_cached'] / max(prompt_tokens, 1):.0f} %",
+            f"{encode['items_encoded']}/{images * variant.passes}",
+            *(str(generate["preemptions"]), f"{sat.seconds:.1f}"),
         )
     console.print(table)
-    for result in results:
+    for name, result in results.items():
         for change in result.changed[:CHANGES_SHOWN]:
-            console.print(f"{result.name}: {change}", markup=False)
+            console.print(f"{name}: {change}", markup=False)
         if result.fault:
-            console.print(f"FAILED: {result.name}: {result.fault}", markup=False)
-    if out is not None:
-        report = {"load": os.getloadavg()[0], "questions": len(questions), "results": results}
-        write_json(out, report)
-    if any(result.fault for result in results):
+            console.print(f"FAILED: {name}: {result.fault}", markup=False)
+    if any(result.fault for result in results.values()):
         raise typer.Exit(1)

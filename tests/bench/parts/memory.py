@@ -31,7 +31,7 @@ from vsched.engine import Engine
 from vsched.errors import RequestFailed, RequestRefused, VschedError
 from vsched.memory import size_text
 from vsched.policy import Build, MemoryPlan, MemoryPolicy, MemoryView
-from vsched.terminal.options import JsonOption, SetOption, write_json
+from vsched.terminal.options import SetOption
 from vsched.types import SamplingParams
 from vsched.worker.memory import status_bytes
 
@@ -225,7 +225,6 @@ def memory(
     assignments: SetOption = None,
     limit: Annotated[str, typer.Option(help="Hard limit on a rank, as in 2GiB.")] = "900MiB",
     seconds: Annotated[float, typer.Option(min=1, help="Seconds of load for each policy.")] = 30,
-    out: JsonOption = None,
 ) -> None:
     """Load two servers to the maximum under a hard limit: one with profiled memory, one with a fixed share."""
     console = Console()
@@ -246,7 +245,3 @@ def memory(
     for policy, run in runs.items():
         if run.verdict != "kept":
             console.print(f"{policy}: {run.verdict}: {run.failure} {run.lost}", markup=False)
-    if out is not None:
-        write_json(
-            out, {"verdicts": {name: run.verdict for name, run in runs.items()}, "runs": runs}
-        )

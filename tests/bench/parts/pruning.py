@@ -27,7 +27,7 @@ from vsched.config import load_config
 from vsched.media import MediaReference
 from vsched.policy import PruningPolicy, PruningView
 from vsched.policy.videos import default_kept
-from vsched.terminal.options import JsonOption, SetOption, write_json
+from vsched.terminal.options import SetOption
 from vsched.worker.contract import PixelBounds, VideoSampling
 
 TASKS = ("number", "colour", "shape", "count")
@@ -136,10 +136,7 @@ async def ask(
     sampling = SamplingParams(temperature=0.0, max_tokens=count, **options)
     started = time.perf_counter()
     generation = await engine.generate(
-        prompt=prompt,
-        images=[video],
-        sampling=sampling,
-        request_id=f"video-{next(_numbers)}",
+        prompt=prompt, images=[video], sampling=sampling, request_id=f"video-{next(_numbers)}"
     )
     said, times = "", []
     async for delta in generation:
@@ -205,16 +202,14 @@ def pruning(
     questions: Annotated[
         int, typer.Option(min=0, help="Questions per task, for the demo model; 0 for no accuracy.")
     ] = 0,
-    out: JsonOption = None,
 ) -> None:
     """Compare shares of pruned tokens: prompt, TTFT and TPOT, and right answers about drawn videos."""
     console = Console()
     settings = [*(assignments or ()), f"model.path={path}"]
-    report: dict[str, Any] = {}
     if repeats:
-        report["speed"] = asyncio.run(measure_speed(settings, frames=frames, repeats=repeats))
+        speed = asyncio.run(measure_speed(settings, frames=frames, repeats=repeats))
         table = Table("video", "pruned", "prompt tokens", "TTFT, ms", "TPOT, ms")
-        for kind, shares in report["speed"].items():
+        for kind, shares in speed.items():
             for name, answers in shares.items():
                 ttft_ms, token_ms = (
                     median(getattr(one, each) for one in answers)
@@ -224,11 +219,9 @@ def pruning(
                 table.add_row(kind, name, tokens, f"{ttft_ms:,.0f}", f"{token_ms:.1f}")
         console.print(table)
     if questions:
-        report["right"] = asyncio.run(measure_accuracy(settings, count=questions))
-        for kind, shares in report["right"].items():
+        right = asyncio.run(measure_accuracy(settings, count=questions))
+        for kind, shares in right.items():
             table = Table(f"right answers in %, {kind}", *TASKS)
             for name, counts in shares.items():
                 table.add_row(name, *(f"{100 * counts[task] / questions:.0f}" for task in TASKS))
             console.print(table)
-    if out is not None:
-        write_json(out, report)

@@ -28,7 +28,7 @@ from tests.bench.servers.server import Server, serving
 from tests.bench.servers.sides import spec_of
 from vsched.bench.load.client import BenchClient, BenchError, Sample, chat_body
 from vsched.bench.load.generator import draw_text, draw_video, video_part
-from vsched.terminal.options import JsonOption, SetOption, write_json
+from vsched.terminal.options import SetOption
 
 READY_S = 600.0
 DECODER_TOKENS = 2048
@@ -44,7 +44,6 @@ REPLY_TOKENS = 16
 class Gaps(msgspec.Struct, frozen=True, kw_only=True):
     """Gaps of streams in milliseconds."""
 
-    count: int
     p50_ms: float
     p99_ms: float
     worst_ms: float
@@ -73,7 +72,6 @@ class _Streams:
             if after > since and before < until
         )
         return Gaps(
-            count=len(found),
             p50_ms=round(statistics.median(found), 2),
             p99_ms=round(found[int(len(found) * 0.99)], 2),
             worst_ms=round(found[-1], 2),
@@ -269,19 +267,14 @@ def video(
     assignments: SetOption = None,
     frames: Annotated[int, typer.Option(min=2, help="Frames of the video.")] = 256,
     repeats: Annotated[int, typer.Option(min=1, help="Servers, one after another.")] = 3,
-    out: JsonOption = None,
 ) -> None:
     """Serve a checkpoint, and measure decoding next to a long video, a conversation, and damaged files."""
     console = Console()
     spec = spec_of(path.resolve(), assignments or ())
-    rows = []
     for _ in range(repeats):
         with (
             tempfile.TemporaryDirectory() as folder,
             serving(spec, Path(folder) / "server.log") as server,
         ):
             server.wait_ready(READY_S)
-            rows.append(asyncio.run(_measure(server, frames)))
-        _show(rows[-1], console)
-    if out is not None:
-        write_json(out, rows)
+            _show(asyncio.run(_measure(server, frames)), console)

@@ -7,8 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from vsched.bench.machine import process_s
@@ -73,12 +72,6 @@ def cpu_s(pids: Sequence[int]) -> float:
         with contextlib.suppress(OSError):
             total_s += process_s(pid)
     return total_s
-
-
-def busy_cores(pids: Sequence[int]) -> Callable[[], float]:
-    """Return a function that returns the number of cores these processes have kept busy since now."""
-    began_s, spent_s = time.monotonic(), cpu_s(pids)
-    return lambda: round((cpu_s(pids) - spent_s) / (time.monotonic() - began_s), 4)
 
 
 def memory_mib(pids: Sequence[int]) -> dict[str, float]:

@@ -127,9 +127,10 @@ class Server:
 
     def idle_cores(self, seconds: float) -> float:
         """Return the number of cores it keeps busy without a request."""
-        busy = processes.busy_cores(self.pids())
+        pids, began_s = self.pids(), time.monotonic()
+        spent_s = processes.cpu_s(pids)
         time.sleep(seconds)
-        return busy()
+        return round((processes.cpu_s(pids) - spent_s) / (time.monotonic() - began_s), 4)
 
     def statistics(self) -> dict[str, Any]:
         """Return the statistics of a server of vsched."""

@@ -86,10 +86,17 @@ class Session:
         )
 
     def missing(self, work: Mapping[Key, LoadPlan], spec: Spec) -> dict[Key, LoadPlan]:
-        """Return the missing work of a side for its version."""
-        self.store.drop_outdated({spec.side: spec.version}, self.checkpoint, self.settings)
-        left = set(self.store.missing(work))
-        return {key: plan for key, plan in work.items() if key in left}
+        """Return the missing work of a side, and drop its runs of other versions: mixed tables mean nothing."""
+        identity = (spec.side, self.checkpoint, self.settings)
+        report = self.store.report
+        report.runs = [
+            run
+            for run in report.runs
+            if (run.key.side, run.key.checkpoint, run.key.settings) != identity
+            or run.version == spec.version
+        ]
+        made = {run.key for run in report.runs}
+        return {key: plan for key, plan in work.items() if key not in made}
 
     @contextlib.contextmanager
     def server(self, spec: Spec) -> Iterator[Server]:

@@ -3,8 +3,8 @@
 Each checkpoint is served with its defaults, in turns. It gets three text requests, then one with a
 picture if supported. CPU seconds are those of all processes until the server is ready, so that
 figures are meaningful under other load; memory is that of each process after the responses, with
-shared pages divided (PSS). The stages are the lines of the server's log. A first start compiles
-kernels: use `--repeats 2` or more, and look at the later ones.
+shared pages divided (PSS). A first start compiles kernels: use `--repeats 2` or more, and look at
+the later ones.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,25 +24,11 @@ from tests.bench.servers.sides import spec_of
 from vsched.bench.load.client import BenchClient, chat_body
 from vsched.bench.load.generator import draw_image
 
-_STAGE = re.compile(r"^\S+ (\d+):(\d+):([\d.]+) INFO \[engine\] vsched\.(?:loading|serve): (.*)$")
-
-
-def stages(log: str) -> Iterator[tuple[float, str]]:
-    """Yield the start-up messages in a server's log, each with the seconds since the first one."""
-    first = None
-    for line in log.splitlines():
-        if found := _STAGE.match(line):
-            hours, minutes, seconds, said = found.groups()
-            at = int(hours) * 3600 + int(minutes) * 60 + float(seconds)
-            first = at if first is None else first
-            yield round((at - first) % 86400, 1), said
-
 
 def measure(checkpoint: Path, assignments: Sequence[str], ready_s: float) -> dict[str, Any]:
     """Start a server, send requests, end it; return the measurements."""
     with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "server.log"
-        with serving(spec_of(checkpoint, assignments), log) as server:
+        with serving(spec_of(checkpoint, assignments), Path(folder) / "server.log") as server:
             seconds = server.wait_ready(ready_s)
             spent = processes.cpu_s(server.pids())
             texts = [_answer_ms(server, "Hello") for _ in range(3)]
@@ -57,7 +42,6 @@ def measure(checkpoint: Path, assignments: Sequence[str], ready_s: float) -> dic
             "picture_ms": pictures,
             "memory_mib": round(sum(held.values()), 1),
             "of": held,
-            "stages": list(stages(log.read_text("utf-8", "replace"))),
         }
 
 
