@@ -43,8 +43,7 @@ from vsched.policy_host import (
     StepTimeModel,
     decide_shares,
 )
-from vsched.policy_host.shares import NONE_ADVANCES
-from vsched.policy_host.step_times import limit_share, pairs_of
+from vsched.policy_host.step_times import NONE_ADVANCES, limit_share, pairs_of
 from vsched.policy_host.stuck_calls import StuckCalls
 from vsched.sim.cost.host_runs import HostRecorder, RunHeader
 

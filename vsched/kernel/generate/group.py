@@ -55,9 +55,13 @@ from vsched.policy import (
 from vsched.policy.measured import Measured, Measurements, SwapTime
 from vsched.policy_host.eviction import GuardedOrder
 from vsched.policy_host.seats import PolicySeats
-from vsched.policy_host.shares import NONE_ADVANCES, decide_shares
 from vsched.policy_host.snapshot import Saved
-from vsched.policy_host.step_times import StepTimeModel, limit_share
+from vsched.policy_host.step_times import (
+    NONE_ADVANCES,
+    StepTimeModel,
+    decide_shares,
+    limit_share,
+)
 from vsched.probes import probe
 
 CLEARING_TOKENS = 2

@@ -134,9 +134,9 @@ class RunningSet(Restorable):
 
     def __init__(self, limits: SchedulerLimits, pool: BlockPool) -> None:
         self.pool = pool
-        self.slots: list[RequestState | None] = [None] * limits.slots
         self.prefilling = {}
         self.decoding = {}
+        self._slots = limits.slots
         self._block_size = limits.block_size
         self._counts_shared = limits.swap_blocks > 0
         self._free_slots = list(range(limits.slots - 1, -1, -1))
@@ -196,7 +196,6 @@ class RunningSet(Restorable):
         state.blocks = blocks
         state.computed = computed
         state.phase = PREFILL
-        self.slots[state.slot] = state
         self.prefilling[state.number] = state
         if state.is_suspect:
             self.suspect = state
@@ -262,7 +261,6 @@ class RunningSet(Restorable):
         else:
             del self.prefilling[state.number]
         self.left.append(Leave(state.number, state.slot, keep))
-        self.slots[state.slot] = None
         if self.suspect is state:
             self.suspect = None
         self._free_slots.append(state.slot)
@@ -284,7 +282,6 @@ class RunningSet(Restorable):
 
     def rebuild(self) -> None:
         for state in (*self.prefilling.values(), *self.decoding.values()):
-            self.slots[state.slot] = state
             self.pool.add_holder(state.blocks)
             if state.is_suspect:
                 self.suspect = state
@@ -294,9 +291,8 @@ class RunningSet(Restorable):
         """Assert that no block or slot is lost, and that buckets have just the decoding requests."""
         running = self.in_order()
         self.pool.check(state.blocks for state in running)
-        for state in running:
-            assert self.slots[state.slot] is state, "a slot and its request disagree"
-        assert len(self._free_slots) + len(running) == len(self.slots), "a slot is lost"
+        taken = sorted([*self._free_slots, *(state.slot for state in running)])
+        assert taken == list(range(self._slots)), "a slot is lost, or two requests have it"
         bucketed = sorted(number for bucket in self._growth for number in bucket)
         exact = [number for number, state in self.decoding.items() if state.bucket >= 0]
         assert bucketed == sorted(exact), "growth buckets and decoding requests disagree"
