@@ -326,20 +326,17 @@ class LocalLauncher(OwnLauncher):
         self,
         run_dir: str = "",
         *,
-        forked: bool = True,
         started: Mapping[Modules, ForkServer] | None = None,
     ) -> None:
         """Create a launcher; without `run_dir`, a temporary folder is created.
 
-        Without `forked`, each rank is a new interpreter. `started` are started fork servers, by their imports, which
-        this launcher takes over.
+        `started` are started fork servers, by their imports, which this launcher takes over.
 
         Raises:
             ConfigError: When the path of a new folder is too long for a socket's address.
         """
         super().__init__(run_dir or make_socket_folder())
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._forked = forked
         self._fork_servers = dict(started or {})
 
     def listen(self, address: str, on_frame: OnFrame) -> LeaderLink:
@@ -355,7 +352,7 @@ class LocalLauncher(OwnLauncher):
         """Return the fork server with a rank's imports; None if one of its roles needs a new process."""
         roles = [(role.plugin, role.settings.device) for role in spec.roles.values()]
         modules = modules_of(spec.info, roles)
-        if modules and self._forked and modules not in self._fork_servers:
+        if modules and modules not in self._fork_servers:
             self._fork_servers[modules] = ForkServer(modules)
         return self._fork_servers.get(modules)
 

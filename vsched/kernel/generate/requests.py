@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
-from typing import NoReturn, overload
+from typing import overload
 
 from vsched.kernel.decisions import Leave
 from vsched.kernel.generate.blocks import BlockPool
@@ -67,18 +67,16 @@ class RequestQueue(OrderedQueue[ReadyEntry]):
         super().__init__()
         self._mark_dirty = mark_dirty
         self._block_size = block_size
-        self._by_number: dict[int, ReadyEntry] = {}
 
     def enqueue(self, state: RequestState) -> None:
         """Insert a request at its place."""
         state.phase = READY
-        entry = self._by_number[state.number] = ReadyEntry(state, self._block_size)
-        self.put_new(entry)
+        self.put_new(ReadyEntry(state, self._block_size))
         self.unblock()
 
     def dequeue(self, state: RequestState, *, chosen_ns: int | None = None) -> None:
         """Remove a request, which joins at `chosen_ns` or leaves; it must be in the queue."""
-        self.remove(self._by_number.pop(state.number), chosen_ns=chosen_ns)
+        self.remove(self.entries[self.ahead_of(state.order)], chosen_ns=chosen_ns)
         self.unblock()
 
     def unblock(self) -> None:
@@ -91,16 +89,9 @@ class RunningViews(Sequence[RunningView]):
     """Views of running requests, built when the first one is read; valid during the call of a policy."""
 
     __slots__ = ("_all",)
-    _all: Callable[[], tuple[RunningView, ...]]
 
     def __init__(self, running: RunningSet, planned: int) -> None:
-        object.__setattr__(self, "_all", cache(partial(running.views, planned)))
-
-    def __setattr__(self, name: str, value: object) -> NoReturn:
-        raise AttributeError(f"a view cannot be changed: {name}")
-
-    def __delattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"a view cannot be changed: {name}")
+        self._all = cache(partial(running.views, planned))
 
     @overload
     def __getitem__(self, index: int) -> RunningView: ...
