@@ -101,26 +101,24 @@ class WorkerGroup:
         launcher: Launcher,
         arena: Arena,
         *,
-        groups: Sequence[str],
-        ranks: int,
         deadlines: DeadlinesConfig,
         events: WorkerGroupEvents,
         sizing: Sizing,
     ) -> None:
         served = [*template.roles]
-        assert [stage_of(group) for group in groups] == served, f"{groups} have roles {served}"
-        self.groups = list(groups)
+        self.groups = list(template.groups)
+        assert [*map(stage_of, self.groups)] == served, f"{self.groups} have roles {served}"
         self.down = self.draining = False
         self.retired: GroupFailure | None = None
         self.restarts = 0
         self.losses: Counter[str] = Counter()
         self.last_loss: tuple[GroupFailure, float] | None = None
-        self._names = " and ".join(groups)
+        self._names = " and ".join(self.groups)
         self._template = template
         self._launcher = launcher
         self._arena = arena
         self._host: Host | None = None
-        self._ranks = ranks
+        self._ranks = template.ranks
         self._threads = threads_of(template)
         self._deadlines = deadlines
         self._events = events
@@ -260,8 +258,7 @@ class WorkerGroup:
                 # Of the first start, so that it is not measured again.
                 role = msgspec.structs.replace(role, reserved_bytes=kept_bytes)
             changes[stage] = msgspec.structs.replace(role, settings=settings)
-        name = f"{self._names} rank {rank}"
-        return msgspec.structs.replace(template, rank=rank, secret=secret, name=name, **changes)
+        return msgspec.structs.replace(template, rank=rank, secret=secret, **changes)
 
     def _progress(self, group: str, what: str, fraction: float) -> None:
         self._doing = what

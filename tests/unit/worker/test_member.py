@@ -329,7 +329,7 @@ def test_a_draft_model_is_loaded_first_so_that_the_process_is_as_the_model_wants
         draft=model_info(),
     )
     spec = RankSpec(
-        rank=0, secret="", layout=LAYOUT, info=model_info(), timeout_s=60, generate=role
+        groups=("generate",), layout=LAYOUT, info=model_info(), timeout_s=60, generate=role
     )
 
     host = RankHost(load_worker=lambda _name: plugin)

@@ -42,7 +42,7 @@ LAYOUT = ArenaLayout(pixel_bytes=2 * WINDOW_BYTES, pages=0, page_rows=4, row_byt
 ROLE = EncodeRole(
     address="", plugin=NAME, settings=WorkerSettings(), items=4, tokens=0, pixels_max=0
 )
-SPEC = RankSpec(rank=0, secret="", layout=LAYOUT, info=model_info(), timeout_s=60, encode=ROLE)
+SPEC = RankSpec(groups=("encode",), layout=LAYOUT, info=model_info(), timeout_s=60, encode=ROLE)
 FIRST = rank_identity(0)
 
 
