@@ -47,7 +47,7 @@ from vsched.probes import probe
 from vsched.transport.arena import Arena
 from vsched.types import stage_of
 from vsched.wire import EncodeResult, GenerateResult, Ready
-from vsched.worker.spec import EncodeRole, RankSpec, threads_of
+from vsched.worker.spec import EncodeRole, RankSpec
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -119,7 +119,6 @@ class WorkerGroup:
         self._arena = arena
         self._host: Host | None = None
         self._ranks = template.ranks
-        self._threads = threads_of(template)
         self._deadlines = deadlines
         self._events = events
         self._sizing = sizing
@@ -160,8 +159,7 @@ class WorkerGroup:
         self._processes = []
         # One by one: if a launch fails, `stop` ends the earlier ones.
         for rank in range(self._ranks):
-            spec, on_exit = self._spec(rank, secret), partial(self._exited, rank)
-            process = host.launch(spec, threads=self._threads, on_exit=on_exit)
+            process = host.launch(self._spec(rank, secret), partial(self._exited, rank))
             self._processes.append(process)
         try:
             async with asyncio.timeout(self._deadlines.ready_s) as deadline:

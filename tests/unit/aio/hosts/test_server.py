@@ -36,7 +36,7 @@ from vsched.transport.zmq_link import OnFrame, pulse_identity, rank_identity
 from vsched.types import ArenaLayout
 from vsched.wire import ON_THE_WAY, EncodeResult, Pulse, encode_report
 from vsched.worker.contract import WorkerSettings
-from vsched.worker.spec import EncodeRole, HostShare, RankSpec
+from vsched.worker.spec import EncodeRole, HostShare, RankSpec, threads_of
 
 LAYOUT = ArenaLayout(pixel_bytes=2 * WINDOW_BYTES, pages=0, page_rows=4, row_bytes=16)
 ROLE = EncodeRole(
@@ -80,8 +80,8 @@ class Home:
         self.link = FakeLink(on_frame)
         return self.link
 
-    def launch(self, spec: RankSpec, *, threads: int, on_exit: OnExit) -> Rank:
-        self.launched.append((threads, spec.memory_limit_bytes))
+    def launch(self, spec: RankSpec, on_exit: OnExit) -> Rank:
+        self.launched.append((threads_of(spec), spec.memory_limit_bytes))
         return self.rank
 
     def close(self) -> None:
