@@ -39,10 +39,8 @@ from vsched.kernel.decisions import StateWrite, SwapCopies
 from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.live import CELL_SAMPLES_MAX, MemoryMap, cell_size
 from vsched.kernel.request import RequestState
-from vsched.policy import CachePolicy, InsertionView
-from vsched.policy.measured import Measured
+from vsched.policy import CachePolicy
 from vsched.policy_host.eviction import GuardedOrder
-from vsched.policy_host.seats import PolicySeat
 from vsched.policy_host.snapshot import Restorable, Saved
 from vsched.probes import probe
 
@@ -225,45 +223,6 @@ class BlockPool(Restorable):
         assert idle == [block for block, count in enumerate(counted) if not count], "block lost"
         known = map(self._hash_of.__getitem__, by_hash.values())
         assert all(map(eq, known, by_hash)), "a block is published under another's hash"
-
-
-def blocks_kept(
-    seat: PolicySeat,
-    limits: SchedulerLimits,
-    state: RequestState,
-    computed: int,
-    now_ns: int,
-    measured: Measured,
-) -> int | None:
-    """Return the number of leading blocks of an ended request that stay cached; None for all.
-
-    `computed` of its tokens have KV. The insertion policy decides at the end of a request only: before, its blocks are
-    published for others, and for itself after a preemption. Blocks that it found in the cache always stay.
-    """
-    full = min(computed // limits.block_size, len(state.hashes))
-    found = min(state.cached_tokens // limits.block_size, full)
-    if not (limits.prefix_cache and limits.shares_blocks) or full <= found:
-        return None
-    view = InsertionView(
-        now_ns=now_ns,
-        hashes=tuple(state.hashes[:full]),
-        prompt_blocks=min(state.prompt_length // limits.block_size, full),
-        found=found,
-        block_tokens=limits.block_size,
-        prompt_tokens=state.prompt_length,
-        output_tokens=len(state.tokens) - state.prompt_length,
-        items=len(state.items),
-        priority=state.request.priority,
-        tenant=state.request.tenant,
-        session=state.request.session,
-        measured=measured,
-        state=seat.state,
-    )
-    kept: int = seat.decide(view, full)
-    if kept < found:
-        seat.overrule("blocks that were found in the cache stay")
-        kept = found
-    return kept if kept < full else None
 
 
 class StateSnapshots(Restorable):
