@@ -130,8 +130,6 @@ class WorkerGroup:
         self._losses_s: deque[float] = deque(maxlen=LOSSES_MAX)
         self._restart_grace_s = 0.0
         self._restarting: asyncio.Task[None] | None = None
-        self._settled = asyncio.Event()
-        self._settled.set()
 
     # --- start and stop ---
 
@@ -319,7 +317,6 @@ class WorkerGroup:
     def restart(self) -> None:
         """Start a restart, unless one is in progress: each group may request it."""
         if self._restarting is None:
-            self._settled.clear()
             self._restarting = asyncio.get_running_loop().create_task(self._restart())
 
     async def wait_settled(self) -> None:
@@ -327,14 +324,14 @@ class WorkerGroup:
 
         Blocks: up to all pauses and as many starts.
         """
-        await self._settled.wait()
+        if self._restarting is not None:
+            await asyncio.wait([self._restarting])
 
     async def cancel_restart(self) -> None:
         task, self._restarting = self._restarting, None
         if task is not None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-        self._settled.set()
 
     async def _restart(self) -> None:
         """Restart at once, then after increasing pauses, then never."""
@@ -355,7 +352,7 @@ class WorkerGroup:
             self.restarts += 1
             self.down = False
             logger.warning("%s: up again", self._names)
-            self._settle()
+            self._restarting = None  # now: the effects of the callback may restart it again
             self._events.on_back(reports)
             return
         # The last attempt may have left unusable ranks.
@@ -363,13 +360,8 @@ class WorkerGroup:
         probe("worker_group.given_up")
         logger.error("%s: could not be restarted", self._names)
         self.retired = failure
-        self._settle()
-        self._events.on_retired(self.groups, failure)
-
-    def _settle(self) -> None:
-        """Reset the state before the callbacks, whose effects may lose the worker group and restart it again."""
         self._restarting = None
-        self._settled.set()
+        self._events.on_retired(self.groups, failure)
 
     # --- views ---
 
