@@ -330,11 +330,7 @@ class SwappedOut(msgspec.Struct):
 
 
 class SwapSpace(Restorable):
-    """Places 0 to `limits.swap_blocks` - 1, each free or with a block of a request without a slot.
-
-    Attributes:
-        pending: Whether the next decision has copies.
-    """
+    """Places 0 to `limits.swap_blocks` - 1, each free or with a block of a request without a slot."""
 
     _free: Saved[list[int]]
     _kept: Saved[dict[int, SwappedOut]]
@@ -343,15 +339,13 @@ class SwapSpace(Restorable):
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self.count = limits.swap_blocks
-        self.pending = False
         self._block_size = limits.block_size
         self._free = list(range(self.count - 1, -1, -1))
         self._kept = {}
         self._out = []
         self._back = []
-        self._read: list[
-            int
-        ] = []  # places that the next decision reads, after it has written others
+        # Places that the next decision reads, after it has written others.
+        self._read: list[int] = []
 
     def __len__(self) -> int:
         """Number of requests with swapped-out blocks."""
@@ -361,6 +355,11 @@ class SwapSpace(Restorable):
     def free(self) -> int:
         """Number of free places."""
         return len(self._free)
+
+    @property
+    def pending(self) -> bool:
+        """Whether the next decision has copies."""
+        return bool(self._out or self._back)
 
     def keep(self, state: RequestState, tokens: int, pool: BlockPool) -> bool:
         """Copy out the blocks of the first `tokens` tokens of a request; return False if there is no room.
@@ -381,7 +380,6 @@ class SwapSpace(Restorable):
         for block, place in zip(held[first:], places, strict=True):
             self._out += (block, place)
         self._kept[state.number] = SwappedOut(tokens, first, places)
-        self.pending = self.pending or bool(places)
         return True
 
     def reach(self, state: RequestState, cached: int) -> int:
@@ -406,7 +404,6 @@ class SwapSpace(Restorable):
             self._back += (kept.places[index - kept.first], blocks[index])
         del self._kept[state.number]
         if needed:
-            self.pending = True
             self._read += reversed(kept.places)
         else:
             self._free += reversed(kept.places)
@@ -428,7 +425,7 @@ class SwapSpace(Restorable):
         """Return the copies for the next decision."""
         copies = SwapCopies(self._out, self._back)
         self._free += self._read
-        self._out, self._back, self._read, self.pending = [], [], [], False
+        self._out, self._back, self._read = [], [], []
         return copies
 
     def statistics(self) -> dict[str, int]:
@@ -438,9 +435,6 @@ class SwapSpace(Restorable):
             "swap_blocks_total": self.count,
             "swap_blocks_held": self.count - len(self._free),
         }
-
-    def rebuild(self) -> None:
-        self.pending = bool(self._out or self._back)
 
     def check(self, without_slot: Collection[int]) -> None:
         """Assert that no place is lost, and that only these requests have any."""
