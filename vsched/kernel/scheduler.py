@@ -621,7 +621,6 @@ class Scheduler(SnapshotRoot):
         self._moves.check()
         self._gate.check()
         self.embeddings.check(live, self.encode.orphaned)
-        self.encode.check()
         assert self._table.live_bytes == sum(state.host_bytes for state in live.values())
         holds = [queue.held_until(self._now_ns) for queue in self._queues]
         held = min((until_ns for until_ns in holds if until_ns is not None), default=None)
