@@ -355,7 +355,6 @@ class RequestMoves(Restorable):
                 number=number,
                 order=(number, 0),
                 stop_token_ids=event.stop_token_ids,
-                items=request.items,
                 tokens=tokens,
                 host_bytes=host_bytes(each, items=number == first),  # the choices share the items
                 root=root,
