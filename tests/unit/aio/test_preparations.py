@@ -63,7 +63,7 @@ class Preparations:
 
     def __init__(self, played: ShellHarness) -> None:
         self.shell, self.ranks, self.media = played.shell, played.ranks, SlowMedia()
-        played.shell._kernel._gate._seat.ask = Told().arrive
+        played.shell.kernel._gate._seat.ask = Told().arrive
         engine = self.engine = played.engine()
         assert engine._running is not None
         engine._running = dataclasses.replace(engine._running, media=cast("Any", self.media))
@@ -212,8 +212,8 @@ async def test_held_request_waits_and_is_served(made: Preparations) -> None:
     assert made.media.started.empty()
     assert made.shell.statistics()["waiting"] == 1
     assert "the arrival policy holds it" in made.engine.explain("held")
-    made.shell._kernel._gate._held[1].until_ns = 0
-    made.shell._kernel._gate.due_ns = 0
+    made.shell.kernel._gate._held[1].until_ns = 0
+    made.shell.kernel._gate.due_ns = 0
     made.shell.handle(TimerFired())
     async with patience():
         await made.media.started.get()
