@@ -53,7 +53,8 @@ LAST_WORD_S = 1.0
 class RankProcess:
     """A rank's process; `on_exit(code)` is called once, on the event loop, when it ends by itself.
 
-    It is forked by a fork server, or a new interpreter if there is none or the server is lost.
+    It is forked by a fork server, or a new interpreter if there is none or the server is lost. `pid` is its process id,
+    0 before it exists.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class RankProcess:
         self._on_exit = on_exit
         self._loop = asyncio.get_running_loop()
         self._exited = self._loop.create_future()
-        self._pid = 0
+        self.pid = 0
         self._wait: Callable[[], int] | None = None
         self._ordered = False
         self._ending = False
@@ -87,11 +88,6 @@ class RankProcess:
             raise
         finally:
             os.close(stdin)
-
-    @property
-    def pid(self) -> int:
-        """The process id; 0 before the process exists."""
-        return self._pid
 
     def _spawn(self, stdin: int) -> None:
         process = subprocess.Popen(  # noqa: S603 - no outside input
@@ -126,7 +122,7 @@ class RankProcess:
             os.close(stdin)
 
     def _started(self, pid: int, wait: Callable[[], int]) -> None:
-        self._pid, self._wait = pid, wait
+        self.pid, self._wait = pid, wait
         with contextlib.suppress(BrokenPipeError):  # it has ended already; `_reap` reports that
             self._lifeline.write(msgspec.json.encode(self._spec) + b"\n")
             self._lifeline.flush()
@@ -171,7 +167,7 @@ class RankProcess:
                 await asyncio.shield(self._exited)
         except TimeoutError:
             if not self._exited.done():  # else it is reaped, and its id may be reused
-                os.kill(self._pid, signal.SIGKILL)
+                os.kill(self.pid, signal.SIGKILL)
             await asyncio.shield(self._exited)
 
 

@@ -63,6 +63,9 @@ class StepTimeModel(Restorable):
 
     A step may always take `ratio` times as long as its decodes: a target near that time would starve prefill, and a few
     decoding requests would keep all others from joining.
+
+    Attributes:
+        costs: ns per token, and ns per pair of a token and one before it; neither is negative.
     """
 
     _known_decodes: Saved[float] = 0.0
@@ -75,7 +78,7 @@ class StepTimeModel(Restorable):
         self._ratio = ratio
         self._block_size = block_size
         self._planned = {}
-        self._costs = (0.0, 0.0)
+        self.costs = (0.0, 0.0)
 
     def budget_for(self, tokens: int, *, decodes: int, share: float = 1.0) -> PrefillBudget:
         """Return the budget of a step with room for `tokens` next to its decodes."""
@@ -128,11 +131,11 @@ class StepTimeModel(Restorable):
         count, pairs, cost = count / scale, pairs / scale, cost / scale
         new = (count * count, count * pairs, pairs * pairs, count * cost, pairs * cost)
         self._sums = tuple(FORGET * old + one for old, one in zip(self._sums, new, strict=True))  # type: ignore[assignment]
-        self._costs = self._solve()
+        self.costs = self._solve()
 
     def decode_ns(self, decodes: float) -> float:
         """Return the expected time of `decodes` decodes without prefill."""
-        token_ns, _ = self.costs()
+        token_ns, _ = self.costs
         if not (decodes and self._known_decodes):
             return token_ns * decodes
         mean_ns = self._known_ns / self._known_decodes
@@ -141,10 +144,6 @@ class StepTimeModel(Restorable):
     def drop_planned(self) -> None:
         """Forget the steps in flight, which will not complete."""
         self._planned.clear()
-
-    def costs(self) -> tuple[float, float]:
-        """Return ns per token, and ns per pair of a token and one before it; neither is negative."""
-        return self._costs
 
     def _solve(self) -> tuple[float, float]:
         tt, tp, pp, tc, pc = self._sums
@@ -163,7 +162,7 @@ class StepTimeModel(Restorable):
 
     def tokens_within(self, left_ns: float, start: int) -> float:
         """Return the number of tokens from position `start` that take `left_ns`, at least a block."""
-        token_ns, pair_ns = self.costs()
+        token_ns, pair_ns = self.costs
         first_ns = token_ns + pair_ns * start
         if not first_ns or left_ns == math.inf:
             return math.inf
@@ -172,11 +171,11 @@ class StepTimeModel(Restorable):
         return max(tokens - tokens % self._block_size, self._block_size)
 
     def rebuild(self) -> None:
-        self._costs = self._solve()
+        self.costs = self._solve()
 
     def nanoseconds(self, start: int, tokens: int) -> float:
         """Return the expected time of tokens from `start`."""
-        token_ns, pair_ns = self.costs()
+        token_ns, pair_ns = self.costs
         return tokens * token_ns + pairs_of(start, tokens) * pair_ns
 
 

@@ -215,7 +215,7 @@ class PolicyScheduler(Base):  # type: ignore[misc]
         budget = self._budget
         assert budget is not None
         prefilling.sort(key=order_of)
-        token_ns, pair_ns = self._times.costs()
+        token_ns, pair_ns = self._times.costs
         late_ns, entries = now_ns - self._passed_over_ns, [one.vsched for one in prefilling]
         view = StepView(
             now_ns=now_ns,

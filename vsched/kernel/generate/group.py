@@ -173,7 +173,7 @@ class GenerateGroup(Group):
         self.dequeue(state)
         self._swap.drop(state.number)
         if state.known:
-            self._running.forget(state)
+            self._running.forgotten.append(state.number)
             state.known = False
         self._subtract(state)
 
@@ -304,7 +304,7 @@ class GenerateGroup(Group):
         ends before a missing embedding must not stop the others.
         """
         budget, times, seat = plan.budget, self.step_times, self._step
-        token_ns, pair_ns = times.costs()
+        token_ns, pair_ns = times.costs
         late_ns = now_ns - self._limits.passed_over_ns
         late = [
             index
@@ -647,7 +647,7 @@ class GenerateGroup(Group):
             kept = self._blocks_kept(state, computed, now_ns)
             self._release_slot(state, keep=False, blocks_kept=kept)
         elif state.known:
-            self._running.forget(state)
+            self._running.forgotten.append(state.number)
         if self._swap.drop(state.number):
             probe("generate.swap_ended")
         if self._in_flight.preempted.pop(state.number, None) is not None:

@@ -258,10 +258,6 @@ class RunningSet(Restorable):
         self.pool.release(state.blocks, kept=blocks_kept)
         state.blocks, state.slot, state.computed = [], -1, 0
 
-    def forget(self, state: RequestState) -> None:
-        """Let ranks drop a request without a slot."""
-        self.forgotten.append(state.number)
-
     def without_left(self, grown: list[int]) -> list[int]:
         """Return (slot, block, slot, block, …) without the slots that requests left since the last decision."""
         left = {leave.slot for leave in self.left}
