@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -370,42 +370,6 @@ def check_parallel(config: Config, info: ModelInfo) -> None:
             plugin.check_parallel(info, stage=stage, ranks=section.tensor_parallel)
 
 
-class WorkerGroupPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Processes of one replica of one stage, or of both: their groups and roles; addresses are assigned later."""
-
-    groups: list[str]
-    ranks: int
-    encode: EncodeRole | None = None
-    generate: GenerateRole | None = None
-
-
-def worker_group_plans(
-    config: Config, info: ModelInfo, policies: ConfiguredPolicies
-) -> list[WorkerGroupPlan]:
-    """Plan the groups and roles of each worker group, encoders first."""
-    encoders = [
-        (name, _encode_role(config, policies, replica))
-        for replica, name in enumerate(group_names("encode", config.encode.replicas))
-    ]
-    generators = [
-        (name, _generate_role(config, info, replica))
-        for replica, name in enumerate(group_names("generate", config.generate.replicas))
-    ]
-    encode, generate = config.encode.tensor_parallel, config.generate.tensor_parallel
-    if config.placement == "together":
-        return [
-            WorkerGroupPlan(groups=[first, name], ranks=generate, encode=encoder, generate=role)
-            for (first, encoder), (name, role) in zip(encoders, generators, strict=True)
-        ]
-    return [
-        *(WorkerGroupPlan(groups=[name], ranks=encode, encode=role) for name, role in encoders),
-        *(
-            WorkerGroupPlan(groups=[name], ranks=generate, generate=role)
-            for name, role in generators
-        ),
-    ]
-
-
 def _worker_settings(
     config: Config, stage: Literal["encode", "generate"], replica: int, **own: Any
 ) -> WorkerSettings:
@@ -425,7 +389,6 @@ def _worker_settings(
 def _encode_role(config: Config, policies: ConfiguredPolicies, replica: int) -> EncodeRole:
     section, reserved = config.encode, config.encode.reserved
     return EncodeRole(
-        address="",
         plugin=section.plugin,
         settings=_worker_settings(
             config,
@@ -443,7 +406,6 @@ def _encode_role(config: Config, policies: ConfiguredPolicies, replica: int) -> 
 def _generate_role(config: Config, info: ModelInfo, replica: int) -> GenerateRole:
     section = config.generate
     return GenerateRole(
-        address="",
         plugin=section.plugin,
         settings=_worker_settings(
             config,
@@ -512,21 +474,40 @@ def state_bytes(config: Config, info: ModelInfo) -> int:
     return (config.generate.slots + state_snapshots(config, info)) * info.state_bytes
 
 
-def rank_spec(
-    config: Config, info: ModelInfo, plan: WorkerGroupPlan, layout: ArenaLayout
-) -> RankSpec:
-    """Specification of a worker group's ranks; values that differ by rank or host are filled in at each start."""
-    return RankSpec(
-        rank=0,
-        secret="",
-        layout=layout,
-        info=_share_of(config, info),
-        timeout_s=config.deadlines.rank_timeout_s,
-        memory_limit_bytes=memory_limit(config, plan),
-        share=host_share(config, plan),
-        encode=plan.encode,
-        generate=plan.generate,
-    )
+def rank_specs(config: Config, info: ModelInfo, policies: ConfiguredPolicies) -> list[RankSpec]:
+    """Specifications of the ranks of each worker group, encoders first.
+
+    Values that differ by rank or host are filled in at each start.
+    """
+    encoders = {
+        name: _encode_role(config, policies, replica)
+        for replica, name in enumerate(group_names("encode", config.encode.replicas))
+    }
+    generators = {
+        name: _generate_role(config, info, replica)
+        for replica, name in enumerate(group_names("generate", config.generate.replicas))
+    }
+    groups: Iterable[tuple[str, ...]] = ((name,) for name in (*encoders, *generators))
+    if config.placement == "together":
+        groups = zip(encoders, generators, strict=True)
+    specs = [
+        RankSpec(
+            groups=names,
+            ranks=config.stage(stage_of(names[-1])).tensor_parallel,
+            layout=arena_layout(config, info),
+            info=_share_of(config, info),
+            timeout_s=config.deadlines.rank_timeout_s,
+            encode=encoders.get(names[0]),
+            generate=generators.get(names[-1]),
+        )
+        for names in groups
+    ]
+    return [
+        msgspec.structs.replace(
+            spec, memory_limit_bytes=_memory_limit(config, spec), share=_host_share(config, spec)
+        )
+        for spec in specs
+    ]
 
 
 def make_worker_groups(
@@ -541,48 +522,30 @@ def make_worker_groups(
 ) -> list[WorkerGroup]:
     """Create the worker groups, without starting them."""
     return [
-        WorkerGroup(
-            rank_spec(config, info, plan, arena.layout),
-            launcher,
-            arena,
-            groups=plan.groups,
-            ranks=plan.ranks,
-            deadlines=config.deadlines,
-            events=events,
-            sizing=sizing,
-        )
-        for plan in worker_group_plans(config, info, policies)
+        WorkerGroup(spec, launcher, arena, deadlines=config.deadlines, events=events, sizing=sizing)
+        for spec in rank_specs(config, info, policies)
     ]
 
 
-def memory_limit(config: Config, plan: WorkerGroupPlan) -> int:
+def _memory_limit(config: Config, spec: RankSpec) -> int:
     """Memory limit of a process with these roles, in bytes; 0 for none."""
     limits = [
         default_limit(host_available(), ranks=config.ranks) if limit is None else limit
-        for limit in _memory_limits(config, plan)
+        for limit in map(config.memory_limit, spec.roles)
     ]
     return sum(limits) if all(limits) else 0
 
 
-def _memory_limits(config: Config, plan: WorkerGroupPlan) -> list[int | None]:
-    roles = (("encode", plan.encode), ("generate", plan.generate))
-    return [config.memory_limit(stage) for stage, role in roles if role is not None]
-
-
-def host_share(config: Config, plan: WorkerGroupPlan) -> HostShare:
+def _host_share(config: Config, spec: RankSpec) -> HostShare:
     """The part of a process's limits that the host decides on which it runs."""
-    group = plan.groups[-1]
+    group = spec.groups[-1]
     host = config.cluster.first_host(stage_of(group), replica_of(group))
-    limits = _memory_limits(config, plan)
-    unlimited = any(limit == 0 for limit in limits)
-    stages = (("encode", plan.encode, config.encode), ("generate", plan.generate, config.generate))
+    limits = [*map(config.memory_limit, spec.roles)]
     return HostShare(
         # Each replica on Ray has its own resources.
-        processes=plan.ranks if host == RAY_HOST else config.processes_on(host),
-        threads=tuple(
-            name for name, role, section in stages if role is not None and section.threads is None
-        ),
-        memory=0 if unlimited else limits.count(None),
+        processes=spec.ranks if host == RAY_HOST else config.processes_on(host),
+        threads=tuple(stage for stage in spec.roles if config.stage(stage).threads is None),
+        memory=0 if 0 in limits else limits.count(None),
         memory_bytes=sum(limit for limit in limits if limit is not None),
     )
 

@@ -95,17 +95,14 @@ MakeMedia = Callable[[Preprocessor, PixelStore, MediaConfig, Pruning | None], Me
 
 
 def make_launcher(
-    config: Config,
-    *,
-    forked: bool = True,
-    started: Mapping[Modules, ForkServer] | None = None,
+    config: Config, *, started: Mapping[Modules, ForkServer] | None = None
 ) -> Launcher:
-    """Return a launcher for the configured hosts; for the other arguments see `LocalLauncher`.
+    """Return a launcher for the configured hosts; for `started` see `LocalLauncher`.
 
     Raises:
         ConfigError: When the key file of other hosts cannot be read, or Ray cannot be reached.
     """
-    own = LocalLauncher(forked=forked, started=started)
+    own = LocalLauncher(started=started)
     try:
         return placed(config, own) if config.cluster.elsewhere else own
     except BaseException:

@@ -181,5 +181,5 @@ async def assert_idle(engine: Engine) -> None:
     assert not any(held(engine).values()), held(engine)
     await until(lambda: not any(in_flight(engine).values()), f"steps end: {in_flight(engine)}")
     assert engine._running is not None
-    engine._running.shell._kernel.check_invariants()
+    engine._running.shell.kernel.check_invariants()
     assert engine.statistics()["policy_faults"] == {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,9 +9,11 @@ import pytest
 from tests.e2e.asking import Ask, answer, drawn_image
 from tests.patience import patience
 from vsched import Engine
+from vsched.aio.launcher import LocalLauncher
 from vsched.config import load_config
-from vsched.engine import Environment, make_launcher
+from vsched.engine import Environment
 from vsched.errors import VschedError
+from vsched.worker.spec import RankSpec
 
 pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.slow]
 
@@ -41,6 +42,13 @@ def limits(stage: str, limit_mib: int) -> list[str]:
     return [f"{KEYS[stage]}={limit_mib}MiB", f"{KEYS[other]}=2GiB", *more]
 
 
+class Spawning(LocalLauncher):
+    """Each rank is a new interpreter."""
+
+    def fork_server(self, spec: RankSpec) -> None:
+        return None
+
+
 @pytest.mark.parametrize(
     ("stage", "limit_mib", "forked", "serves"),
     [
@@ -56,8 +64,8 @@ async def test_limit_is_served_or_an_error_names_its_setting(
     stage: str, limit_mib: int, *, forked: bool, serves: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = load_config(None, sets=[*SETTINGS, *limits(stage, limit_mib)], environ={}).config
-    launcher = partial(make_launcher, forked=forked)
-    engine = Engine(config, environment=Environment(make_launcher=launcher))
+    environment = Environment() if forked else Environment(make_launcher=lambda _: Spawning())
+    engine = Engine(config, environment=environment)
     message = ""
     try:
         async with patience(), engine:

@@ -186,7 +186,7 @@ async def test_engine_draws_a_seed_for_each_request_without_one() -> None:
                 }.items()
             ]
             found = [
-                state.request.sampling.seed for state in sim.engine._running.shell._kernel.requests
+                state.request.sampling.seed for state in sim.engine._running.shell.kernel.requests
             ]
             assert len(held) == len(found)
             return found

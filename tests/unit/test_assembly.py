@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.unit.configs import config_of
-from tests.unit.rank.fake_plugin import LAYOUT, FakePlugin, model_info
+from tests.unit.rank.fake_plugin import FakePlugin, model_info
 from vsched.assembly import (
     arena_layout,
     as_served,
@@ -22,10 +22,9 @@ from vsched.assembly import (
     inspect_draft,
     memory_in_use,
     rank_kv_bytes_per_token,
-    rank_spec,
+    rank_specs,
     scheduler_limits,
     verifies_drafts,
-    worker_group_plans,
 )
 from vsched.config import Config, load_config, resolve_policies
 from vsched.engine import Engine
@@ -75,15 +74,15 @@ def test_worker_groups_follow_replicas_and_placement(
 ) -> None:
     """Worker group i of two stages together serves encode-i and generate-i."""
     config, info = as_served(config_of(*sets), INFO)
-    plans = worker_group_plans(config, info, resolve_policies(config))
-    assert [(plan.groups, plan.ranks) for plan in plans] == expected
+    specs = rank_specs(config, info, resolve_policies(config))
+    assert [([*spec.groups], spec.ranks) for spec in specs] == expected
 
 
 def test_model_of_text_alone_is_served_without_anything_for_images() -> None:
     """No encode group, an arena of nothing, all threads for generating, and no line in the ledger."""
     config, info = as_served(config_of("placement=together"), INFO.text_alone)
     policies = resolve_policies(config)
-    assert [plan.groups for plan in worker_group_plans(config, info, policies)] == [["generate"]]
+    assert [spec.groups for spec in rank_specs(config, info, policies)] == [("generate",)]
     assert not config.encode_pauses
     assert (config.ranks, config.processes_on("local")) == (1, 1)
     layout = arena_layout(config, info)
@@ -103,15 +102,15 @@ def test_model_of_text_alone_is_served_without_anything_for_images() -> None:
 def test_replicas_take_the_devices_behind_each_other(device: str, first_devices: list[str]) -> None:
     """Rank r of replica i takes device N + i * tensor_parallel + r; the worker group adds r."""
     config = config_of(*TWO_BY_TWO, f"generate.device={device}")
-    plans = worker_group_plans(config, INFO, resolve_policies(config))
-    roles = [plan.generate for plan in plans if plan.generate is not None]
+    specs = rank_specs(config, INFO, resolve_policies(config))
+    roles = [spec.generate for spec in specs if spec.generate is not None]
     assert [role.settings.device for role in roles] == first_devices
 
 
 def test_threads_are_fixed_if_the_configuration_sets_them() -> None:
     config = config_of("placement=separate", "generate.threads=2")
-    plans = worker_group_plans(config, INFO, resolve_policies(config))
-    roles = [plan.encode or plan.generate for plan in plans]
+    specs = rank_specs(config, INFO, resolve_policies(config))
+    roles = [spec.encode or spec.generate for spec in specs]
     assert [role.settings.threads_fixed for role in roles if role is not None] == [False, True]
 
 
@@ -119,8 +118,8 @@ def test_batch_cap_of_encoders_is_shared_by_replicas() -> None:
     """Batch 8 over 2 replicas is 4, for the ranks and for the kernel."""
     config = config_of("encode.replicas=2", "encode.admission.max_items=8")
     policies = resolve_policies(config)
-    plans = worker_group_plans(config, INFO, policies)
-    assert [plan.encode.items for plan in plans if plan.encode is not None] == [4, 4]
+    specs = rank_specs(config, INFO, policies)
+    assert [spec.encode.items for spec in specs if spec.encode is not None] == [4, 4]
     limits = scheduler_limits(config, INFO, policies, blocks=7)
     assert (limits.encode_items, limits.encoders, limits.generators) == (4, 2, 1)
 
@@ -137,8 +136,8 @@ def test_a_step_holds_what_sees_itself(fact: str, longest: int) -> None:
     assert getattr(limits, fact)
     assert limits.chunk_tokens == 64
     assert limits.prefix_cache == (fact == "item_atomic")
-    for plan in worker_group_plans(config, info, policies):
-        assert plan.generate is None or plan.generate.limits.chunk_tokens == longest
+    for spec in rank_specs(config, info, policies):
+        assert spec.generate is None or spec.generate.limits.chunk_tokens == longest
     large = replace(info, item_tokens_max=1001)
     with pytest.raises(ConfigError, match="value 1000, limit at least 1001 tokens.*it to 1011"):
         scheduler_limits(config, large, policies, blocks=7)
@@ -163,8 +162,7 @@ def test_rank_is_told_its_share_of_the_kv_cache() -> None:
     """Bytes of a token on one rank; statistics sum over all ranks."""
     config = config_of(*TWO_BY_TWO)
     policies = resolve_policies(config)
-    plans = worker_group_plans(config, INFO, policies)
-    specs = [rank_spec(config, INFO, plan, LAYOUT) for plan in plans]
+    specs = rank_specs(config, INFO, policies)
     assert {spec.info.kv_bytes_per_token for spec in specs} == {INFO.kv_bytes_per_token // 2}
     assert (
         create_sizing(config, INFO, policies)._view.bytes_per_token == INFO.kv_bytes_per_token // 2
@@ -194,10 +192,10 @@ def test_model_with_a_state_has_a_prefix_cache_if_there_are_snapshots(
     limits = scheduler_limits(config, info, policies, blocks=9)
     assert (limits.state_snapshots, limits.prefix_cache) == (places, places > 0)
     assert scheduler_limits(config, INFO, policies, blocks=9).state_snapshots is None
-    plan = worker_group_plans(config, info, policies)[-1]
-    assert plan.generate is not None
-    assert plan.generate.settings.state_snapshots == plan.generate.limits.state_snapshots == places
-    assert plan.generate.settings.slots == 8
+    spec = rank_specs(config, info, policies)[-1]
+    assert spec.generate is not None
+    assert spec.generate.settings.state_snapshots == spec.generate.limits.state_snapshots == places
+    assert spec.generate.settings.slots == 8
     assert create_sizing(config, info, policies)._view.state_bytes == (8 + places) * 9
 
 
@@ -240,9 +238,9 @@ def test_swap_memory_is_places_for_blocks_of_each_rank(sets: tuple[str, ...]) ->
     places = (1 << 20) // block_bytes
     assert places > 0
     assert scheduler_limits(config, INFO, policies, blocks=9).swap_blocks == places
-    plan = worker_group_plans(config, INFO, policies)[-1]
-    assert plan.generate is not None
-    assert plan.generate.limits.swap_blocks == places
+    spec = rank_specs(config, INFO, policies)[-1]
+    assert spec.generate is not None
+    assert spec.generate.limits.swap_blocks == places
     lines = [line for line in create_sizing(config, INFO, policies)._more if line.line == "swap"]
     assert [line.bytes for line in lines] == [places * block_bytes] * replicas**2
     assert {line.pool for line in lines} == {"host"}

@@ -38,9 +38,9 @@ from vsched.fork_server import (
 )
 from vsched.transport.arena import Arena
 from vsched.transport.zmq_link import LeaderLink, OnFrame, make_socket_folder
-from vsched.types import ModelInfo, stage_of
+from vsched.types import ModelInfo
 from vsched.worker.registry import load_worker
-from vsched.worker.spec import RankSpec
+from vsched.worker.spec import RankSpec, threads_of
 
 logger = logging.getLogger(__name__)
 
@@ -53,24 +53,24 @@ LAST_WORD_S = 1.0
 class RankProcess:
     """A rank's process; `on_exit(code)` is called once, on the event loop, when it ends by itself.
 
-    It is forked by a fork server, or a new interpreter if there is none or the server is lost.
+    It is forked by a fork server, or a new interpreter if there is none or the server is lost. `pid` is its process id,
+    0 before it exists.
     """
 
     def __init__(
         self,
         spec: RankSpec,
         *,
-        threads: int,
         on_exit: Callable[[int], None],
         fork_server: ForkServer | None = None,
     ) -> None:
-        """Start it in the environment of a rank with this number of threads."""
+        """Start it in the environment of a rank with its number of threads."""
         self._spec = spec
-        self._environment = rank_environment(threads)
+        self._environment = rank_environment(threads_of(spec))
         self._on_exit = on_exit
         self._loop = asyncio.get_running_loop()
         self._exited = self._loop.create_future()
-        self._pid = 0
+        self.pid = 0
         self._wait: Callable[[], int] | None = None
         self._ordered = False
         self._ending = False
@@ -88,11 +88,6 @@ class RankProcess:
             raise
         finally:
             os.close(stdin)
-
-    @property
-    def pid(self) -> int:
-        """The process id; 0 before the process exists."""
-        return self._pid
 
     def _spawn(self, stdin: int) -> None:
         process = subprocess.Popen(  # noqa: S603 - no outside input
@@ -127,7 +122,7 @@ class RankProcess:
             os.close(stdin)
 
     def _started(self, pid: int, wait: Callable[[], int]) -> None:
-        self._pid, self._wait = pid, wait
+        self.pid, self._wait = pid, wait
         with contextlib.suppress(BrokenPipeError):  # it has ended already; `_reap` reports that
             self._lifeline.write(msgspec.json.encode(self._spec) + b"\n")
             self._lifeline.flush()
@@ -172,7 +167,7 @@ class RankProcess:
                 await asyncio.shield(self._exited)
         except TimeoutError:
             if not self._exited.done():  # else it is reaped, and its id may be reused
-                os.kill(self._pid, signal.SIGKILL)
+                os.kill(self.pid, signal.SIGKILL)
             await asyncio.shield(self._exited)
 
 
@@ -214,7 +209,7 @@ class Host(Protocol):
     def open_link(self, group: str, on_frame: OnFrame) -> LeaderEnd:
         """Return the leader's end of a group, to which its ranks connect; `on_frame` gets their frames."""
 
-    def launch(self, spec: RankSpec, *, threads: int, on_exit: OnExit) -> LaunchedRank:
+    def launch(self, spec: RankSpec, on_exit: OnExit) -> LaunchedRank:
         """Start a rank without waiting for it; the host fills in its folder, arena and addresses."""
 
     def close(self) -> None:
@@ -255,14 +250,14 @@ class OwnLauncher(ABC):
     ) -> OwnHost:
         del on_lost
         self._starts.update(groups)
-        return OwnHost(self, groups, arena, self._starts[groups[0]])
+        return OwnHost(self, arena, self._starts[groups[0]])
 
     @abstractmethod
     def listen(self, address: str, on_frame: OnFrame) -> LeaderEnd:
         """Return the leader's end at an address, to which ranks connect."""
 
     @abstractmethod
-    def start(self, spec: RankSpec, *, threads: int, on_exit: OnExit) -> LaunchedRank:
+    def start(self, spec: RankSpec, on_exit: OnExit) -> LaunchedRank:
         """Start a rank with a complete specification."""
 
     @abstractmethod
@@ -275,20 +270,17 @@ class OwnHost:
 
     name = ""
 
-    def __init__(
-        self, launcher: OwnLauncher, groups: Sequence[str], arena: Arena, start: int
-    ) -> None:
-        """Prepare start number `start` of these groups."""
+    def __init__(self, launcher: OwnLauncher, arena: Arena, start: int) -> None:
+        """Prepare start number `start` of the worker group."""
         self._launcher = launcher
-        self._groups = groups
         self._arena = arena
         self._start = start
 
     def open_link(self, group: str, on_frame: OnFrame) -> LeaderEnd:
         return self._launcher.listen(self._address(group), on_frame)
 
-    def launch(self, spec: RankSpec, *, threads: int, on_exit: OnExit) -> LaunchedRank:
-        return self._launcher.start(self._complete(spec), threads=threads, on_exit=on_exit)
+    def launch(self, spec: RankSpec, on_exit: OnExit) -> LaunchedRank:
+        return self._launcher.start(self._complete(spec), on_exit)
 
     def close(self) -> None:
         """No-op: leaders close their links."""
@@ -304,13 +296,12 @@ class OwnHost:
         """
         run_dir = self._launcher.run_dir
         changes: dict[str, Any] = {}
-        for group in self._groups:
-            role = spec.roles[stage_of(group)]
+        for group, (stage, role) in zip(spec.groups, spec.roles.items(), strict=True):
             settings = role.settings
             if settings.ranks > 1:
                 meeting = str(Path(run_dir) / f"{group}-{self._start}-collective")
                 settings = dataclasses.replace(settings, rendezvous=meeting)
-            changes[stage_of(group)] = msgspec.structs.replace(
+            changes[stage] = msgspec.structs.replace(
                 role, address=self._address(group), settings=settings
             )
         return msgspec.structs.replace(spec, run_dir=run_dir, arena_fd=self._arena.fd, **changes)
@@ -326,20 +317,17 @@ class LocalLauncher(OwnLauncher):
         self,
         run_dir: str = "",
         *,
-        forked: bool = True,
         started: Mapping[Modules, ForkServer] | None = None,
     ) -> None:
         """Create a launcher; without `run_dir`, a temporary folder is created.
 
-        Without `forked`, each rank is a new interpreter. `started` are started fork servers, by their imports, which
-        this launcher takes over.
+        `started` are started fork servers, by their imports, which this launcher takes over.
 
         Raises:
             ConfigError: When the path of a new folder is too long for a socket's address.
         """
         super().__init__(run_dir or make_socket_folder())
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._forked = forked
         self._fork_servers = dict(started or {})
 
     def listen(self, address: str, on_frame: OnFrame) -> LeaderLink:
@@ -347,15 +335,14 @@ class LocalLauncher(OwnLauncher):
         os.makedirs(self.run_dir, mode=0o700, exist_ok=True)
         return LeaderLink(self.context, address, on_frame)
 
-    def start(self, spec: RankSpec, *, threads: int, on_exit: OnExit) -> RankProcess:
-        server = self.fork_server(spec)
-        return RankProcess(spec, threads=threads, on_exit=on_exit, fork_server=server)
+    def start(self, spec: RankSpec, on_exit: OnExit) -> RankProcess:
+        return RankProcess(spec, on_exit=on_exit, fork_server=self.fork_server(spec))
 
     def fork_server(self, spec: RankSpec) -> ForkServer | None:
         """Return the fork server with a rank's imports; None if one of its roles needs a new process."""
         roles = [(role.plugin, role.settings.device) for role in spec.roles.values()]
         modules = modules_of(spec.info, roles)
-        if modules and self._forked and modules not in self._fork_servers:
+        if modules and modules not in self._fork_servers:
             self._fork_servers[modules] = ForkServer(modules)
         return self._fork_servers.get(modules)
 

@@ -12,6 +12,7 @@ from vsched.aio.streams import RequestTimeline
 from vsched.kernel.live import MemoryMap, RequestRow
 from vsched.plugins import registered_policies
 from vsched.policy import KERNEL_TABLES, POLICY_TABLES, Policy
+from vsched.policy_host.seats import table_of
 
 COUNTERS = ("running", "waiting", "finished", "refused", "arrival", "media")
 """Entries of the engine's statistics that a state has."""
@@ -120,7 +121,7 @@ def live_policies(
     )
     found = []
     for table in POLICY_TABLES:
-        seats = [seat for seat in statistics.get("policy_calls", {}) if _table_of(seat) == table]
+        seats = [seat for seat in statistics.get("policy_calls", {}) if table_of(seat) == table]
         times = [statistics["policy_calls"][seat] for seat in seats]
         calls = sum(each["calls"] for each in times)
         reasons: dict[str, int] = {}
@@ -143,9 +144,3 @@ def live_policies(
             )
         )
     return found
-
-
-def _table_of(seat: str) -> str:
-    """Return the configuration table of a seat: `generate-1.admission` belongs to `generate.admission`."""
-    stage, dot, decision = seat.partition(".")
-    return stage.partition("-")[0] + dot + decision

@@ -158,6 +158,8 @@ class Shell:
         groups: All groups by name, and operator actions on single ones.
         restore_adapters: Called with a group that is back, before its first step.
         arrivals: Requests that are not submitted yet.
+        kernel: The kernel; callers only read it.
+        now_ns: The kernel's clock.
         given_up: Why nothing is served any more; empty while requests are served.
     """
 
@@ -170,7 +172,7 @@ class Shell:
         now_ns: Callable[[], int],
     ) -> None:
         """Create a shell that does not serve yet; see `start_shell`."""
-        self._now_ns = now_ns
+        self.now_ns = now_ns
         self._loop = asyncio.get_running_loop()
         self._start_loss: asyncio.Future[GroupFailure] = self._loop.create_future()
         events = WorkerGroupEvents(
@@ -184,7 +186,7 @@ class Shell:
         self.worker_groups = list(make(events))
         self.groups = ServedGroups(self.worker_groups, self.handle, drain_s=drain_s)
         self.restore_adapters: Callable[[ServedGroup], None] = lambda _group: None
-        self._kernel: Scheduler
+        self.kernel: Scheduler
         self._policy_times: PolicyTimes
         self._record: EventRecorder | None = None
         self._stuck_calls: StuckCalls | None = None
@@ -219,7 +221,7 @@ class Shell:
         *,
         call_limit_s: float,
     ) -> None:
-        self._kernel, self._policy_times, self._record = kernel, policy_times, record
+        self.kernel, self._policy_times, self._record = kernel, policy_times, record
         kernel.watch_policies(policy_times.watch)
         self._stuck_calls = StuckCalls(call_limit_s)
         self._serving = True
@@ -325,17 +327,17 @@ class Shell:
         try:
             while self._events and not self.given_up:
                 due, due_result = self._events.popleft()
-                now_ns = self._now_ns()
+                now_ns = self.now_ns()
                 commands: Sequence[Command] = ()
                 try:
-                    commands = self._kernel.handle(due, now_ns)
+                    commands = self.kernel.handle(due, now_ns)
                     self._carry_out(commands, due_result)
                 finally:
                     # Also the event on which the scheduler failed, so that a replay fails there, too. Last: it is slow.
                     if self._record is not None:
                         self._record.note(due, now_ns, commands)
-                if self._kernel.given_up:
-                    self._give_up(self._kernel.given_up)
+                if self.kernel.given_up:
+                    self._give_up(self.kernel.given_up)
         except Exception:
             logger.exception("the scheduler failed; every request is ended")
             self._give_up("the scheduler failed")
@@ -385,7 +387,7 @@ class Shell:
 
     def _log_policy_failures(self) -> None:
         """Log the tracebacks that have not been logged: one for each policy and type of exception."""
-        failures = self._kernel.policy_failures
+        failures = self.kernel.policy_failures
         for name, trace in failures.items():
             if self._failures_logged.get(name) is not trace:
                 logger.warning(
@@ -401,7 +403,7 @@ class Shell:
     def _set_timer(self, deadline_ns: int) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        delay_s = max(0.0, (deadline_ns - self._now_ns()) / 1e9)
+        delay_s = max(0.0, (deadline_ns - self.now_ns()) / 1e9)
         self._timer = self._loop.call_later(delay_s, self.handle, TimerFired())
 
     # --- ranks ---
@@ -478,27 +480,19 @@ class Shell:
 
     @property
     def limits(self) -> SchedulerLimits:
-        return self._kernel.limits
+        return self.kernel.limits
 
     def explain(self, request_id: str) -> str:
         """Return the phase of a request and its reason, in words."""
-        for arriving in self.arriving(len(self.arrivals), self._now_ns()):
+        for arriving in self.arriving(len(self.arrivals), self.now_ns()):
             if arriving.request_id == request_id:
                 return f"{arriving.phase}: {arriving.why}"
-        return self._kernel.explain(request_id)
-
-    @property
-    def kernel(self) -> Scheduler:
-        """The kernel; callers only read it."""
-        return self._kernel
-
-    def now_ns(self) -> int:
-        return self._now_ns()
+        return self.kernel.explain(request_id)
 
     def arriving(self, most: int, now_ns: int) -> list[RequestRow]:
         rows = []
         for arrival in self.arrivals.oldest(most):
-            why = self._kernel.arrival_reason(arrival.arrival_id, now_ns) or PREPARED
+            why = self.kernel.arrival_reason(arrival.arrival_id, now_ns) or PREPARED
             phase = "preparing" if why == PREPARED else "held"
             rows.append(
                 RequestRow(
@@ -512,15 +506,15 @@ class Shell:
         return rows
 
     def group_rows(self) -> list[dict[str, Any]]:
-        statistics = self._kernel.statistics()
+        statistics = self.kernel.statistics()
         return [group.row(statistics.get(group.stage, {})) for group in self.groups.values()]
 
     def statistics(self) -> dict[str, Any]:
         """Return the kernel's statistics, and memory and threads of ranks; requests in preparation count as waiting."""
-        kernel = self._kernel.statistics()
+        kernel = self.kernel.statistics()
         ids = self._streams.request_ids(LIVE_SHOWN_MAX)
-        live = [{"request_id": one, "state": self._kernel.explain(one)} for one in ids]
-        arriving = self.arriving(LIVE_SHOWN_MAX - len(live), self._now_ns())
+        live = [{"request_id": one, "state": self.kernel.explain(one)} for one in ids]
+        arriving = self.arriving(LIVE_SHOWN_MAX - len(live), self.now_ns())
         live += [
             {"request_id": one.request_id, "state": f"{one.phase}: {one.why}"} for one in arriving
         ]

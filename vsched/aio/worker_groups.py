@@ -47,7 +47,7 @@ from vsched.probes import probe
 from vsched.transport.arena import Arena
 from vsched.types import stage_of
 from vsched.wire import EncodeResult, GenerateResult, Ready
-from vsched.worker.spec import EncodeRole, RankSpec, threads_of
+from vsched.worker.spec import EncodeRole, RankSpec
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -101,27 +101,24 @@ class WorkerGroup:
         launcher: Launcher,
         arena: Arena,
         *,
-        groups: Sequence[str],
-        ranks: int,
         deadlines: DeadlinesConfig,
         events: WorkerGroupEvents,
         sizing: Sizing,
     ) -> None:
         served = [*template.roles]
-        assert [stage_of(group) for group in groups] == served, f"{groups} have roles {served}"
-        self.groups = list(groups)
+        self.groups = list(template.groups)
+        assert [*map(stage_of, self.groups)] == served, f"{self.groups} have roles {served}"
         self.down = self.draining = False
         self.retired: GroupFailure | None = None
         self.restarts = 0
         self.losses: Counter[str] = Counter()
         self.last_loss: tuple[GroupFailure, float] | None = None
-        self._names = " and ".join(groups)
+        self._names = " and ".join(self.groups)
         self._template = template
         self._launcher = launcher
         self._arena = arena
         self._host: Host | None = None
-        self._ranks = ranks
-        self._threads = threads_of(template)
+        self._ranks = template.ranks
         self._deadlines = deadlines
         self._events = events
         self._sizing = sizing
@@ -133,8 +130,6 @@ class WorkerGroup:
         self._losses_s: deque[float] = deque(maxlen=LOSSES_MAX)
         self._restart_grace_s = 0.0
         self._restarting: asyncio.Task[None] | None = None
-        self._settled = asyncio.Event()
-        self._settled.set()
 
     # --- start and stop ---
 
@@ -162,8 +157,7 @@ class WorkerGroup:
         self._processes = []
         # One by one: if a launch fails, `stop` ends the earlier ones.
         for rank in range(self._ranks):
-            spec, on_exit = self._spec(rank, secret), partial(self._exited, rank)
-            process = host.launch(spec, threads=self._threads, on_exit=on_exit)
+            process = host.launch(self._spec(rank, secret), partial(self._exited, rank))
             self._processes.append(process)
         try:
             async with asyncio.timeout(self._deadlines.ready_s) as deadline:
@@ -260,8 +254,7 @@ class WorkerGroup:
                 # Of the first start, so that it is not measured again.
                 role = msgspec.structs.replace(role, reserved_bytes=kept_bytes)
             changes[stage] = msgspec.structs.replace(role, settings=settings)
-        name = f"{self._names} rank {rank}"
-        return msgspec.structs.replace(template, rank=rank, secret=secret, name=name, **changes)
+        return msgspec.structs.replace(template, rank=rank, secret=secret, **changes)
 
     def _progress(self, group: str, what: str, fraction: float) -> None:
         self._doing = what
@@ -324,7 +317,6 @@ class WorkerGroup:
     def restart(self) -> None:
         """Start a restart, unless one is in progress: each group may request it."""
         if self._restarting is None:
-            self._settled.clear()
             self._restarting = asyncio.get_running_loop().create_task(self._restart())
 
     async def wait_settled(self) -> None:
@@ -332,14 +324,14 @@ class WorkerGroup:
 
         Blocks: up to all pauses and as many starts.
         """
-        await self._settled.wait()
+        if self._restarting is not None:
+            await asyncio.wait([self._restarting])
 
     async def cancel_restart(self) -> None:
         task, self._restarting = self._restarting, None
         if task is not None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-        self._settled.set()
 
     async def _restart(self) -> None:
         """Restart at once, then after increasing pauses, then never."""
@@ -360,7 +352,7 @@ class WorkerGroup:
             self.restarts += 1
             self.down = False
             logger.warning("%s: up again", self._names)
-            self._settle()
+            self._restarting = None  # now: the effects of the callback may restart it again
             self._events.on_back(reports)
             return
         # The last attempt may have left unusable ranks.
@@ -368,13 +360,8 @@ class WorkerGroup:
         probe("worker_group.given_up")
         logger.error("%s: could not be restarted", self._names)
         self.retired = failure
-        self._settle()
-        self._events.on_retired(self.groups, failure)
-
-    def _settle(self) -> None:
-        """Reset the state before the callbacks, whose effects may lose the worker group and restart it again."""
         self._restarting = None
-        self._settled.set()
+        self._events.on_retired(self.groups, failure)
 
     # --- views ---
 

@@ -15,9 +15,8 @@ from vsched.assembly import (
     as_served,
     cached_bytes_per_token,
     inspect_checkpoint,
-    memory_limit,
+    rank_specs,
     state_bytes,
-    worker_group_plans,
 )
 from vsched.checkpoint_tools import CheckpointDescription, load_tools
 from vsched.cli import app
@@ -217,22 +216,19 @@ def _memory_needs(
     """Return the memory needs of a rank of each stage; `draft` is the draft model, if any."""
     kv_bytes = cached_bytes_per_token(config, info)
     found: dict[str, StageMemory] = {}
-    for plan in worker_group_plans(config, info, policies):
-        limit = memory_limit(config, plan)
+    for spec in rank_specs(config, info, policies):
+        limit = spec.memory_limit_bytes
         if not limit and config.generate.on_cpu:
             limit = host_available()
         weights = {
-            stage: _weights_bytes(description, part, section, info) // plan.ranks
-            for stage, role, part, section in (
-                ("encode", plan.encode, "vision", config.encode),
-                ("generate", plan.generate, "language", config.generate),
-            )
-            if role is not None
+            stage: _weights_bytes(description, part, config.stage(stage), info) // spec.ranks
+            for stage, part in (("encode", "vision"), ("generate", "language"))
+            if stage in spec.roles
         }
-        if draft is not None and plan.generate:
+        if draft is not None and spec.generate:
             own = _weights_bytes(draft, "language", config.generate, info)
-            weights["generate"] += own // plan.ranks
-        states = state_bytes(config, info) if plan.generate else 0
+            weights["generate"] += own // spec.ranks
+        states = state_bytes(config, info) if spec.generate else 0
         room = max(limit - sum(weights.values()) - states, 0)
         for stage, size in weights.items():
             has_kv = stage == "generate" and kv_bytes > 0

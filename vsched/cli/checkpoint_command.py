@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
-from vsched.assembly import as_served, inspect_checkpoint, worker_group_plans
+from vsched.assembly import as_served, inspect_checkpoint, rank_specs
 from vsched.checkpoint_tools import CheckpointTools, load_tools
 from vsched.cli import app
 from vsched.config import LoadedConfig
@@ -188,11 +188,11 @@ def _stages(loaded: LoadedConfig) -> Iterator[tuple[Stage, str, ModelInfo, Worke
     """Yield each stage with ranks, its plug-in, model and settings; a draft model is a stage of its own."""
     info = inspect_checkpoint(loaded.config, loaded.policies)
     config, info = as_served(loaded.config, info)
-    for plan in worker_group_plans(config, info, loaded.policies):
-        if plan.encode is not None:
-            yield "encode", plan.encode.plugin, info, plan.encode.settings
-        if plan.generate is not None:
-            role = plan.generate
+    for spec in rank_specs(config, info, loaded.policies):
+        if spec.encode is not None:
+            yield "encode", spec.encode.plugin, info, spec.encode.settings
+        if spec.generate is not None:
+            role = spec.generate
             yield "generate", role.plugin, info, role.settings
             if role.draft is not None:
                 yield "generate", role.plugin, role.draft, role.settings

@@ -14,9 +14,9 @@ from vsched.errors import limit_message
 from vsched.kernel.commands import AdmitArrival, Command, RejectArrival
 from vsched.kernel.events import Arrived, Withdrawn
 from vsched.kernel.generate.group import GenerateGroup
-from vsched.kernel.groups import Loads
 from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.request import RequestTable
+from vsched.kernel.request_moves import Loads
 from vsched.policy import Admit, ArrivalView, ArrivingRequest, Hold, Redirect
 from vsched.policy.measured import Measured
 from vsched.policy_host.seats import PolicySeat

@@ -1,11 +1,10 @@
-"""Base class of encode and generate groups; marks and loads of all generate groups."""
+"""Base class of encode and generate groups; marks of all generate groups."""
 
 from __future__ import annotations
 
 import enum
 from bisect import bisect_right, insort
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Iterator
 
 from vsched.policy_host.snapshot import Restorable, Saved
 
@@ -107,63 +106,3 @@ class DirtyGroups:
 
     def __contains__(self, index: int) -> bool:
         return index in self._marked
-
-
-class LoadedGroup(Protocol):
-    """A generate group, as `Loads` needs it."""
-
-    @property
-    def load_tokens(self) -> int: ...
-    @property
-    def slots_held(self) -> int: ...
-    @property
-    def open(self) -> bool: ...
-
-
-class Loads:
-    """A cache of the loads of all generate groups, by index.
-
-    Routing and the arrival policy read them for every request; asking each of 64 groups makes an arrival 50 % slower.
-
-    Attributes:
-        tokens: Tokens of all requests of each group.
-        open: Whether each group takes new work.
-        tokens_total: The sum of `tokens`.
-        slots_total: The number of slots that requests hold.
-    """
-
-    def __init__(self, groups: Sequence[LoadedGroup], dirty: DirtyGroups) -> None:
-        self._groups = groups
-        self.tokens = [0] * len(groups)
-        self.open = [False] * len(groups)
-        self._slots = [0] * len(groups)
-        self.tokens_total = self.slots_total = 0
-        self._changed = dirty.changed
-
-    def change(self, index: int) -> None:
-        """Invalidate the numbers of a group, which has changed or is about to."""
-        self._changed[index] = None
-
-    def refresh(self) -> Loads:
-        """Update the groups that have changed since the last call; return `self`."""
-        for index in self._changed:
-            group = self._groups[index]
-            tokens, slots = group.load_tokens, group.slots_held
-            self.tokens_total += tokens - self.tokens[index]
-            self.slots_total += slots - self._slots[index]
-            self.tokens[index], self._slots[index] = tokens, slots
-            self.open[index] = group.open
-        self._changed.clear()
-        return self
-
-    def check(self) -> None:
-        """Assert that all numbers are up to date."""
-        self.refresh()
-        groups = self._groups
-        assert self.tokens == [group.load_tokens for group in groups], (
-            "a load has changed unnoticed"
-        )
-        assert self._slots == [group.slots_held for group in groups], "a slot has changed unnoticed"
-        assert self.open == [group.open for group in groups], "a status has changed unnoticed"
-        totals = sum(self.tokens), sum(self._slots)
-        assert totals == (self.tokens_total, self.slots_total), "the totals of the loads are wrong"

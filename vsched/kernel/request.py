@@ -112,7 +112,6 @@ class RequestState(msgspec.Struct, eq=False, kw_only=True):
 
     Attributes:
         order: Its place in every queue, constant; begins with the arrival number.
-        items: The request's items, with their keys in the embedding cache.
         tokens: The prompt, then outputs from before its arrival, its last preemption, or the loss of its group.
         host_bytes: Host memory that it occupies.
         uncached: Tokens still to be computed, as far as known.
@@ -147,7 +146,6 @@ class RequestState(msgspec.Struct, eq=False, kw_only=True):
     number: int
     order: tuple[int, int]
     stop_token_ids: tuple[int, ...]
-    items: tuple[MediaItem, ...]
     tokens: Int32Array
     host_bytes: int
     submitted_ns: int
@@ -184,6 +182,11 @@ class RequestState(msgspec.Struct, eq=False, kw_only=True):
     took_slot: bool = False
     yielded_ns: int = 0
     away_ns: int = 0
+
+    @property
+    def items(self) -> tuple[MediaItem, ...]:
+        """The images of the request."""
+        return self.request.items
 
     @property
     def prompt_length(self) -> int:
@@ -236,7 +239,7 @@ class RequestState(msgspec.Struct, eq=False, kw_only=True):
             return
         self.hashes += chain_hashes(
             self.tokens,
-            self.request.items,  # by content, which determines KV, whatever the keys of embeddings are
+            self.items,
             block_size=block_size,
             parent=self.hashes[-1] if self.hashes else self.root,
             start_block=len(self.hashes),

@@ -49,11 +49,11 @@ from vsched.kernel.events import (
 from vsched.kernel.generate.group import GenerateGroup
 from vsched.kernel.generate.measures import MeasuredGroups
 from vsched.kernel.generate.steps import NOTHING_PLANNED, PlanResult
-from vsched.kernel.groups import DirtyGroups, Group, Loads, Status
+from vsched.kernel.groups import DirtyGroups, Group, Status
 from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.live import RequestRow, live_request
 from vsched.kernel.request import ITEMS, PROMPT, READY, SUSPENDED, Phase, RequestState, RequestTable
-from vsched.kernel.request_moves import RequestMoves
+from vsched.kernel.request_moves import Loads, RequestMoves
 from vsched.policy import POLICY_TABLES, SEVERAL, without_seats
 from vsched.policy_host.seats import Ask, PolicyMemory, PolicySeats, SeatPolicies
 from vsched.policy_host.snapshot import Restorable, Saved, SavedKeys, SnapshotRoot
@@ -621,7 +621,6 @@ class Scheduler(SnapshotRoot):
         self._moves.check()
         self._gate.check()
         self.embeddings.check(live, self.encode.orphaned)
-        self.encode.check()
         assert self._table.live_bytes == sum(state.host_bytes for state in live.values())
         holds = [queue.held_until(self._now_ns) for queue in self._queues]
         held = min((until_ns for until_ns in holds if until_ns is not None), default=None)

@@ -9,8 +9,7 @@ checked answer, or the default after a failure. A host has no clock: it is given
 | `host` | `PolicyHost`: seats with timing, notices and figures; `check_capabilities`: refusal of unsuitable policies |
 | `requests` | `HostedRequest`: the facts of a request, and its views; `HostMeasured`: the latest times |
 | `waiting` | `OrderedQueue`: the waiting entries, holds, and entries that were passed over for too long |
-| `step_times` | `StepTimeModel`, `PrefillBudget`: times of decodes and prefill, and the prefill that fits in a step |
-| `shares` | `decide_shares`: the answer of a step policy, with overdue requests first |
+| `step_times` | `StepTimeModel`, `PrefillBudget`, `decide_shares`: step times, and the prefills that fit in a step |
 | `eviction` | `GuardedOrder`: an eviction order with checked answers |
 | `call_times` | `PolicyTimes`, `QueueClock`: times of calls; a slow policy is replaced |
 | `stuck_calls` | `StuckCalls`: interrupts a call that does not return |
@@ -35,9 +34,9 @@ from vsched.policy_host.seats import PolicyFaults as PolicyFaults
 from vsched.policy_host.seats import PolicySeat as PolicySeat
 from vsched.policy_host.seats import PolicySeats as PolicySeats
 from vsched.policy_host.seats import SeatPolicies as SeatPolicies
-from vsched.policy_host.shares import DecidedShares as DecidedShares
-from vsched.policy_host.shares import decide_shares as decide_shares
+from vsched.policy_host.step_times import DecidedShares as DecidedShares
 from vsched.policy_host.step_times import PrefillBudget as PrefillBudget
 from vsched.policy_host.step_times import StepTimeModel as StepTimeModel
+from vsched.policy_host.step_times import decide_shares as decide_shares
 from vsched.policy_host.stuck_calls import StuckCalls as StuckCalls
 from vsched.policy_host.waiting import OrderedQueue as OrderedQueue

@@ -79,20 +79,13 @@ class GuardedOrder(Restorable, Generic[Key]):
         self._install(policy)
         return [key for key in keys if not self.add(key, size_of(key))]
 
+    @interruptible
     def reuse(self, key: Key) -> None:
         """Remove a key that is in use again."""
-        self._remove("reuse", key)
-
-    def drop(self, key: Key) -> None:
-        """Remove a key that left the cache."""
-        self._remove("drop", key)
-
-    @interruptible
-    def _remove(self, method: str, key: Key) -> None:
         del self._released[key]
         if self._order is not None:
             try:
-                getattr(self._order, method)(key)
+                self._order.reuse(key)
             except BaseException as error:  # noqa: BLE001
                 self._give_up(error)
 

@@ -323,7 +323,7 @@ class PolicySeats(Restorable):
     def add_seat(self, name: str) -> PolicySeat:
         """Create a seat for the decision that its name ends with."""
         assert name not in self._seats, f"there are two seats with the name {name}"
-        policy = self.policies.by_table[_table_of(name)]
+        policy = self.policies.by_table[table_of(name)]
         memory = self._memory if policy is self.policies.several else None
         decision = DECISIONS[name.rpartition(".")[2]]
         seat = self._seats[name] = PolicySeat(policy, decision, self.faults, memory)
@@ -341,7 +341,7 @@ class PolicySeats(Restorable):
         self.faults.forget(policy)
         shared = PolicyMemory(policy) if one_state else None
         for name, seat in self._seats.items():
-            if _table_of(name) in tables:
+            if table_of(name) in tables:
                 seat.install(policy, shared or PolicyMemory(policy))
                 seat.ask = self._watch(name, seat.ask)
 
@@ -370,7 +370,7 @@ class PolicySeats(Restorable):
         return {name: seat.kept for name, seat in self._seats.items() if seat.kept}
 
 
-def _table_of(seat: str) -> str:
+def table_of(seat: str) -> str:
     """Return the configuration table of a seat: `generate.step` for `generate-0.step`."""
     group, _, decision = seat.rpartition(".")
     return f"{stage_of(group)}.{decision}" if group else decision

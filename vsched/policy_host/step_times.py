@@ -1,4 +1,4 @@
-"""A model of step times, and the budget of prefill tokens in a step with decodes.
+"""A model of step times, the budget of prefill tokens in a step with decodes, and how requests share it.
 
 The time of a prompt token has a constant part (its way through the layers) and a part proportional to the tokens before
 it (attention): with 16,000 tokens of context, 64 tokens took 30 times as long as with none. So a limit in tokens either
@@ -21,7 +21,12 @@ Times are part of events, so a host that is a function of its events remains one
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
+from vsched.policy import StepShares, StepView
+from vsched.policy.checks import PASSED_OVER
+from vsched.policy_host.seats import PolicySeat
 from vsched.policy_host.snapshot import Restorable, Saved
 
 FORGET = 0.9
@@ -58,6 +63,9 @@ class StepTimeModel(Restorable):
 
     A step may always take `ratio` times as long as its decodes: a target near that time would starve prefill, and a few
     decoding requests would keep all others from joining.
+
+    Attributes:
+        costs: ns per token, and ns per pair of a token and one before it; neither is negative.
     """
 
     _known_decodes: Saved[float] = 0.0
@@ -70,7 +78,7 @@ class StepTimeModel(Restorable):
         self._ratio = ratio
         self._block_size = block_size
         self._planned = {}
-        self._costs = (0.0, 0.0)
+        self.costs = (0.0, 0.0)
 
     def budget_for(self, tokens: int, *, decodes: int, share: float = 1.0) -> PrefillBudget:
         """Return the budget of a step with room for `tokens` next to its decodes."""
@@ -123,11 +131,11 @@ class StepTimeModel(Restorable):
         count, pairs, cost = count / scale, pairs / scale, cost / scale
         new = (count * count, count * pairs, pairs * pairs, count * cost, pairs * cost)
         self._sums = tuple(FORGET * old + one for old, one in zip(self._sums, new, strict=True))  # type: ignore[assignment]
-        self._costs = self._solve()
+        self.costs = self._solve()
 
     def decode_ns(self, decodes: float) -> float:
         """Return the expected time of `decodes` decodes without prefill."""
-        token_ns, _ = self.costs()
+        token_ns, _ = self.costs
         if not (decodes and self._known_decodes):
             return token_ns * decodes
         mean_ns = self._known_ns / self._known_decodes
@@ -136,10 +144,6 @@ class StepTimeModel(Restorable):
     def drop_planned(self) -> None:
         """Forget the steps in flight, which will not complete."""
         self._planned.clear()
-
-    def costs(self) -> tuple[float, float]:
-        """Return ns per token, and ns per pair of a token and one before it; neither is negative."""
-        return self._costs
 
     def _solve(self) -> tuple[float, float]:
         tt, tp, pp, tc, pc = self._sums
@@ -158,7 +162,7 @@ class StepTimeModel(Restorable):
 
     def tokens_within(self, left_ns: float, start: int) -> float:
         """Return the number of tokens from position `start` that take `left_ns`, at least a block."""
-        token_ns, pair_ns = self.costs()
+        token_ns, pair_ns = self.costs
         first_ns = token_ns + pair_ns * start
         if not first_ns or left_ns == math.inf:
             return math.inf
@@ -167,11 +171,11 @@ class StepTimeModel(Restorable):
         return max(tokens - tokens % self._block_size, self._block_size)
 
     def rebuild(self) -> None:
-        self._costs = self._solve()
+        self.costs = self._solve()
 
     def nanoseconds(self, start: int, tokens: int) -> float:
         """Return the expected time of tokens from `start`."""
-        token_ns, pair_ns = self.costs()
+        token_ns, pair_ns = self.costs
         return tokens * token_ns + pairs_of(start, tokens) * pair_ns
 
 
@@ -220,3 +224,41 @@ class PrefillBudget:
 def pairs_of(start: int, tokens: int) -> float:
     """Return the number of pairs of a token and one before it, for tokens from `start`."""
     return tokens * (start + tokens / 2)
+
+
+NONE_ADVANCES = "no request would have advanced"
+"""Reason of an answer that the host did not follow because nothing decodes and no request would be prefilled."""
+
+
+class DecidedShares(NamedTuple):
+    """The prefills of a step, by their indices in the view.
+
+    Attributes:
+        shares: Maximum tokens of each request that advances, in order; None for no limit.
+        left_out: Requests that the policy left out, overdue ones included.
+        unlimited: Whether all requests advance without limits. If not, nothing decodes, and no request got a chunk, the
+            host lets all advance in order of arrival, and overrules the policy with `NONE_ADVANCES`.
+    """
+
+    shares: Mapping[int, int | None]
+    left_out: Sequence[int]
+    unlimited: bool
+
+
+def decide_shares(seat: PolicySeat, view: StepView, budget: PrefillBudget) -> DecidedShares:
+    """Ask the step policy; set its time limit in the budget of the step."""
+    count, late = len(view.prefilling), view.overdue
+    answer: StepShares = seat.decide(view, count)
+    if answer.time_ns is not None and not late:
+        budget.limit_time(answer.time_ns)
+    shares: dict[int, int | None] = dict.fromkeys(answer.order)
+    if answer.tokens is not None:
+        shares = {index: most for index, most in zip(shares, answer.tokens, strict=True) if most}
+    unlimited = answer.tokens is None and len(shares) == count
+    left_out = (
+        [index for index in range(count) if index not in shares] if len(shares) < count else ()
+    )
+    if any(index not in shares for index in late):
+        seat.overrule(PASSED_OVER)
+        shares = {**dict.fromkeys([index for index in late if index not in shares]), **shares}
+    return DecidedShares(shares, left_out, unlimited)

@@ -856,7 +856,6 @@ class WorkerSettings:
         threads: Maximum number of compute threads on a CPU.
         threads_fixed: Whether all of them are always used. Otherwise a worker may use fewer while other programs keep
             the cores busy; its results must not depend on the number.
-        encode_tokens_max: Maximum tokens of an encode batch; 0 for no limit.
         slots: Maximum number of running sequences; 0 for an encoder.
         state_snapshots: Number of state snapshots besides the states of the slots, for a model with a recurrent state.
         ranks: Number of tensor-parallel ranks; `rank` is the index of this one.
@@ -876,7 +875,6 @@ class WorkerSettings:
     threads: int = 1
     threads_fixed: bool = True
     attention: str = "auto"
-    encode_tokens_max: int = 0
     slots: int = 0
     state_snapshots: int = 0
     ranks: int = 1

@@ -57,7 +57,7 @@ class StepLimits(msgspec.Struct, frozen=True, kw_only=True):
 class Role(msgspec.Struct, frozen=True, kw_only=True):
     """Membership of a rank in a group, with the address of the group's leader."""
 
-    address: str
+    address: str = ""
     plugin: str
     settings: WorkerSettings
 
@@ -108,13 +108,14 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     The host of the rank fills in the folder, the arena's descriptor and the addresses.
 
-    `name` has the groups and the number, such as `generate-0 rank 1`. `memory_limit_bytes` limits the private memory of
+    `groups` are the groups of its roles, which have `ranks` ranks. `memory_limit_bytes` limits the private memory of
     the process; 0 for no limit. `share` has the parts of limit and threads that depend on the host.
     """
 
-    rank: int
-    secret: str
-    name: str = ""
+    groups: tuple[str, ...]
+    ranks: int = 1
+    rank: int = 0
+    secret: str = ""
     run_dir: str = ""
     arena_fd: int = -1
     layout: ArenaLayout
@@ -124,6 +125,11 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     share: HostShare = HostShare()
     encode: EncodeRole | None = None
     generate: GenerateRole | None = None
+
+    @property
+    def name(self) -> str:
+        """The groups and the number, such as `generate-0 rank 1`."""
+        return f"{' and '.join(self.groups)} rank {self.rank}"
 
     @property
     def roles(self) -> dict[str, Role]:

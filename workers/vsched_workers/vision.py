@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from itertools import groupby
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -80,7 +82,6 @@ class VisionWorker(RankWorker, EncodeWorker):
         # Only if a layer's call returns after its work is done.
         self.pauses = backend.synchronous and len(tower.layers) > 1
         self._tower = tower
-        self._tokens_max = backend.settings.encode_tokens_max
         self._sliced: SlicedRun | None = None
         self._batches = 0
         if self.pauses:
@@ -98,9 +99,8 @@ class VisionWorker(RankWorker, EncodeWorker):
     def encode(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
         """Encode the jobs and write their embedding rows.
 
-        Towers that batch images get as many per call as the token cap allows. Images of different adapters are in
-        different calls: an image has too many rows to gain by sharing one. All ranks compute all rows, and rank 0
-        writes them.
+        Towers that batch images get them in one call. Images of different adapters are in different calls: an image has
+        too many rows to gain by sharing one. All ranks compute all rows, and rank 0 writes them.
 
         Raises:
             DeviceOutOfMemory: When the device's memory ran out; the batch may be retried in parts.
@@ -110,7 +110,7 @@ class VisionWorker(RankWorker, EncodeWorker):
 
     def _encode_all(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
         with self._group.together():
-            for part in self._calls(sorted(jobs, key=lambda job: job.adapter)):
+            for part in self._calls(jobs):
                 self._encode(part, embeddings)
 
     def sparsely(self) -> AbstractContextManager[None]:
@@ -134,16 +134,12 @@ class VisionWorker(RankWorker, EncodeWorker):
             return self._sliced.advance(layers)
 
     def _calls(self, jobs: Sequence[EncodeJob]) -> Iterator[Sequence[EncodeJob]]:
-        start = tokens = 0
-        for index, job in enumerate(jobs):
-            full = self._tokens_max and tokens + job.tokens > self._tokens_max
-            alone = not self._tower.batches or job.adapter != jobs[start].adapter
-            if index > start and (full or alone):
-                yield jobs[start:index]
-                start, tokens = index, 0
-            tokens += job.tokens
-        if start < len(jobs):
-            yield jobs[start:]
+        adapter = attrgetter("adapter")
+        for _, alike in groupby(sorted(jobs, key=adapter), key=adapter):
+            if self._tower.batches:
+                yield [*alike]
+            else:
+                yield from ([job] for job in alike)
 
     def _encode(self, jobs: Sequence[EncodeJob], embeddings: npt.NDArray[np.uint8]) -> None:
         with typed_out_of_memory("encoding images"), torch.inference_mode():

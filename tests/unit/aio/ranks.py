@@ -218,14 +218,14 @@ class Ranks(OwnLauncher):
     ) -> FarHost:
         self.lose_host = on_lost
         self.places += 1
-        host = FarHost(self, groups, arena, self.places)
+        host = FarHost(self, arena, self.places)
         host.ranks = self
         return host
 
     def listen(self, address: str, on_frame: OnFrame) -> Wire:
         return Wire(self, address, on_frame)
 
-    def start(self, spec: RankSpec, *, threads: int, on_exit: Callable[[int], None]) -> Rank:
+    def start(self, spec: RankSpec, on_exit: Callable[[int], None]) -> Rank:
         failure = self.failures.popleft() if self.failures else None
         if failure is not None:
             raise failure

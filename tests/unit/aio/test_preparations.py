@@ -50,7 +50,7 @@ class Preparations:
 
     def __init__(self, played: ShellHarness) -> None:
         self.shell, self.ranks, self.media = played.shell, played.ranks, SlowMedia()
-        played.shell._kernel._gate._seat.ask = ByTenant(hold_ns=LONG_NS).arrive
+        played.shell.kernel._gate._seat.ask = ByTenant(hold_ns=LONG_NS).arrive
         engine = self.engine = played.engine()
         assert engine._running is not None
         engine._running = dataclasses.replace(engine._running, media=cast("Any", self.media))

@@ -12,11 +12,18 @@ from tests.machines import pretend_cores
 from tests.unit.configs import config_of
 from tests.unit.rank.fake_plugin import model_info
 from vsched import assembly
-from vsched.assembly import WorkerGroupPlan, memory_limit, worker_group_plans
+from vsched.assembly import rank_specs
 from vsched.config import Config, resolve_policies
 from vsched.config.devices import HEAVY_BYTES, choose_placement, placed, placement_here
 from vsched.worker import memory
-from vsched.worker.spec import cores_text, default_limit, shared_out, threads_of, usable_cores
+from vsched.worker.spec import (
+    RankSpec,
+    cores_text,
+    default_limit,
+    shared_out,
+    threads_of,
+    usable_cores,
+)
 
 TINY, MID = 10 << 20, 800 << 20
 
@@ -172,13 +179,12 @@ GIB = 1 << 30
 INFO = model_info()
 
 
-def plans(config: Config) -> list[WorkerGroupPlan]:
-    return worker_group_plans(config, INFO, resolve_policies(config))
+def specs_of(config: Config) -> list[RankSpec]:
+    return rank_specs(config, INFO, resolve_policies(config))
 
 
 def limits(*sets: str) -> list[int]:
-    config = config_of(*sets)
-    return [memory_limit(config, plan) for plan in plans(config)]
+    return [spec.memory_limit_bytes for spec in specs_of(config_of(*sets))]
 
 
 @pytest.mark.parametrize(
@@ -211,16 +217,14 @@ def test_reserved_size_goes_to_the_encode_rank() -> None:
     """The override arrives in bytes; without one the rank measures."""
     for expected, *sets in ((None,), (2 * GIB, 'encode.reserved="2GiB"'), (0, "encode.reserved=0")):
         config = config_of(*sets)
-        encode = plans(config)[0].encode
+        encode = specs_of(config)[0].encode
         assert encode is not None
         assert encode.reserved_bytes == expected
 
 
 def shared(*sets: str, cores: int = 16, available_bytes: int = 32 * GIB) -> list[tuple[int, int]]:
-    """Threads and memory of the process of each plan, on a host of this size."""
-    config = config_of(*sets)
-    layout = assembly.arena_layout(config, INFO)
-    specs = [assembly.rank_spec(config, INFO, plan, layout) for plan in plans(config)]
+    """Threads and memory of the process of each worker group, on a host of this size."""
+    specs = specs_of(config_of(*sets))
     there = [shared_out(spec, cores=cores, available_bytes=available_bytes) for spec in specs]
     return [(threads_of(spec), spec.memory_limit_bytes) for spec in there]
 

@@ -80,7 +80,6 @@ def request_state(request: Request, number: int) -> RequestState:
         number=number,
         order=(number, 0),
         stop_token_ids=(),
-        items=request.items,
         tokens=int32(request.prompt_token_ids),
         host_bytes=0,
         submitted_ns=0,

@@ -250,7 +250,7 @@ def test_swaps_are_told_and_are_no_part_of_the_steps() -> None:
     assert plain.measured.swaps == ()
     assert [step.busy_ns for step in reported.measured.steps] == [500]
     assert reported.measured.steps == plain.measured.steps
-    costs = [one.kernel.generators[0].step_times.costs() for one in (reported, plain)]
+    costs = [one.kernel.generators[0].step_times.costs for one in (reported, plain)]
     assert costs[0] == costs[1]
 
 

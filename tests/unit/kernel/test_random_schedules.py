@@ -79,7 +79,7 @@ MOVES = "vsched.kernel.request_moves:RequestMoves."
 IDLE = "vsched.kernel.encode.embedding_cache:EmbeddingEntry.is_idle"
 ROOT = "root_hash(request.cache_salt, request.adapter)"
 BREAKS = (
-    Plant("hash without items", REQUEST + "extend_hashes", "self.request.items", "()", seed=259),
+    Plant("hash without items", REQUEST + "extend_hashes", "self.items", "()", seed=259),
     Plant("hash without salt", MOVES + "_root", ROOT, 'root_hash("", request.adapter)', seed=158),
     Plant("hash without adapter", MOVES + "_root", ROOT, "root_hash(request.cache_salt)", seed=17),
     Plant(

@@ -107,7 +107,7 @@ def test_model_knows_what_many_decode_cost_though_it_saw_only_few_alone(decodes:
     for step in range(100, 110):
         run_step(model, step, 0, 64 + step, decodes=decodes)
     assert model.decode_ns(decodes) == pytest.approx(decodes_ns(decodes), rel=0.05)
-    assert model.costs()[0] == pytest.approx(TOKEN_NS, rel=0.05)
+    assert model.costs[0] == pytest.approx(TOKEN_NS, rel=0.05)
     tokens = model.budget_for(5_000, decodes=decodes).tokens_at(0)
     prefill_ns = tokens * TOKEN_NS + pairs_of(0, tokens) * PAIR_NS
     assert prefill_ns == pytest.approx(4 * decodes_ns(decodes), rel=0.1)
@@ -119,7 +119,7 @@ def test_model_takes_no_decode_for_dearer_than_the_mean_of_those_it_saw() -> Non
     run_step(model, 0, 0, 0)
     for step in range(1, 10):
         tell(model, step, 0, 16, 100 * DECODE_NS)
-    assert model.costs()[0] > DECODE_NS
+    assert model.costs[0] > DECODE_NS
     assert model.decode_ns(2 * DECODES) <= 2 * DECODE_NS
 
 
@@ -165,7 +165,7 @@ def test_time_model_always_predicts(steps: list[tuple[int, int, int, int]], star
     model = StepTimeModel(1_000_000, 2.0, block_size=16)
     for step, (at, tokens, busy_ns, decodes) in enumerate(steps):
         tell(model, step, at, tokens, busy_ns, decodes=decodes)
-    assert min(model.costs()) >= 0
+    assert min(model.costs) >= 0
     assert 16 <= model.budget_for(2_048, decodes=DECODES).tokens_at(start) <= 2_048
 
 

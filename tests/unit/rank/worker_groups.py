@@ -127,8 +127,8 @@ class Place:
         """Return a worker group of these groups; all of its ranks behave alike."""
         generate = GenerateRole(address="", plugin=NAME, settings=WorkerSettings(), limits=LOAD)
         template = RankSpec(
-            rank=0,
-            secret="",
+            groups=tuple(groups),
+            ranks=ranks,
             layout=LAYOUT,
             info=model_info(behaviour),
             timeout_s=limits.rank_timeout_s,
@@ -140,8 +140,6 @@ class Place:
             template,
             self.launcher,
             self.arena,
-            groups=groups,
-            ranks=ranks,
             deadlines=limits,
             events=events,
             sizing=sizing or make_sizing([groups], ranks=ranks),

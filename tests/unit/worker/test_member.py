@@ -328,7 +328,9 @@ def test_a_draft_model_is_loaded_first_so_that_the_process_is_as_the_model_wants
         limits=LOAD,
         draft=model_info(),
     )
-    spec = RankSpec(rank=0, secret="", layout=LAYOUT, info=model_info(), timeout_s=9, generate=role)
+    spec = RankSpec(
+        groups=("generate",), layout=LAYOUT, info=model_info(), timeout_s=9, generate=role
+    )
     host = RankHost(load_worker=lambda _name: plugin)
     with pytest.raises(CheckpointError, match="that was the model"):
         Rank(spec, None, [Member(spec, Link(), host)], host).load()  # type: ignore[arg-type]

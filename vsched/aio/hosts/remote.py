@@ -151,9 +151,8 @@ class RemoteHost:
         link = self._links[group] = RemoteLink(self, group, on_frame)
         return link
 
-    def launch(self, spec: RankSpec, *, threads: int, on_exit: OnExit) -> RemoteRank:
+    def launch(self, spec: RankSpec, on_exit: OnExit) -> RemoteRank:
         rank = self._ranks[spec.rank] = RemoteRank(self, spec.rank, on_exit)
-        del threads  # unless configured, the host chooses
         self.stream.put(Launch(spec))
         return rank
 

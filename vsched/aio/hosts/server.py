@@ -50,7 +50,7 @@ from vsched.transport.zmq_link import is_pulse, rank_identity
 from vsched.types import stage_of
 from vsched.wire import ON_THE_WAY, EncodeResult, undamaged_report
 from vsched.worker.memory import host_available
-from vsched.worker.spec import shared_out, threads_of, usable_cores
+from vsched.worker.spec import shared_out, usable_cores
 
 logger = logging.getLogger(__name__)
 STARTS_MAX = 64
@@ -218,10 +218,9 @@ class HostedStart:
     def _launch(self, message: Launch, place: Host) -> None:
         rank = message.spec.rank
         try:
-            on_exit = partial(self._exited, rank)
             cores = self._server.cores or usable_cores()
             spec = shared_out(message.spec, cores=cores, available_bytes=host_available())
-            started = place.launch(spec, threads=threads_of(spec), on_exit=on_exit)
+            started = place.launch(spec, partial(self._exited, rank))
         except Exception:
             logger.exception("rank %d could not be started", rank)
             self._stream.put(Exited(rank, 1))

@@ -43,8 +43,7 @@ from vsched.policy_host import (
     StepTimeModel,
     decide_shares,
 )
-from vsched.policy_host.shares import NONE_ADVANCES
-from vsched.policy_host.step_times import limit_share, pairs_of
+from vsched.policy_host.step_times import NONE_ADVANCES, limit_share, pairs_of
 from vsched.policy_host.stuck_calls import StuckCalls
 from vsched.sim.cost.host_runs import HostRecorder, RunHeader
 
@@ -216,7 +215,7 @@ class PolicyScheduler(Base):  # type: ignore[misc]
         budget = self._budget
         assert budget is not None
         prefilling.sort(key=order_of)
-        token_ns, pair_ns = self._times.costs()
+        token_ns, pair_ns = self._times.costs
         late_ns, entries = now_ns - self._passed_over_ns, [one.vsched for one in prefilling]
         view = StepView(
             now_ns=now_ns,

@@ -117,7 +117,6 @@ class EncodeStage(Restorable):
     """The encode groups of a scheduler.
 
     Attributes:
-        in_flight: Number of items that are being encoded.
         encodes: Times of the latest steps.
         measured: Measured times for policies; the scheduler sets it.
         hosts: The generate group in the processes of each encode group, by name; the scheduler sets it.
@@ -142,7 +141,6 @@ class EncodeStage(Restorable):
         self._limits = limits
         self._cache = cache
         self._queue = cache.queue
-        self.in_flight = 0
         self.groups = [EncodeGroup(name) for name in group_names("encode", limits.encoders)]
         self.hosts: Mapping[str, HostingGroup] = {}
         self.encodes = deque(maxlen=WINDOW)
@@ -192,7 +190,6 @@ class EncodeStage(Restorable):
                 probe("encode.front_has_room")
         if not batch:
             return None
-        self.in_flight += len(batch)
         host = self.hosts.get(group.name)
         slice_ns = 0 if host is None else host.decode_slack_ns
         return group.send(batch, now_ns, slice_ns, self._requests)
@@ -275,7 +272,6 @@ class EncodeStage(Restorable):
         """Take a finished batch; return the requests that wait for items of it, oldest first."""
         waiting: set[int] = set()
         batch = group.complete(step)
-        self.in_flight -= len(batch)
         encoded = [entry.item.tokens for entry in batch if not entry.item.encoded]
         if encoded:
             took_ns = now_ns - group.sent_ns
@@ -294,7 +290,6 @@ class EncodeStage(Restorable):
     def fail(self, group: EncodeGroup, step: int) -> list[int]:
         """Take a failed batch: halve it until the item at fault is alone, and return the requests that it fails."""
         batch = group.complete(step)
-        self.in_flight -= len(batch)
         if len(batch) > 1:
             probe("encode.batch_halved")
         half = -(-len(batch) // 2)
@@ -305,7 +300,6 @@ class EncodeStage(Restorable):
     def lose(self, group: EncodeGroup, *, blame: bool) -> list[int]:
         """A group is gone: its batch waits again, item by item; return the requests that fail over it."""
         batch = group.lose()
-        self.in_flight -= len(batch)
         for entry in batch:
             if entry.stale:
                 probe("encode.lost_unclaimed")
@@ -335,6 +329,11 @@ class EncodeStage(Restorable):
         return sorted(failed)
 
     # --- views ---
+
+    @property
+    def in_flight(self) -> int:
+        """Number of items that are being encoded."""
+        return sum([len(group.batch) for group in self.groups])
 
     @property
     def ready(self) -> bool:
@@ -387,13 +386,6 @@ class EncodeStage(Restorable):
             "pages_orphaned": len(self.orphaned),
             "groups": {group.name: group.statistics() for group in self.groups},
         }
-
-    def rebuild(self) -> None:
-        self.in_flight = sum(len(group.batch) for group in self.groups)
-
-    def check(self) -> None:
-        """Assert that the items in flight are counted."""
-        assert self.in_flight == sum(len(group.batch) for group in self.groups), "items in flight"
 
 
 def _task(entry: EmbeddingEntry, requests: Mapping[int, RequestState]) -> EncodeTask:

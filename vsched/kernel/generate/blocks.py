@@ -39,10 +39,8 @@ from vsched.kernel.decisions import StateWrite, SwapCopies
 from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.live import CELL_SAMPLES_MAX, MemoryMap, cell_size
 from vsched.kernel.request import RequestState
-from vsched.policy import CachePolicy, InsertionView
-from vsched.policy.measured import Measured
+from vsched.policy import CachePolicy
 from vsched.policy_host.eviction import GuardedOrder
-from vsched.policy_host.seats import PolicySeat
 from vsched.policy_host.snapshot import Restorable, Saved
 from vsched.probes import probe
 
@@ -227,45 +225,6 @@ class BlockPool(Restorable):
         assert all(map(eq, known, by_hash)), "a block is published under another's hash"
 
 
-def blocks_kept(
-    seat: PolicySeat,
-    limits: SchedulerLimits,
-    state: RequestState,
-    computed: int,
-    now_ns: int,
-    measured: Measured,
-) -> int | None:
-    """Return the number of leading blocks of an ended request that stay cached; None for all.
-
-    `computed` of its tokens have KV. The insertion policy decides at the end of a request only: before, its blocks are
-    published for others, and for itself after a preemption. Blocks that it found in the cache always stay.
-    """
-    full = min(computed // limits.block_size, len(state.hashes))
-    found = min(state.cached_tokens // limits.block_size, full)
-    if not (limits.prefix_cache and limits.shares_blocks) or full <= found:
-        return None
-    view = InsertionView(
-        now_ns=now_ns,
-        hashes=tuple(state.hashes[:full]),
-        prompt_blocks=min(state.prompt_length // limits.block_size, full),
-        found=found,
-        block_tokens=limits.block_size,
-        prompt_tokens=state.prompt_length,
-        output_tokens=len(state.tokens) - state.prompt_length,
-        items=len(state.items),
-        priority=state.request.priority,
-        tenant=state.request.tenant,
-        session=state.request.session,
-        measured=measured,
-        state=seat.state,
-    )
-    kept: int = seat.decide(view, full)
-    if kept < found:
-        seat.overrule("blocks that were found in the cache stay")
-        kept = found
-    return kept if kept < full else None
-
-
 class StateSnapshots(Restorable):
     """Places 0 to `limits.state_snapshots` - 1, each free or with a snapshot; none for models without a state.
 
@@ -371,11 +330,7 @@ class SwappedOut(msgspec.Struct):
 
 
 class SwapSpace(Restorable):
-    """Places 0 to `limits.swap_blocks` - 1, each free or with a block of a request without a slot.
-
-    Attributes:
-        pending: Whether the next decision has copies.
-    """
+    """Places 0 to `limits.swap_blocks` - 1, each free or with a block of a request without a slot."""
 
     _free: Saved[list[int]]
     _kept: Saved[dict[int, SwappedOut]]
@@ -384,15 +339,13 @@ class SwapSpace(Restorable):
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self.count = limits.swap_blocks
-        self.pending = False
         self._block_size = limits.block_size
         self._free = list(range(self.count - 1, -1, -1))
         self._kept = {}
         self._out = []
         self._back = []
-        self._read: list[
-            int
-        ] = []  # places that the next decision reads, after it has written others
+        # Places that the next decision reads, after it has written others.
+        self._read: list[int] = []
 
     def __len__(self) -> int:
         """Number of requests with swapped-out blocks."""
@@ -402,6 +355,11 @@ class SwapSpace(Restorable):
     def free(self) -> int:
         """Number of free places."""
         return len(self._free)
+
+    @property
+    def pending(self) -> bool:
+        """Whether the next decision has copies."""
+        return bool(self._out or self._back)
 
     def keep(self, state: RequestState, tokens: int, pool: BlockPool) -> bool:
         """Copy out the blocks of the first `tokens` tokens of a request; return False if there is no room.
@@ -422,7 +380,6 @@ class SwapSpace(Restorable):
         for block, place in zip(held[first:], places, strict=True):
             self._out += (block, place)
         self._kept[state.number] = SwappedOut(tokens, first, places)
-        self.pending = self.pending or bool(places)
         return True
 
     def reach(self, state: RequestState, cached: int) -> int:
@@ -447,7 +404,6 @@ class SwapSpace(Restorable):
             self._back += (kept.places[index - kept.first], blocks[index])
         del self._kept[state.number]
         if needed:
-            self.pending = True
             self._read += reversed(kept.places)
         else:
             self._free += reversed(kept.places)
@@ -469,7 +425,7 @@ class SwapSpace(Restorable):
         """Return the copies for the next decision."""
         copies = SwapCopies(self._out, self._back)
         self._free += self._read
-        self._out, self._back, self._read, self.pending = [], [], [], False
+        self._out, self._back, self._read = [], [], []
         return copies
 
     def statistics(self) -> dict[str, int]:
@@ -479,9 +435,6 @@ class SwapSpace(Restorable):
             "swap_blocks_total": self.count,
             "swap_blocks_held": self.count - len(self._free),
         }
-
-    def rebuild(self) -> None:
-        self.pending = bool(self._out or self._back)
 
     def check(self, without_slot: Collection[int]) -> None:
         """Assert that no place is lost, and that only these requests have any."""

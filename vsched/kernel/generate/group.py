@@ -27,7 +27,7 @@ from typing import cast
 from vsched.kernel.decisions import ChunkPlan, GenerateDecision, Join
 from vsched.kernel.encode.embedding_cache import EmbeddingCache
 from vsched.kernel.events import Stepped
-from vsched.kernel.generate.blocks import BlockPool, StateSnapshots, SwapSpace, blocks_kept
+from vsched.kernel.generate.blocks import BlockPool, StateSnapshots, SwapSpace
 from vsched.kernel.generate.drafts import NO_DRAFTS, DraftGrants, count_drafts
 from vsched.kernel.generate.measures import Measures
 from vsched.kernel.generate.requests import RequestQueue, RunningSet, RunningViews, order_of
@@ -46,6 +46,7 @@ from vsched.policy import (
     Admission,
     AdmissionView,
     CachePolicy,
+    InsertionView,
     Preemption,
     PreemptionView,
     PrefillView,
@@ -55,9 +56,13 @@ from vsched.policy import (
 from vsched.policy.measured import Measured, Measurements, SwapTime
 from vsched.policy_host.eviction import GuardedOrder
 from vsched.policy_host.seats import PolicySeats
-from vsched.policy_host.shares import NONE_ADVANCES, decide_shares
 from vsched.policy_host.snapshot import Saved
-from vsched.policy_host.step_times import StepTimeModel, limit_share
+from vsched.policy_host.step_times import (
+    NONE_ADVANCES,
+    StepTimeModel,
+    decide_shares,
+    limit_share,
+)
 from vsched.probes import probe
 
 CLEARING_TOKENS = 2
@@ -168,7 +173,7 @@ class GenerateGroup(Group):
         self.dequeue(state)
         self._swap.drop(state.number)
         if state.known:
-            self._running.forget(state)
+            self._running.forgotten.append(state.number)
             state.known = False
         self._subtract(state)
 
@@ -299,7 +304,7 @@ class GenerateGroup(Group):
         ends before a missing embedding must not stop the others.
         """
         budget, times, seat = plan.budget, self.step_times, self._step
-        token_ns, pair_ns = times.costs()
+        token_ns, pair_ns = times.costs
         late_ns = now_ns - self._limits.passed_over_ns
         late = [
             index
@@ -639,12 +644,10 @@ class GenerateGroup(Group):
                 computed = len(state.tokens) - 1  # the last token was sampled, not yet computed
                 full = min(computed // self._limits.block_size, len(state.hashes))
                 self._pool.publish(state.blocks[:full], state.hashes[:full])
-            kept = blocks_kept(
-                self._insertion, self._limits, state, computed, now_ns, self.measured
-            )
+            kept = self._blocks_kept(state, computed, now_ns)
             self._release_slot(state, keep=False, blocks_kept=kept)
         elif state.known:
-            self._running.forget(state)
+            self._running.forgotten.append(state.number)
         if self._swap.drop(state.number):
             probe("generate.swap_ended")
         if self._in_flight.preempted.pop(state.number, None) is not None:
@@ -652,6 +655,38 @@ class GenerateGroup(Group):
         self._subtract(state)
         # Requests begin to decode in order of steps, so the first in the set is the oldest.
         self._in_flight.trim(next(iter(self._running.decoding.values()), None))
+
+    def _blocks_kept(self, state: RequestState, computed: int, now_ns: int) -> int | None:
+        """Return the number of leading blocks of an ended request that stay cached; None for all.
+
+        `computed` of its tokens have KV. The insertion policy decides at the end of a request only: before, its blocks
+        are published for others, and for itself after a preemption. Blocks that it found in the cache always stay.
+        """
+        limits, seat = self._limits, self._insertion
+        full = min(computed // limits.block_size, len(state.hashes))
+        found = min(state.cached_tokens // limits.block_size, full)
+        if not (limits.prefix_cache and limits.shares_blocks) or full <= found:
+            return None
+        view = InsertionView(
+            now_ns=now_ns,
+            hashes=tuple(state.hashes[:full]),
+            prompt_blocks=min(state.prompt_length // limits.block_size, full),
+            found=found,
+            block_tokens=limits.block_size,
+            prompt_tokens=state.prompt_length,
+            output_tokens=len(state.tokens) - state.prompt_length,
+            items=len(state.items),
+            priority=state.request.priority,
+            tenant=state.request.tenant,
+            session=state.request.session,
+            measured=self.measured,
+            state=seat.state,
+        )
+        kept: int = seat.decide(view, full)
+        if kept < found:
+            seat.overrule("blocks that were found in the cache stay")
+            kept = found
+        return kept if kept < full else None
 
     def _release_slot(
         self, state: RequestState, *, keep: bool, blocks_kept: int | None = None

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
-from typing import NoReturn, overload
+from typing import overload
 
 from vsched.kernel.decisions import Leave
 from vsched.kernel.generate.blocks import BlockPool
@@ -67,18 +67,16 @@ class RequestQueue(OrderedQueue[ReadyEntry]):
         super().__init__()
         self._mark_dirty = mark_dirty
         self._block_size = block_size
-        self._by_number: dict[int, ReadyEntry] = {}
 
     def enqueue(self, state: RequestState) -> None:
         """Insert a request at its place."""
         state.phase = READY
-        entry = self._by_number[state.number] = ReadyEntry(state, self._block_size)
-        self.put_new(entry)
+        self.put_new(ReadyEntry(state, self._block_size))
         self.unblock()
 
     def dequeue(self, state: RequestState, *, chosen_ns: int | None = None) -> None:
         """Remove a request, which joins at `chosen_ns` or leaves; it must be in the queue."""
-        self.remove(self._by_number.pop(state.number), chosen_ns=chosen_ns)
+        self.remove(self.entries[self.ahead_of(state.order)], chosen_ns=chosen_ns)
         self.unblock()
 
     def unblock(self) -> None:
@@ -91,16 +89,9 @@ class RunningViews(Sequence[RunningView]):
     """Views of running requests, built when the first one is read; valid during the call of a policy."""
 
     __slots__ = ("_all",)
-    _all: Callable[[], tuple[RunningView, ...]]
 
     def __init__(self, running: RunningSet, planned: int) -> None:
-        object.__setattr__(self, "_all", cache(partial(running.views, planned)))
-
-    def __setattr__(self, name: str, value: object) -> NoReturn:
-        raise AttributeError(f"a view cannot be changed: {name}")
-
-    def __delattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"a view cannot be changed: {name}")
+        self._all = cache(partial(running.views, planned))
 
     @overload
     def __getitem__(self, index: int) -> RunningView: ...
@@ -134,9 +125,9 @@ class RunningSet(Restorable):
 
     def __init__(self, limits: SchedulerLimits, pool: BlockPool) -> None:
         self.pool = pool
-        self.slots: list[RequestState | None] = [None] * limits.slots
         self.prefilling = {}
         self.decoding = {}
+        self._slots = limits.slots
         self._block_size = limits.block_size
         self._counts_shared = limits.swap_blocks > 0
         self._free_slots = list(range(limits.slots - 1, -1, -1))
@@ -196,7 +187,6 @@ class RunningSet(Restorable):
         state.blocks = blocks
         state.computed = computed
         state.phase = PREFILL
-        self.slots[state.slot] = state
         self.prefilling[state.number] = state
         if state.is_suspect:
             self.suspect = state
@@ -262,16 +252,11 @@ class RunningSet(Restorable):
         else:
             del self.prefilling[state.number]
         self.left.append(Leave(state.number, state.slot, keep))
-        self.slots[state.slot] = None
         if self.suspect is state:
             self.suspect = None
         self._free_slots.append(state.slot)
         self.pool.release(state.blocks, kept=blocks_kept)
         state.blocks, state.slot, state.computed = [], -1, 0
-
-    def forget(self, state: RequestState) -> None:
-        """Let ranks drop a request without a slot."""
-        self.forgotten.append(state.number)
 
     def without_left(self, grown: list[int]) -> list[int]:
         """Return (slot, block, slot, block, …) without the slots that requests left since the last decision."""
@@ -284,7 +269,6 @@ class RunningSet(Restorable):
 
     def rebuild(self) -> None:
         for state in (*self.prefilling.values(), *self.decoding.values()):
-            self.slots[state.slot] = state
             self.pool.add_holder(state.blocks)
             if state.is_suspect:
                 self.suspect = state
@@ -294,9 +278,8 @@ class RunningSet(Restorable):
         """Assert that no block or slot is lost, and that buckets have just the decoding requests."""
         running = self.in_order()
         self.pool.check(state.blocks for state in running)
-        for state in running:
-            assert self.slots[state.slot] is state, "a slot and its request disagree"
-        assert len(self._free_slots) + len(running) == len(self.slots), "a slot is lost"
+        taken = sorted([*self._free_slots, *(state.slot for state in running)])
+        assert taken == list(range(self._slots)), "a slot is lost, or two requests have it"
         bucketed = sorted(number for bucket in self._growth for number in bucket)
         exact = [number for number, state in self.decoding.items() if state.bucket >= 0]
         assert bucketed == sorted(exact), "growth buckets and decoding requests disagree"

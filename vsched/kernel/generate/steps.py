@@ -10,6 +10,7 @@ from array import array
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import msgspec
 
@@ -141,12 +142,8 @@ class TokenLog(Restorable):
         """Return the tokens of a slot over the steps [first_step, last_step]."""
         if self.more:
             return self._gather_more(slot, first_step, last_step)
-        start = first_step - self.first_step
-        stop = last_step - self.first_step + 1
-        if start == 0 and stop == len(self.batches):
-            return array("i", [batch[slot] for batch in self.batches])
-        batches = self.batches
-        return array("i", [batches[index][slot] for index in range(start, stop)])
+        steps = islice(self.batches, first_step - self.first_step, last_step - self.first_step + 1)
+        return array("i", [batch[slot] for batch in steps])
 
     def _gather_more(self, slot: int, first_step: int, last_step: int) -> array[int]:
         tokens = array("i")

@@ -377,11 +377,8 @@ class SimulatedLauncher(OwnLauncher):
         """Listen for the ranks of a group."""
         return self._world.network.listen(address, on_frame)
 
-    def start(
-        self, spec: RankSpec, *, threads: int, on_exit: Callable[[int], None]
-    ) -> SimulatedRank:
+    def start(self, spec: RankSpec, on_exit: Callable[[int], None]) -> SimulatedRank:
         """Start a rank."""
-        del threads
         role = next(iter(spec.roles.values()))
         place = role.address
         if place not in self._collectives:

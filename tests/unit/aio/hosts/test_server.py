@@ -36,10 +36,10 @@ from vsched.failures import EncodeErrorKind
 from vsched.transport.zmq_link import OnFrame, pulse_identity, rank_identity
 from vsched.types import ArenaLayout
 from vsched.wire import ON_THE_WAY, EncodeResult, Pulse, encode_report
-from vsched.worker.spec import HostShare, RankSpec
+from vsched.worker.spec import HostShare, RankSpec, threads_of
 
 LAYOUT = ArenaLayout(pixel_bytes=2 * WINDOW_BYTES, pages=0, page_rows=4, row_bytes=16)
-SPEC = RankSpec(rank=0, secret="", layout=LAYOUT, info=model_info(), timeout_s=60, encode=ENCODE)
+SPEC = RankSpec(groups=("encode",), layout=LAYOUT, info=model_info(), timeout_s=60, encode=ENCODE)
 FIRST = rank_identity(0)
 
 
@@ -77,8 +77,8 @@ class Home:
         self.link = FakeLink(on_frame)
         return self.link
 
-    def launch(self, spec: RankSpec, *, threads: int, on_exit: OnExit) -> Rank:
-        self.launched.append((threads, spec.memory_limit_bytes))
+    def launch(self, spec: RankSpec, on_exit: OnExit) -> Rank:
+        self.launched.append((threads_of(spec), spec.memory_limit_bytes))
         return self.rank
 
     def close(self) -> None:

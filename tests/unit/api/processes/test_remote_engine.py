@@ -160,7 +160,7 @@ async def joined(played: ShellHarness, monkeypatch: pytest.MonkeyPatch) -> Async
 def events(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> list[Event]:
     """The kernel's events about requests."""
     received: list[Event] = []
-    handle = joined.played.shell._kernel.handle
+    handle = joined.played.shell.kernel.handle
     kinds = (Arrived, Submitted, Withdrawn, Aborted, Cleared)
 
     def note(event: Event, now_ns: int) -> Any:
@@ -168,7 +168,7 @@ def events(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> list[Event]:
             received.append(event)
         return handle(event, now_ns)
 
-    monkeypatch.setattr(joined.played.shell._kernel, "handle", note)
+    monkeypatch.setattr(joined.played.shell.kernel, "handle", note)
     return received
 
 
@@ -237,7 +237,7 @@ async def test_remote_prompt_is_prepared_only_once_it_may_come_in(
         def arrive(self, view: ArrivalView) -> ArrivalDecision:
             return Shed("full", 7) if view.request.tenant == "t" else Admit()
 
-    joined.played.shell._kernel._gate._seat.ask = Full().arrive
+    joined.played.shell.kernel._gate._seat.ask = Full().arrive
     rendered: list[str] = []
 
     def render() -> str:

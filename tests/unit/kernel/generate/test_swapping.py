@@ -21,7 +21,14 @@ from tests.unit.kernel.setups import (
     words,
 )
 from vsched.kernel import Scheduler, SchedulerLimits
-from vsched.policy import Draft, DraftingView, Preemption, PreemptionView
+from vsched.kernel.commands import Decide
+from vsched.kernel.events import Encoded
+from vsched.policy import (
+    Draft,
+    DraftingView,
+    Preemption,
+    PreemptionView,
+)
 from vsched.policy_host import SeatPolicies
 from vsched.policy_host.snapshot import encode_snapshot, restore_snapshot
 from vsched.testing import ModelCluster, default_policies, make_request, run_random
@@ -140,6 +147,28 @@ def test_swapped_request_is_restored_from_a_snapshot() -> None:
     cluster.drain()
     assert generate_statistics(cluster)["swapped_in"] > 0
     assert_served(cluster, "r0", "r1", "r2", "r3")
+
+
+def test_copies_of_a_request_that_ended_are_no_part_of_the_next_decision() -> None:
+    """It swapped itself out when nothing else could run; a restored scheduler decides the same."""
+    limits = make_limits(
+        blocks=6, slots=2, prefix_cache=False, swap_blocks=6, generate_depth=1, encode_items=1
+    )
+    cluster = ModelCluster(limits, SWAPPING)
+    cluster.submit(make_request("waits", words(9), [(8, 4, b"image")]))
+    cluster.submit(make_request("swapped", words(4), max_tokens=20))
+    while cluster.generate_log:
+        cluster.run_generate()
+    assert generate_statistics(cluster)["swapped"] == 1
+    cluster.abort("swapped")
+    restored = restore_snapshot(Scheduler(limits, SWAPPING), encode_snapshot(cluster.kernel))
+    cluster.run_encode()
+    (decision,) = cluster.generate_log
+    assert decision.swaps is None
+    event, now_ns = Encoded(1), cluster.now_ns
+    assert Decide("generate", decision) in restored.handle(event, now_ns)
+    cluster.drain()
+    assert_served(cluster, "waits")
 
 
 @pytest.mark.parametrize("seed", range(6))
