@@ -22,7 +22,6 @@ from vsched.api.request_schema import (
     TokenizeRequest,
 )
 from vsched.api.unsupported import find_unsupported_type
-from vsched.errors import limit_message
 from vsched.types import ModelInfo, SamplingParams
 from vsched.worker.contract import Preprocessor
 
@@ -113,8 +112,9 @@ def _invalid(text: str, body: bytes, kind: type) -> ParameterRefused:
         what, limit, remedy = "is not valid", text[:_MESSAGE_CHARACTERS_MAX], "correct it"
     # msgspec does not report keys of dictionaries, and it skips invalid JSON.
     value = shown(values[-1][1]) if len(values) > len(steps) else "(not shown)"
-    message = limit_message(f"{name} {what}", value=value, limit=limit, remedy=remedy)
-    return ParameterRefused(message, param=path or None)
+    return ParameterRefused.of_limit(
+        f"{name} {what}", value=value, limit=limit, remedy=remedy, param=path or None
+    )
 
 
 def _values(body: bytes, steps: Sequence[tuple[str, str]]) -> list[tuple[str, Any]]:
@@ -312,13 +312,13 @@ def check_vocabulary(param: str, token_ids: Sequence[int], info: ModelInfo) -> N
         ParameterRefused: With the largest one.
     """
     if token_ids and max(token_ids) >= info.vocab_size:
-        message = limit_message(
+        raise ParameterRefused.of_limit(
             f"a token id of `{param}` is out of vocabulary",
             value=max(token_ids),
             limit=f"below {info.vocab_size}, the size of the vocabulary",
             remedy="send token ids of this model",
+            param=param,
         )
-        raise ParameterRefused(message, param=param)
 
 
 def session_of(request: SamplingFields) -> str:

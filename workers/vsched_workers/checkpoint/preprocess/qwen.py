@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from vsched.errors import CheckpointError, RequestRefused, limit_message
+from vsched.errors import CheckpointError, RequestRefused
 from vsched.types import ModelInfo
 from vsched.worker.contract import (
     Arrays,
@@ -173,22 +173,22 @@ class QwenPreprocessor(ImagePreprocessor):
         self._check_grid(companion)
         group = self._group(height, width, self._videos.temporal)
         if group.tokens > self.info.item_tokens_max:
-            message = limit_message(
+            raise RequestRefused.of_limit(
                 "a frame group of the embedded video has too many tokens",
                 value=f"{group.tokens} tokens",
                 limit=f"{self.info.item_tokens_max} tokens",
                 remedy="encode smaller frames, or raise the encode stage's token budget",
+                code="image_tokens_exceeded",
             )
-            raise RequestRefused(message, code="image_tokens_exceeded")
         expected = 1 if self._around is None else count
         if len(seconds) != expected:
-            message = limit_message(
+            raise RequestRefused.of_limit(
                 f"the embeddings' {self.video_times} has the wrong number of values",
                 value=len(seconds),
                 limit=f"{expected}, {_TIMES[self.video_times]}",
                 remedy=f"send the {self.video_times} that the checkpoint's processor computes",
+                code=f"{self.video_times}_shape",
             )
-            raise RequestRefused(message, code=f"{self.video_times}_shape")
         times = [0.0] * count if self._around is None else seconds
         return VideoPlan((), FrameSize(0, 0), self._groups(group, times, seconds[0]))
 
@@ -259,13 +259,11 @@ class QwenPreprocessor(ImagePreprocessor):
         check_sides(width, height)
         longer, shorter = max(width, height), min(width, height)
         if longer / shorter > ASPECT_RATIO_MAX:
-            raise RequestRefused(
-                limit_message(
-                    f"an image of {width} x {height} pixels is too thin (longer over shorter side)",
-                    value=round(longer / shorter, 1),
-                    limit=ASPECT_RATIO_MAX,
-                    remedy="crop or pad the image",
-                ),
+            raise RequestRefused.of_limit(
+                f"an image of {width} x {height} pixels is too thin (longer over shorter side)",
+                value=round(longer / shorter, 1),
+                limit=ASPECT_RATIO_MAX,
+                remedy="crop or pad the image",
                 code="image_aspect_ratio",
             )
         factor = self._patch * self._merge
@@ -285,13 +283,11 @@ class QwenPreprocessor(ImagePreprocessor):
         _, height, width = grid
         merge = self._merge
         if min(grid) < 1 or height % merge or width % merge:
-            raise RequestRefused(
-                limit_message(
-                    "no image or video has such a grid",
-                    value=list(grid),
-                    limit=f"at least [1, {merge}, {merge}], height and width multiples of {merge}",
-                    remedy="send the image_grid_thw or video_grid_thw that the checkpoint's processor computes",
-                ),
+            raise RequestRefused.of_limit(
+                "no image or video has such a grid",
+                value=list(grid),
+                limit=f"at least [1, {merge}, {merge}], height and width multiples of {merge}",
+                remedy="send the image_grid_thw or video_grid_thw that the checkpoint's processor computes",
                 code="grid_thw_invalid",
             )
 
