@@ -123,7 +123,6 @@ def _with_clients(
         post("/ping", operations.health, response=State),
         get("/version", operations.version),
         get("/openapi.json", documentation.openapi),
-        get("/docs", documentation.page, media_type="text/html"),
     ]
     documentation.routes = [*client_routes, *operator_routes]
     return _application([*documentation.routes, *page_routes()], serving.settings)

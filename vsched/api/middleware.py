@@ -184,7 +184,7 @@ def log_access(
     )
 
 
-_PUBLIC_PATHS = frozenset({"/health", "/ready", "/ping", "/docs", "/openapi.json"})
+_PUBLIC_PATHS = frozenset({"/health", "/ready", "/ping", "/openapi.json"})
 """Paths that need no key: probes, and content that is the same on every server."""
 _ADMIN = "/admin/"
 _ADMIN_ALIASES = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
