@@ -100,7 +100,7 @@ def _with_clients(
     """Build the application of these routes for operators, and the routes for clients."""
     documentation = Documentation()
     messages = MessagesEndpoint(serving)
-    operations = ClientOperations(serving.engine, serving.settings, serving.bodies)
+    operations = ClientOperations(serving.engine, serving.bodies)
     endpoints = [
         ChatEndpoint(serving),
         CompletionEndpoint(serving),
