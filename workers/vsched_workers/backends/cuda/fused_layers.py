@@ -60,13 +60,13 @@ class _GpuLayer:
     output: Product
     gate_up: Product
     down: Product
-    norm: Norm
-    middle: Norm
+    norm: GpuNorm
+    middle: GpuNorm
     attention: MergedAttention
     eps: float
 
 
-class Norm(NamedTuple):
+class GpuNorm(NamedTuple):
     """An RMS norm, or a layer norm if it has a bias."""
 
     weight: torch.Tensor
@@ -171,7 +171,7 @@ class FusedLayers:
             own = parts[heads : heads + kv_heads], parts[heads + kv_heads :]
         return attend_plainly(turned, *own, attention.index, step, attention.scaling).flatten(1)
 
-    def _add_norm(self, run: _Buffers, added: torch.Tensor | None, norm: Norm) -> None:
+    def _add_norm(self, run: _Buffers, added: torch.Tensor | None, norm: GpuNorm) -> None:
         """Add to the hidden states of a step, and normalize them into its buffer."""
         hidden, width = run.hidden, run.hidden.shape[1]
         self._kernels.add_norm[(len(hidden),)](
@@ -309,7 +309,7 @@ def _layer_of(layer: Any, decoder: Decoder, kernels: LayerKernels) -> _GpuLayer:
     )
 
 
-def norm_of(module: Any) -> Norm:
+def norm_of(module: Any) -> GpuNorm:
     """Return a norm of torch or transformers."""
     eps: float = module.eps if hasattr(module, "eps") else module.variance_epsilon
-    return Norm(module.weight, getattr(module, "bias", None), eps)
+    return GpuNorm(module.weight, getattr(module, "bias", None), eps)

@@ -30,8 +30,8 @@ from vsched_workers.backends.cuda.attention import varlen_kernel
 from vsched_workers.backends.cuda.attention_trials import passes
 from vsched_workers.backends.cuda.fused_layers import (
     GATE_VALUES,
+    GpuNorm,
     MergedFeedForward,
-    Norm,
     norm_of,
 )
 from vsched_workers.backends.cuda.products import power_of_two
@@ -130,8 +130,8 @@ class _TowerBlock:
     up: Product
     activation: Callable[[torch.Tensor], torch.Tensor] | None
     down: Product
-    norm: Norm
-    middle: Norm
+    norm: GpuNorm
+    middle: GpuNorm
     heads: int
     half: int
     scaling: float
@@ -269,7 +269,7 @@ class FusedTower:
         return gated
 
     def _add_norm(
-        self, hidden: torch.Tensor, added: torch.Tensor | None, norm: Norm
+        self, hidden: torch.Tensor, added: torch.Tensor | None, norm: GpuNorm
     ) -> torch.Tensor:
         """Add to rows in place, and return their norms."""
         normed, width = torch.empty_like(hidden), hidden.shape[1]
