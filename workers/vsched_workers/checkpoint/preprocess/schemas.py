@@ -19,6 +19,8 @@ from decimal import Decimal
 from typing import Any
 from urllib.parse import unquote
 
+from vsched.errors import limit_message
+
 Schema = dict[str, Any] | bool
 
 NESTING_MAX = 100
@@ -368,7 +370,7 @@ def _refused(at: str, reason: str, remedy: str) -> SchemaError:
 
 
 def _beyond(message: str, value: Any, limit: Any, remedy: str) -> SchemaError:
-    return SchemaError.of_limit(message, value=value, limit=limit, remedy=remedy)
+    return SchemaError(limit_message(message, value=value, limit=limit, remedy=remedy))
 
 
 def _constant(value: Any, at: str) -> Any:
