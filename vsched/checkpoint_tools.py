@@ -110,9 +110,7 @@ class CheckpointTools:
             CheckpointError: When a package is missing, the type is unknown, or `path` exists.
         """
 
-    def convert_gguf(
-        self, file: str, path: str, *, dtype: str, progress: Progress, keeps_levels: bool = False
-    ) -> int:
+    def convert_gguf(self, file: str, path: str, *, dtype: str, progress: Progress) -> int:
         """Write the checkpoint of a GGUF file to `path`, completely or not at all; return its number of parameters.
 
         Raises:

@@ -120,20 +120,6 @@ def test_charts_of_a_tenant(page: Page) -> None:
     expect(chart(page, "Between two tokens, ms")).to_be_hidden()
 
 
-def test_a_slow_request_leads_to_its_timeline(page: Page) -> None:
-    link = page.get_by_role("region", name="Slowest requests: fifo").get_by_role("link").first
-    request = link.inner_text()
-    link.focus()
-    page.keyboard.press("Enter")
-    timeline = page.locator("article:target")
-    expect(timeline).to_contain_text(request)
-    expect(timeline).to_be_focused()
-    expect(timeline).to_be_in_viewport()
-    expect(timeline.get_by_role("img")).to_have_attribute(
-        "aria-label", re.compile(r"queue [\d,.]+ ms")
-    )
-
-
 def test_overload_is_at_the_top(page: Page) -> None:
     expect(page.get_by_role("note").first).to_be_in_viewport()
     expect(page.get_by_role("note").first).to_contain_text("Overload")

@@ -43,12 +43,12 @@ def pruned(engine: Engine, policy: PruningPolicy) -> Iterator[None]:
     assert engine._running is not None
     media = engine._running.media
     media.clear()
-    media._pruning = made = make_pruning(policy, PoliciesConfig())
+    media.pruning = made = make_pruning(policy, PoliciesConfig())
     media._measurer._with_changes = True
     try:
         yield
     finally:
-        media._pruning, media._measurer._with_changes = None, False
+        media.pruning, media._measurer._with_changes = None, False
         if made is not None:
             assert made.figures()["policy_faults"] == {}
             made.close()

@@ -18,7 +18,7 @@ POSTED = {
 }  # fmt: skip
 GOT = {
     "/v1/models": 2, "/v1/models/simulated": 2, "/health": 2, "/ping": 1, "/version": 1, "/load": 1, "/openapi.json": 1,
-    "/docs": 1, "/metrics": 2, "/admin/statistics": 2, "/nowhere": 2,
+    "/metrics": 2, "/admin/statistics": 2, "/nowhere": 2,
 }  # fmt: skip
 """Weights of the paths of both methods."""
 TEXTS = ("5", "12 7 3", "1 2 3 4 5 6 7 8 9", "42", "9 9")

@@ -100,7 +100,7 @@ def _with_clients(
     """Build the application of these routes for operators, and the routes for clients."""
     documentation = Documentation()
     messages = MessagesEndpoint(serving)
-    operations = ClientOperations(serving.engine, serving.settings, serving.bodies)
+    operations = ClientOperations(serving.engine, serving.bodies)
     endpoints = [
         ChatEndpoint(serving),
         CompletionEndpoint(serving),
@@ -123,7 +123,6 @@ def _with_clients(
         post("/ping", operations.health, response=State),
         get("/version", operations.version),
         get("/openapi.json", documentation.openapi),
-        get("/docs", documentation.page, media_type="text/html"),
     ]
     documentation.routes = [*client_routes, *operator_routes]
     return _application([*documentation.routes, *page_routes()], serving.settings)

@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 
-from vsched.api.contract import ApiSettings
 from vsched.api.errors import ParameterRefused, out_of_bounds
 from vsched.api.request_schema import (
     NAME,
@@ -42,13 +41,15 @@ from vsched.media import (
 from vsched.types import Spans
 from vsched.worker.contract import PixelBounds, VideoSampling
 
+MESSAGES_MAX = 1024
+PARTS_MAX = 4096
+"""Maximum content parts and tool calls of a request, over all its messages."""
 _ROLES = {"developer": "system", "function": "tool"}
 """Role names of chat templates for OpenAI's newer and deprecated roles."""
 
 
 def split_messages(
     messages: Sequence[Message],
-    settings: ApiSettings,
     processing: ProcessorArguments | None = None,
     media: MediaArguments | None = None,
 ) -> tuple[list[dict[str, Any]], list[ImageReference]]:
@@ -60,11 +61,11 @@ def split_messages(
     Raises:
         ParameterRefused: If there are too many messages or parts, or one is not supported.
     """
-    if not 0 < len(messages) <= settings.messages_max:
+    if not 0 < len(messages) <= MESSAGES_MAX:
         raise out_of_bounds(
             "messages",
             value=f"{len(messages)} messages",
-            limit=f"1 to {settings.messages_max} messages",
+            limit=f"1 to {MESSAGES_MAX} messages",
             remedy="send that many",
         )
     for message in messages:
@@ -72,11 +73,11 @@ def split_messages(
             message.tool_calls = [ToolCall(message.function_call)]
     parts = sum(len(message.content) for message in messages if isinstance(message.content, list))
     parts += sum(len(message.tool_calls or ()) for message in messages)
-    if parts > settings.parts_max:
+    if parts > PARTS_MAX:
         raise out_of_bounds(
             "messages",
             value=f"{parts} content parts and tool calls",
-            limit=f"{settings.parts_max} content parts",
+            limit=f"{PARTS_MAX} content parts",
             remedy="send fewer",
         )
     check_arguments(messages)

@@ -265,7 +265,7 @@ class CompletionEndpoint:
         words: tuple[tuple[int, ...], ...] = ()
         if request.bad_words:  # tokenizing the maximum number would block other connections
             words = await asyncio.to_thread(
-                parameters.bad_words, request, self._engine.preprocessor, self._settings
+                parameters.bad_words, request, self._engine.preprocessor
             )
         sampling = parameters.sampling_params(
             request,
@@ -287,7 +287,7 @@ class CompletionEndpoint:
             adapter=adapter,
             priority=request.priority,
             ttft_target_ms=request.ttft_target_ms,
-            cache_salt=parameters.check_cache_salt(request, self._settings),
+            cache_salt=parameters.check_cache_salt(request),
             session=parameters.session_of(request),
             stream=bool(request.stream),
             options=parameters.response_options(
@@ -474,16 +474,13 @@ class ChatEndpoint(CompletionEndpoint):
         check_model(request.model, self._engine)
         refuse_unsupported(request)
         messages, images = split_messages(
-            request.messages,
-            self._settings,
-            request.mm_processor_kwargs,
-            request.media_io_kwargs,
+            request.messages, request.mm_processor_kwargs, request.media_io_kwargs
         )
         if images:
             refuse_images(
                 self._engine.info, images
             )  # before they reach a template without image support
-        arguments = parameters.template_arguments(request, self._settings)
+        arguments = parameters.template_arguments(request)
         template = self._engine.preprocessor.chat_template
         parsed = self._parses(template)
         tools = tool_use(request, self._settings, template, parsed=parsed)

@@ -31,19 +31,9 @@ class ApiSettings(ServerConfig, frozen=True, kw_only=True):
         tenant_keys: Keys by tenant; each grants the same access as `api_key`.
         allowed_hosts: Names allowed in `Host`, besides addresses and `localhost`, as in the section; `*` for any.
         body_wait_s: Maximum wait of a body for memory within `bodies_bytes_max`.
-        messages_max: Messages of one chat request.
-        parts_max: Content parts and tool calls of one chat request, over all its messages.
-        tools_max: Tools of one chat request.
         tool_format: Tool-call format of the model, a name in `CALL_FORMATS`; `auto` derives it from the chat template.
         reasoning_format: Reasoning format of the model, a name in `REASONING_FORMATS`, `none` or `auto`.
         traces_url: URL for OpenTelemetry spans; empty for no traces.
-        stop_max: Stop strings of one request.
-        stop_characters_max: Characters of one stop string.
-        stop_token_ids_max: Stop tokens of one request.
-        logit_bias_max: Tokens with a bias in one request.
-        bad_words_max: Forbidden words of one request.
-        cache_salt_characters_max: Characters of a cache salt.
-        template_arguments: Names that `chat_template_kwargs` may set.
     """
 
     api_key: str = ""
@@ -52,18 +42,8 @@ class ApiSettings(ServerConfig, frozen=True, kw_only=True):
     allowed_hosts: tuple[str, ...] = ()
     traces_url: str = ""
     body_wait_s: float = 30.0
-    messages_max: int = 1024
-    parts_max: int = 4096
-    tools_max: int = 128
     tool_format: str = "auto"
     reasoning_format: str = "auto"
-    stop_max: int = 16
-    stop_characters_max: int = 256
-    stop_token_ids_max: int = 64
-    logit_bias_max: int = 1024
-    bad_words_max: int = 64
-    cache_salt_characters_max: int = 256
-    template_arguments: tuple[str, ...] = ("add_vision_id", "enable_thinking")
 
 
 class Generation(Protocol):

@@ -184,7 +184,7 @@ def log_access(
     )
 
 
-_PUBLIC_PATHS = frozenset({"/health", "/ready", "/ping", "/docs", "/openapi.json"})
+_PUBLIC_PATHS = frozenset({"/health", "/ready", "/ping", "/openapi.json"})
 """Paths that need no key: probes, and content that is the same on every server."""
 _ADMIN = "/admin/"
 _ADMIN_ALIASES = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
@@ -212,13 +212,14 @@ def _refused_host(host: str | None, allowed: tuple[str, ...]) -> RequestRefused 
     """Error for a host name that is not allowed."""
     if host is None or _is_allowed(host, allowed):
         return None
-    message = limit_message(
+    return RequestRefused.of_limit(
         "the Host header does not name this server",
         value=host[:_VALUE_CHARACTERS_MAX],
         limit=", ".join(("localhost", "addresses", *allowed)),
         remedy="call it by one of these, or add the name to server.allowed_hosts",
+        code="host_not_allowed",
+        status=421,
     )
-    return RequestRefused(message, code="host_not_allowed", status=421)
 
 
 class CheckAccess:
@@ -409,13 +410,11 @@ def read_tenant_keys(text: str, *, path: str) -> dict[str, str]:
     for number, pair in enumerate(re.split(r"[,\n]", text.strip()), 1):
         name, _, key = (one.strip() for one in pair.partition("="))
         if NAME.fullmatch(name) is None or not key or name in keys or key in keys.values():
-            raise ConfigError(
-                limit_message(
-                    f"{path}: entry {number} is not valid",
-                    value=repr(name[:_SHOWN_MAX]),
-                    limit=f"tenant=key, each once; a tenant is {NAME_FORM}",
-                    remedy="write one tenant=key per line",
-                )
+            raise ConfigError.of_limit(
+                f"{path}: entry {number} is not valid",
+                value=repr(name[:_SHOWN_MAX]),
+                limit=f"tenant=key, each once; a tenant is {NAME_FORM}",
+                remedy="write one tenant=key per line",
             )
         keys[name] = key
     return keys
@@ -425,11 +424,11 @@ def _sent_tenant(exchange: HttpExchange, header: str) -> str:
     """Tenant in a header, empty for none; the name is checked."""
     name = (exchange.header(header.lower().encode("latin-1")) or b"").decode("latin-1").strip()
     if name and NAME.fullmatch(name) is None:
-        message = limit_message(
+        raise RequestRefused.of_limit(
             f"the header {header} has no valid tenant name",
             value=repr(name[:_SHOWN_MAX]),
             limit=NAME_FORM,
             remedy="send a name of that form, or leave the header out",
+            code="invalid_tenant",
         )
-        raise RequestRefused(message, code="invalid_tenant", status=400)
     return name

@@ -21,7 +21,7 @@ from vsched.api.compat.messages import (
     messages_model_list,
 )
 from vsched.api.completions import check_model, check_ready, rendered
-from vsched.api.contract import ApiSettings, EngineContract, ServingContract
+from vsched.api.contract import EngineContract, ServingContract
 from vsched.api.errors import ParameterRefused, out_of_bounds
 from vsched.api.formatters import text_of, token_text
 from vsched.api.http_exchange import HttpExchange, is_anthropic_client
@@ -63,11 +63,8 @@ Body = TypeVar("Body")
 class ClientOperations:
     """Endpoints for clients, which every HTTP process serves by itself: models, tokens, state and version."""
 
-    def __init__(
-        self, engine: ServingContract, settings: ApiSettings, bodies: RequestBodies
-    ) -> None:
+    def __init__(self, engine: ServingContract, bodies: RequestBodies) -> None:
         self._engine = engine
-        self._settings = settings
         self._bodies = bodies
         self._created = int(time.time())
 
@@ -136,13 +133,13 @@ class ClientOperations:
                 return prompt, ()
             case None, list(sent):
                 messages, images = split_messages(
-                    sent, self._settings, request.mm_processor_kwargs, request.media_io_kwargs
+                    sent, request.mm_processor_kwargs, request.media_io_kwargs
                 )
                 if images:
                     refuse_images(self._engine.info, images)
-                arguments = parameters.template_arguments(request, self._settings)
+                arguments = parameters.template_arguments(request)
                 if request.tools:
-                    arguments["tools"] = shown_tools(request.tools, self._settings)
+                    arguments["tools"] = shown_tools(request.tools)
                 return rendered(self._engine, messages, arguments), images
         message = "one of `prompt` and `messages` is needed. Remedy: send exactly one of them."
         raise ParameterRefused(message, param="prompt")

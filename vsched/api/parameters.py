@@ -22,13 +22,20 @@ from vsched.api.request_schema import (
     TokenizeRequest,
 )
 from vsched.api.unsupported import find_unsupported_type
-from vsched.errors import limit_message
 from vsched.types import ModelInfo, SamplingParams
 from vsched.worker.contract import Preprocessor
 
 Body = TypeVar("Body")
 
 _SESSION_CHARACTERS_MAX = 64
+_CACHE_SALT_CHARACTERS_MAX = 256
+_STOP_MAX, _STOP_TOKEN_IDS_MAX = 16, 64
+_WORD_CHARACTERS_MAX = 256
+"""Maximum characters of a stop string, and of a forbidden word."""
+_LOGIT_BIAS_MAX = 1024
+_BAD_WORDS_MAX = 64
+_TEMPLATE_ARGUMENTS = ("add_vision_id", "enable_thinking")
+"""Names that `chat_template_kwargs` may set."""
 _MESSAGE_CHARACTERS_MAX = 300
 _FIELD = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
 _STEP = re.compile(r"(\w+|(?<=\[)\.\.\.)|\[(\d+)\]")
@@ -113,8 +120,9 @@ def _invalid(text: str, body: bytes, kind: type) -> ParameterRefused:
         what, limit, remedy = "is not valid", text[:_MESSAGE_CHARACTERS_MAX], "correct it"
     # msgspec does not report keys of dictionaries, and it skips invalid JSON.
     value = shown(values[-1][1]) if len(values) > len(steps) else "(not shown)"
-    message = limit_message(f"{name} {what}", value=value, limit=limit, remedy=remedy)
-    return ParameterRefused(message, param=path or None)
+    return ParameterRefused.of_limit(
+        f"{name} {what}", value=value, limit=limit, remedy=remedy, param=path or None
+    )
 
 
 def _values(body: bytes, steps: Sequence[tuple[str, str]]) -> list[tuple[str, Any]]:
@@ -193,15 +201,15 @@ def sampling_params(
         repetition_penalty=given(request.repetition_penalty, own.repetition_penalty),
         presence_penalty=given(request.presence_penalty, 0.0),
         frequency_penalty=given(request.frequency_penalty, 0.0),
-        stop=_stop(request.stop, settings),
-        stop_token_ids=_stop_token_ids(request.stop_token_ids, info, settings),
+        stop=_stop(request.stop),
+        stop_token_ids=_stop_token_ids(request.stop_token_ids, info),
         include_stop=request.include_stop_str_in_output,
         ignore_eos=request.ignore_eos,
         show_special=request.skip_special_tokens is False,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         prompt_only=max_tokens == 0,
-        logit_bias=_logit_bias(request.logit_bias, info, settings),
+        logit_bias=_logit_bias(request.logit_bias, info),
         bad_words=bad_words,
         grammar=grammar,
     )
@@ -242,11 +250,9 @@ def check_stream(request: SamplingFields) -> None:
         raise ParameterRefused(message, param="prompt_logprobs")
 
 
-def _logit_bias(
-    biases: dict[str, float] | None, info: ModelInfo, settings: ApiSettings
-) -> tuple[tuple[int, float], ...]:
+def _logit_bias(biases: dict[str, float] | None, info: ModelInfo) -> tuple[tuple[int, float], ...]:
     biases = biases or {}
-    check_count("logit_bias", len(biases), settings.logit_bias_max, "tokens")
+    check_count("logit_bias", len(biases), _LOGIT_BIAS_MAX, "tokens")
     for name in biases:
         if not (name.isascii() and name.isdecimal() and len(name) <= _TOKEN_DIGITS_MAX):
             raise out_of_bounds(
@@ -260,47 +266,43 @@ def _logit_bias(
     return pairs
 
 
-def bad_words(
-    request: SamplingFields, preprocessor: Preprocessor, settings: ApiSettings
-) -> tuple[tuple[int, ...], ...]:
+def bad_words(request: SamplingFields, preprocessor: Preprocessor) -> tuple[tuple[int, ...], ...]:
     """Token sequences of the forbidden words: at the start of a text, and after a space.
 
     Raises:
         ParameterRefused: If they are too many or too long.
     """
     words = request.bad_words or []
-    check_count("bad_words", len(words), settings.bad_words_max, "words")
+    check_count("bad_words", len(words), _BAD_WORDS_MAX, "words")
     found: list[tuple[int, ...]] = []
     for word in words:
-        _check_length("bad_words", word, settings, "a word")
+        _check_length("bad_words", word, "a word")
         texts = (word.lstrip() or word, " " + word.lstrip())
         found += (tuple(preprocessor.tokenize(text, images=False)) for text in texts)
     return tuple(dict.fromkeys(tokens for tokens in found if tokens))
 
 
-def _check_length(param: str, text: str, settings: ApiSettings, what: str) -> None:
-    if not 0 < len(text) <= settings.stop_characters_max:
+def _check_length(param: str, text: str, what: str) -> None:
+    if not 0 < len(text) <= _WORD_CHARACTERS_MAX:
         raise out_of_bounds(
             param,
             value=f"{len(text)} characters",
-            limit=f"1 to {settings.stop_characters_max} characters",
+            limit=f"1 to {_WORD_CHARACTERS_MAX} characters",
             remedy=f"send {what} of that length",
         )
 
 
-def _stop(stop: str | list[str] | None, settings: ApiSettings) -> tuple[str, ...]:
+def _stop(stop: str | list[str] | None) -> tuple[str, ...]:
     strings = [stop] if isinstance(stop, str) else stop or []
-    check_count("stop", len(strings), settings.stop_max, "strings")
+    check_count("stop", len(strings), _STOP_MAX, "strings")
     for text in strings:
-        _check_length("stop", text, settings, "a stop string")
+        _check_length("stop", text, "a stop string")
     return tuple(strings)
 
 
-def _stop_token_ids(
-    token_ids: list[int] | None, info: ModelInfo, settings: ApiSettings
-) -> tuple[int, ...]:
+def _stop_token_ids(token_ids: list[int] | None, info: ModelInfo) -> tuple[int, ...]:
     token_ids = token_ids or []
-    check_count("stop_token_ids", len(token_ids), settings.stop_token_ids_max, "tokens")
+    check_count("stop_token_ids", len(token_ids), _STOP_TOKEN_IDS_MAX, "tokens")
     check_vocabulary("stop_token_ids", token_ids, info)
     return tuple(token_ids)
 
@@ -312,13 +314,13 @@ def check_vocabulary(param: str, token_ids: Sequence[int], info: ModelInfo) -> N
         ParameterRefused: With the largest one.
     """
     if token_ids and max(token_ids) >= info.vocab_size:
-        message = limit_message(
+        raise ParameterRefused.of_limit(
             f"a token id of `{param}` is out of vocabulary",
             value=max(token_ids),
             limit=f"below {info.vocab_size}, the size of the vocabulary",
             remedy="send token ids of this model",
+            param=param,
         )
-        raise ParameterRefused(message, param=param)
 
 
 def session_of(request: SamplingFields) -> str:
@@ -327,7 +329,7 @@ def session_of(request: SamplingFields) -> str:
     return key[:_SESSION_CHARACTERS_MAX] if isinstance(key, str) else ""
 
 
-def check_cache_salt(request: SamplingFields, settings: ApiSettings) -> str:
+def check_cache_salt(request: SamplingFields) -> str:
     """Cache salt of a request.
 
     Raises:
@@ -337,7 +339,7 @@ def check_cache_salt(request: SamplingFields, settings: ApiSettings) -> str:
     check_count(
         "cache_salt",
         len(salt),
-        settings.cache_salt_characters_max,
+        _CACHE_SALT_CHARACTERS_MAX,
         "characters",
         remedy="send a shorter salt",
     )
@@ -453,9 +455,7 @@ def response_options(
     )
 
 
-def template_arguments(
-    request: ChatRequest | TokenizeRequest, settings: ApiSettings
-) -> dict[str, Any]:
+def template_arguments(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
     """Arguments of a request for the chat template: its own, and the ending of the prompt.
 
     Raises:
@@ -463,11 +463,11 @@ def template_arguments(
     """
     arguments: dict[str, Any] = dict(request.chat_template_kwargs or {})
     for name in arguments:
-        if name not in settings.template_arguments:
+        if name not in _TEMPLATE_ARGUMENTS:
             raise out_of_bounds(
                 "chat_template_kwargs",
                 value="another name",
-                limit=", ".join(settings.template_arguments) or "none",
+                limit=", ".join(_TEMPLATE_ARGUMENTS),
                 remedy="leave the others out",
             )
     if request.continue_final_message:

@@ -17,7 +17,6 @@ from typing import Annotated, Any, NamedTuple, TypeVar, cast, get_type_hints
 import msgspec
 
 from vsched.api.errors import ParameterRefused, shown
-from vsched.errors import limit_message
 
 
 class Neutral(NamedTuple):
@@ -69,13 +68,14 @@ def refuse_unsupported(request: msgspec.Struct) -> None:
         value = getattr(request, name)
         if value is None or any(_same(value, one) for one in known.values):
             continue
-        message = limit_message(
+        raise ParameterRefused.of_limit(
             f"`{name}` is not supported with this value",
             value=shown(value),
             limit=" or ".join(_json(one) for one in known.values) or "null",
             remedy=known.remedy,
+            param=name,
+            code="unsupported_parameter",
         )
-        raise ParameterRefused(message, param=name, code="unsupported_parameter")
 
 
 @functools.cache

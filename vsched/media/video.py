@@ -20,7 +20,7 @@ from typing import Any, Final
 import msgspec
 from PIL import Image
 
-from vsched.errors import RequestRefused, limit_message, one_of
+from vsched.errors import RequestRefused, one_of
 from vsched.media.formats import VIDEO_FORMATS
 from vsched.worker.contract import VideoFacts
 
@@ -147,13 +147,12 @@ def _open(encoded: bytes, limits: VideoLimits) -> _Video:
         metadata_errors="replace",
     )
     if len(container.streams) > STREAMS_MAX:
-        raise _refuse(
-            limit_message(
-                "the video has too many streams",
-                value=f"{len(container.streams)} streams",
-                limit=f"{STREAMS_MAX} streams",
-                remedy="keep only the video stream",
-            )
+        raise RequestRefused.of_limit(
+            "the video has too many streams",
+            value=f"{len(container.streams)} streams",
+            limit=f"{STREAMS_MAX} streams",
+            remedy="keep only the video stream",
+            code="video_invalid",
         )
     attached = av.stream.Disposition.attached_pic
     stream: Any = next(
@@ -164,14 +163,12 @@ def _open(encoded: bytes, limits: VideoLimits) -> _Video:
     context = stream.codec_context
     name = context.codec.canonical_name
     if name not in CODECS:
-        raise _refuse(
-            limit_message(
-                "the video's codec is not accepted",
-                value=name,
-                limit=one_of(CODECS),
-                remedy="convert the video to one of these",
-            ),
-            "video_codec_unsupported",
+        raise RequestRefused.of_limit(
+            "the video's codec is not accepted",
+            value=name,
+            limit=one_of(CODECS),
+            remedy="convert the video to one of these",
+            code="video_codec_unsupported",
         )
     _check_pixels(context.width, context.height, limits)
     context.thread_count = 1
@@ -199,14 +196,12 @@ def _packets(container: Any, stream: Any) -> Iterator[Any]:
 
 def _timed(container: Any, stream: Any, packets: list[Any], limits: VideoLimits) -> _Video:
     if len(packets) > PACKETS_MAX:
-        raise _refuse(
-            limit_message(
-                "the video has too many frames",
-                value=f"over {PACKETS_MAX} frames",
-                limit=f"{PACKETS_MAX} frames",
-                remedy="cut the video, or lower its frame rate",
-            ),
-            "video_too_long",
+        raise RequestRefused.of_limit(
+            "the video has too many frames",
+            value=f"over {PACKETS_MAX} frames",
+            limit=f"{PACKETS_MAX} frames",
+            remedy="cut the video, or lower its frame rate",
+            code="video_too_long",
         )
     if len(packets) < _TRUNCATED * min(stream.frames, PACKETS_MAX):
         raise _invalid()
@@ -226,23 +221,20 @@ def _timed(container: Any, stream: Any, packets: list[Any], limits: VideoLimits)
     video = _Video(container, stream, packets, times, shown, keys, base, by_dts)
     seconds = (times[shown[-1]] - times[shown[0]]) * base
     if not 0 <= seconds <= limits.seconds:
-        raise _refuse(
-            limit_message(
-                "the video is too long",
-                value=f"{seconds:.1f} s",
-                limit=f"{limits.seconds:g} s",
-                remedy="cut the video, or raise media.video_seconds_max",
-            ),
-            "video_too_long",
+        raise RequestRefused.of_limit(
+            "the video is too long",
+            value=f"{seconds:.1f} s",
+            limit=f"{limits.seconds:g} s",
+            remedy="cut the video, or raise media.video_seconds_max",
+            code="video_too_long",
         )
     if not 0 < video.rate <= RATE_MAX:
-        raise _refuse(
-            limit_message(
-                "the video's frame rate is not accepted",
-                value=f"{video.rate:.4g} frames per second",
-                limit=f"above 0, at most {RATE_MAX:g}",
-                remedy="convert the video to a usual frame rate",
-            )
+        raise RequestRefused.of_limit(
+            "the video's frame rate is not accepted",
+            value=f"{video.rate:.4g} frames per second",
+            limit=f"above 0, at most {RATE_MAX:g}",
+            remedy="convert the video to a usual frame rate",
+            code="video_invalid",
         )
     return video
 
@@ -251,15 +243,13 @@ def _check_pixels(width: int, height: int, limits: VideoLimits) -> None:
     if width < 1 or height < 1:
         raise _invalid()
     if width * height > limits.pixels:
-        raise _refuse(
-            limit_message(
-                "a frame of the video has too many pixels",
-                value=f"{width}x{height}",
-                limit=f"{limits.pixels} pixels",
-                remedy="send a smaller video or raise media.image_pixels_max",
-            ),
-            "video_too_large",
-            413,
+        raise RequestRefused.of_limit(
+            "a frame of the video has too many pixels",
+            value=f"{width}x{height}",
+            limit=f"{limits.pixels} pixels",
+            remedy="send a smaller video or raise media.image_pixels_max",
+            code="video_too_large",
+            status=413,
         )
 
 

@@ -13,7 +13,7 @@ from vsched.assembly import arena_layout, as_served, scheduler_limits
 from vsched.config import Config, ConfiguredPolicies, LoadedConfig, plain_config, resolve_policies
 from vsched.config.devices import assumed
 from vsched.config.policies import configured_policies
-from vsched.errors import ConfigError, PolicyError, limit_message
+from vsched.errors import ConfigError, PolicyError
 from vsched.kernel import SchedulerLimits
 from vsched.plugins import check_contract
 from vsched.policy import KERNEL_TABLES, POLICY_TABLES, SEVERAL, Policy, decisions_of
@@ -73,13 +73,11 @@ def prepare(
     config, info = as_served(config, info)
     blocks = _kv_tokens(config, info, cost, kv_tokens) // config.generate.block_size
     if blocks < 1:
-        raise ConfigError(
-            limit_message(
-                "the KV cache holds no block",
-                value=f"{blocks} blocks",
-                limit=f"at least one, of {config.generate.block_size} tokens",
-                remedy="raise generate.memory.tokens or --kv-tokens",
-            )
+        raise ConfigError.of_limit(
+            "the KV cache holds no block",
+            value=f"{blocks} blocks",
+            limit=f"at least one, of {config.generate.block_size} tokens",
+            remedy="raise generate.memory.tokens or --kv-tokens",
         )
     arena_layout(config, info)  # raises ConfigError if a page does not fit
     limits = scheduler_limits(config, info, configured, blocks=blocks)
@@ -127,13 +125,11 @@ def _with_one_state(named: Mapping[str, Policy]) -> tuple[str, ...]:
     counts = Counter(id(policy) for policy in named.values() if policy.state_type is not None)
     shared = [one for one, count in counts.items() if count > 1]
     if len(shared) > 1:
-        raise PolicyError(
-            limit_message(
-                "objects with a state that several tables name",
-                value=len(shared),
-                limit=1,
-                remedy="pass an object of its own for each table",
-            )
+        raise PolicyError.of_limit(
+            "objects with a state that several tables name",
+            value=len(shared),
+            limit=1,
+            remedy="pass an object of its own for each table",
         )
     return tuple(table for table, policy in named.items() if id(policy) in shared)
 

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from vsched.config.sections import PoliciesConfig, PolicyTable
-from vsched.errors import ConfigError, PolicyError, limit_message
+from vsched.errors import ConfigError, PolicyError
 from vsched.plugins import resolve_policy
 from vsched.policy import KERNEL_TABLES, POLICY_TABLES, SEVERAL, Policy, decisions_of
 from vsched.policy_host.call_times import QueueClock
@@ -133,13 +133,11 @@ def _tables(policy: Policy, named: Sequence[str]) -> list[str]:
     able = {path: decision for path, decision in POLICY_TABLES.items() if decision in made}
     unable = [path for path in named if path not in able]
     if unable:
-        raise ConfigError(
-            limit_message(
-                f"{unable[0]}: no table for which {type(policy).__name__} has a method",
-                value=repr(unable[0]),
-                limit=", ".join(able),
-                remedy="name one of these, or none",
-            )
+        raise ConfigError.of_limit(
+            f"{unable[0]}: no table for which {type(policy).__name__} has a method",
+            value=repr(unable[0]),
+            limit=", ".join(able),
+            remedy="name one of these, or none",
         )
     # Tables of the generate stage are after those of the encode stage.
     return list(named) or list({decision: path for path, decision in able.items()}.values())

@@ -66,12 +66,7 @@ from vsched_workers.batching.paged_attention import AttentionKernels, PagedStep
 from vsched_workers.batching.recurrent_state import RecurrentStates
 from vsched_workers.batching.sampling import choose_tokens
 from vsched_workers.checkpoint.files import checkpoint_directory, read_json
-from vsched_workers.checkpoint.weights import (
-    WeightIndex,
-    fill_module,
-    find_quantized_layers,
-    load_head,
-)
+from vsched_workers.checkpoint.weights import WeightIndex, fill_module, load_head
 from vsched_workers.checkpoint.whole_model import (
     build_whole,
     build_without_tower,
@@ -97,7 +92,7 @@ from vsched_workers.parallel.slicing import (
     slice_module,
     sum_rows,
 )
-from vsched_workers.quantized.layers import check_groups
+from vsched_workers.quantized.layers import check_groups, find_quantized
 from vsched_workers.quantized.schemes import scheme_of
 from vsched_workers.rank_worker import RankWorker, compile_language, served_adapters
 
@@ -402,7 +397,8 @@ def _load_family(
     scheme = scheme_of(read_json(checkpoint_directory(info.path), "config.json"))
     if scheme is not None:
         check_quantized(settings, backend.dtype, what=f"config.json: {scheme.method}")
-        find_quantized_layers(model, index, family.language_prefixes, scheme)
+        prefixes = family.language_prefixes
+        find_quantized(model, scheme, lambda name: index.find(name, prefixes) is not None)
     vocabulary: int = config.get_text_config().vocab_size
     divides = ranks > 1 and vocabulary % ranks == 0
     fill_module(
@@ -575,10 +571,7 @@ def _check_generic(info: ModelInfo, settings: WorkerSettings) -> None:
     Raises:
         ConfigError: When the generic path does not support the configuration.
     """
-    what, or_one_rank = (
-        f"model_type {info.family!r} is served by the generic path, which",
-        "",
-    )
+    what, or_one_rank = f"model_type {info.family!r} is served by the generic path, which", ""
     if language_family(info.family, info.path) is not None:
         what = f"several ranks share model_type {info.family!r} on the generic path, which"
         or_one_rank = ", or generate.tensor_parallel to 1"

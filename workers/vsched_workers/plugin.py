@@ -227,13 +227,11 @@ class TransformersPlugin(WorkerPlugin, CheckpointTools):
 
         check_conversion(path, dtype=dtype)
 
-    def convert_gguf(
-        self, file: str, path: str, *, dtype: str, progress: Progress, keeps_levels: bool = False
-    ) -> int:
+    def convert_gguf(self, file: str, path: str, *, dtype: str, progress: Progress) -> int:
         """Write the checkpoint of a GGUF file; return its number of parameters."""
         from vsched_workers.checkpoint.gguf import convert_gguf
 
-        return convert_gguf(file, path, dtype=dtype, progress=progress, keeps_levels=keeps_levels)
+        return convert_gguf(file, path, dtype=dtype, progress=progress)
 
     def trained_checkpoint(self) -> str:
         """Return the folder of the trained checkpoint, or an empty string if there is none."""

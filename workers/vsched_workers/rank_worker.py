@@ -114,7 +114,7 @@ def compile_language(
     else:
         config = family.model_config(info.path).get_text_config()
     scheme = scheme_of(read_json(checkpoint_directory(info.path), "config.json"))
-    kinds = [scheme.kind] if scheme is not None and scheme.kind else []
+    kinds = [] if scheme is None else [scheme.kind]
     return backend.compile_language(
         config, None if family is None else family.decoder, kinds, progress
     )

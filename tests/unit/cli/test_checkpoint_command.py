@@ -70,7 +70,6 @@ def test_fetch_refuses_another_package(pip: Path, tmp_path: Path, names: tuple[s
     [
         (["made", "--smollm2", "--size", "tiny25"], "exclude each other. Remedy"),
         (["--smollm2"], "PATH is missing"),
-        (["made", "--size", "tiny25", "--quantized"], "no file whose bits to keep. Remedy"),
     ],
 )
 def test_make_checkpoint_takes_one_source(words: list[str], message: str) -> None:

@@ -99,7 +99,7 @@ def test_try_compares_a_policy_with_one_state_by_tenant(folder: Path) -> None:
     assert "Contract: passed" in page
     frames = re.findall(r'<summary>(.+?)</summary><iframe srcdoc="([^"]+)"', page)
     assert frames, "each case of the gallery has its report with charts"
-    assert all("Slowest requests" in frame and "Two" in frame for _, frame in frames)
+    assert all("Latency by percentile" in frame and "Two" in frame for _, frame in frames)
     assert not re.search(r"(src|href)=(\"|&quot;|&#34;)http", page), "it loads nothing"
 
 

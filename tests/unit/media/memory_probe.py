@@ -92,13 +92,11 @@ def preprocessor(tokens_max: int) -> QwenPreprocessor:
     """Return the image half of the real preprocessor: its tokenizer would need a checkpoint."""
     made = QwenPreprocessor.__new__(QwenPreprocessor)
     made.info = model_info(item_tokens_max=tokens_max)
-    made._patch, made._merge, made._channels = 14, 2, 3
-    made._limits = ResizeLimits(minimum=56 * 56, maximum=tokens_max * 28 * 28)
     made._images = QwenImages(
         patch=14,
         merge=2,
         resample=int(Image.Resampling.BICUBIC),
-        limits=made._limits,
+        limits=ResizeLimits(minimum=56 * 56, maximum=tokens_max * 28 * 28),
         levels=[[0.0] * 256] * 3,
     )
     return made

@@ -39,6 +39,9 @@ from vsched.api.unsupported import unsupported_type
 
 Node = str | dict[str, Any]
 
+TOOLS_MAX = 128
+"""Maximum tools of a request."""
+
 _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _NOTES = frozenset(
     ["title", "description", "default", "examples", "$defs", "definitions", "$schema", "$id"]
@@ -266,7 +269,7 @@ def tool_use(
         ParameterRefused: If a tool or the choice is invalid, or the tool-call format is unknown.
     """
     choice = request.tool_choice
-    functions = _functions(request.tools or [], settings)
+    functions = _functions(request.tools or [])
     if choice == "none" or (not functions and choice in (None, "auto")):
         return None
     if not functions:
@@ -289,17 +292,17 @@ def tool_use(
     )
 
 
-def shown_tools(tools: Sequence[Tool], settings: ApiSettings) -> list[dict[str, Any]]:
+def shown_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
     """Convert tools for chat templates.
 
     Raises:
         ParameterRefused: If a tool is invalid.
     """
-    return [_shown(each) for each in _functions(tools, settings)]
+    return [_shown(each) for each in _functions(tools)]
 
 
-def _functions(tools: Sequence[Tool], settings: ApiSettings) -> list[FunctionTool]:
-    check_count("tools", len(tools), settings.tools_max, "tools")
+def _functions(tools: Sequence[Tool]) -> list[FunctionTool]:
+    check_count("tools", len(tools), TOOLS_MAX, "tools")
     functions = [_function(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
     _check_names([function.name for function in functions])
     return functions

@@ -403,10 +403,6 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         real = {name: getattr(self.real, name) for name in LIMITS}
         return {name: getattr(side, name) / one - 1 if one else 0.0 for name, one in real.items()}
 
-    def missed(self, side: FidelityRun) -> list[str]:
-        """Return the figures of a simulation with errors above the limit."""
-        return [name for name, one in self.errors(side).items() if abs(one) > LIMITS[name]]
-
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
     """Client view of a request: nanoseconds from the start of the workload, and output tokens."""

@@ -62,7 +62,7 @@ class LoadOrder(msgspec.Struct, frozen=True, kw_only=True):
 
 @contextlib.asynccontextmanager
 async def ready_clients(order: LoadOrder) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Start clients and warm up; yields their process, which waits for `begin_clients` or `run_clients`.
+    """Start clients and warm up; yields their process, which waits for `run_clients`.
 
     Raises:
         BenchError: When warm-up failed.
@@ -87,18 +87,14 @@ async def ready_clients(order: LoadOrder) -> AsyncIterator[asyncio.subprocess.Pr
             await process.wait()
 
 
-def begin_clients(process: asyncio.subprocess.Process) -> None:
-    """Start the load."""
-    assert process.stdin is not None
-    process.stdin.write(b"go\n")
-
-
-async def figures_of(process: asyncio.subprocess.Process) -> Figures:
-    """Return the clients' figures when they have finished.
+async def run_clients(process: asyncio.subprocess.Process) -> Figures:
+    """Start the load, and return the clients' figures.
 
     Raises:
         BenchError: When a request failed.
     """
+    assert process.stdin is not None
+    process.stdin.write(b"go\n")
     answer = await _line_of(process)
     if not answer:
         raise BenchError("the clients ended early. Remedy: see their output above.")
@@ -115,16 +111,6 @@ async def _line_of(process: asyncio.subprocess.Process) -> bytes:
             return await process.stdout.readline()
     except TimeoutError:
         raise BenchError(f"the clients were not through after {CLIENTS_S:g} s") from None
-
-
-async def run_clients(process: asyncio.subprocess.Process) -> Figures:
-    """Start the load, and return the clients' figures.
-
-    Raises:
-        BenchError: When a request failed.
-    """
-    begin_clients(process)
-    return await figures_of(process)
 
 
 async def _serve_order(order: LoadOrder) -> None:

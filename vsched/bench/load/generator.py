@@ -34,7 +34,7 @@ from rich.table import Table
 
 from vsched.bench.load.client import BenchClient, Sample, chat_body
 from vsched.bench.load.shapes import Case, Shape
-from vsched.errors import ConfigError, limit_message
+from vsched.errors import ConfigError
 from vsched.media.video import has_decoder
 
 _TEXT = (
@@ -391,13 +391,11 @@ def sessions_for(case: Case, concurrency: int, wanted: int | None) -> int:
     if wanted is None:
         return concurrency if case is Case.CONVERSATION else max(2 * concurrency, _SESSIONS_MIN)
     if wanted < concurrency:
-        raise ConfigError(
-            limit_message(
-                f"sessions: of {concurrency} clients some would have nothing to do",
-                value=f"{wanted} sessions",
-                limit=f"at least {concurrency}",
-                remedy="ask for more sessions, or for fewer clients",
-            )
+        raise ConfigError.of_limit(
+            f"sessions: of {concurrency} clients some would have nothing to do",
+            value=f"{wanted} sessions",
+            limit=f"at least {concurrency}",
+            remedy="ask for more sessions, or for fewer clients",
         )
     return wanted
 

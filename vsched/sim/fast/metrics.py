@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from heapq import heappush, heapreplace
 from importlib import import_module
 from itertools import accumulate
 from typing import Any
@@ -33,10 +32,6 @@ REASONS_MAX = 16
 """Maximum number of reasons with counters of their own."""
 REASON_CHARACTERS = 80
 OTHER_REASONS = "other reasons"
-SLOW_MAX = 10
-"""Maximum number of requests kept with their times: the slowest by each of `SLOW_BY`."""
-SLOW_BY = ("ttft", "tpot")
-PHASES = ("prepare", "encode", "queue", "prefill", "decode")
 MS = 1e-6
 
 
@@ -117,28 +112,6 @@ class Targets(msgspec.Struct, frozen=True, kw_only=True):
 
     ttft_ms: float = 2000.0
     tpot_ms: float = 100.0
-
-
-class SlowRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished request that was among the slowest, with its times.
-
-    Attributes:
-        sent_s: When its client sent it, in the time of `Series`.
-        phases_ms: Milliseconds of `prepare`, `encode`, `queue`, `prefill` and `decode`, one after another.
-        tpot_ms: None with a single output token.
-    """
-
-    request_id: str
-    tenant: str
-    sent_s: float
-    prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    images: int
-    preemptions: int
-    ttft_ms: float
-    tpot_ms: float | None
-    phases_ms: dict[str, float]
 
 
 class TenantFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -298,7 +271,6 @@ class Collector(TenantCollector):
         self.first_ns: int | None = None
         self.last_ns = self.last_arrival_ns = 0
         self._start_ns = start_ns
-        self._slow: dict[str, list[tuple[int, int, SlowRequest]]] = {name: [] for name in SLOW_BY}
         self._ttft_ns = targets.ttft_ms * 1e6
         self._tpot_ns = targets.tpot_ms * 1e6
 
@@ -345,52 +317,6 @@ class Collector(TenantCollector):
         good = ttft_ns <= target_ns and (tpot_ns or 0) <= self._tpot_ns
         for one in self._counting(live.arrival.tenant):
             one.count_finished(ttft_ns, tpot_ns, outputs, good=good)
-        self._keep_slowest("ttft", ttft_ns, live, finish, now_ns)
-        self._keep_slowest("tpot", tpot_ns or 0, live, finish, now_ns)
-
-    def _keep_slowest(
-        self, by: str, slowness_ns: int, live: LiveRequest, finish: Finish, now_ns: int
-    ) -> None:
-        heap = self._slow[by]
-        if len(heap) == SLOW_MAX and slowness_ns <= heap[0][0]:
-            return
-        push = heappush if len(heap) < SLOW_MAX else heapreplace
-        push(heap, (slowness_ns, -self.finished, self._slow_request(live, finish, now_ns)))
-
-    def _slow_request(self, live: LiveRequest, finish: Finish, now_ns: int) -> SlowRequest:
-        times, outputs = finish.times, live.arrival.output_tokens
-        ends = (
-            times.submitted_ns,
-            times.items_ready_ns,
-            times.admitted_ns,
-            times.first_token_ns,
-            now_ns,
-        )
-        reached = [*accumulate((live.sent_ns, *ends), max)]
-        decode_ns = now_ns - times.first_token_ns
-        return SlowRequest(
-            request_id=live.arrival.request_id,
-            tenant=live.arrival.tenant,
-            sent_s=(live.sent_ns - self._start_ns) / 1e9,
-            prompt_tokens=live.prompt_tokens,
-            cached_tokens=times.cached_tokens,
-            output_tokens=outputs,
-            images=len(live.arrival.images),
-            preemptions=times.preemptions,
-            ttft_ms=(times.first_token_ns - live.sent_ns) * MS,
-            tpot_ms=decode_ns * MS / (outputs - 1) if outputs > 1 else None,
-            phases_ms={
-                phase: (end - start) * MS
-                for phase, start, end in zip(PHASES, reached, reached[1:], strict=False)
-            },
-        )
-
-    def slowest(self) -> dict[str, list[SlowRequest]]:
-        """Return the slowest requests by each of `SLOW_BY`, slowest first."""
-        return {
-            name: [request for *_, request in sorted(heap, reverse=True)]
-            for name, heap in self._slow.items()
-        }
 
     @property
     def arrivals_s(self) -> tuple[float, float]:
@@ -493,7 +419,6 @@ class SimulationOutcome(msgspec.Struct, frozen=True, kw_only=True):
         policy_failure_counts: Number of failed policy calls, by seat, over all replicas.
         policy_failures: Traceback of the first failure of each failed policy, by class.
         cdf: Points (milliseconds, cumulative share) of `ttft`, `itl`, `tpot` and `e2e`.
-        slowest: The slowest finished requests by `ttft` and by `tpot`, slowest first.
     """
 
     label: str
@@ -512,7 +437,6 @@ class SimulationOutcome(msgspec.Struct, frozen=True, kw_only=True):
     cdf: dict[str, list[tuple[float, float]]]
     policy_failure_counts: dict[str, int] = {}
     policy_failures: dict[str, str] = {}
-    slowest: dict[str, list[SlowRequest]] = {}
 
     def __repr__(self) -> str:
         """Return a summary in a line."""

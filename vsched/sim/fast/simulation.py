@@ -477,7 +477,6 @@ class Simulation:
             ),
             series=self.sampler.series(),
             cdf={**collector.cdf(), "itl": collector.itl.cdf_ms(), "e2e": collector.e2e.cdf_ms()},
-            slowest=collector.slowest(),
             policy_failure_counts=over_replicas(self.kernel.policy_failure_counts),
             policy_failures={
                 name: "".join(trace.format()) for name, trace in self.kernel.policy_failures.items()

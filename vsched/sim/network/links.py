@@ -285,14 +285,6 @@ class RankEnd:
         del timeout_s
         return self._inbox.popleft() if self._inbox else None
 
-    async def next_frame(self, timeout_s: float | None = None) -> bytes | None:
-        """Wait for the next frame; return None on timeout or when the link is closed.
-
-        Blocks: up to the timeout.
-        """
-        await wait_readable([self], timeout_s)
-        return self.receive()
-
     @property
     def readable(self) -> bool:
         """Whether an unreceived frame has arrived."""

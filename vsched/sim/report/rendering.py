@@ -2,8 +2,7 @@
 
 From top to bottom the report shows which configuration is better, for which tenant, when, and why:
 first the tables, then latencies by percentile, then waiting requests, resource usage and the
-contents of steps over time, then the slowest requests with their timelines. The file contains the
-style and the chart library of the live page.
+contents of steps over time. The file contains the style and the chart library of the live page.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import msgspec
 
 from vsched.errors import ConfigError
 from vsched.kernel.commands import RefusalCode
-from vsched.sim.fast.metrics import PHASES, Series, SimulationOutcome, SlowRequest, TenantFigures
+from vsched.sim.fast.metrics import Series, SimulationOutcome, TenantFigures
 from vsched.sim.report.comparison import (
     TITLES,
     Measure,
@@ -241,7 +240,6 @@ def _smooth(values: Sequence[float]) -> list[float]:
 
 PAGE_FILES = "api/static"
 FRAME_PIXELS = 800
-SLOW_TITLES = {"ttft": "Longest time to first token", "tpot": "Longest time per output token"}
 
 
 class Cell(NamedTuple):
@@ -250,21 +248,6 @@ class Cell(NamedTuple):
     text: str
     change: str
     best: bool
-
-
-class SlowRow(NamedTuple):
-    """A slow request of an outcome, with the load when it was sent.
-
-    Attributes:
-        anchor: Id of its timeline in the page.
-        longest: Its longest phase.
-    """
-
-    anchor: str
-    request: SlowRequest
-    longest: str
-    waiting: float
-    running: float
 
 
 class ReportPage:
@@ -318,7 +301,6 @@ def render_html(outcomes: Sequence[SimulationOutcome]) -> str:
     )
     own, page = files("vsched.sim.report"), files("vsched").joinpath(PAGE_FILES)
     template = environment.from_string(own.joinpath("report.html.jinja").read_text())
-    slowest = [_slow_rows(index, outcome) for index, outcome in enumerate(outcomes)]
     page_text: str = template.render(
         outcomes=outcomes,
         first=outcomes[0],
@@ -332,10 +314,6 @@ def render_html(outcomes: Sequence[SimulationOutcome]) -> str:
         },
         percentiles=percentile_charts(outcomes),
         over_time=time_charts(outcomes),
-        slowest=slowest,
-        slow_titles=SLOW_TITLES,
-        phases=PHASES,
-        timelines=[{row.anchor: row for rows in one.values() for row in rows} for one in slowest],
         data=_for_script(msgspec.json.encode(chart_data(outcomes)).decode()),
         script=own.joinpath("report.js").read_text(),
         style=own.joinpath("report.css").read_text(),
@@ -378,20 +356,3 @@ def _change(value: float, first: float) -> str:
     if abs(change) < 0.005:
         return ""
     return f"{value / first:,.0f} times" if change >= 9 else f"{change:+.0%}"
-
-
-def _slow_rows(index: int, outcome: SimulationOutcome) -> dict[str, list[SlowRow]]:
-    """Return the slowest requests of an outcome, by the keys of `SLOW_TITLES`."""
-    return {
-        by: [_slow_row(index, outcome, request) for request in outcome.slowest.get(by, ())]
-        for by in SLOW_TITLES
-    }
-
-
-def _slow_row(index: int, outcome: SimulationOutcome, request: SlowRequest) -> SlowRow:
-    gauges, phases = outcome.series.gauges, request.phases_ms
-    last = len(gauges["waiting"]) - 1
-    place = min(int(request.sent_s / outcome.series.interval_s), last)
-    waiting, running = (gauges[name][place] if place >= 0 else 0 for name in ("waiting", "running"))
-    longest = max(phases, key=phases.__getitem__)
-    return SlowRow(f"request-{index}-{request.request_id}", request, longest, waiting, running)

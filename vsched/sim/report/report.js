@@ -132,7 +132,5 @@
   });
   dark.addEventListener("change", () => again(plots));
 
-  // A link to a timeline moves the focus there.
-  addEventListener("hashchange", () => document.getElementById(decodeURIComponent(location.hash.slice(1)))?.focus());
   root.dataset.ready = "";
 })();

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vsched.errors import CheckpointError, limit_message
+from vsched.errors import CheckpointError
 from vsched_workers.checkpoint.files import read_json
 
 if TYPE_CHECKING:
@@ -132,13 +132,11 @@ def copy_adapter(directory: Path, target: Path) -> None:
         try:
             size = (directory / name).stat().st_size
             if size > bytes_max:
-                raise CheckpointError(
-                    limit_message(
-                        f"the bytes of {name}",
-                        value=size,
-                        limit=bytes_max,
-                        remedy="use a smaller adapter, or merge this one into its base model",
-                    )
+                raise CheckpointError.of_limit(
+                    f"the bytes of {name}",
+                    value=size,
+                    limit=bytes_max,
+                    remedy="use a smaller adapter, or merge this one into its base model",
                 )
             shutil.copyfile(directory / name, target / name)
         except FileNotFoundError:
@@ -228,13 +226,11 @@ def _rank_of(file: Any, module: str, sides: tuple[str, str], rank_max: int) -> i
         )
     rank = int(down[0])
     if rank > rank_max:
-        raise CheckpointError(
-            limit_message(
-                f"the rank of {module}",
-                value=rank,
-                limit=rank_max,
-                remedy="use an adapter of a lower rank, or raise adapters.rank_max",
-            )
+        raise CheckpointError.of_limit(
+            f"the rank of {module}",
+            value=rank,
+            limit=rank_max,
+            remedy="use an adapter of a lower rank, or raise adapters.rank_max",
         )
     return rank
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from vsched.errors import CheckpointError, limit_message
+from vsched.errors import CheckpointError
 from vsched.worker.contract import Batch
 from vsched_workers.adapters.files import Adapter, LowRankPair, read_adapter
 from vsched_workers.adapters.places import (
@@ -140,13 +140,11 @@ class AdaptedModule:
                 f"there is an adapter {name!r}. Remedy: remove it, or use another name."
             )
         if len(self.names) >= self._count_max:
-            raise CheckpointError(
-                limit_message(
-                    "adapters",
-                    value=len(self.names) + 1,
-                    limit=self._count_max,
-                    remedy="remove one, or raise the limit",
-                )
+            raise CheckpointError.of_limit(
+                "adapters",
+                value=len(self.names) + 1,
+                limit=self._count_max,
+                remedy="remove one, or raise the limit",
             )
 
     def _put(self, name: Name, parts: Mapping[Carrier, Sequence[Part]]) -> None:

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import torch
 
-from vsched.errors import ConfigError, limit_message
+from vsched.errors import ConfigError
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.reference.backend import Backend
 
@@ -39,7 +39,7 @@ def check_device(device: str, *, key: str) -> None:
             remedy = f"lower {key}, replicas or tensor_parallel"
         else:
             return
-    raise ConfigError(limit_message(what, value=device, limit=limit, remedy=remedy))
+    raise ConfigError.of_limit(what, value=device, limit=limit, remedy=remedy)
 
 
 def torch_threads(settings: WorkerSettings) -> int:

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vsched.errors import DeviceOutOfMemory, limit_message
+from vsched.errors import DeviceOutOfMemory
 from vsched.types import KV_SCALE_BYTES
 from vsched.worker.memory import host_available
 
@@ -241,11 +241,9 @@ def runs(pairs: Pairs) -> Iterator[tuple[int, torch.Tensor]]:
 def _require_host(size: int) -> None:
     available = host_available()
     if size > available:
-        raise DeviceOutOfMemory(
-            limit_message(
-                "generate.swap_memory: the host has less free",
-                value=f"{size} bytes a rank",
-                limit=f"{available} bytes",
-                remedy=SWAP_REMEDY,
-            )
+        raise DeviceOutOfMemory.of_limit(
+            "generate.swap_memory: the host has less free",
+            value=f"{size} bytes a rank",
+            limit=f"{available} bytes",
+            remedy=SWAP_REMEDY,
         )

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from vsched.errors import CheckpointError, limit_message
+from vsched.errors import CheckpointError
 from vsched.types import ModelInfo, SamplingDefaults
 from vsched_workers.checkpoint.files import checkpoint_directory, read_if_there, read_json
 from vsched_workers.checkpoint.images import (
@@ -103,13 +103,11 @@ def sampling_defaults(directory: Path) -> SamplingDefaults:
             continue
         kinds = (int,) if name == "top_k" else (int, float)
         if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
-            raise CheckpointError(
-                limit_message(
-                    f"{GENERATION_FILE}: {name} is out of bounds",
-                    value=repr(value),
-                    limit=f"{low} to {high}",
-                    remedy="correct it there, or take it out",
-                )
+            raise CheckpointError.of_limit(
+                f"{GENERATION_FILE}: {name} is out of bounds",
+                value=repr(value),
+                limit=f"{low} to {high}",
+                remedy="correct it there, or take it out",
             )
         stated[name] = value
     if stated.get("top_p") == 0:  # the lowest value: greedy decoding

@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from vsched.errors import CheckpointError, ConfigError, limit_message
+from vsched.errors import CheckpointError, ConfigError
 from vsched.worker.contract import FrameSize
 from vsched_workers.checkpoint.files import read_if_there, read_json
 from vsched_workers.checkpoint.tokenizer_files import load_part
@@ -415,13 +415,11 @@ def clamped_tokens(found: TokenRange, budget: int) -> int:
         ConfigError: When all images have more.
     """
     if budget and budget < found.least:
-        raise ConfigError(
-            limit_message(
-                "the token budget of one image is below what the smallest takes",
-                value=budget,
-                limit=found.least,
-                remedy="raise encode.admission.max_tokens",
-            )
+        raise ConfigError.of_limit(
+            "the token budget of one image is below what the smallest takes",
+            value=budget,
+            limit=found.least,
+            remedy="raise encode.admission.max_tokens",
         )
     return min(found.most, budget) if budget else found.most
 

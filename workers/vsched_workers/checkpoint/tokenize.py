@@ -42,7 +42,7 @@ from typing import Any, Self
 
 from tokenizers import Tokenizer
 
-from vsched.errors import CheckpointError, RequestRefused, limit_message
+from vsched.errors import CheckpointError, RequestRefused
 
 PIECE_CHARACTERS = 32 * 1024
 """Approximate size of a piece, which costs some 30 ms and 13 MB."""
@@ -125,13 +125,13 @@ class TextTokenizer:
             raise self._exceeded(f"at least {tokens} tokens in {size} bytes")
 
     def _exceeded(self, value: str) -> RequestRefused:
-        message = limit_message(
+        return RequestRefused.of_limit(
             "the prompt is longer than the context",
             value=value,
             limit=f"{self._context_tokens} tokens of context",
             remedy="shorten the prompt",
+            code="context_exceeded",
         )
-        return RequestRefused(message, code="context_exceeded")
 
     def _pieces(self, text: str) -> Iterator[str]:
         start = 0
@@ -159,13 +159,13 @@ class TextTokenizer:
     def _check_stretch(self, piece: str) -> None:
         size = len(piece.encode(errors="surrogatepass"))
         if size > self._stretch_bytes_max:
-            message = limit_message(
+            raise RequestRefused.of_limit(
                 "a part of the prompt has no blank or newline after a letter or digit",
                 value=f"{size} bytes",
                 limit=f"{self._stretch_bytes_max} bytes",
                 remedy="shorten it, or insert spaces",
+                code="text_undivided",
             )
-            raise RequestRefused(message, code="text_undivided")
 
 
 def _state(part: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from vsched.errors import CheckpointError, limit_message
+from vsched.errors import CheckpointError
 from vsched_workers.checkpoint.files import read_json
 
 logger = logging.getLogger(__name__)
@@ -173,13 +173,11 @@ def load_tokenizer(
     own = tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False)
     largest = max(own.values(), default=0)
     if largest >= vocab_size:
-        raise CheckpointError(
-            limit_message(
-                f"{source} has token ids that the model lacks",
-                value=largest,
-                limit=vocab_size - 1,
-                remedy="use the tokenizer that belongs to this checkpoint",
-            )
+        raise CheckpointError.of_limit(
+            f"{source} has token ids that the model lacks",
+            value=largest,
+            limit=vocab_size - 1,
+            remedy="use the tokenizer that belongs to this checkpoint",
         )
     tokenizer.chat_template = choose_templates(directory, chat_template)
     return tokenizer

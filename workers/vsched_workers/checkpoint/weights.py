@@ -233,15 +233,6 @@ def fill_module(
     module.eval()
 
 
-def find_quantized_layers(
-    module: nn.Module, index: WeightIndex, prefixes: tuple[str, ...], scheme: Scheme
-) -> None:
-    """Replace linear layers, on the meta device, whose weights in the checkpoint are quantized, for `fill_module`."""
-    from vsched_workers.quantized.layers import find_quantized
-
-    find_quantized(module, scheme, lambda name: index.find(name, prefixes) is not None)
-
-
 def _fill_quantized(
     module: nn.Module,
     index: WeightIndex,

@@ -28,7 +28,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from vsched.errors import CheckpointError, RequestRefused, limit_message
+from vsched.errors import CheckpointError, RequestRefused
 from vsched.worker.contract import Companion
 
 ATTENDING = frozenset({"full_attention", "sliding_attention", "hybrid"})
@@ -345,13 +345,13 @@ def embedded_size(companion: Sequence[int]) -> tuple[int, int]:
     """
     height, width = companion
     if min(height, width) > 0 and height * width > EMBEDDED_PIXELS_MAX:
-        message = limit_message(
+        raise RequestRefused.of_limit(
             "the image of the embeddings has too many pixels",
             value=f"{width}x{height}",
             limit=f"{EMBEDDED_PIXELS_MAX} pixels",
             remedy="make the image smaller before it is encoded, or send the image itself",
+            code="image_size_exceeded",
         )
-        raise RequestRefused(message, code="image_size_exceeded")
     return width, height
 
 

@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from vsched.errors import ConfigError, RequestRefused, limit_message
+from vsched.errors import ConfigError, RequestRefused
 from vsched.types import ArraySpec
 from vsched.worker.contract import Arrays, FrameSize, ImagePlan, ImageRecipe, PixelBounds
 
@@ -164,13 +164,11 @@ def clamp_limits(limits: ResizeLimits, *, tokens: int, factor: int) -> ResizeLim
     if tokens == 0:
         return limits
     if tokens < 0:
-        raise ConfigError(
-            limit_message(
-                "the token budget of one image is below 1",
-                value=tokens,
-                limit=1,
-                remedy="set a budget of at least 1, or 0 for none",
-            )
+        raise ConfigError.of_limit(
+            "the token budget of one image is below 1",
+            value=tokens,
+            limit=1,
+            remedy="set a budget of at least 1, or 0 for none",
         )
     area = factor * factor
     allowed = tokens * area
@@ -210,20 +208,22 @@ def bounded_limits(
         ("max_pixels", bounds.max_pixels, tokens * area),
     ):
         if value is not None and not least <= value <= most:
-            raise _outside(
-                name,
+            raise RequestRefused.of_limit(
+                f"{name} of an image is out of bounds",
                 value=f"{value} pixels",
                 limit=f"{least} to {most} pixels",
                 remedy="send one within the limit, which follows from encode.admission.max_tokens, "
                 "media.image_pixels_max and the checkpoint's image processor",
+                code="pixel_bounds_invalid",
             )
     found = replaced(limits, bounds)
     if found.maximum is not None and found.minimum > found.maximum:
-        raise _outside(
-            "min_pixels",
+        raise RequestRefused.of_limit(
+            "min_pixels of an image is out of bounds",
             value=f"{found.minimum} pixels",
             limit=f"{found.maximum} pixels, which is max_pixels",
             remedy="send a smaller min_pixels or a larger max_pixels",
+            code="pixel_bounds_invalid",
         )
     return found
 
@@ -234,13 +234,6 @@ def replaced(limits: ResizeLimits, bounds: PixelBounds) -> ResizeLimits:
         limits.minimum if bounds.min_pixels is None else bounds.min_pixels,
         limits.maximum if bounds.max_pixels is None else bounds.max_pixels,
     )
-
-
-def _outside(name: str, *, value: str, limit: str, remedy: str) -> RequestRefused:
-    message = limit_message(
-        f"{name} of an image is out of bounds", value=value, limit=limit, remedy=remedy
-    )
-    return RequestRefused(message, code="pixel_bounds_invalid")
 
 
 class QwenImages(msgspec.Struct, frozen=True):
@@ -259,6 +252,11 @@ class QwenImages(msgspec.Struct, frozen=True):
     levels: list[list[float]]
     video_levels: list[list[float]] = []
 
+    @property
+    def factor(self) -> int:
+        """The side of a token in pixels."""
+        return self.patch * self.merge
+
     def recipe(self) -> ImageRecipe:
         """Return the recipe for building it in another process."""
         return ImageRecipe(f"{__name__}:image_processing", msgspec.json.encode(self))
@@ -270,8 +268,7 @@ class QwenImages(msgspec.Struct, frozen=True):
 
     def process_image(self, image: Image.Image) -> Arrays:
         """Return the pixels of an RGB image, with the planned grid, and the table of their values."""
-        factor = self.patch * self.merge
-        height, width = resized(image.height, image.width, factor=factor, limits=self.limits)
+        height, width = resized(image.height, image.width, factor=self.factor, limits=self.limits)
         if image.mode != "RGB":
             image = image.convert("RGB")
         resample = Image.Resampling(self.resample)

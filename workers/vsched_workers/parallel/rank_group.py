@@ -28,7 +28,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed
 
-from vsched.errors import DeviceOutOfMemory, PeerLost, RankDesync, limit_message
+from vsched.errors import DeviceOutOfMemory, PeerLost, RankDesync
 from vsched.worker.contract import WorkerSettings
 from vsched.worker.memory import DeviceMemory
 
@@ -291,13 +291,11 @@ class RankGroup:
         self._leave()
         if not reported:
             if "imed out" in words:
-                return PeerLost(
-                    limit_message(
-                        "another rank of the group does not answer (seconds)",
-                        value=f"over {self._timeout_s:g}",
-                        limit=f"{self._timeout_s:g}",
-                        remedy="see the logs of the other ranks",
-                    )
+                return PeerLost.of_limit(
+                    "another rank of the group does not answer (seconds)",
+                    value=f"over {self._timeout_s:g}",
+                    limit=f"{self._timeout_s:g}",
+                    remedy="see the logs of the other ranks",
                 )
             logger.warning("a collective was interrupted: %s", words)
             return PeerLost("the connection to another rank of the group is gone")

@@ -41,7 +41,10 @@ class QuantizedLinear(nn.Linear):
 
 
 def find_quantized(module: nn.Module, scheme: Scheme, has: Callable[[str], bool]) -> None:
-    """Replace the linear layers below a module, on the meta device, whose weights in the checkpoint are quantized."""
+    """Replace the linear layers below a module, on the meta device, whose weights in the checkpoint are quantized.
+
+    `has` returns whether the checkpoint has a tensor; `fill_module` reads the weights.
+    """
     for parent_name, parent in list(module.named_modules()):
         for name, child in list(parent.named_children()):
             full = f"{parent_name}.{name}" if parent_name else name

@@ -10,8 +10,6 @@ library.
 - *gptq*: `qweight` [in / n, out], `qzeros` [groups, out / n], `scales` [groups, out]; zero points are one more than
   stored, except in `gptq_v2`; optionally `g_idx` [in], the group of each input.
 - *awq*: `qweight` [in, out / 8], with outputs in each int32 in the order 0, 2, 4, 6, 1, 3, 5, 7; `qzeros` likewise.
-- *gguf*, as written by `vsched make-checkpoint --gguf`: `weight_levels`, int8 or two 4-bit values per byte,
-  `weight_scale` and optionally `weight_offset` [out, groups].
 
 Inputs of a group that are not adjacent (`desc_act`, `actorder`) are made adjacent, in their original order. Activations
 are not quantized, even if a checkpoint asks for it: that only reduces rounding.
@@ -62,20 +60,16 @@ def read_quantized(
 
     inputs = shape[1]
     order = _order_of(scheme, read, inputs)
-    if scheme.method == "gguf":
-        given = _gguf(reads, read("weight_offset"), shape)
-    else:
-        reader = _fp8 if scheme.kind == "fp8" else _READERS[scheme.method]
-        given = reader(scheme, reads, shape)
+    reader = _fp8 if scheme.kind == "fp8" else _READERS[scheme.method]
+    given = reader(scheme, reads, shape)
     scales, offsets = exact_scales(given["scales"], given.get("offsets"))
     values = given["values"] if order is None else given["values"][:, order]
     groups = scales.shape[1]
-    group = inputs if groups == 1 else given.get("group", scheme.group)
+    group = inputs if groups == 1 else scheme.group
     _require(-(-inputs // group) == groups, "scales", f"{groups} groups", f"groups of {group}")
-    kind = given["kind"]
     return QuantizedWeight(
-        kind=kind,
-        values=packed_int4(values) if kind == "int4" else values,
+        kind=scheme.kind,
+        values=packed_int4(values) if scheme.kind == "int4" else values,
         scales=scales,
         group=group,
         inputs=inputs,
@@ -105,7 +99,7 @@ def _order_of(scheme: Scheme, read: Read, inputs: int) -> torch.Tensor | None:
 def _compressed(scheme: Scheme, read: Reads, shape: tuple[int, int]) -> dict[str, Any]:
     if not scheme.packed:
         values, scales = _of_shape(read("weight"), "weight", shape), read("weight_scale").float()
-        return {"kind": "int8", "values": values, "scales": scales.reshape(shape[0], -1)}
+        return {"values": values, "scales": scales.reshape(shape[0], -1)}
     count = 32 // scheme.bits
     packed = _of_shape(read("weight_packed"), "weight_packed", (shape[0], -(-shape[1] // count)))
     values = _unpacked(packed, scheme.bits)[:, : shape[1]]
@@ -130,7 +124,7 @@ def _fp8(scheme: Scheme, read: Reads, shape: tuple[int, int]) -> dict[str, Any]:
         scales = scales.reshape(-1, 1).expand(shape[0], 1)
     else:
         scales = scales.repeat_interleave(scheme.block[0], 0)[: shape[0]]
-    return {"kind": "fp8", "values": values.view(torch.uint8), "scales": scales.contiguous()}
+    return {"values": values.view(torch.uint8), "scales": scales.contiguous()}
 
 
 def _gptq(scheme: Scheme, read: Reads, shape: tuple[int, int]) -> dict[str, Any]:
@@ -150,20 +144,6 @@ def _awq(scheme: Scheme, read: Reads, shape: tuple[int, int]) -> dict[str, Any]:
 
 
 _READERS = {"compressed-tensors": _compressed, "gptq": _gptq, "awq": _awq}
-
-
-def _gguf(read: Reads, offsets: torch.Tensor | None, shape: tuple[int, int]) -> dict[str, Any]:
-    levels, scales = read("weight_levels"), read("weight_scale")
-    kind = "int8" if levels.dtype == torch.int8 else "int4"
-    if kind == "int4":
-        levels = torch.stack((levels & 15, levels >> 4), -1).flatten(1)
-    return {
-        "kind": kind,
-        "values": _of_shape(levels, "weight_levels", shape),
-        "scales": scales,
-        "offsets": offsets,
-        "group": shape[1] // scales.shape[1],
-    }
 
 
 def _in_order(values: torch.Tensor) -> torch.Tensor:
@@ -192,7 +172,6 @@ def _centred(
     assert centre in {INT4_CENTRE, 128}
     made = values.to(torch.uint8) if bits == 4 else (values - centre).to(torch.int8)
     return {
-        "kind": f"int{bits}",
         "values": made.contiguous(),
         "scales": scales.contiguous(),
         "offsets": None if offsets is None else offsets.contiguous(),

@@ -19,10 +19,7 @@ SUPPORTED = (
     "4 bits, gptq of 8"
 )
 _GROUP_MULTIPLE = 16
-GGUF_TENSORS = ("weight_levels", "weight_scale", "weight_offset")
-"""The tensors of a layer in a checkpoint converted from a GGUF file."""
 _TENSORS = {
-    "gguf": GGUF_TENSORS[:1],
     "compressed-tensors": ("weight_packed", "weight_scale"),
     "fp8": ("weight_scale_inv",),
     "gptq": ("qweight",),
@@ -36,7 +33,7 @@ class Scheme:
     """The quantization of a checkpoint's linear layers.
 
     Attributes:
-        method: `compressed-tensors`, `fp8`, `gptq`, `awq`, or `gguf`, for which the rest is found in each layer.
+        method: `compressed-tensors`, `fp8`, `gptq` or `awq`.
         kind: `int8`, `int4` or `fp8`.
         group: Group size; 0 for one scale per row or weight.
         symmetric: Whether there are no zero points.
@@ -89,8 +86,6 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme | None:
         if not isinstance(block, list) or len(block) != 2:
             raise _refused("fp8 without weight_block_size")
         return Scheme("fp8", "fp8", _group(block[1]), block=(int(block[0]), int(block[1])))
-    if method == "gguf":
-        return Scheme("gguf", "int8", 0)
     if method in {"gptq", "awq"}:
         return _gptq_or_awq(method, given)
     raise _refused(f"quant_method {method!r}")

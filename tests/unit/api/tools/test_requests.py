@@ -123,7 +123,7 @@ def call(arguments: object, name: str = "add") -> dict[str, Any]:
 
 def template_messages(*sent: dict[str, Any]) -> list[dict[str, Any]]:
     """Messages as the chat template gets them."""
-    messages, _ = split_messages(msgspec.convert(sent, list[Message]), ApiSettings())
+    messages, _ = split_messages(msgspec.convert(sent, list[Message]))
     return with_template_calls(messages)
 
 
@@ -191,7 +191,7 @@ def test_messages_of_other_apis_and_servers_in_a_history(
 def test_images_are_taken_as_responses_have_them() -> None:
     part = {"type": "input_image", "image_url": "data:,x", "detail": "auto"}
     sent = [{"role": "user", "content": [part]}]
-    _, images = split_messages(msgspec.convert(sent, list[Message]), ApiSettings())
+    _, images = split_messages(msgspec.convert(sent, list[Message]))
     assert images == [MediaReference("data:,x")]
 
 

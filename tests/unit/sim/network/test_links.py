@@ -16,7 +16,13 @@ from vsched.sim.faults import (
     MessageFault,
     Partition,
 )
-from vsched.sim.network.links import LinkProfile, Network, RankEnd, SimulatedLeaderEnd
+from vsched.sim.network.links import (
+    LinkProfile,
+    Network,
+    RankEnd,
+    SimulatedLeaderEnd,
+    wait_readable,
+)
 from vsched.wire import Beat, Pulse, encode_report
 
 MS = 1_000_000
@@ -41,7 +47,7 @@ class Wire:
         self.taken: list[tuple[float, int]] = []
 
     async def _take(self, end: RankEnd) -> None:
-        while (frame := await end.next_frame()) is not None:
+        while await wait_readable([end], None) and (frame := end.receive()) is not None:
             self.taken.append((self.now_ms, int.from_bytes(frame, "little")))
 
     @property

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
@@ -31,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.base import RunModel
+from vsched_workers.backends.cuda import attention_trials
 from vsched_workers.backends.cuda.graphs import Act, CudaGraphStream, DecodeGraphs, Run
 from vsched_workers.backends.reference.backend import Backend
 from vsched_workers.batching.kv_cache import KvCache
@@ -338,17 +338,17 @@ class LateStream(CudaGraphStream):
         self.uploads = 0
         self.failure: Exception | None = None
         self.forgotten = 0
+        self._on_host: set[int] = set()
         self._late: list[Act] = []
         self._done = 0
 
     def host(self, *shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=torch.int32)
+        made = torch.zeros(shape, dtype=torch.int32)
+        self._on_host.add(_place(made))
+        return made
 
-    def upload(self, source: torch.Tensor, target: torch.Tensor) -> Act:
-        self.uploads += 1
-        return self._later(lambda: target.copy_(source))
-
-    def download(self, source: torch.Tensor, target: torch.Tensor) -> Act:
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> Act:
+        self.uploads += _place(source) in self._on_host
         return self._later(lambda: target.copy_(source))
 
     def capture(self, run: Run) -> tuple[Act, torch.Tensor]:
@@ -452,20 +452,22 @@ class Idle:
 
 
 def check_not_used(
-    module: ModuleType,
+    usable: Callable[[], Any],
+    kind: Any,
     broken: str,
-    device: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Check that `usable_kernels` of a module returns none, and logs why, if one is wrong or fails."""
-    right = module.load_kernels()
+    """Check that `usable` returns no kernels of a kind, and logs why, if one is wrong or fails."""
+    right = attention_trials.load_kernels(kind)
     assert right is not None
-    assert module.usable_kernels(torch.float32, device) is not None
-    monkeypatch.setattr(module, "load_kernels", lambda: right._replace(**{broken: Idle()}))
-    assert module.usable_kernels(torch.float32, device) is None
-    assert "which is slower: results are wrong by" in caplog.text
-    caplog.clear()
-    monkeypatch.setattr(module, "load_kernels", lambda: right._replace(**{broken: None}))
-    assert module.usable_kernels(torch.float32, device) is None
-    assert "which is slower" in caplog.text
+    assert usable() is not None
+    for kernel, why in (
+        (Idle(), "which is slower: results are wrong by"),
+        (None, "which is slower"),
+    ):
+        given = right._replace(**{broken: kernel})
+        monkeypatch.setattr(attention_trials, "load_kernels", lambda _, given=given: given)
+        assert usable() is None
+        assert why in caplog.text
+        caplog.clear()

@@ -16,8 +16,9 @@ from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends import choice
 from vsched_workers.backends.choice import choose_backend
 from vsched_workers.backends.cuda.attention import KernelMissing, TritonDecode
+from vsched_workers.backends.cuda.attention_trials import load_kernels
 from vsched_workers.backends.cuda.device import CudaMemory
-from vsched_workers.backends.cuda.fused_layers import load_kernels
+from vsched_workers.backends.cuda.fused_layers import LayerKernels
 from vsched_workers.backends.cuda.products import (
     FastKernel,
     RowProduct,
@@ -96,7 +97,7 @@ def test_variable_turns_parts_off(monkeypatch: pytest.MonkeyPatch) -> None:
     assert backend.spare_blocks == 0, "steps are not captured"
     with pytest.raises(KernelMissing, match="turned off"):
         TritonDecode(132)
-    assert load_kernels() is None
+    assert load_kernels(LayerKernels) is None
     monkeypatch.setenv("VSCHED_CUDA_OFF", "graph")
     with pytest.raises(ConfigError, match=r"VSCHED_CUDA_OFF: unknown part 'graph'.*Known: graphs"):
         choose_backend(WorkerSettings(device="cuda:0"), torch.bfloat16)

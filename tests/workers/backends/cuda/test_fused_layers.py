@@ -19,11 +19,16 @@ from tests.workers.test_language import mixed_questions
 from vsched_workers import language
 from vsched_workers.backends.base import RunnableLanguage
 from vsched_workers.backends.cuda import fused_layers
-from vsched_workers.backends.cuda.fused_layers import FusedLayers, fits, merge, usable_kernels
+from vsched_workers.backends.cuda.attention_trials import usable_kernels
+from vsched_workers.backends.cuda.fused_layers import FusedLayers, LayerKernels, fits, merge
 from vsched_workers.backends.reference.backend import Backend
 from vsched_workers.families.decoders import Decoder
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.slow]
+
+
+def usable(dtype: torch.dtype = torch.float32, device: str = DEVICE) -> LayerKernels | None:
+    return usable_kernels(LayerKernels, fused_layers.trial, dtype, device, what="fused layers")
 
 
 class FusedOnHost(Backend):
@@ -32,7 +37,7 @@ class FusedOnHost(Backend):
     def prepare_language(
         self, model: Any, head: torch.Tensor, decoder: Decoder
     ) -> RunnableLanguage:
-        kernels = usable_kernels(self.dtype, "cpu")
+        kernels = usable(self.dtype, "cpu")
         assert kernels is not None
         assert fits(decoder, model.config)
         merge(model, decoder)
@@ -64,8 +69,8 @@ def test_fused_layers_equal_the_modules(
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
 
 
-@pytest.mark.parametrize("broken", ["add_norm", "rotate_and_store", "gate", "multiply_row"])
+@pytest.mark.parametrize("broken", LayerKernels._fields)
 def test_kernels_that_are_wrong_or_do_not_run_are_not_used(
     broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    check_not_used(fused_layers, broken, DEVICE, monkeypatch, caplog)
+    check_not_used(usable, LayerKernels, broken, monkeypatch, caplog)

@@ -25,9 +25,15 @@ from tests.workers.backends.cuda.test_attention_trials import varlen_on_cpu
 from tests.workers.driver import Checkpoints, Driver, Question, Stage, Stages, drawn_image
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.choice import choose_backend
-from vsched_workers.backends.cuda import fused_tower, products
+from vsched_workers.backends.cuda import attention_trials, fused_tower, products
+from vsched_workers.backends.cuda.attention_trials import usable_kernels
 from vsched_workers.backends.cuda.device import VARIABLE
-from vsched_workers.backends.cuda.fused_tower import INNER_MULTIPLE, FusedTower, fits
+from vsched_workers.backends.cuda.fused_tower import (
+    INNER_MULTIPLE,
+    FusedTower,
+    VisionKernels,
+    fits,
+)
 from vsched_workers.families import FAMILIES, family_of_rank
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -111,7 +117,7 @@ def test_windows_of_any_size_take_one_compiled_kernel(encoded: Encoded) -> None:
             return lambda *_, **constants: rows.append(constants.get("ROWS"))
 
     fused_tower.merge(encoded.tower)
-    kernels = fused_tower.VisionKernels(*[Noted()] * len(fused_tower.VisionKernels._fields))
+    kernels = VisionKernels(*[Noted()] * len(VisionKernels._fields))
     tower = FusedTower(encoded.tower, kernels, flash=False)
     for grid in ([1, 2, 2], [1, 2, 8], [1, 8, 8]):
         patches = torch.randn(grid[1] * grid[2], encoded.patches.shape[1]).to(DEVICE)
@@ -151,7 +157,7 @@ def test_quantized_towers_are_fused(encoded: Encoded, monkeypatch: pytest.Monkey
     monkeypatch.setattr(products, "FEW_ROWS_MAX", 0)
     fused = prepared(encoded.tower, weights="int8")
     assert isinstance(fused.forward, FusedTower)
-    monkeypatch.setattr(fused_tower, "load_kernels", lambda: None)
+    monkeypatch.setattr(attention_trials, "load_kernels", lambda _: None)
     encoded.wanted = encoded.rows(prepared(encoded.tower, weights="int8"))
     encoded.check(fused)
 
@@ -163,7 +169,7 @@ def test_modules_without_triton_are_padded_and_with_adapters_or_turned_off_keep_
     encoded: Encoded, monkeypatch: pytest.MonkeyPatch, adapters: int, off: str, inner: int
 ) -> None:
     if inner == INNER_MULTIPLE:
-        monkeypatch.setattr(fused_tower, "load_kernels", lambda: None)
+        monkeypatch.setattr(attention_trials, "load_kernels", lambda _: None)
     monkeypatch.setenv(VARIABLE, off)
     tower = prepared(encoded.tower, adapters=adapters)
     assert not isinstance(tower.forward, FusedTower)
@@ -174,11 +180,16 @@ def test_modules_without_triton_are_padded_and_with_adapters_or_turned_off_keep_
 
 @needs_triton
 @pytest.mark.slow
-@pytest.mark.parametrize("broken", fused_tower.VisionKernels._fields)
+@pytest.mark.parametrize("broken", VisionKernels._fields)
 def test_kernels_that_are_wrong_or_do_not_run_are_not_used(
     broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    check_not_used(fused_tower, broken, DEVICE, monkeypatch, caplog)
+    def usable() -> VisionKernels | None:
+        return usable_kernels(
+            VisionKernels, fused_tower.trial, torch.float32, DEVICE, what="fused vision tower"
+        )
+
+    check_not_used(usable, VisionKernels, broken, monkeypatch, caplog)
 
 
 def test_other_towers_are_not_fused(encoded: Encoded, checkpoints: Checkpoints) -> None:

@@ -9,6 +9,7 @@ Trials are tested with kernels on a CPU.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -26,6 +27,8 @@ from vsched_workers.backends.cuda.attention import (
     KernelMissing,
     TritonDecode,
 )
+from vsched_workers.backends.cuda.device import has_triton
+from vsched_workers.backends.cuda.products import FastKernel
 from vsched_workers.backends.reference.attention import decode_by_gather, prefill_by_gather
 from vsched_workers.batching.kv_cache import KvCache
 from vsched_workers.batching.paged_attention import (
@@ -54,6 +57,7 @@ _RUNS = 2
 """The first launch is by Triton, later ones without its dispatch (`products.FastKernel`)."""
 
 Kernel = TypeVar("Kernel", DecodeKernel, PrefillKernel)
+TritonKernels = TypeVar("TritonKernels", bound=tuple[Any, ...])
 
 
 def passes(trial: Callable[[], float], dtype: torch.dtype, *, without: str) -> bool:
@@ -77,6 +81,41 @@ def passes(trial: Callable[[], float], dtype: torch.dtype, *, without: str) -> b
             logger.warning("%s, which is slower: results are wrong by %.2g", without, apart)
             return False
     return True
+
+
+def load_kernels(kind: type[TritonKernels]) -> TritonKernels | None:
+    """Return the kernels of `triton_kernels.py` that a named tuple has fields for; None if Triton is not installed."""
+    if not has_triton():
+        return None
+    from vsched_workers.backends.cuda import triton_kernels
+
+    untyped: Any = kind
+    kernels = (FastKernel(getattr(triton_kernels, name)) for name in untyped._fields)
+    found: TritonKernels = untyped(*kernels)
+    return found
+
+
+def usable_kernels(
+    kind: type[TritonKernels],
+    trial: Callable[[TritonKernels, torch.dtype, str], float],
+    dtype: torch.dtype,
+    device: str,
+    *,
+    what: str,
+) -> TritonKernels | None:
+    """Return the kernels of `load_kernels` if they run on a device and agree with torch's own operations.
+
+    `trial` returns the largest difference; `what` names the kernels in the log.
+
+    Raises:
+        DeviceOutOfMemory: When the device's memory ran out.
+    """
+    kernels = load_kernels(kind)
+    if kernels is None:
+        logger.info("no %s: Triton is not installed", what)
+        return None
+    tried = functools.partial(trial, kernels, dtype, device)
+    return kernels if passes(tried, dtype, without=f"no {what}") else None
 
 
 def try_kernels(

@@ -24,8 +24,8 @@ from vsched_workers.backends.base import (
     RunModel,
     RunnableLanguage,
 )
-from vsched_workers.backends.cuda import fused_tower
-from vsched_workers.backends.cuda.attention_trials import try_kernels
+from vsched_workers.backends.cuda import fused_layers, fused_tower
+from vsched_workers.backends.cuda.attention_trials import try_kernels, usable_kernels
 from vsched_workers.backends.cuda.device import (
     VARIABLE,
     CudaMemory,
@@ -34,8 +34,8 @@ from vsched_workers.backends.cuda.device import (
     RowCopies,
     parts_off,
 )
-from vsched_workers.backends.cuda.fused_layers import FusedLayers, fits, merge, usable_kernels
-from vsched_workers.backends.cuda.fused_tower import FusedTower
+from vsched_workers.backends.cuda.fused_layers import FusedLayers, LayerKernels, fits, merge
+from vsched_workers.backends.cuda.fused_tower import FusedTower, VisionKernels
 from vsched_workers.backends.cuda.graphs import CudaGraphStream, DecodeGraphs
 from vsched_workers.backends.cuda.products import QuantizedLayer, RowProduct, TritonProduct
 from vsched_workers.backends.reference.backend import Backend
@@ -100,7 +100,13 @@ class CudaBackend(Backend):
         # LoRA adapters are applied to transformers' unfused layers.
         may_fuse = not self.settings.adapters and "layers" not in self._off
         if may_fuse and fits(decoder, model.config):
-            kernels = usable_kernels(self.dtype, self.device)
+            kernels = usable_kernels(
+                LayerKernels,
+                fused_layers.trial,
+                self.dtype,
+                self.device,
+                what="fused layer kernels",
+            )
         if kernels is not None:
             merge(model, decoder)
         size = self._keep_few_bits(model)
@@ -130,7 +136,13 @@ class CudaBackend(Backend):
             if self._quantizer is None:
                 fused_tower.pad_inner(tower)
             if fused_tower.fits(tower):
-                kernels = fused_tower.usable_kernels(self.dtype, self.device)
+                kernels = usable_kernels(
+                    VisionKernels,
+                    fused_tower.trial,
+                    self.dtype,
+                    self.device,
+                    what="fused vision tower",
+                )
         if kernels is not None:
             fused_tower.merge(tower)
         size = self._keep_few_bits(tower) + sum(each.nbytes for each in tower.parameters())

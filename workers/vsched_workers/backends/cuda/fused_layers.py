@@ -10,8 +10,6 @@ LoRA adapters, keep transformers' modules.
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,22 +21,13 @@ from torch import nn
 from torch.nn import functional
 
 from vsched_workers.backends.base import Product
-from vsched_workers.backends.cuda.attention_trials import passes
-from vsched_workers.backends.cuda.device import has_triton
-from vsched_workers.backends.cuda.products import (
-    FastKernel,
-    RowProduct,
-    power_of_two,
-    with_row_kernel,
-)
+from vsched_workers.backends.cuda.products import RowProduct, power_of_two, with_row_kernel
 from vsched_workers.backends.reference.layers import MergedAttention, angles_of, merged
 from vsched_workers.batching.paged_attention import PagedStep, attend_plainly
 
 if TYPE_CHECKING:
     from vsched_workers.batching.packed_step import Images
     from vsched_workers.families.decoders import Decoder
-
-logger = logging.getLogger(__name__)
 
 GATE_VALUES = 1024
 """Values of a row per program of the gate kernel."""
@@ -53,20 +42,6 @@ class LayerKernels(NamedTuple):
     multiply_row: Any
 
 
-def load_kernels() -> LayerKernels | None:
-    """Return the kernels; None if Triton is not installed."""
-    if not has_triton():
-        return None
-    from vsched_workers.backends.cuda import triton_kernels
-
-    return LayerKernels(
-        FastKernel(triton_kernels.add_norm),
-        FastKernel(triton_kernels.rotate_and_store),
-        FastKernel(triton_kernels.gate),
-        FastKernel(triton_kernels.multiply_row),
-    )
-
-
 def fits(decoder: Decoder, config: Any) -> bool:
     """Return whether the layers of a model can be fused here."""
     if decoder.unfit(config) or not decoder.adds_plainly or decoder.norms_all_heads:
@@ -79,21 +54,23 @@ def fits(decoder: Decoder, config: Any) -> bool:
 
 @dataclass(slots=True)
 class _GpuLayer:
-    """One layer: its projections, norms and sizes."""
+    """One layer: its projections, norms and sizes; `eps` is that of the norms of heads."""
 
     qkv: Product
     output: Product
     gate_up: Product
     down: Product
-    norm: _GpuNorm
-    middle: _GpuNorm
+    norm: GpuNorm
+    middle: GpuNorm
     attention: MergedAttention
+    eps: float
 
 
-class _GpuNorm(NamedTuple):
-    """An RMS norm: its weights and epsilon."""
+class GpuNorm(NamedTuple):
+    """An RMS norm, or a layer norm if it has a bias."""
 
     weight: torch.Tensor
+    bias: torch.Tensor | None
     eps: float
 
 
@@ -113,7 +90,7 @@ class FusedLayers:
         self._rows_factor = decoder.rows_factor(model.config)
         self._layers = [_layer_of(layer, decoder, kernels) for layer in model.layers]
         self._by_module = dict(zip(model.layers, self._layers, strict=True))
-        self._last = _norm_of(model.norm)
+        self._last = norm_of(model.norm)
         self._angles = angles_of(
             model.rotary_emb, "", axes=decoder.axes, dtype=model.norm.weight.dtype
         )
@@ -179,7 +156,7 @@ class FusedLayers:
             queries,
             keys,
             values,
-            0.0 if query_norm is None else _norm_of(query_norm).eps,
+            layer.eps,
             HEADS=heads,
             KV_HEADS=kv_heads,
             NORMS=query_norm is not None,
@@ -194,7 +171,7 @@ class FusedLayers:
             own = parts[heads : heads + kv_heads], parts[heads + kv_heads :]
         return attend_plainly(turned, *own, attention.index, step, attention.scaling).flatten(1)
 
-    def _add_norm(self, run: _Buffers, added: torch.Tensor | None, norm: _GpuNorm) -> None:
+    def _add_norm(self, run: _Buffers, added: torch.Tensor | None, norm: GpuNorm) -> None:
         """Add to the hidden states of a step, and normalize them into its buffer."""
         hidden, width = run.hidden, run.hidden.shape[1]
         self._kernels.add_norm[(len(hidden),)](
@@ -239,38 +216,22 @@ def merge(model: Any, decoder: Decoder) -> None:
     for layer in model.layers:
         attention = MergedAttention(getattr(layer, decoder.attention), decoder)
         setattr(layer, decoder.attention, attention)
-        setattr(layer, decoder.feed_forward, MergedFeedForward(layer, decoder))
+        module = getattr(layer, decoder.feed_forward)
+        feed_forward = MergedFeedForward(module, decoder.gate_up, decoder.down)
+        setattr(layer, decoder.feed_forward, feed_forward)
 
 
 class MergedFeedForward(nn.Module):
     """The feed-forward of one layer with a merged gate and up projection."""
 
-    def __init__(self, layer: Any, decoder: Decoder) -> None:
+    def __init__(self, module: Any, gate_up: Sequence[str], down: str) -> None:
+        """Take a feed-forward, and the names of its projections."""
         super().__init__()
-        module = getattr(layer, decoder.feed_forward)
-        self.gate_up_proj: nn.Module = merged([getattr(module, name) for name in decoder.gate_up])
-        self.down_proj: nn.Module = getattr(module, decoder.down)
+        self.gate_up_proj: nn.Module = merged([getattr(module, name) for name in gate_up])
+        self.down_proj: nn.Module = getattr(module, down)
 
 
-def usable_kernels(dtype: torch.dtype, device: str) -> LayerKernels | None:
-    """Return the kernels if they run on a device and agree with torch's own operations.
-
-    Raises:
-        DeviceOutOfMemory: When the device's memory ran out.
-    """
-    kernels = load_kernels()
-    if kernels is None:
-        logger.info("no fused layer kernels: Triton is not installed")
-        return None
-    right = passes(
-        functools.partial(_tried, kernels, dtype, device),
-        dtype,
-        without="no fused layer kernels",
-    )
-    return kernels if right else None
-
-
-def _tried(kernels: LayerKernels, dtype: torch.dtype, device: str) -> float:
+def trial(kernels: LayerKernels, dtype: torch.dtype, device: str) -> float:
     """Return the largest difference to torch's operations, for sizes that are not powers of two."""
     rows, width, heads, kv_heads, half = 3, 80, 3, 2, 12
     seed = torch.Generator().manual_seed(0)
@@ -341,12 +302,14 @@ def _layer_of(layer: Any, decoder: Decoder, kernels: LayerKernels) -> _GpuLayer:
         output=output,
         gate_up=gate_up,
         down=down,
-        norm=_norm_of(getattr(layer, norms.before_attention)),
-        middle=_norm_of(getattr(layer, norms.before_feed_forward)),
+        norm=norm_of(getattr(layer, norms.before_attention)),
+        middle=norm_of(getattr(layer, norms.before_feed_forward)),
         attention=attention,
+        eps=0.0 if attention.query_norm is None else norm_of(attention.query_norm).eps,
     )
 
 
-def _norm_of(module: Any) -> _GpuNorm:
+def norm_of(module: Any) -> GpuNorm:
+    """Return a norm of torch or transformers."""
     eps: float = module.eps if hasattr(module, "eps") else module.variance_epsilon
-    return _GpuNorm(module.weight, eps)
+    return GpuNorm(module.weight, getattr(module, "bias", None), eps)

@@ -14,7 +14,6 @@ with `flash` in their name it passes the arguments of flash attention for variab
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -29,10 +28,14 @@ from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.base import Product
 from vsched_workers.backends.cuda.attention import varlen_kernel
 from vsched_workers.backends.cuda.attention_trials import passes
-from vsched_workers.backends.cuda.device import has_triton
-from vsched_workers.backends.cuda.fused_layers import GATE_VALUES
-from vsched_workers.backends.cuda.products import FastKernel, power_of_two
-from vsched_workers.backends.reference.layers import frozen, merged
+from vsched_workers.backends.cuda.fused_layers import (
+    GATE_VALUES,
+    GpuNorm,
+    MergedFeedForward,
+    norm_of,
+)
+from vsched_workers.backends.cuda.products import power_of_two
+from vsched_workers.backends.reference.layers import frozen
 from vsched_workers.device_copies import sent
 from vsched_workers.families.qwen_positions import (
     Grid,
@@ -40,8 +43,6 @@ from vsched_workers.families.qwen_positions import (
     patch_places,
     window_order,
 )
-
-logger = logging.getLogger(__name__)
 
 WINDOW_MAX = 64
 """The longest sequence that `attend_windows` attends to."""
@@ -72,26 +73,6 @@ class TowerRows(NamedTuple):
 
     pooler_output: torch.Tensor
     deepstack_features: Sequence[torch.Tensor]
-
-
-def load_kernels() -> VisionKernels | None:
-    """Return the kernels; None if Triton is not installed."""
-    if not has_triton():
-        return None
-    from vsched_workers.backends.cuda import triton_kernels
-
-    return VisionKernels(
-        *map(
-            FastKernel,
-            (
-                triton_kernels.add_norm,
-                triton_kernels.add_layer_norm,
-                triton_kernels.gate,
-                triton_kernels.rotate_patches,
-                triton_kernels.attend_windows,
-            ),
-        )
-    )
 
 
 def fits(tower: Any) -> bool:
@@ -133,28 +114,11 @@ def pad_inner(tower: Any) -> None:
         setattr(carrier, last, _padded(down, inputs=missing))
 
 
-class MergedMlp(nn.Module):
-    """The MLP of one block with a merged gate and up projection."""
-
-    def __init__(self, mlp: Any) -> None:
-        super().__init__()
-        self.gate_up_proj: nn.Module = merged([mlp.gate_proj, mlp.up_proj])
-        self.down_proj: nn.Module = mlp.down_proj
-
-
 def merge(tower: Any) -> None:
     """Merge the gate and up projections of every block that has them."""
     for block in tower.blocks:
         if hasattr(block.mlp, "gate_proj"):
-            block.mlp = MergedMlp(block.mlp)
-
-
-class _Norm(NamedTuple):
-    """An RMS norm, or a layer norm if it has a bias."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    eps: float
+            block.mlp = MergedFeedForward(block.mlp, ("gate_proj", "up_proj"), "down_proj")
 
 
 @dataclass(slots=True)
@@ -166,8 +130,8 @@ class _TowerBlock:
     up: Product
     activation: Callable[[torch.Tensor], torch.Tensor] | None
     down: Product
-    norm: _Norm
-    middle: _Norm
+    norm: GpuNorm
+    middle: GpuNorm
     heads: int
     half: int
     scaling: float
@@ -209,7 +173,7 @@ class FusedTower:
         self._levels = dict(zip(levels, getattr(tower, "deepstack_merger_list", ()), strict=True))
         last = _norm_of_merger(tower.merger)
         assert last is not None, "the tower `fits`"
-        self._last = _norm_of(last)
+        self._last = norm_of(last)
         self._merger = _merger_of(tower.merger)
         merge = tower.spatial_merge_size
         self._geometry = _Geometry(
@@ -305,7 +269,7 @@ class FusedTower:
         return gated
 
     def _add_norm(
-        self, hidden: torch.Tensor, added: torch.Tensor | None, norm: _Norm
+        self, hidden: torch.Tensor, added: torch.Tensor | None, norm: GpuNorm
     ) -> torch.Tensor:
         """Add to rows in place, and return their norms."""
         normed, width = torch.empty_like(hidden), hidden.shape[1]
@@ -390,25 +354,7 @@ def _attended(part: Sequence[torch.Tensor], scaling: float) -> torch.Tensor:
     return seen[0].transpose(0, 1)
 
 
-def usable_kernels(dtype: torch.dtype, device: str) -> VisionKernels | None:
-    """Return the kernels if they run on a device and agree with torch's own operations.
-
-    Raises:
-        DeviceOutOfMemory: When the device's memory ran out.
-    """
-    kernels = load_kernels()
-    if kernels is None:
-        logger.info("no fused vision tower: Triton is not installed")
-        return None
-    right = passes(
-        functools.partial(_tried, kernels, dtype, device),
-        dtype,
-        without="no fused vision tower",
-    )
-    return kernels if right else None
-
-
-def _tried(kernels: VisionKernels, dtype: torch.dtype, device: str) -> float:
+def trial(kernels: VisionKernels, dtype: torch.dtype, device: str) -> float:
     """Return the largest difference to torch's operations, for sizes that are not powers of two."""
     heads, half, lengths = 3, 12, (16, 5, 12)
     rows, width = sum(lengths), 80
@@ -458,15 +404,15 @@ def _tried(kernels: VisionKernels, dtype: torch.dtype, device: str) -> float:
 
 def _block_of(block: Any) -> _TowerBlock:
     attention, mlp = block.attn, block.mlp
-    gated = isinstance(mlp, MergedMlp)
+    gated = isinstance(mlp, MergedFeedForward)
     return _TowerBlock(
         qkv=attention.qkv,
         output=attention.proj,
         up=mlp.gate_up_proj if gated else mlp.linear_fc1,
         activation=None if gated else mlp.act_fn,
         down=mlp.down_proj if gated else mlp.linear_fc2,
-        norm=_norm_of(block.norm1),
-        middle=_norm_of(block.norm2),
+        norm=norm_of(block.norm1),
+        middle=norm_of(block.norm2),
         heads=attention.num_heads,
         half=attention.qkv.out_features // (6 * attention.num_heads),
         scaling=attention.scaling,
@@ -477,12 +423,6 @@ def _is_norm(module: Any) -> bool:
     return hasattr(module, "variance_epsilon") or (
         type(module) is nn.LayerNorm and module.bias is not None
     )
-
-
-def _norm_of(module: Any) -> _Norm:
-    if isinstance(module, nn.LayerNorm):
-        return _Norm(module.weight, module.bias, module.eps)
-    return _Norm(module.weight, None, module.variance_epsilon)
 
 
 def _norm_of_merger(merger: Any) -> Any:
@@ -603,8 +543,8 @@ def runs(device: str, dtype: torch.dtype) -> bool:
         for part in inputs.split(_TRIAL_LENGTHS, dim=1)
     ]
 
-    def trial() -> float:
+    def apart() -> float:
         found = varlen(inputs.unbind(0), ends.to(device), max(_TRIAL_LENGTHS), _TRIAL_DIM**-0.5)
         return float((found - torch.cat(parts)).abs().max())
 
-    return passes(trial, dtype, without="vision: attention window by window")
+    return passes(apart, dtype, without="vision: attention window by window")

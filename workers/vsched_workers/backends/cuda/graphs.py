@@ -79,23 +79,20 @@ class CudaGraphStream:
         self._pool: Any = None
 
     def host(self, *shape: int) -> torch.Tensor:
-        """Return host memory, int32, for `upload` and `download`."""
+        """Return host memory, int32, for `copy`."""
         return torch.zeros(shape, dtype=torch.int32, pin_memory=True)
 
-    def upload(self, source: torch.Tensor, target: torch.Tensor) -> Act:
-        """Copy from the host to the device; return a function that waits until the source is no longer read."""
-        return self._copy(source, target)
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> Act:
+        """Copy between host and device; return a function that waits until it is done.
 
-    def download(self, source: torch.Tensor, target: torch.Tensor) -> Act:
-        """Copy from the device to the host; return a function that waits until the target is complete."""
-        return self._copy(source, target)
-
-    def _copy(self, source: torch.Tensor, target: torch.Tensor) -> Act:
+        Before, the host must neither overwrite the source nor read the target.
+        """
         done: Any = torch.cuda.Event()
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
             done.record(self._stream)
-        return _waiting(done)
+        wait: Act = done.synchronize
+        return wait
 
     def capture(self, run: Run) -> tuple[Act, torch.Tensor]:
         """Capture `run`; return a function that replays it, and the tensor that `run` returned, which is reused.
@@ -172,13 +169,6 @@ def _close_pool(pool: Any) -> None:
     """
     with suppress(RuntimeError):  # they have ended
         torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)  # noqa: SLF001
-
-
-def _waiting(event: Any) -> Act:
-    def wait() -> None:
-        event.synchronize()
-
-    return wait
 
 
 def row_counts(rows_max: int) -> Sequence[int]:
@@ -377,7 +367,7 @@ class DecodeGraphs:
         self._stream.start(replay)
         read = self._read[self._next_read]
         self._next_read = (self._next_read + 1) % len(self._read)
-        wait = self._stream.download(self._tokens, read)
+        wait = self._stream.copy(self._tokens, read)
         step = _InFlightStep(rows, rows.later(), logits[:count], read, wait)
         self._next = step.following
         return step
@@ -415,8 +405,8 @@ class DecodeGraphs:
         rows: Any = tables.numpy()
         rows[:count, :blocks] = batch.block_tables[batch.decode_slots, :blocks]
         rows[count:padded, 0] = self._cache.blocks
-        pending.append(self._stream.upload(header, self._header))
-        pending.append(self._stream.upload(tables[:padded], self._tables[:padded]))
+        pending.append(self._stream.copy(header, self._header))
+        pending.append(self._stream.copy(tables[:padded], self._tables[:padded]))
         return _GraphRows(
             batch.decode_slots.copy(),
             batch.decode_positions.copy(),

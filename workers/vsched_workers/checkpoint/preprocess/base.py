@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from vsched.errors import RequestRefused, limit_message
+from vsched.errors import RequestRefused
 from vsched.types import Spans
 from vsched.worker.contract import (
     Arrays,
@@ -118,26 +118,22 @@ def bare_images(parts: Sequence[Any]) -> list[Any]:
 def check_sides(width: int, height: int) -> None:
     """Check that an image has pixels."""
     if width < 1 or height < 1:
-        raise RequestRefused(
-            limit_message(
-                "an image side is empty",
-                value=min(width, height),
-                limit=1,
-                remedy="send an image with pixels",
-            ),
+        raise RequestRefused.of_limit(
+            "an image side is empty",
+            value=min(width, height),
+            limit=1,
+            remedy="send an image with pixels",
             code="image_empty",
         )
 
 
 def too_many_tokens(width: int, height: int, tokens: int, limit: int) -> RequestRefused:
     """Return the error that an image has too many tokens."""
-    return RequestRefused(
-        limit_message(
-            f"an image of {width} x {height} pixels has too many tokens",
-            value=tokens,
-            limit=limit,
-            remedy="send an image with a lower aspect ratio, or raise the token budget of one image",
-        ),
+    return RequestRefused.of_limit(
+        f"an image of {width} x {height} pixels has too many tokens",
+        value=tokens,
+        limit=limit,
+        remedy="send an image with a lower aspect ratio, or raise the token budget of one image",
         code="image_tokens_exceeded",
     )
 

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from vsched.errors import CheckpointError, RequestRefused, limit_message
+from vsched.errors import CheckpointError, RequestRefused
 from vsched.types import ModelInfo
 from vsched.worker.contract import (
     Arrays,
@@ -105,13 +105,9 @@ class QwenPreprocessor(ImagePreprocessor):
         self._around = around_groups
         if videos is not None:
             self.video_times = SECONDS_PER_GROUP if around_groups is None else TIMESTAMPS
-        self._limits = limits
-        self._patch = int(settings["patch_size"])
-        self._merge = int(settings["merge_size"])
-        self._channels = len(levels)
         self._images = QwenImages(
-            patch=self._patch,
-            merge=self._merge,
+            patch=int(settings["patch_size"]),
+            merge=int(settings["merge_size"]),
             resample=int(settings["resample"]),
             limits=limits,
             levels=levels.tolist(),
@@ -126,22 +122,22 @@ class QwenPreprocessor(ImagePreprocessor):
         Raises:
             RequestRefused: When they exceed the bounds that encoder memory was measured with.
         """
-        factor = self._patch * self._merge
-        made = copy.copy(self)
-        made._limits = limits = bounded_limits(  # noqa: SLF001 - its own
-            self._limits,
+        limits = bounded_limits(
+            self._images.limits,
             bounds,
             tokens=self.info.item_tokens_max,
-            factor=factor,
+            factor=self._images.factor,
             pixels_max=pixels_max,
         )
-        made._images = self._images.bounded(bounds, pixels_max=pixels_max)  # noqa: SLF001
+        made = copy.copy(self)
+        made._images = self._images.bounded(bounds, pixels_max=pixels_max)  # noqa: SLF001 - its own
         made.settings_digest = _digest(self.info, self._settings, limits)
         return made
 
     def _plan_layout(self, videos: VideoRules, facts: VideoFacts, layout: VideoLayout) -> VideoPlan:
         width, height = layout.size.width, layout.size.height
-        group = self._group(height // self._patch, width // self._patch, videos.temporal)
+        patch, factor = self._images.patch, self._images.factor
+        group = self._plan((1, height // patch, width // patch), frames=videos.temporal)
         if group.tokens > self.info.item_tokens_max:
             raise too_many_tokens(
                 facts.width, facts.height, group.tokens, self.info.item_tokens_max
@@ -150,7 +146,6 @@ class QwenPreprocessor(ImagePreprocessor):
         # The resized frames and their patches, the result, and an intermediate image of the old height.
         made = sum(spec.nbytes for spec in group.arrays)
         work = 4 * made + 4 * width * (facts.height + height)
-        factor = self._patch * self._merge
         grid = (height // factor, width // factor)
         return VideoPlan(layout.frames, layout.size, groups, work, grid)
 
@@ -171,35 +166,26 @@ class QwenPreprocessor(ImagePreprocessor):
             value = f"{count} groups of {self._videos.temporal} frames"
             raise embedded_frames_refused(value, frames_max)
         self._check_grid(companion)
-        group = self._group(height, width, self._videos.temporal)
+        group = self._plan((1, height, width), frames=self._videos.temporal)
         if group.tokens > self.info.item_tokens_max:
-            message = limit_message(
+            raise RequestRefused.of_limit(
                 "a frame group of the embedded video has too many tokens",
                 value=f"{group.tokens} tokens",
                 limit=f"{self.info.item_tokens_max} tokens",
                 remedy="encode smaller frames, or raise the encode stage's token budget",
+                code="image_tokens_exceeded",
             )
-            raise RequestRefused(message, code="image_tokens_exceeded")
         expected = 1 if self._around is None else count
         if len(seconds) != expected:
-            message = limit_message(
+            raise RequestRefused.of_limit(
                 f"the embeddings' {self.video_times} has the wrong number of values",
                 value=len(seconds),
                 limit=f"{expected}, {_TIMES[self.video_times]}",
                 remedy=f"send the {self.video_times} that the checkpoint's processor computes",
+                code=f"{self.video_times}_shape",
             )
-            raise RequestRefused(message, code=f"{self.video_times}_shape")
         times = [0.0] * count if self._around is None else seconds
         return VideoPlan((), FrameSize(0, 0), self._groups(group, times, seconds[0]))
-
-    def _group(self, rows: int, columns: int, frames: int) -> ImagePlan:
-        return image_plan(
-            (1, rows, columns),
-            merge=self._merge,
-            patch=self._patch,
-            channels=self._channels,
-            frames=frames,
-        )
 
     def _groups(
         self, group: ImagePlan, times: Sequence[float], interval: float
@@ -238,38 +224,39 @@ class QwenPreprocessor(ImagePreprocessor):
         """
         rows, columns = self._resized(width, height)
         # Resizing creates an intermediate image of the old height and the new width, then two copies of the result.
+        patch, channels = self._images.patch, len(self._images.levels)
         plan = self._plan(
-            (1, rows // self._patch, columns // self._patch),
-            work_bytes=columns * max(4 * (height + rows), (4 + 2 * self._channels) * rows),
+            (1, rows // patch, columns // patch),
+            work_bytes=columns * max(4 * (height + rows), (4 + 2 * channels) * rows),
         )
         if plan.tokens > self.info.item_tokens_max:
             raise too_many_tokens(width, height, plan.tokens, self.info.item_tokens_max)
         return plan
 
-    def _plan(self, grid: tuple[int, int, int], work_bytes: int = 0) -> ImagePlan:
+    def _plan(
+        self, grid: tuple[int, int, int], *, work_bytes: int = 0, frames: int = 0
+    ) -> ImagePlan:
         return image_plan(
             grid,
-            merge=self._merge,
-            patch=self._patch,
-            channels=self._channels,
+            merge=self._images.merge,
+            patch=self._images.patch,
+            channels=len(self._images.levels),
             work_bytes=work_bytes,
+            frames=frames,
         )
 
     def _resized(self, width: int, height: int) -> tuple[int, int]:
         check_sides(width, height)
         longer, shorter = max(width, height), min(width, height)
         if longer / shorter > ASPECT_RATIO_MAX:
-            raise RequestRefused(
-                limit_message(
-                    f"an image of {width} x {height} pixels is too thin (longer over shorter side)",
-                    value=round(longer / shorter, 1),
-                    limit=ASPECT_RATIO_MAX,
-                    remedy="crop or pad the image",
-                ),
+            raise RequestRefused.of_limit(
+                f"an image of {width} x {height} pixels is too thin (longer over shorter side)",
+                value=round(longer / shorter, 1),
+                limit=ASPECT_RATIO_MAX,
+                remedy="crop or pad the image",
                 code="image_aspect_ratio",
             )
-        factor = self._patch * self._merge
-        return resized(height, width, factor=factor, limits=self._limits)
+        return resized(height, width, factor=self._images.factor, limits=self._images.limits)
 
     def plan_embedding(self, companion: Sequence[int]) -> ImagePlan:
         """Return the plan of a grid: patches in time, height and width.
@@ -283,15 +270,13 @@ class QwenPreprocessor(ImagePreprocessor):
 
     def _check_grid(self, grid: Sequence[int]) -> None:
         _, height, width = grid
-        merge = self._merge
+        merge = self._images.merge
         if min(grid) < 1 or height % merge or width % merge:
-            raise RequestRefused(
-                limit_message(
-                    "no image or video has such a grid",
-                    value=list(grid),
-                    limit=f"at least [1, {merge}, {merge}], height and width multiples of {merge}",
-                    remedy="send the image_grid_thw or video_grid_thw that the checkpoint's processor computes",
-                ),
+            raise RequestRefused.of_limit(
+                "no image or video has such a grid",
+                value=list(grid),
+                limit=f"at least [1, {merge}, {merge}], height and width multiples of {merge}",
+                remedy="send the image_grid_thw or video_grid_thw that the checkpoint's processor computes",
                 code="grid_thw_invalid",
             )
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from vsched.errors import RequestRefused, limit_message
+from vsched.errors import RequestRefused
 from vsched.worker.contract import (
     FrameSize,
     PixelBounds,
@@ -46,13 +46,13 @@ TIMESTAMPS = "timestamps"
 
 def embedded_frames_refused(value: str, frames_max: int) -> RequestRefused:
     """Return the error that a video of embeddings has too many frames, or none."""
-    message = limit_message(
+    return RequestRefused.of_limit(
         "the embedded video has too many frames, or none",
         value=value,
         limit=f"{frames_max} frames",
         remedy="encode fewer frames, or raise media.video_frames_max",
+        code="video_frames_exceeded",
     )
-    return RequestRefused(message, code="video_frames_exceeded")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,13 +152,13 @@ class VideoRules:
             )
         asked = max(wanted or 0, sampling.max_frames or 0)
         if asked > frames_max:
-            message = limit_message(
+            raise RequestRefused.of_limit(
                 "too many frames of a video are asked for",
                 value=f"{asked} frames",
                 limit=f"{frames_max} frames",
                 remedy="send a smaller num_frames or max_frames, or raise media.video_frames_max",
+                code="video_frames_exceeded",
             )
-            raise RequestRefused(message, code="video_frames_exceeded")
         most = min(sampling.max_frames or self.frames_max, frames_max, total)
         fps = sampling.fps or self.fps
         if wanted is not None:
@@ -234,13 +234,13 @@ class VideoRules:
             return self._fixed_size(width, height)
         longer, shorter = max(width, height), min(width, height)
         if longer / shorter > ASPECT_RATIO_MAX:
-            message = limit_message(
+            raise RequestRefused.of_limit(
                 f"a video of {width} x {height} pixels is too thin (longer over shorter side)",
                 value=round(longer / shorter, 1),
                 limit=ASPECT_RATIO_MAX,
                 remedy="crop or pad the video",
+                code="video_aspect_ratio",
             )
-            raise RequestRefused(message, code="video_aspect_ratio")
         limits = self._capped(self._bounded(bounds), frames)
         if self.processor.sizes == "frame":
             limits = clamp_limits(limits, tokens=tokens, factor=self.factor)
@@ -276,13 +276,13 @@ class VideoRules:
         limits = replaced(self.limits, bounds)
         most = limits.maximum or PIXELS_MAX
         if not 0 < limits.minimum <= most <= PIXELS_MAX:
-            message = limit_message(
+            raise RequestRefused.of_limit(
                 "min_pixels or max_pixels of a video is out of bounds",
                 value=f"{limits.minimum} to {limits.maximum} pixels",
                 limit=f"1 to {PIXELS_MAX} pixels, min_pixels at most max_pixels",
                 remedy="send both within the limit",
+                code="pixel_bounds_invalid",
             )
-            raise RequestRefused(message, code="pixel_bounds_invalid")
         return limits
 
     def _capped(self, limits: ResizeLimits, frames: int) -> ResizeLimits:
