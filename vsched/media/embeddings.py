@@ -70,7 +70,7 @@ def malformed(detail: str) -> RequestRefused:
     """Error for a malformed embedding file."""
     return _refuse(
         f"the embeddings are malformed: {detail}. "
-        "Remedy: send the base64 of a safetensors file with the tensor embeds and what the model asks for beside it."
+        "Remedy: send a safetensors file in base64, with the tensor embeds and the other tensors that the model needs."
     )
 
 

@@ -325,7 +325,7 @@ async def test_engine_stops_without_holding_the_loop_up(bench: Bench) -> None:
         shell=rest,
         media=bench.pipeline,
         grammars=rest,
-        tells_prompts=False,
+        computes_prompt_logprobs=False,
         adapters=rest,
     )
     bench.preprocessor.gate.clear()
