@@ -23,6 +23,7 @@ from vsched.api.request_schema import (
 )
 from vsched.api.unsupported import find_unsupported_type
 from vsched.errors import limit_message
+from vsched.plain_values import build_type
 from vsched.types import ModelInfo, SamplingParams
 from vsched.worker.contract import Preprocessor
 
@@ -58,6 +59,7 @@ def decode_body(body: bytes, kind: type[Body]) -> Body:
     Raises:
         ParameterRefused: If it is not JSON or does not match the type; names the parameter.
     """
+    build_type(kind)  # a large body is decoded in a thread
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
