@@ -133,11 +133,11 @@ FrontEnd = tuple[Preprocessor, bool]
 
 def load_front_end(plugin: WorkerPlugin, info: ModelInfo, *, ranks: int) -> FrontEnd:
     """Load the preprocessor, and ask the plug-in whether `ranks` ranks can report prompt log-probabilities."""
-    tells = plugin.computes_prompt_logprobs(info, ranks=ranks)
+    computes = plugin.computes_prompt_logprobs(info, ranks=ranks)
     preprocessor = plugin.load_preprocessor(info)
     if info.draft is not None:
         check_vocabulary(info, preprocessor, plugin.load_preprocessor(info.draft))
-    return preprocessor, tells
+    return preprocessor, computes
 
 
 STATE_SNAPSHOTS_MAX = 64
@@ -561,7 +561,7 @@ def create_sizing(config: Config, info: ModelInfo, policies: ConfiguredPolicies)
     encoders = group_names("encode", config.encode.replicas)
     generators = group_names("generate", config.generate.replicas)
     more = [*(host if encoders else []), *_swap_lines(config, info)]
-    beside = encoders if config.placement == "together" else [""] * len(generators)
+    encoder_of = encoders if config.placement == "together" else [""] * len(generators)
     return Sizing(
         policies.memory,
         MemoryView(
@@ -573,7 +573,7 @@ def create_sizing(config: Config, info: ModelInfo, policies: ConfiguredPolicies)
             state_bytes=state_bytes(config, info),
         ),
         encode=dict.fromkeys(encoders, config.encode.tensor_parallel),
-        generate=dict(zip(generators, beside, strict=True)),
+        generate=dict(zip(generators, encoder_of, strict=True)),
         more=more,
         pausing=config.encode_pauses,
         host_free=host_available,

@@ -30,7 +30,7 @@ from vsched.aio.arrivals import (
     checked_prompt,
     final_length,
     further_choices,
-    prompts_untold,
+    prompt_logprobs_unavailable,
     refusal_error,
     request_of,
 )
@@ -139,7 +139,7 @@ class RunningParts:
     """The parts of an engine between its start and its stop.
 
     Attributes:
-        tells_prompts: Whether ranks can report the log-probabilities of prompt tokens.
+        computes_prompt_logprobs: Whether ranks can report the log-probabilities of prompt tokens.
     """
 
     arena: Arena
@@ -147,7 +147,7 @@ class RunningParts:
     shell: Shell
     media: MediaPipeline
     grammars: GrammarChecks
-    tells_prompts: bool
+    computes_prompt_logprobs: bool
     adapters: AdapterTable
 
     async def prepare(
@@ -162,8 +162,8 @@ class RunningParts:
         Raises:
             RequestRefused: When one of these is not acceptable.
         """
-        if sampling.prompt_logprobs is not None and not self.tells_prompts:
-            raise prompts_untold()
+        if sampling.prompt_logprobs is not None and not self.computes_prompt_logprobs:
+            raise prompt_logprobs_unavailable()
         if sampling.grammar:
             await self.grammars.check(sampling)
         return await self.media.prepare(prompt, images, cache_salt)
@@ -293,7 +293,7 @@ class Engine:
                 queued_ns=environment.make_queue_clock(),
             )
             started.push_async_callback(shell.stop)
-            self.preprocessor, tells_prompts = await loading
+            self.preprocessor, computes_prompt_logprobs = await loading
             # Last: their processes should not load at the same time as the ranks.
             checker = environment.make_grammar_checker(config, info)
             grammars = GrammarChecks(checker, deadline_s=config.media.prepare_s)
@@ -310,7 +310,7 @@ class Engine:
             shell=shell,
             media=media,
             grammars=grammars,
-            tells_prompts=tells_prompts,
+            computes_prompt_logprobs=computes_prompt_logprobs,
             adapters=adapters,
         )
 

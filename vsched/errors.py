@@ -99,7 +99,7 @@ class ConfigProblems:
         except (ConfigError, PolicyError) as error:
             self._found.append(error)
 
-    def tell(self) -> None:
+    def raise_all(self) -> None:
         """Raise the collected errors, if any.
 
         Raises:

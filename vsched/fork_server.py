@@ -288,7 +288,7 @@ class ForkServer:
                 socket.send_fds(channel, [msgspec.json.encode(order)], descriptors)
                 pid = await self._receive(channel, FORK_S)
         except (OSError, ValueError) as error:
-            raise ForkServerLostError(f"the fork server takes no order ({error})") from None
+            raise ForkServerLostError(f"the fork server accepts no request ({error})") from None
         if not pid:
             raise ForkServerLostError("the fork server could not fork")
         return int.from_bytes(pid, "little")
@@ -301,7 +301,7 @@ class ForkServer:
         except TimeoutError:
             if self._process is not None:
                 self._process.kill()
-            raise ForkServerLostError(f"the fork server said nothing for {limit_s:g} s") from None
+            raise ForkServerLostError(f"the fork server did not answer for {limit_s:g} s") from None
 
     def close(self) -> None:
         """End the server; no request is pending any more."""

@@ -34,6 +34,7 @@ from vsched.config import Config, load_config
 from vsched.engine import Engine
 from vsched.errors import RequestFailed, RequestRefused, VschedError
 from vsched.media import ImageReference, Prompt
+from vsched.plain_values import build_type
 from vsched.terminal.progress import loading_progress
 from vsched.types import SamplingParams
 
@@ -302,6 +303,7 @@ def _conversation(
     render: Callable[..., str], messages: Sequence[Mapping[str, Any]], arguments: dict[str, Any]
 ) -> tuple[Prompt, Sequence[ImageReference]]:
     """Render a conversation with the chat template, and list its images."""
+    build_type(list[Message])
     try:
         converted = msgspec.convert([_encoded(message) for message in messages], list[Message])
     except (msgspec.ValidationError, TypeError) as error:

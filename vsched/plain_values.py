@@ -7,6 +7,7 @@ number or a subclass of str would be decoded as a different value from the one u
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
@@ -18,6 +19,21 @@ from vsched.errors import limit_message
 T = TypeVar("T", bound=msgspec.Struct)
 _INT_MIN, _INT_MAX = -(2**63), 2**63 - 1
 _NUMBERS = (int, float, int | None, float | None)
+_building = threading.Lock()
+
+
+def build_type(kind: Any) -> None:
+    """Let msgspec build a type that several threads decode; they call this first.
+
+    Otherwise msgspec does so in the first call that decodes it, and two such calls at a time crash the process.
+    """
+    with _building:
+        _decoder(kind)
+
+
+@cache
+def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(kind)
 
 
 class InvalidValue(ValueError):

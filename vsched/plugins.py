@@ -77,7 +77,7 @@ def resolve_policy(kind: str, table: Mapping[str, Any], *, path: str = "") -> Po
             continue
         with problems.collected():
             convert_value(value, known[key].type, path=f"{path}.{key}")
-    problems.tell()
+    problems.raise_all()
     try:
         return msgspec.convert(fields, cls)
     except msgspec.ValidationError as error:

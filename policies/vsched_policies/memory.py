@@ -103,7 +103,7 @@ class AutoProfile(MemoryPolicy, frozen=True, kw_only=True):
         )
         return _out_of_memory(
             "the KV cache that fits cannot hold one request of the longest context",
-            value=f"{tokens} tokens ({size_text(tokens * view.bytes_per_token)}) beside headroom of "
+            value=f"{tokens} tokens ({size_text(tokens * view.bytes_per_token)}) next to headroom of "
             f"{size_text(self.headroom_bytes)}",
             limit=f"at least {view.context_tokens} tokens "
             f"({size_text(view.context_tokens * view.bytes_per_token)}), which is generate.context_tokens",

@@ -26,7 +26,7 @@ QUESTIONS = 40
 ANSWER_TOKENS = 12
 
 
-class Told(NamedTuple):
+class Effect(NamedTuple):
     """Results of a quantized checkpoint.
 
     Attributes:
@@ -43,7 +43,7 @@ class Told(NamedTuple):
 
 def ask(
     path: str, kind: str, group: int, *, activations: str = "float", kv_dtype: str = "auto"
-) -> Told:
+) -> Effect:
     """Run the first questions of all exam tasks; both models are fed the quantized model's output."""
     settings = WorkerSettings(threads=1, weights=kind, weights_group=group, activations=activations)
     plain = Stage.load(path, attention="auto", dtype="float32")
@@ -63,7 +63,7 @@ def ask(
     one, other = (torch.cat(each) for each in twins.logits)
     apart = (one - other).square().mean().sqrt() / other.square().mean().sqrt()
     same = (one.argmax(-1) == other.argmax(-1)).float().mean()
-    return Told(float(apart), float(same), right, requested)
+    return Effect(float(apart), float(same), right, requested)
 
 
 def logits_table(path: str) -> Table:

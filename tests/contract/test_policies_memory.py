@@ -55,7 +55,7 @@ def test_auto_profile_ignores_the_context_until_it_knows_the_rest() -> None:
     assert requested(PLAIN, probe, context_tokens=60_000) == Build(65_000 // 16 * 16)
     policy = AutoProfile(headroom_bytes=100_000)
     message = refused(requested(policy, probe, context_tokens=60_000))
-    assert "value 52240 tokens (510.2 KiB) beside headroom of 97.7 KiB" in message
+    assert "value 52240 tokens (510.2 KiB) next to headroom of 97.7 KiB" in message
     assert "limit at least 60000 tokens" in message
     assert in_order(
         message,

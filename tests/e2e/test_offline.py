@@ -115,3 +115,18 @@ def test_offline_start_that_fails_leaves_no_thread(tmp_path: Path) -> None:
 async def test_offline_works_if_a_loop_runs(llm: LLM) -> None:
     """A notebook's thread has a running loop."""
     assert len(llm.generate("Hello", GREEDY)) == 1
+
+
+def test_offline_progress_is_a_bar_on_a_terminal(
+    configure: Callable[..., Config],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # for rich, this is a terminal
+    with LLM(config=configure("nano25")) as llm:
+        loading = capsys.readouterr().err
+        llm.generate(["One", "Two"], GREEDY)
+    requests = capsys.readouterr().err
+    assert "generate" in loading
+    assert "2/2" in requests
+    assert "tokens/s" in requests

@@ -87,7 +87,7 @@ def test_swarm_keeps_the_faults_that_it_takes(tmp_path: Path) -> None:
     assert again.violations == failure.violations
     reported = failure.describe()
     assert f"seed {failure.seed} fails:" in reported
-    assert "memory to decode in are held by nobody" in reported
+    assert "memory to decode in are held without an owner" in reported
     assert f"vsched simulate --swarm 1 --seed {failure.seed}" in reported
     assert not swarm(1, seed=failure.seed).failures, "without the defect it passes"
 

@@ -210,7 +210,7 @@ def test_load_reports_windows_unknown_to_attention(edited: Copy) -> None:
     """They may be expressed by a mask alone, which is not built: a Llama would attend to all tokens."""
     path = edited(layer_types=["full_attention", "sliding_attention"] * 2)
     (path / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")
-    with pytest.raises(CheckpointError, match="windows that attention is not told of"):
+    with pytest.raises(CheckpointError, match="windows that are not passed to the attention"):
         load_generator(inspect(path))
 
 

@@ -182,7 +182,7 @@ class AdapterTable:
         directory = self._limits.directory
         if not directory:
             raise RequestRefused(
-                "adapters are loaded at start only. Remedy: set adapters.directory to the folder that they lie in.",
+                "adapters are loaded at start only. Remedy: set adapters.directory to their folder.",
                 code="adapters_fixed",
                 status=403,
             )

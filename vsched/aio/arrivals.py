@@ -420,10 +420,10 @@ def check_prompt_values(count: int, limit: int) -> None:
         )
 
 
-def prompts_untold() -> RequestRefused:
+def prompt_logprobs_unavailable() -> RequestRefused:
     """Return the error for workers that do not compute prompt log-probabilities."""
     return RequestRefused(
-        "log-probabilities of prompt tokens are not available: the worker plug-in of this model cannot tell them. "
+        "log-probabilities of prompt tokens are not available: the worker plug-in of this model does not compute them. "
         "Remedy: send neither prompt_logprobs nor echo with logprobs.",
         code="unsupported_parameter",
     )

@@ -343,8 +343,8 @@ class Sizing:
 
         No two hosts share memory.
         """
-        beside = (name for name, encoder in self._encoder_of.items() if encoder == group)
-        named = _PROCESS.sub(f"{next(beside, group)} rank {rank}", pool)
+        generators = (name for name, encoder in self._encoder_of.items() if encoder == group)
+        named = _PROCESS.sub(f"{next(generators, group)} rank {rank}", pool)
         host = self._hosts[group]
         return f"{host}: {named}" if host else named
 
@@ -370,6 +370,6 @@ def _covering_encoder(vote: Sized, batch_bytes: int, paused_bytes: int, *, prove
     return msgspec.structs.replace(
         vote,
         outcome="out_of_memory",
-        message="the largest batch of images does not fit beside the KV cache: "
+        message="the largest batch of images does not fit next to the KV cache: "
         f"{size_text(batch_bytes)} are needed of {size_text(memory.total_bytes)}",
     )

@@ -549,7 +549,7 @@ class Leader:
             if hmac.compare_digest(said, secret):
                 self._proved.add(identity)
         if identity not in self._proved:
-            logger.warning("%s: dropped a report of a peer that did not prove itself", self.name)
+            logger.warning("%s: dropped a report of an unauthenticated peer", self.name)
             return
         self._liveness.receive(rank, self._running_s(), follows=not pulse)
         if not pulse:

@@ -68,7 +68,7 @@ class PromptReport:
             ValueError: When there is a gap before it.
         """
         if piece.start > self._known:
-            raise ValueError(f"position {piece.start} of a prompt is told of before {self._known}")
+            raise ValueError(f"position {piece.start} of a prompt is reported before {self._known}")
         end = piece.start + len(piece.logprobs) // 4
         if end > self._known:
             self._pieces.append(piece)

@@ -88,7 +88,7 @@ def check_ready(engine: ServingContract) -> None:
     state = engine.state
     if state not in {"ready", "degraded"}:
         raise RequestRefused(
-            f"the server is {state}. Remedy: try again later; /health tells when it is ready.",
+            f"the server is {state}. Remedy: try again later; /health reports when it is ready.",
             code="not_ready",
             status=503,
             retry_after_s=_RETRY_AFTER_S.get(state, 5),

@@ -272,7 +272,7 @@ class CheckAccess:
             raise RequestRefused(message, code="invalid_api_key", status=401)
         if is_admin and not self._admin_key and not _is_local(exchange):
             message = (
-                f"what is under {_ADMIN} or changes adapters is for programs of the server's own machine, which "
+                f"{_ADMIN} and changes of adapters are only open to programs on the server's own machine, which "
                 "call it by its address or as localhost. Remedy: call it there, or give it a key "
                 "(server.admin_key_variable)."
             )

@@ -22,6 +22,7 @@ from vsched.api.request_schema import (
     TokenizeRequest,
 )
 from vsched.api.unsupported import find_unsupported_type
+from vsched.plain_values import build_type
 from vsched.types import ModelInfo, SamplingParams
 from vsched.worker.contract import Preprocessor
 
@@ -65,6 +66,7 @@ def decode_body(body: bytes, kind: type[Body]) -> Body:
     Raises:
         ParameterRefused: If it is not JSON or does not match the type; names the parameter.
     """
+    build_type(kind)  # a large body is decoded in a thread
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:

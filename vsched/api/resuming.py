@@ -298,8 +298,8 @@ class Resumption:
         found = read_left(self._record, names)
         if found.trouble:
             logger.error(
-                "the record is not read to its end, answers go on behind what it tells before that: %s. Remedy: none "
-                "is needed; `vsched replay` tells more",
+                "the record could not be read to its end, so answers continue from an earlier token: %s. Remedy: none "
+                "is needed; `vsched replay` has details",
                 found.trouble,
             )
         for one in left:
@@ -360,7 +360,7 @@ class Resumption:
     async def _resume(self, resumed: ResumedRequest) -> None:
         request = resumed.request
         try:
-            # MetricsReport before the request is read, because reading it may crash the server.
+            # Saved before the request is read, because reading it may crash the server.
             progress = self._progress[request.request_id]
             self._progress[request.request_id] = msgspec.structs.replace(
                 progress, resumed=progress.resumed + 1

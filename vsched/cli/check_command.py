@@ -162,7 +162,7 @@ def check_checkpoint(loaded: LoadedConfig) -> CheckpointReport:
         report.memory = _memory_needs(config, loaded.policies, report.info, description, drafting)
         report.problems += [
             limit_message(
-                f"{stage}.memory_limit: no room beside the weights",
+                f"{stage}.memory_limit: no room next to the weights",
                 value=f"{need.limit_bytes} bytes",
                 limit=f"over {need.weights_bytes} bytes",
                 remedy="raise it, share the model among more ranks, or serve a smaller model",
@@ -296,14 +296,14 @@ def describe(report: CheckpointReport) -> Iterator[str]:
 
 def _facts(report: CheckpointReport) -> Iterator[tuple[str, str]]:
     description, info = report.description, report.info
-    family = description.model_type or "not told"
+    family = description.model_type or "unknown"
     architecture = description.architecture
     yield "family", f"{family} ({architecture})" if architecture else family
     yield "path", report.path
     yield "parameters", _parameters(description)
     sizes = description.sizes
     words = [f"{sizes[key]:,} {word}" for key, word in _SIZE_WORDS.items() if key in sizes]
-    yield "language model", ", ".join(words) or "not told"
+    yield "language model", ", ".join(words) or "unknown"
     if any(description.windows):
         window, layers = description.windows
         kept = "which keep KV for the whole context, too"
@@ -330,7 +330,7 @@ def _facts(report: CheckpointReport) -> Iterator[tuple[str, str]]:
         threads = "1 thread" if count == 1 else f"{count} threads ({why})"
         yield "threads", f"{stage} rank: {threads}"
     if report.processes:
-        yield "HTTP", f"in {report.processes} processes beside the engine's"
+        yield "HTTP", f"in {report.processes} processes next to the engine's"
     for stage, need in report.memory.items():
         yield f"{stage} rank", _memory(need, info)
     for thing in report.unsupported:

@@ -53,7 +53,7 @@ def top(
         except ConnectionError as error:
             raise VschedError(f"{error}. Remedy: start the server, or name its URL") from error
         if first is None:
-            raise VschedError(f"{url} sent no state, as a server that stops. Remedy: try again")
+            raise VschedError(f"{url} sent no state; it may be stopping. Remedy: try again")
         console.print(frame(first, None, _rows(console)))
         return
     if not console.is_terminal:

@@ -42,8 +42,8 @@ _TABLE = """
 --seed no effect: each request has a seed, by default a random one, and the same seed repeats it
 --quantization -q no effect: a quantized checkpoint is recognized by its config.json; generate.weights quantizes
     others
---load-format no effect: weights are read from safetensors
---runner --task no effect: vsched generates text
+--load-format no effect: weights are read from safetensors; other formats are refused
+--runner --task no effect: vsched generates text; other tasks are refused
 --model-impl --tokenizer-mode --config-format --chat-template-content-format no effect: derived from the checkpoint
 --hf-token --download-dir no effect: set HF_TOKEN and HF_HOME
 --tokenizer --revision --code-revision --tokenizer-revision --hf-config-path refused: all files are of one checkpoint;
@@ -102,7 +102,7 @@ _TABLE = """
 --data-parallel-size -dp sets generate.replicas
 --api-server-count -asc sets server.processes
 --device sets generate.device encode.device: `auto` by default: CUDA if it can be used, otherwise cpu
---pipeline-parallel-size -pp no effect: layers are not divided among ranks
+--pipeline-parallel-size -pp no effect: layers are not divided among ranks; above 1 is refused
 --distributed-executor-backend sets cluster.ray: `ray` only
 --nnodes -n --prefill-context-parallel-size -pcp --decode-context-parallel-size -dcp no effect: one node, no context
     parallelism
@@ -501,7 +501,7 @@ def translate(words: Sequence[str]) -> Translation:
             if ADAPTERS in new:
                 new[ADAPTERS] = str(max(int(new[ADAPTERS]), int(assignments.get(ADAPTERS, 0))))
             assignments |= new
-    problems.tell()
+    problems.raise_all()
     sets = [part for key, value in assignments.items() for part in ("--set", f"{key}={value}")]
     done.words[:0] = sets
     return done

@@ -92,7 +92,7 @@ def load_config(
     if problems:
         with problems.collected():
             check_texts(config)
-        problems.tell()
+        problems.raise_all()
     config, devices = settle(config, environ)
     # Limits are wider with CUDA; `vsched.devices` checks again.
     check_combinations(assumed(config, "cuda") if devices is None else config)
@@ -262,9 +262,9 @@ def _suggestion(path: str) -> str:
     elsewhere = [one for one in known if one.rpartition(".")[2] == name]
     if elsewhere:
         return f" Did you mean {' or '.join(elsewhere)}?"
-    beside = [one for one in known if section and one.rpartition(".")[0] == section]
+    siblings = [one for one in known if section and one.rpartition(".")[0] == section]
     return (
-        did_you_mean(path, [*known, *sections]) or f" Keys here: {', '.join(beside or sections)}."
+        did_you_mean(path, [*known, *sections]) or f" Keys here: {', '.join(siblings or sections)}."
     )
 
 

@@ -83,7 +83,7 @@ def resolve_policies(config: Config) -> ConfiguredPolicies:
     if config.policy:
         with problems.collected():
             several = _several(config)
-    problems.tell()
+    problems.raise_all()
     found = configured_policies(config, {**built, **several})
     return msgspec.structs.replace(found, several=tuple(several))
 
@@ -130,7 +130,7 @@ def check_replacement(
                 )
             built |= dict.fromkeys(seats, policy)
             checked[path] = {**table, "seats": seats} if path == SEVERAL else dict(table)
-    problems.tell()
+    problems.raise_all()
     if not checked:
         raise ConfigError("no policy is named. Remedy: name tables, such as generate.step")
     after = configured_policies(config, {**current.by_table, **built})
@@ -295,7 +295,7 @@ def read_host_settings(
             sections[path] = msgspec.convert(section, wanted)
         except msgspec.ValidationError as error:
             problems.add(f"{path}: {error}. Remedy: see the keys of vsched's configuration")
-    problems.tell()
+    problems.raise_all()
     by_table = {path: one for path, one in built.items() if path in called}
     return HostSettings(
         policies=SeatPolicies(by_table=by_table, several=shared),

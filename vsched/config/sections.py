@@ -247,8 +247,8 @@ class GenerateConfig(StageConfig, frozen=True, kw_only=True):
     """Number of recurrent state snapshots kept for later prompts, in models with recurrent layers; by default the
     number of `slots`, at most 64. 0 disables their prefix cache."""
     draft_model: str = ""
-    """Folder of a draft model, a smaller checkpoint with the same vocabulary, for `generate.drafting`; empty for none.
-    See docs/speculative-decoding.md."""
+    """Draft model for `generate.drafting`, a smaller checkpoint with the same vocabulary: named as `model.path`; empty
+    for none. See docs/speculative-decoding.md."""
     if TYPE_CHECKING:
         admission: PolicyTable = {}
         step: PolicyTable = {}

@@ -202,7 +202,7 @@ class RequestState(msgspec.Struct, eq=False, kw_only=True):
         return self.submitted_ns + target_ms * 1_000_000
 
     @property
-    def tells_prompt(self) -> bool:
+    def wants_prompt_logprobs(self) -> bool:
         """Whether its whole prompt must be computed, cached or not, for its log-probabilities."""
         return self.request.sampling.prompt_logprobs is not None and not self.first_token_ns
 

@@ -64,7 +64,7 @@ from vsched.types import FinishReason, group_names
 PolicyTable = dict[str, Any]
 """A configuration table of a policy: `use` and its fields."""
 GRAMMAR_FAILED = (
-    "the output could not be held to its grammar any further, which became too complex. "
+    "the output could not be constrained any further, because its grammar became too complex. "
     "Remedy: simplify the grammar; fewer alternatives that begin alike help most."
 )
 NOT_FINITE = (

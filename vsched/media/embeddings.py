@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vsched.errors import RequestRefused, limit_message
+from vsched.plain_values import build_type
 from vsched.types import ModelInfo
 from vsched.worker.contract import Companion, ItemPlan, Preprocessor
 
@@ -70,7 +71,7 @@ def malformed(detail: str) -> RequestRefused:
     """Error for a malformed embedding file."""
     return _refuse(
         f"the embeddings are malformed: {detail}. "
-        "Remedy: send the base64 of a safetensors file with the tensor embeds and what the model asks for beside it."
+        "Remedy: send a safetensors file in base64, with the tensor embeds and the other tensors that the model needs."
     )
 
 
@@ -122,6 +123,7 @@ def _entries(header: bytes, names: Sequence[str]) -> dict[str, _TensorEntry]:
                 continue
             if name not in names:
                 raise malformed("it has another tensor")
+            build_type(_TensorEntry)
             entries[name] = msgspec.json.decode(raw, type=_TensorEntry)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         # The parser's message may quote the file.

@@ -74,7 +74,7 @@ def refuse_images(info: ModelInfo, images: Sequence[ImageReference] = ()) -> Non
     """
     if not info.takes_images:
         raise RequestRefused(
-            "the model takes no images. Remedy: send text alone, or ask a model that sees.",
+            "the model takes no images. Remedy: send text alone, or use a model that takes images.",
             code="images_not_taken",
         )
     if not info.takes_videos and any(as_reference(image).is_video for image in images):

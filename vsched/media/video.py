@@ -254,7 +254,7 @@ def _check_pixels(width: int, height: int, limits: VideoLimits) -> None:
 
 
 def inspect_video(encoded: bytes, limits: VideoLimits) -> VideoFacts:
-    """Return the facts of a video; besides headers, only its first frame is decoded, which tells the rotation.
+    """Return the facts of a video; besides headers, only its first frame is decoded, which has the rotation.
 
     Raises:
         RequestRefused: If it is not an accepted video, or exceeds a limit.

@@ -428,7 +428,7 @@ def _unfit(kind: Any, path: str, above: tuple[type, ...]) -> Iterator[tuple[str,
         case inspect.SetType() | inspect.FrozenSetType():
             yield path, "is a set, whose order differs between processes; use a list or a dict"
         case inspect.AnyType():
-            yield path, "has no type of its own; say what it holds"
+            yield path, "has no type of its own; state the type of its content"
         case _ if not isinstance(kind, _PLAIN):
             name = type(kind).__name__
             yield path, f"is no plain value ({name}); use numbers, text, lists and dicts"

@@ -73,7 +73,7 @@ class OrderedQueue(Restorable, Generic[Waiting]):
     ) -> tuple[Admission, bool]:
         """Call the admission policy, and note its hold.
 
-        `waiting` are the entries of the view. `fits` tells that there are blocks for the first: an answer without
+        `waiting` are the entries of the view. `fits` is True if there are blocks for the first: an answer without
         entries passes it over, too.
 
         Returns:

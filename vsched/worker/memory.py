@@ -125,7 +125,7 @@ def limit_process_memory(limit_bytes: int, *, keys: str) -> None:
     held = status_bytes("VmData")
     if held >= limit_bytes:
         raise DeviceOutOfMemory.of_limit(
-            f"{keys}: the memory limit of a rank is below what it holds before it loads (bytes)",
+            f"{keys}: the memory limit of a rank is below its memory before loading (bytes)",
             value=held,
             limit=limit_bytes,
             remedy=f"raise {keys}",
@@ -154,7 +154,7 @@ def host_available() -> int:
     return min([host, *free])
 
 
-def tells_what_is_free() -> bool:
+def reports_free_memory() -> bool:
     """Return True if `host_available` is reliable: the host reports it, and limits of control groups are visible."""
     seen = any((_GROUPS / name).exists() for name in ("cgroup.controllers", "unified", "memory"))
     return seen and status_bytes("MemAvailable", _HOST_MEMORY) > 0

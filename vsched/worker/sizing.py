@@ -188,7 +188,7 @@ def heap(limits: StepLimits, budget: int) -> list[int]:
     return lengths[: limits.slots]
 
 
-def beside_decodes(limits: StepLimits) -> list[int]:
+def chunks_next_to_decodes(limits: StepLimits) -> list[int]:
     """Return the chunk lengths of a step with decode rows in all other slots."""
     for prefilling in range(1, limits.slots):
         left = limits.batch_tokens - (limits.slots - prefilling)
@@ -237,18 +237,21 @@ class _DecisionWriter:
             yield self._prefill(few, long=len(few)), None
         yield self._prefill(many, long=len(many)), layers_of_many
         yield self._decode(), None
-        beside = beside_decodes(self._limits)
-        yield self._prefill(beside, long=len(beside)), None
+        mixed = chunks_next_to_decodes(self._limits)
+        yield self._prefill(mixed, long=len(mixed)), None
         yield from self._beginning(None)
 
     def frugal(self) -> Iterator[Step]:
         """Yield the steps for a frugal worker."""
-        few, beside = heap(self._limits, self._limits.batch_tokens), beside_decodes(self._limits)
-        if few[0] > beside[0]:
+        few, mixed = (
+            heap(self._limits, self._limits.batch_tokens),
+            chunks_next_to_decodes(self._limits),
+        )
+        if few[0] > mixed[0]:
             yield self._prefill(few, long=1), _LAYERS
         yield self._prefill([1] * self._limits.slots, long=self._limits.slots), 0
         yield self._decode(), _LAYERS
-        yield self._prefill(beside, long=1), _LAYERS
+        yield self._prefill(mixed, long=1), _LAYERS
         yield from self._beginning(_LAYERS)
 
     def _beginning(self, layers: int | None) -> Iterator[Step]:

@@ -55,12 +55,12 @@ from vsched_workers.batching.packed_step import (
     Images,
     PromptPositions,
     fetch_images,
+    has_prompt_logprobs,
     mutual_spans,
     pack,
     prompt_logprobs,
     sampling_rows,
     special_rows,
-    tells_prompts,
 )
 from vsched_workers.batching.paged_attention import AttentionKernels, PagedStep
 from vsched_workers.batching.recurrent_state import RecurrentStates
@@ -285,15 +285,15 @@ class LanguageWorker(RankWorker, GenerateWorker):
             if self._language.states is not None:
                 self._language.states.begin(step, batch, self._backend.send)
             rows = sampling_rows(batch)
-            tells = tells_prompts(batch)
-            wanted = np.arange(len(token_ids)) if tells else rows
-            layers, head = (tells and self._apart) or (self._layers, self._head)
+            has_logprobs = has_prompt_logprobs(batch)
+            wanted = np.arange(len(token_ids)) if has_logprobs else rows
+            layers, head = (has_logprobs and self._apart) or (self._layers, self._head)
             computing = self._backend.computing("generate", len(token_ids))
             with self.adapted(batch), computing:
                 hidden = layers(token_ids, positions, step, self._images(batch), wanted)
             logits_of = functools.partial(self._logits_of, head)
             reported: list[PromptLogprobs] = []
-            if tells:
+            if has_logprobs:
                 few = max(self._slots // 2, 1)
                 reported = prompt_logprobs(batch, hidden, logits_of, rows_max=few)
                 hidden = hidden[self._backend.send(rows)]

@@ -1,7 +1,7 @@
-"""Writes the GPU section of docs/benchmarks.md from measured results.
+"""Writes docs/benchmarks/gpu.md from measured results.
 
 `python -m tests.bench.gpu.page FOLDER` reads the output of `python -m tests.bench.gpu`, complete or
-not, and writes between the two comments of `docs/benchmarks.md`. `--page -` prints it instead.
+not, and writes between the two comments of `docs/benchmarks/gpu.md`. `--page -` prints it instead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.bench.gpu.steps import StepResult
 from tests.bench.gpu.tables import Figures, tables
 from tests.bench.report import replace_between
 
-PAGE = Path(__file__).parents[3] / "docs/benchmarks.md"
+PAGE = Path(__file__).parents[3] / "docs/benchmarks/gpu.md"
 GIB = 1 << 30
 
 

@@ -397,7 +397,7 @@ class ShellHarness:
             shell=self.shell,
             media=absent,
             grammars=absent,
-            tells_prompts=False,
+            computes_prompt_logprobs=False,
             adapters=absent,
         )
         engine._state = "ready"

@@ -134,10 +134,10 @@ async def test_sizing_proves_steps_next_to_a_batch_that_waits(*, pausing: bool) 
 async def test_sizing_refuses_a_size_next_to_which_the_encoder_does_not_fit(
     growth_mib: int, *, fits: bool
 ) -> None:
-    """Ranks ran no batch beside the KV cache; a policy that takes too much fails, whatever the result of its steps."""
+    """Ranks ran no batch next to the KV cache; a policy that takes too much fails, whatever the result of its steps."""
     sizing, generate = make_sizing(TOGETHER, policy=Pinned(tokens=MIB)), Group()
     await sizing.publish("encode", Group(growth_bytes=growth_mib * MIB))  # type: ignore[arg-type]
-    words = "batch of images does not fit beside the KV"
+    words = "batch of images does not fit next to the KV"
     with nullcontext() if fits else pytest.raises(DeviceOutOfMemory, match=words):
         await sizing.lead("generate", generate)  # type: ignore[arg-type]
     assert generate.accepted == [MIB // LOAD.block_size] * fits

@@ -12,6 +12,7 @@ import pytest
 
 from tests.each_case import each_case
 from tests.patience import NEVER_S, patience, until
+from tests.programs import printed_by
 from tests.unit.api.fakes import CHAT, PLAIN, Client, FakeEngine, accepted, body_of, chat, refusal
 from vsched.aio.streams import OutputDelta
 from vsched.api import ApiSettings, bodies, create_app, parameters
@@ -262,3 +263,39 @@ async def test_known_fields_pass_strictness_wherever_they_are() -> None:
 async def test_strictness_survives_what_decoding_skips(sent: bytes) -> None:
     body = b'{"messages":[{"role":"user","content":"x","odd":{%s}}]}' % sent
     await refusal(CHAT, body, strict_fields=True)
+
+
+AT_ONCE = """
+import sys, threading
+{imports}
+sys.setswitchinterval(1e-5)
+gate = threading.Barrier(8)
+
+def decode():
+    gate.wait()
+    {call}
+
+threads = [threading.Thread(target=decode) for _ in range(8)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+print("decoded")
+"""
+DECODERS = {
+    "request": (
+        "from vsched.api.parameters import decode_body; from vsched.api.request_schema import ChatRequest",
+        """decode_body(b'{"messages": []}', ChatRequest)""",
+    ),
+    "conversation": (
+        "from vsched.offline import _conversation",
+        """_conversation(lambda *_, **__: "", [{"role": "user", "content": "Hello"}], {})""",
+    ),
+}
+
+
+@pytest.mark.slow
+@each_case("case", list(DECODERS))
+def test_first_bodies_may_be_decoded_at_the_same_time(case: str) -> None:
+    """Large ones are decoded in threads, where msgspec could crash the process."""
+    imports, call = DECODERS[case]
+    program = AT_ONCE.format(imports=imports, call=call)
+    assert printed_by(program) == "decoded\n"

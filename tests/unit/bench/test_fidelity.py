@@ -110,7 +110,7 @@ def test_round_has_everything_that_has_a_price() -> None:
     assert {len(ask.images) for ask in asks} >= {0, 1, 2, 4, 8}
     assert max(len(trial.asks) for trial in trials) == 64
     assert max(ask.text for ask in asks) == 8192
-    assert [len(trial.beside) for trial in trials if trial.beside] == [1, 1, 8, 8]
+    assert [len(trial.decoding) for trial in trials if trial.decoding] == [1, 1, 8, 8]
     assert any(ask.outputs > 1 for ask in asks)
 
 
@@ -130,18 +130,18 @@ def test_round_stays_within_limits(tight: CalibrationLimits) -> None:
     trials = plan_round(tight, PLENTY)
     assert 3 < len(trials) < len(plan_round(LARGE, PLENTY))
     for trial in trials:
-        assert tight.fit([*trial.asks, *trial.beside])
-        assert len(trial.asks) + len(trial.beside) <= tight.slots
-        for ask in (*trial.asks, *trial.beside):
+        assert tight.fit([*trial.asks, *trial.decoding])
+        assert len(trial.asks) + len(trial.decoding) <= tight.slots
+        for ask in (*trial.asks, *trial.decoding):
             assert ask.prompt + ask.outputs < tight.context_tokens
             assert all(tokens <= tight.item_tokens for tokens in ask.images)
 
 
 def test_round_costs_what_it_may_and_the_cheapest_come_first() -> None:
-    trials = [one for one in plan_round(LARGE, 20_000) if not one.beside]
+    trials = [one for one in plan_round(LARGE, 20_000) if not one.decoding]
     costs = [trial.cost for trial in trials]
     assert costs == sorted(costs)
     assert ROUND_COST_MIN < sum(costs) <= 20_000
-    few = [one for one in plan_round(LARGE, 1) if not one.beside]
+    few = [one for one in plan_round(LARGE, 1) if not one.decoding]
     assert 0 < sum(one.cost for one in few) <= ROUND_COST_MIN
     assert any(ask.images for trial in few for ask in trial.asks)

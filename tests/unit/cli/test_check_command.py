@@ -76,7 +76,7 @@ def test_check_reports_all_of_a_checkpoint_that_can_be_served() -> None:
 
 
 def test_check_reports_threads_and_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number of threads at the start, and whether a rank may use fewer; processes beside the engine's."""
+    """The number of threads at the start, and whether a rank may use fewer; processes next to the engine's."""
     pretend_cores(monkeypatch, 16)
     sets = ["--set", "placement=separate", "--set", "encode.threads=3"]
     _, output = check(DEMO, *sets, "--set", "server.processes=3")
@@ -84,7 +84,7 @@ def test_check_reports_threads_and_processes(monkeypatch: pytest.MonkeyPatch) ->
     assert [line for line in lines if line.startswith(("threads", "HTTP"))] == [
         "threads encode rank: 3 threads (fixed by encode.threads)",
         "threads generate rank: 8 threads (adapts to other programs' load)",
-        "HTTP in 3 processes beside the engine's",
+        "HTTP in 3 processes next to the engine's",
     ]
     _, output = check(DEMO, "--set", "generate.threads=1")
     assert "generate rank: 1 thread\n" in output
@@ -178,7 +178,7 @@ def test_check_reports_a_tokenizer_and_a_limit_that_cannot_serve(copy: Callable[
     (path / "tokenizer.json").write_text("{}")
     tokenizer, room = check_json(path, *limit)[1]["problems"]
     assert "tokenizer cannot be loaded" in tokenizer
-    assert room.startswith("generate.memory_limit: no room beside the weights")
+    assert room.startswith("generate.memory_limit: no room next to the weights")
     status, output = check(path, *limit)
     assert status == 1
     assert output.splitlines()[-1].startswith("It cannot be served: ")

@@ -378,7 +378,7 @@ async def test_engine_stops_without_holding_the_loop_up(bench: Bench) -> None:
     """Only `stop` waits for an image that is still being decoded."""
     engine = Engine(Config())
     rest = dict.fromkeys(("arena", "launcher", "shell", "grammars", "adapters"), Stopping())
-    parts = cast("Any", {**rest, "media": bench.pipeline, "tells_prompts": False})
+    parts = cast("Any", {**rest, "media": bench.pipeline, "computes_prompt_logprobs": False})
     engine._running = RunningParts(**parts)
     decoding = await bench.stuck("\x01", [IMAGE])
     stopping = asyncio.ensure_future(engine.stop())

@@ -84,7 +84,7 @@ def make_sizing(
     encoders = [
         group for groups in worker_groups for group in groups if stage_of(group) == "encode"
     ]
-    beside = {
+    encoder_of = {
         groups[-1]: groups[0] if len(groups) == 2 else ""
         for groups in worker_groups
         if stage_of(groups[-1]) == "generate"
@@ -99,7 +99,7 @@ def make_sizing(
             slots=LOAD.slots,
         ),
         encode=dict.fromkeys(encoders, ranks),
-        generate=beside,
+        generate=encoder_of,
         pausing=pausing,
         host_free=lambda: 1 << 60,
     )

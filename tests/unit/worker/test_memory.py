@@ -17,7 +17,7 @@ from vsched.worker.memory import (
     limit_process_memory,
     memory_errors,
     process_limit,
-    tells_what_is_free,
+    reports_free_memory,
 )
 
 GIB = 1 << 30
@@ -156,8 +156,8 @@ def test_host_memory_of_a_container_is_that_of_the_group_at_the_base(groups: Pat
 
 def test_free_memory_is_unknown_without_a_view_of_control_groups(groups: Path) -> None:
     """A hidden limit may be lower than the memory of the host."""
-    assert not tells_what_is_free()
+    assert not reports_free_memory()
     (groups / "cgroup.controllers").touch()
-    assert tells_what_is_free()
+    assert reports_free_memory()
     (groups.parent / "meminfo").write_text("MemTotal: 8 kB\n")
-    assert not tells_what_is_free()
+    assert not reports_free_memory()

@@ -13,7 +13,14 @@ from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.types import ModelInfo
 from vsched.wire import SizeKv
 from vsched.worker.contract import Batch, ImagePlan, Sampled
-from vsched.worker.sizing import KvBuilder, beside_decodes, heap, image_for, run_profile, spread
+from vsched.worker.sizing import (
+    KvBuilder,
+    chunks_next_to_decodes,
+    heap,
+    image_for,
+    run_profile,
+    spread,
+)
 from vsched.worker.spec import StepLimits
 
 PROBE = SizeKv(4096, profile=True, headroom_bytes=0, probe=True)
@@ -281,7 +288,7 @@ def test_profiling_run_layouts_use_the_budget_up(
     most = min(load.batch_tokens, slots * load.chunk_max)
     assert sum(spread(load)) == sum(heap(load, load.batch_tokens)) == most
     assert len(spread(load)) == slots
-    beside = beside_decodes(load)
+    beside = chunks_next_to_decodes(load)
     assert sum(beside) + slots - len(beside) == (load.batch_tokens if len(beside) < slots else most)
     assert all(1 <= length <= load.chunk_max for length in [*spread(load), *beside])
 

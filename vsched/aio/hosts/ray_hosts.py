@@ -85,7 +85,7 @@ class RayHosts:
         slow = asyncio.get_running_loop().call_later(
             SLOW_S,
             logger.warning,
-            "%s is not there yet; where Ray has no room for %s, `ray status` says what is taken",
+            "Ray has not placed %s yet; if it has no room for %s, `ray status` shows the resources in use",
             self._names[bundle],
             dict(self._resources[bundle]),
         )

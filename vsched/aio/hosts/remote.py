@@ -184,7 +184,9 @@ class RemoteHost:
             case Exited(rank, code) if rank in self._ranks:
                 self._ranks[rank].ended(code)
             case _:
-                self.stream.fail(f"sent {type(message).__name__} of what is not there")
+                self.stream.fail(
+                    f"sent {type(message).__name__} for an unknown group, rank or step"
+                )
 
     def _open(self) -> None:
         if self._opening is not None:
@@ -203,7 +205,7 @@ class RemoteHost:
         ):
             self._arena.put(start, message.data)
         else:
-            self.stream.fail("sent bytes that nobody asked for")
+            self.stream.fail("sent bytes that were not requested")
 
     def _lose(self, why: str) -> None:
         self._close_link()

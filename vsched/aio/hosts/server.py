@@ -99,7 +99,7 @@ class HostServer:
             if self._closing:
                 return  # an engine that lost its ranks here reconnects at once; its connection ends soon
             if len(self.starts) >= STARTS_MAX:
-                logger.warning("more than %d starts at a time: one was not heard", STARTS_MAX)
+                logger.warning("more than %d starts at a time: one was ignored", STARTS_MAX)
                 return
             start = self.starts[peer] = HostedStart(self, peer)
         start.receive(frame)
@@ -161,13 +161,13 @@ class HostedStart:
         if isinstance(message, OpenGroups):
             self._open(message)
         elif self._place is None:
-            self._stream.fail("spoke before it said who it is")
+            self._stream.fail("sent a message before its introduction")
         else:
             self._obey(message, self._place)
 
     def _open(self, requested: OpenGroups) -> None:
         if self._place is not None:
-            self._stream.fail("said twice who it is")
+            self._stream.fail("introduced itself twice")
             return
         if requested.version != VERSION:
             self.refuse(f"runs vsched {VERSION}, and the engine {requested.version}")
@@ -213,7 +213,9 @@ class HostedStart:
             case Bye():
                 self.end("the engine is done")
             case _:
-                self._stream.fail(f"sent {type(message).__name__} of what is not there")
+                self._stream.fail(
+                    f"sent {type(message).__name__} for an unknown group, rank or step"
+                )
 
     def _launch(self, message: Launch, place: Host) -> None:
         rank = message.spec.rank
@@ -251,7 +253,7 @@ class HostedStart:
     def _report(self, group: str, identity: bytes, frame: bytes) -> None:
         if self._over:
             return
-        self._tell_pids()
+        self._report_pids()
         if is_pulse(identity):
             self._stream.put_ahead(FromRank(group, identity, frame))
             return
@@ -268,7 +270,7 @@ class HostedStart:
                 self._stream.put_range(where)
             self._stream.put(Fetched(group, report.step))
 
-    def _tell_pids(self) -> None:
+    def _report_pids(self) -> None:
         for rank in self._running - self._reported:
             pid = self._ranks[rank].pid
             if pid:

@@ -16,7 +16,7 @@ import uvloop
 from setproctitle import setproctitle
 from starlette.types import Receive, Scope, Send
 
-from vsched.aio.arrivals import PendingArrivals, check_stop_tokens, prompts_untold
+from vsched.aio.arrivals import PendingArrivals, check_stop_tokens, prompt_logprobs_unavailable
 from vsched.aio.grammar_checks import GrammarChecks, grammar_processes
 from vsched.aio.streams import (
     ChoiceInputs,
@@ -282,7 +282,7 @@ class RemoteEngine:
         assert self._media is not None, "requests arrive only after loading"
         sampling = pending.request.sampling
         if sampling.prompt_logprobs is not None and not self._has_prompt_logprobs:
-            raise prompts_untold()
+            raise prompt_logprobs_unavailable()
         await self._grammars.check(sampling)
         token_ids = await self._media.tokenize(prompt, images=bool(images))
         if images:

@@ -83,7 +83,7 @@ def _call(known: CallFormat, function: FunctionTool, rules: dict[str, Node]) -> 
     root = resolved(schema, schema)
     if unlisted := sorted(_NOT_LISTED & root.keys()):
         message = (
-            f"the parameters of {function.name} have `{unlisted[0]}` beside their properties, which calls in this "
+            f"the parameters of {function.name} have `{unlisted[0]}` next to their properties, which calls in this "
             "model's form cannot be held to. Remedy: list the properties, or leave the call to the model (auto)."
         )
         raise ParameterRefused(message, param="tools", code="invalid_grammar")

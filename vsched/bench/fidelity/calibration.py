@@ -85,12 +85,12 @@ class CalibrationTrial:
 
     asks: tuple[PlannedRequest, ...]
     at_once: bool = True
-    beside: tuple[PlannedRequest, ...] = ()
+    decoding: tuple[PlannedRequest, ...] = ()
 
     @property
     def cost(self) -> int:
         """Approximate cost in prompt tokens, including encoding and a cost per step."""
-        asks = (*self.asks, *self.beside)
+        asks = (*self.asks, *self.decoding)
         tokens = sum(ask.prompt + 2 * sum(ask.images) for ask in asks)
         return tokens + STEP_TOKENS * max(ask.outputs for ask in asks)
 
@@ -178,11 +178,11 @@ def _plan_contention(
     most = min(limits.context_tokens, limits.kv_tokens // 2)
     trials = []
     for count in CONTENTION_DECODES:
-        beside = (PlannedRequest(QUESTION, outputs=most // count - 2 * QUESTION),) * count
+        decoding = (PlannedRequest(QUESTION, outputs=most // count - 2 * QUESTION),) * count
         trials += [
-            CalibrationTrial(asks, at_once=at_once, beside=beside) for at_once in (False, True)
+            CalibrationTrial(asks, at_once=at_once, decoding=decoding) for at_once in (False, True)
         ]
-    return [one for one in trials if one.asks and limits.fit((*one.asks, *one.beside))]
+    return [one for one in trials if one.asks and limits.fit((*one.asks, *one.decoding))]
 
 
 class CalibrationDriver:
@@ -202,7 +202,7 @@ class CalibrationDriver:
         """Run a trial."""
         # before the trial, because it takes a while
         calls = [self._dress(ask) for ask in trial.asks]
-        async with self._decoding(trial.beside):
+        async with self._decoding(trial.decoding):
             if trial.at_once:
                 await asyncio.gather(*(self._answer(call) for call in calls))
                 return
@@ -216,7 +216,7 @@ class CalibrationDriver:
                     received_ns=received_ns,
                     submitted_ns=generation.times.submitted_ns,
                 )
-                if not trial.beside:
+                if not trial.decoding:
                     self.requests.append(seen)
 
     @contextlib.asynccontextmanager

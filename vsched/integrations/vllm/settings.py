@@ -79,9 +79,9 @@ def statistics_path(vllm_config: Any) -> Path:
 
 def write_file(path: Path, data: bytes) -> None:
     """Replace a file of this user in the folder for temporary files; an error is the system's, and of no importance."""
-    beside = path.with_suffix(".new")
+    temporary = path.with_suffix(".new")
     with contextlib.suppress(OSError):
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-        with os.fdopen(os.open(beside, flags, 0o600), "wb") as file:
+        with os.fdopen(os.open(temporary, flags, 0o600), "wb") as file:
             file.write(data)
-        beside.replace(path)
+        temporary.replace(path)

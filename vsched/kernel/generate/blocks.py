@@ -367,7 +367,7 @@ class SwapSpace(Restorable):
         Called while it holds them. A request whose prompt log-probabilities are still due is not swapped, since only
         computing the prompt yields them.
         """
-        if not tokens or state.tells_prompt:
+        if not tokens or state.wants_prompt_logprobs:
             return False
         held = state.blocks[: -(-tokens // self._block_size)]
         first = pool.shared(held)

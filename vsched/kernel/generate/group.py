@@ -193,7 +193,7 @@ class GenerateGroup(Group):
         return self._swap.reach(state, self._snapshots.usable(state.hashes, len(found)))
 
     def _cached_blocks(self, state: RequestState) -> list[int]:
-        if state.tells_prompt:
+        if state.wants_prompt_logprobs:
             return []
         usable = (len(state.tokens) - 1) // self._limits.block_size
         return self._pool.find(state.hashes[:usable])

@@ -393,7 +393,7 @@ def _check_nothing_held(run: SimEngine, observer: EngineObserver) -> None:
         "requests that wait for pixels": media["pixels"]["waiting"],
     }
     for what, count in held.items():
-        expect(not count, f"in the end, {what} are held by nobody: {count}")
+        expect(not count, f"at the end, {what} are held without an owner: {count}")
     for stage in kernel.generators:
         for rank in run.launcher.ranks:
             kept = rank.sequences(stage.name) if rank.alive else None

@@ -20,7 +20,7 @@ from vsched.config import Config
 from vsched.errors import ConfigError
 from vsched.sim.faults import HostCrash, HostCut, HostFault, HostStall
 from vsched.sim.loop import PLACE
-from vsched.sim.network.links import HostLinkProfile, Lane
+from vsched.sim.network.links import HostLinkProfile, LinkDirection
 from vsched.sim.ranks.rank_process import RUN_DIR, SimulatedLauncher, SimulatedRank
 from vsched.sim.world import World
 from vsched.transport.arena import Arena
@@ -68,20 +68,24 @@ class Connection:
         self._said: list[bytes] = []
         self._greeted = False
         self._last_ns = dict.fromkeys((machine.there, machine.back), 0)
-        self._under_way: dict[Lane, deque[Callable[[], object]]] = {
-            lane: deque() for lane in self._last_ns
+        self._under_way: dict[LinkDirection, deque[Callable[[], object]]] = {
+            direction: deque() for direction in self._last_ns
         }
         self._connect()
 
-    def _after(self, lane: Lane, size: int, callback: Callable[..., object], *args: object) -> None:
+    def _after(
+        self, direction: LinkDirection, size: int, callback: Callable[..., object], *args: object
+    ) -> None:
         """Schedule a call at the other end, after everything already sent in this direction."""
-        due_ns = self._last_ns[lane] = max(self._last_ns[lane], lane.arrival_ns(size))
-        self._under_way[lane].append(partial(callback, *args))
-        self._loop.call_at_ns(due_ns, self._next, lane, context=self._engine.copy())
+        due_ns = self._last_ns[direction] = max(
+            self._last_ns[direction], direction.arrival_ns(size)
+        )
+        self._under_way[direction].append(partial(callback, *args))
+        self._loop.call_at_ns(due_ns, self._next, direction, context=self._engine.copy())
 
-    def _next(self, lane: Lane) -> None:
+    def _next(self, direction: LinkDirection) -> None:
         """Run the oldest pending call; timers due at the same moment are interchangeable."""
-        self._under_way[lane].popleft()()
+        self._under_way[direction].popleft()()
 
     # --- the engine's end ---
 
@@ -220,7 +224,7 @@ class FailingHost:
         self.connections: dict[bytes, Connection] = {}
         self.strikes: list[Strike] = []
         self.there, self.back = (
-            Lane(
+            LinkDirection(
                 world.loop,
                 world.generator(f"lane {name} {direction}"),
                 world.injector,

@@ -337,7 +337,7 @@ def load_cost_model(name: str | os.PathLike[str]) -> CostModel:
 
 _TINY25 = CostModel(
     name="tiny25",
-    source="rough, by hand from docs/benchmarks.md: 5.3 M parameters, 2 cores of an AMD EPYC, other work beside it",
+    source="rough, by hand from docs/benchmarks.md: 5.3 M parameters, 2 cores of an AMD EPYC, next to other programs",
     encode=EncodeCost(step_ns=3e6, item_ns=6e6, token_ns=220e3, token_pair_ns=128.0),
     generate=GenerateCost(
         step_ns=4e6, decode_ns=3e5, context_ns=150.0, prefill_ns=1.2e5, pair_ns=60.0

@@ -348,7 +348,7 @@ class HostLinkProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     window_bytes: Annotated[int, msgspec.Meta(ge=2)] = WINDOW_BYTES
 
 
-class Lane:
+class LinkDirection:
     """One direction of the link to a host."""
 
     def __init__(

@@ -20,7 +20,7 @@ from vsched.errors import CheckpointError
 from vsched.worker.contract import Batch
 from vsched_workers.adapters.files import Adapter, LowRankPair, read_adapter
 from vsched_workers.adapters.places import (
-    NOBODY,
+    BASE_MODEL,
     AdapterPass,
     AdapterRoom,
     Carrier,
@@ -86,7 +86,7 @@ class AdaptedModule:
         self._room = AdapterRoom(each, count_max, allocate)
         self._make_sums = make_sums
         self._joined: dict[Carrier, TorchSums] = {}
-        self._numbers: dict[Name | None, int] = {None: NOBODY, 0: NOBODY}
+        self._numbers: dict[Name | None, int] = {None: BASE_MODEL, 0: BASE_MODEL}
 
     @property
     def bytes(self) -> int:
@@ -160,7 +160,7 @@ class AdaptedModule:
 
     def remove(self, name: Name) -> None:
         """Remove an adapter, if it is there; layers without adapters are unchanged again."""
-        number = self._numbers.pop(name, NOBODY)
+        number = self._numbers.pop(name, BASE_MODEL)
         for carrier in self._joined:
             carrier.drop(number)
 
@@ -178,7 +178,7 @@ class AdaptedModule:
         missing = {*names} - numbers.keys()
         assert not missing, f"no adapter {sorted(map(str, missing))}"
         owners = np.array([numbers[name] for name in names], dtype=np.int64)
-        if owners.max(initial=NOBODY) == NOBODY:
+        if owners.max(initial=BASE_MODEL) == BASE_MODEL:
             yield
             return
         rows = PassRows(owners)

@@ -32,9 +32,9 @@ from torch.utils.hooks import RemovableHandle
 from vsched_workers.parallel.slicing import Cut, SummedLinear
 
 Owners = npt.NDArray[np.int64]
-"""The number of each row's adapter; `NOBODY` for the base model."""
+"""The number of each row's adapter; `BASE_MODEL` for the base model."""
 
-NOBODY = -1
+BASE_MODEL = -1
 
 
 class CallRows:

@@ -213,7 +213,7 @@ Logits = Callable[[torch.Tensor, int], torch.Tensor]
 """Compute logits [rows, vocabulary] from hidden states [rows, hidden] and the number of rows."""
 
 
-def tells_prompts(batch: Batch) -> bool:
+def has_prompt_logprobs(batch: Batch) -> bool:
     """Return whether a chunk of a batch needs prompt log-probabilities."""
     return any(chunk.reported for chunk in batch.chunks)
 

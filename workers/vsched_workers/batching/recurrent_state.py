@@ -250,8 +250,8 @@ class RecurrentStates:
         for index, segment in enumerate(step.segments):
             at = step.decode_rows + index
             slots = rows_of.slots[at : at + 1]
-            anew = segment.first == 0
-            states = SequenceStates() if anew else self._of(own.layer, slots)
+            is_first = segment.first == 0
+            states = SequenceStates() if is_first else self._of(own.layer, slots)
             row = segment.start
             for end, kept in [*rows_of.chunks[index], (segment.stop, slots)]:
                 while row < end:

@@ -90,8 +90,8 @@ def new_checkpoint(path: str) -> Iterator[Path]:
     target = Path(path).absolute()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as beside:
-            folder = Path(beside) / target.name
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as parent:
+            folder = Path(parent) / target.name
             folder.mkdir()
             yield folder
             folder.rename(target)

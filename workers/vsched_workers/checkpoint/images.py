@@ -380,14 +380,14 @@ def token_range(processor: ImageProcessor) -> TokenRange:
         ValueError: When the processor accepts no image.
     """
     found: dict[tuple[int, int], int] = {}
-    for size in telling_sizes(processor):
+    for size in revealing_sizes(processor):
         with suppress(ValueError):  # too thin or too small for the processor
             found[size] = processor.tokens(*size)
     size = max(found, key=lambda each: (found[each], -each[0] * each[1]))
     return TokenRange(min(found.values()), found[size], size)
 
 
-def telling_sizes(
+def revealing_sizes(
     processor: ImageProcessor, pixels_max: int | None = None
 ) -> Iterator[tuple[int, int]]:
     """Yield sizes of images, of at most `pixels_max` pixels, some with the most and the fewest tokens.
@@ -416,7 +416,7 @@ def clamped_tokens(found: TokenRange, budget: int) -> int:
     """
     if budget and budget < found.least:
         raise ConfigError.of_limit(
-            "the token budget of one image is below what the smallest takes",
+            "the token budget of one image is below the tokens of the smallest image",
             value=budget,
             limit=found.least,
             remedy="raise encode.admission.max_tokens",

@@ -46,7 +46,7 @@ def tokenizer_files(directory: Path) -> str:
     own = sorted(file.name for file in directory.glob("*.tiktoken"))
     found = f"found {own[0]}, which only code of the checkpoint reads" if own else "found none"
     raise CheckpointError(
-        f"{TOKENIZER_JSON} is missing, and so is what it could be made from "
+        f"{TOKENIZER_JSON} is missing, and so are the files that it could be converted from "
         f"({' with '.join(BPE_FILES)}, {TEKKEN}, {', '.join(MODEL_FILES)}): {found}. "
         "Remedy: give the directory of a complete checkpoint, or save its tokenizer with transformers."
     )

@@ -25,7 +25,7 @@ from vsched_workers.checkpoint.facts import (
     video_settings,
 )
 from vsched_workers.checkpoint.files import checkpoint_directory, read_json
-from vsched_workers.checkpoint.images import telling_sizes
+from vsched_workers.checkpoint.images import revealing_sizes
 from vsched_workers.families import family_of
 from vsched_workers.families.qwen_image import image_plan, largest_units
 
@@ -88,7 +88,7 @@ def worst_images(info: ModelInfo, *, pixels_max: int) -> dict[ImagePlan, Arrays]
     preprocessor = load_preprocessor(info)
     assert isinstance(preprocessor, AnyPreprocessor), "others have families"
     plans: dict[ImagePlan, tuple[int, int]] = {}
-    for size in telling_sizes(preprocessor.processor, pixels_max):
+    for size in revealing_sizes(preprocessor.processor, pixels_max):
         with suppress(RequestRefused):
             plans.setdefault(preprocessor.plan_image(*size), size)
     if not plans:

@@ -127,7 +127,7 @@ class RankGroup:
             if isinstance(error, Exception) and self._aborter is not None and self._aborter.fired:
                 # Another rank failed first, and this error results from computing with an aborted collective's data.
                 raise self._verdict(str(error)) from error
-            self._tell(epoch, error)
+            self._report_failure(epoch, error)
             raise
 
     @contextmanager
@@ -138,13 +138,13 @@ class RankGroup:
             yield
         except BaseException as error:
             if self.size > 1:
-                self._tell(epoch, error)
+                self._report_failure(epoch, error)
             raise
 
     def abort(self) -> None:
         """Fail the current attempt of the other ranks; no effect if they have to connect again already."""
         if self._group is not None:
-            self._tell(self._epoch, DeviceOutOfMemory())
+            self._report_failure(self._epoch, DeviceOutOfMemory())
 
     def memory(self, memory: DeviceMemory) -> DeviceMemory:
         """Return the memory of this rank's device, whose `hold` succeeds only if it does on every rank."""
@@ -274,7 +274,7 @@ class RankGroup:
             # The result of an aborted collective on a GPU.
             raise _Interrupted("a collective was aborted")
 
-    def _tell(self, epoch: int, error: BaseException) -> None:
+    def _report_failure(self, epoch: int, error: BaseException) -> None:
         """Report a failure to the other ranks, once, and leave the group."""
         if self._epoch != epoch:
             return

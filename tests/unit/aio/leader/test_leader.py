@@ -69,7 +69,7 @@ async def test_leader_ignores_unauthenticated_peers(
         led.receive(0, report)
     assert not led.leader.ready.done()
     assert (led.lost, led.results) == ([], [])
-    dropped = "generate: dropped a report of a peer that did not prove itself"
+    dropped = "generate: dropped a report of an unauthenticated peer"
     assert set(caplog.messages) == {dropped}
     led.enter()
     assert led.leader.ready.result() == [Ready(10, {"kv": 0})]

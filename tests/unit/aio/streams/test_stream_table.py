@@ -229,7 +229,7 @@ def test_prompt_report_keeps_earlier_values() -> None:
 def test_prompt_report_is_read_when_it_is_whole() -> None:
     report = PromptReport(PROMPT, 2)
     report.take(prompt_piece(1, 1))
-    with pytest.raises(ValueError, match="position 3 of a prompt is told of before 2"):
+    with pytest.raises(ValueError, match="position 3 of a prompt is reported before 2"):
         report.take(prompt_piece(3, 1))
     report.take(prompt_piece(2, 2))
     with pytest.raises(ValueError, match="4 of 5 prompt tokens are known"):

@@ -25,7 +25,7 @@ from tests.workers.driver import Driver, Question, Stage
 from tests.workers.properties import thorough
 from tests.workers.test_language import mixed_questions
 from vsched.worker.contract import Batch, Sampled
-from vsched_workers.adapters.places import NOBODY, PassRows
+from vsched_workers.adapters.places import BASE_MODEL, PassRows
 from vsched_workers.backends.cpu import language_layers, products
 from vsched_workers.backends.cpu.compiled_step.step import _products, fits
 from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
@@ -229,7 +229,7 @@ def test_other_steps_go_layer_by_layer(checkpoint: Make, monkeypatch: pytest.Mon
     with generator.first_layers(1):
         one.step([running])
     with monkeypatch.context() as patch:
-        patch.setattr(layers.passes, "rows", PassRows(np.full(1, NOBODY)))
+        patch.setattr(layers.passes, "rows", PassRows(np.full(1, BASE_MODEL)))
         one.step([running])
     spy.rows_max = 0
     one.step([running])

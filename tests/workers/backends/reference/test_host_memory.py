@@ -91,7 +91,7 @@ MIB = 1 << 20
 case = sys.argv[1]
 if case != "no limit":
     memory.limit_process_memory(2 << 30, keys="generate.memory_limit")
-host_memory.tells_what_is_free = lambda: case != "host does not tell"
+host_memory.reports_free_memory = lambda: case != "host does not tell"
 backend = Backend(WorkerSettings(promises=case != "at start"), torch.float32)
 reserved, resident = backend.memory.reserved(), memory.status_bytes("RssAnon")
 cache = backend.zeros((64, MIB), torch.float32, touch=True)

@@ -19,8 +19,8 @@ from vsched.worker.memory import (
     host_available,
     host_total,
     process_limit,
+    reports_free_memory,
     status_bytes,
-    tells_what_is_free,
 )
 from vsched.worker.spec import usable_cores
 from vsched_workers.memory.out_of_memory import require_available, typed_out_of_memory
@@ -76,7 +76,7 @@ class HostMemory:
         Only if reserved memory is counted, by the limit on the process: then sizes are verified without touching pages.
         And only if the host reports its free memory: the limits of all ranks were chosen within that.
         """
-        return self._may_promise and self.counts_reserved and tells_what_is_free()
+        return self._may_promise and self.counts_reserved and reports_free_memory()
 
     @property
     def counts_reserved(self) -> bool:

@@ -253,7 +253,7 @@ def first_run(model: Any, info: ModelInfo, inputs: ImageInputs | None = None) ->
     ) -> tuple[torch.Tensor, None]:
         layer = int(module.layer_idx)
         if sliding_window is None and kinds and kinds[layer] == "sliding_attention":
-            strange.append("windows that attention is not told of")
+            strange.append("windows that are not passed to the attention")
         if layer in shapes:
             strange.append("layers that attend more than once")
         if attention_mask is not None:
@@ -314,7 +314,7 @@ def check_kept(found: FirstRun, info: ModelInfo) -> None:
         if written != reported:
             raise refusal(
                 info.family,
-                f"layers that keep {written} bytes of a {what}, where config.json tells {reported}",
+                f"layers that keep {written} bytes of a {what}, although config.json states {reported}",
             )
 
 

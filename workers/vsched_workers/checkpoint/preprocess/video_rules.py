@@ -41,7 +41,7 @@ UNKNOWN_RATE = 24.0
 """Rate of a video without one, if the checkpoint has none either."""
 
 TIMESTAMPS = "timestamps"
-"""The tensor of seconds beside the embeddings of a video: of each frame group, or of each sampled frame."""
+"""Name of a tensor with the embeddings of a video: seconds of each frame group, or of each sampled frame."""
 
 
 def embedded_frames_refused(value: str, frames_max: int) -> RequestRefused:
@@ -88,7 +88,7 @@ class VideoRules:
         limits: Pixels of a frame, or of all frames.
         fps: Frames to sample per second; 0 for none.
         usual: Number of frames to sample instead; 0 for a rate.
-        frames_min: Minimum number of frames, if the video has so many.
+        frames_min: Minimum number of frames, if the video has enough.
         tokens_capped: Tokens per frame, or of all frames, to which `cap_pixels_per_frame` limits; 0 for none.
         levels: The processor's result for each of the 256 values of each channel.
     """

@@ -53,21 +53,26 @@ def emits(returns: Any, *parameters: Any) -> Callable[[Callable[..., Any]], Any]
     Args:
         returns: numba type of the result; None for the type of the first argument.
         parameters: numba types of the arguments. None accepts any type: the decorated function then gets the type
-            instead of a value, so that the emitted instructions can depend on it.
+            instead of a value, so that the emitted instructions can depend on it. A class of named tuples accepts one
+            with integers: the decorated function gets one with their values.
     """
 
     def decorate(emit: Callable[..., Any]) -> Any:
         def definition(_context: Any, *given: Any) -> Any:
             accepted = [
-                parameter or kind for parameter, kind in zip(parameters, given, strict=True)
+                kind if isinstance(parameter, type) else parameter or kind
+                for parameter, kind in zip(parameters, given, strict=True)
             ]
 
-            def generate(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-                passed = [
-                    value if parameter else kind
-                    for parameter, kind, value in zip(parameters, given, values, strict=True)
-                ]
-                return emit(builder, *passed)
+            def generate(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+                def passed(parameter: Any, kind: Any, value: Any) -> Any:
+                    if not isinstance(parameter, type):
+                        return value if parameter else kind
+                    fields = zip(cgutils.unpack_tuple(builder, value), kind, strict=True)
+                    return parameter(*(context.cast(builder, *one, numba.intp) for one in fields))
+
+                arguments = zip(parameters, given, values, strict=True)
+                return emit(builder, *(passed(*each) for each in arguments))
 
             return (returns or given[0])(*accepted), generate
 

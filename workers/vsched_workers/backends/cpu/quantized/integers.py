@@ -29,7 +29,7 @@ Source: for int8 activations in blocks, the format Q8_0 of llama.cpp's ggml.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -84,47 +84,63 @@ _LEAST_BITS = int(np.float32(1e-30).view(np.int32))
 _SINGLE = ir.FloatType()
 
 
-@emits(numba.void, None, None, None, *[numba.intp] * 14)
-def _multiply_pass(
-    builder: Any,
-    kind: Any,
-    scale_kind: Any,
-    tag: Any,
-    rows: Any,
-    blocks: Any,
-    together: Any,
-    parts: Any,
-    weight_at: Any,
-    scale_at: Any,
-    offset_at: Any,
-    rows_at: Any,
-    row_bytes: Any,
-    row_scales_at: Any,
-    row_scale_bytes: Any,
-    totals_at: Any,
-    ahead_at: Any,
-    lines: Any,
-) -> None:
-    """Multiply 1 to `PASS_ROWS` rows by a chunk of a panel and add to their accumulators [rows, PANEL].
+class _Chunk(NamedTuple):
+    """A chunk of a panel.
 
-    The chunk has `blocks` blocks, of which `together` share a group of the weight. `parts` is the number of vectors
-    of a panel. `row_scales_at` points to scale and zero-point correction of each block, 8 bytes. `offset_at` is 0 if
-    there are no offsets. `lines` lines per block are prefetched into the L2 cache, from `ahead_at` on.
+    Attributes:
+        blocks: Its number of blocks.
+        together: Blocks that share a group of the weight.
+        vectors: Vectors of a panel.
+        weight_at: Address of the weights.
+        scale_at: Address of the scales of its first group.
+        offset_at: Address of the offsets; 0 if there are none.
+        ahead_at: Address of the weights to prefetch into the L2 cache.
+        lines: Lines to prefetch for each block.
+    """
+
+    blocks: Any
+    together: Any
+    vectors: Any
+    weight_at: Any
+    scale_at: Any
+    offset_at: Any
+    ahead_at: Any
+    lines: Any
+
+
+class _Rows(NamedTuple):
+    """Quantized rows of a pass.
+
+    Attributes:
+        count: 1 to `PASS_ROWS`.
+        at: Address of the inputs of the chunk in the first row.
+        row_bytes: Bytes between rows.
+        scales_at: Address of scale and zero-point correction, 8 bytes for each block.
+        scale_bytes: Bytes between those of two rows.
+        totals_at: Address of the accumulators, float32 [count, PANEL].
+    """
+
+    count: Any
+    at: Any
+    row_bytes: Any
+    scales_at: Any
+    scale_bytes: Any
+    totals_at: Any
+
+
+@emits(numba.void, None, None, None, _Chunk, _Rows)
+def _multiply_pass(
+    builder: Any, kind: Any, scale_kind: Any, tag: Any, chunk: _Chunk, rows: _Rows
+) -> None:
+    """Multiply some rows by a chunk of a panel and add to their accumulators.
 
     Emits one variant for each number of rows, with and without offsets.
     """
-    given = builder.zext(builder.icmp_signed("!=", offset_at, ir.Constant(LONG, 0)), LONG)
-    number = builder.add(builder.mul(rows, ir.Constant(LONG, 2)), given)
+    given = builder.zext(builder.icmp_signed("!=", chunk.offset_at, ir.Constant(LONG, 0)), LONG)
+    number = builder.add(builder.mul(rows.count, ir.Constant(LONG, 2)), given)
     for case in cases(builder, number, range(2, 2 * PASS_ROWS + 2)):
         one = _Pass(builder, (kind, scale_kind, tag), case // 2, has_offsets=bool(case % 2))
-        one.write(
-            (blocks, together, parts),
-            (weight_at, scale_at, offset_at),
-            (rows_at, row_bytes),
-            (row_scales_at, row_scale_bytes),
-            totals_at,
-            (ahead_at, lines),
-        )
+        one.write(chunk, rows)
 
 
 class _Pass:
@@ -150,24 +166,18 @@ class _Pass:
         self._together = _TOGETHER[count]
         self._sum_scale = 8.0 if kind is numba.types.uint8 else 128.0
 
-    def write(
-        self,
-        sizes: tuple[Any, Any, Any],
-        weight: tuple[Any, Any, Any],
-        rows: tuple[Any, Any],
-        row_scales: tuple[Any, Any],
-        totals_at: Any,
-        ahead: tuple[Any, Any],
-    ) -> None:
-        """Emit the loops. Tuples hold the sizes of a loop, and addresses with the strides of rows."""
+    def write(self, chunk: _Chunk, rows: _Rows) -> None:
+        """Emit the loops."""
         builder, writer = self._builder, self._writer
-        blocks, together, vectors = sizes
+        blocks, together, vectors = chunk.blocks, chunk.together, chunk.vectors
         width = self._together * OUTPUTS
         size = 2 if self._scale_kind is numba.types.uint16 else 4
         part = Loop(builder, [])
-        here = writer.advance(totals_at, part.index, 4 * width)
-        begin = writer.advance(weight[0], part.index, 4 * width)
-        begins = [writer.advance(at, part.index, size * width) for at in weight[1:]]
+        here = writer.advance(rows.totals_at, part.index, 4 * width)
+        begin = writer.advance(chunk.weight_at, part.index, 4 * width)
+        begins = [
+            writer.advance(at, part.index, size * width) for at in (chunk.scale_at, chunk.offset_at)
+        ]
         outer = Loop(builder, self._totals(here))
         scales_at = [writer.advance(at, outer.index, size * PANEL) for at in begins]
         self._fetch_scales(scales_at, size * width)
@@ -178,17 +188,18 @@ class _Pass:
         block = builder.add(first, inner.index)
         at = [writer.advance(begin, block, self._dots.weight_bytes)]
         if self._count < _SHARING_ROWS:
-            ahead_at = writer.advance(ahead[0], part.index, 4 * width)
+            ahead_at = writer.advance(chunk.ahead_at, part.index, 4 * width)
             at.append(writer.advance(ahead_at, block, self._dots.weight_bytes))
         else:
             # Prefetch first: otherwise LLVM moves the accumulation after the loop of prefetches,
             # and spills its operands.
-            self._fetch(ahead, builder.add(builder.mul(part.index, blocks), block))
+            index = builder.add(builder.mul(part.index, blocks), block)
+            self._fetch(chunk.ahead_at, chunk.lines, index)
         totals = self._block(
             inner.carried,
             at,
-            self._of_rows(rows, block, ROW_BLOCK),
-            self._of_rows(row_scales, block, 8),
+            self._of_rows(rows.at, rows.row_bytes, block, ROW_BLOCK),
+            self._of_rows(rows.scales_at, rows.scale_bytes, block, 8),
             scales_at,
         )
         inner.end(totals, builder.select(last, rest, together))
@@ -197,9 +208,9 @@ class _Pass:
         self._keep(totals, here)
         part.end([], builder.sdiv(vectors, ir.Constant(LONG, self._together)))
 
-    def _fetch(self, ahead: tuple[Any, Any], index: Any) -> None:
+    def _fetch(self, at: Any, lines: Any, index: Any) -> None:
         """Emit a pass's share of prefetches of the next weights: some lines per block."""
-        builder, (at, lines) = self._builder, ahead
+        builder = self._builder
         parts = VECTORS // self._together
         lines = builder.sdiv(self._writer.offset(lines, parts - 1), ir.Constant(LONG, parts))
         at = self._writer.advance(at, builder.mul(index, lines), LINE)
@@ -244,10 +255,10 @@ class _Pass:
                     totals[at] = self._fused(of_row, offset, totals[at])
         return totals
 
-    def _of_rows(self, given: tuple[Any, Any], block: Any, size: int) -> list[Any]:
-        """Addresses of a block of each row; rows are `given[1]` bytes apart."""
+    def _of_rows(self, at: Any, row_bytes: Any, block: Any, size: int) -> list[Any]:
+        """Addresses of a block of each row."""
         advance = self._writer.advance
-        starts = [advance(given[0], given[1], row) for row in range(self._count)]
+        starts = [advance(at, row_bytes, row) for row in range(self._count)]
         return [advance(start, block, size) for start in starts]
 
     def _places(self, totals_at: Any) -> list[Any]:
@@ -396,15 +407,16 @@ def _multiply_panels(
                 count_rows = (rows - row) // (passes - index)
                 fetched = index * share
                 fetches = here < end_at and fetched * LINE < block_bytes
-                _multiply_pass(
-                    kind[0], scale_kind[0], tag[0], count_rows, count, together, vectors, here,
-                    product.scales_at + at, offsets_at + at if offsets_at else 0,
-                    rows_at + row * row_bytes + start * ROW_BLOCK, row_bytes,
+                part = _Chunk(
+                    count, together, vectors, here, product.scales_at + at, offsets_at + at if offsets_at else 0,
+                    here + _AHEAD + fetched * count * LINE if fetches else here, share if fetches else 0,
+                )  # fmt: skip
+                taken = _Rows(
+                    count_rows, rows_at + row * row_bytes + start * ROW_BLOCK, row_bytes,
                     row_scales.ctypes.data + row * row_scales.strides[0] + 8 * start, row_scales.strides[0],
                     totals.ctypes.data + row * PANEL * 4,
-                    here + _AHEAD + fetched * count * LINE if fetches else here,
-                    share if fetches else 0,
                 )  # fmt: skip
+                _multiply_pass(kind[0], scale_kind[0], tag[0], part, taken)
                 row += count_rows
             start += count
         write_rows(

@@ -63,6 +63,9 @@ from vsched_workers.backends.cpu.tiles.kernel import (
     STEP_INPUTS,
     TILE_BYTES,
     TILE_ROWS,
+    HalfPanel,
+    PackedA,
+    ResultC,
     configure_tiles,
     halves_together,
     laid_out_bytes,
@@ -208,7 +211,8 @@ def _multiply_panels(
     (_, kind, scale_kind, _), product = tags, weight[0]
     inputs, group, input_bytes = product.inputs, product.group, product.input_bytes
     weight_at, scales_at, offsets_at = product.weight_at, product.scales_at, product.offsets_at
-    given, bias_at, scale_row_bytes = product.given, product.bias_at, product.scale_row_bytes
+    given, scale_row_bytes = product.given, product.scale_row_bytes
+    c = ResultC(FLOAT32, product.bias_at, out_at, outputs)
     groups = (inputs + group - 1) // group
     configure_tiles(rows)
     parts = parts_of(rows, given, stop - first, 2)
@@ -232,15 +236,16 @@ def _multiply_panels(
             at += count
             to_at += count // 2 * PAIR_BYTES
         missing = (behind * STEP_INPUTS - at) * HALF
+        a = PackedA(rows, rows_at + start * TILE_BYTES, parts.steps * TILE_BYTES)
         # All outputs of the last panel may be in its first half-panel.
         for half in range(min(2, (outputs - panel * PANEL + HALF - 1) // HALF)):
             bf16_array(to_at + half * half_panel_bytes, missing)[:] = np.uint16(0)
-            multiply_half(
-                FLOAT32, 2 * panel + half, rows, rows_at + start * TILE_BYTES, parts.steps * TILE_BYTES,
-                behind - start, next_line(widened) + half * half_panel_bytes, 0, outputs, bias_at, out_at,
-                next_line(buffer) + kept * parts.sums_bytes + half * (parts.sums_bytes // 2),
+            b = HalfPanel(
+                2 * panel + half, next_line(widened) + half * half_panel_bytes, behind - start, 0,
                 start == 0, behind == parts.steps, 0, 0,
             )  # fmt: skip
+            sums_at = next_line(buffer) + kept * parts.sums_bytes + half * (parts.sums_bytes // 2)
+            multiply_half(a, b, c, sums_at)
     release_tiles()
 
 

@@ -56,6 +56,7 @@ from typing import Any, NamedTuple
 
 import numba
 import numpy as np
+import numpy.typing as npt
 import torch
 from llvmlite import binding, ir  # type: ignore[import-untyped]
 from numba.core import cgutils
@@ -341,31 +342,6 @@ def laid_out_bytes(rows: int, inputs: int) -> int:
 
 
 @compiled()
-def _write_tiles(
-    bias_tag: Any,
-    row: int,
-    rows: int,
-    column: int,
-    outputs: int,
-    sums_at: int,
-    bias_at: int,
-    out_at: int,
-) -> None:
-    """Epilogue of a pass: store up to `TOGETHER` tiles of rows from `row` on, as outputs from `column` on."""
-    count = min(TOGETHER * TILE_ROWS, rows - row)
-    at = out_at + (row * outputs + column) * 2
-    column_bias_at = bias_at + column * bias_tag.itemsize
-    if column + HALF <= outputs:
-        _write_rows(bias_tag[0], count, sums_at, column_bias_at, at, 2 * outputs)
-        return
-    # Padded outputs: the epilogue runs in place (a row is read before it is overwritten), then
-    # outputs are copied.
-    _write_rows(bias_tag[0], count, sums_at, column_bias_at, sums_at, SUM_BYTES)
-    for each in range(count):
-        copy(sums_at + each * SUM_BYTES, at + each * 2 * outputs, outputs - column)
-
-
-@compiled()
 def fetched_by(index: int, tiles: int, fetches: int) -> Any:
     """Lines of the next weights that a K step of a pass prefetches, and lines prefetched by earlier passes.
 
@@ -388,61 +364,97 @@ def fetches_itself(turn: int, rows: int) -> int:
     return 1 if turn == 0 or rows <= (2 * TOGETHER - 1) * TILE_ROWS else 0
 
 
-@compiled()
-def multiply_half(
-    bias_tag: Any,
-    half: int,
-    rows: int,
-    rows_at: int,
-    tile_bytes: int,
-    steps: int,
-    half_at: int,
-    rest_at: int,
-    outputs: int,
-    bias_at: int,
-    out_at: int,
-    sums_at: int,
-    begins: bool,
-    ends: bool,
-    fetches: int,
-    next_at: int,
-) -> None:
-    """Multiply all packed rows by a half-panel, or by a part of its K range.
+class PackedA(NamedTuple):
+    """Packed rows of a product.
 
-    Args:
-        bias_tag: Dtype tag of the bias, which is padded to whole panels.
-        half: Index of the half-panel: its first output is 32 * half.
+    Attributes:
         rows: M.
-        rows_at: Address of packed A, at the first K step of the part.
+        at: Address of packed A, at the first K step of a part.
         tile_bytes: Bytes between 16 rows of packed A and the next 16.
+    """
+
+    rows: int
+    at: int
+    tile_bytes: int
+
+
+class HalfPanel(NamedTuple):
+    """A half-panel of B, or a part of its K range.
+
+    Attributes:
+        half: Index of the half-panel: its first output is 32 * half.
+        at: Address of the weights.
         steps: Complete K steps.
-        half_at: Address of their weights.
         rest_at: Address of the weights of an incomplete last K step, padded to a complete one; 0 if there is none.
-        outputs: N, the row length of C.
-        bias_at: Address of the bias of all outputs.
-        out_at: Address of C.
-        sums_at: Buffer for the accumulators of a pass, or with several parts of all passes (`Parts.sums_bytes`).
         begins: True for the first part of K.
         ends: True for the last part: the epilogue runs.
         fetches: 1 to prefetch these weights from memory, 0 if they are in a cache.
         next_at: Address of weights of the same size to prefetch for the next turn; 0 for none.
     """
-    tiles = (rows + TILE_ROWS - 1) // TILE_ROWS
+
+    half: int
+    at: int
+    steps: int
+    rest_at: int
+    begins: bool
+    ends: bool
+    fetches: int
+    next_at: int
+
+
+class ResultC(NamedTuple):
+    """Result of a product.
+
+    Attributes:
+        bias_tag: Dtype tag of the bias, which is padded to whole panels.
+        bias_at: Address of the bias of all outputs.
+        at: Address of C.
+        outputs: N, the row length of C.
+    """
+
+    bias_tag: npt.NDArray[Any]
+    bias_at: int
+    at: int
+    outputs: int
+
+
+@compiled()
+def _write_tiles(c: ResultC, row: int, rows: int, column: int, sums_at: int) -> None:
+    """Epilogue of a pass: store up to `TOGETHER` tiles of rows from `row` on, as outputs from `column` on."""
+    count = min(TOGETHER * TILE_ROWS, rows - row)
+    at = c.at + (row * c.outputs + column) * 2
+    bias_at = c.bias_at + column * c.bias_tag.itemsize
+    if column + HALF <= c.outputs:
+        _write_rows(c.bias_tag[0], count, sums_at, bias_at, at, 2 * c.outputs)
+        return
+    # Padded outputs: the epilogue runs in place (a row is read before it is overwritten), then
+    # outputs are copied.
+    _write_rows(c.bias_tag[0], count, sums_at, bias_at, sums_at, SUM_BYTES)
+    for each in range(count):
+        copy(sums_at + each * SUM_BYTES, at + each * 2 * c.outputs, c.outputs - column)
+
+
+@compiled()
+def multiply_half(a: PackedA, b: HalfPanel, c: ResultC, sums_at: int) -> None:
+    """Multiply all packed rows by a half-panel, or by a part of its K range.
+
+    `sums_at` is a buffer for the accumulators of a pass, or with several parts of all passes (`Parts.sums_bytes`).
+    """
+    tiles = (a.rows + TILE_ROWS - 1) // TILE_ROWS
     for index in range((tiles + TOGETHER - 1) // TOGETHER):
         lines, fetch_at = 0, 0
-        if fetches and not index:
-            lines, fetch_at = _STEP_LINES, half_at + AHEAD_BYTES
-        elif next_at:
-            lines, before = fetched_by(index, tiles, fetches)
-            fetch_at = next_at + before * steps * LINE
-        at = sums_at if begins and ends else sums_at + index * PASS_BYTES
+        if b.fetches and not index:
+            lines, fetch_at = _STEP_LINES, b.at + AHEAD_BYTES
+        elif b.next_at:
+            lines, before = fetched_by(index, tiles, b.fetches)
+            fetch_at = b.next_at + before * b.steps * LINE
+        at = sums_at if b.begins and b.ends else sums_at + index * PASS_BYTES
         multiply_tiles(
-            min(TOGETHER, tiles - TOGETHER * index), steps, rows_at + TOGETHER * index * tile_bytes, tile_bytes,
-            half_at, rest_at, at, SUM_BYTES, 0 if begins else 1, lines, fetch_at,
+            min(TOGETHER, tiles - TOGETHER * index), b.steps, a.at + TOGETHER * index * a.tile_bytes,
+            a.tile_bytes, b.at, b.rest_at, at, SUM_BYTES, 0 if b.begins else 1, lines, fetch_at,
         )  # fmt: skip
-        if ends:
-            row = TOGETHER * TILE_ROWS * index
-            _write_tiles(bias_tag, row, rows, half * HALF, outputs, at, bias_at, out_at)
+        if b.ends:
+            _write_tiles(c, TOGETHER * TILE_ROWS * index, a.rows, b.half * HALF, at)
 
 
 class Parts(NamedTuple):
@@ -514,7 +526,8 @@ def _multiply_panels(
     out_at: int,
 ) -> None:
     """Multiply all packed rows by the half-panels `first` to `stop`."""
-    pairs, weight_at, bias_at = weight[0].given // 2, weight[0].weight_at, weight[0].bias_at
+    pairs, weight_at = weight[0].given // 2, weight[0].weight_at
+    c = ResultC(BF16, weight[0].bias_at, out_at, outputs)
     configure_tiles(rows)
     half_bytes, whole = pairs * PAIR_BYTES, 2 * pairs // STEP_INPUTS
     first_at = weight_at + first * half_bytes
@@ -533,12 +546,12 @@ def _multiply_panels(
         if turn + 1 < turns:
             next_piece, next_index, _ = turn_of(turn + 1, stop - first, parts)
             next_at = first_at + next_piece * half_bytes + next_index * parts.size * STEP_BYTES
-        multiply_half(
-            BF16, first + piece, rows, rows_at + start * TILE_BYTES, parts.steps * TILE_BYTES,
-            min(behind, whole) - start, at + start * STEP_BYTES, rest_at, outputs, bias_at, out_at,
-            next_line(room) + kept * parts.sums_bytes, start == 0, behind == parts.steps,
-            fetches_itself(turn, rows), next_at,
+        a = PackedA(rows, rows_at + start * TILE_BYTES, parts.steps * TILE_BYTES)
+        b = HalfPanel(
+            first + piece, at + start * STEP_BYTES, min(behind, whole) - start, rest_at,
+            start == 0, behind == parts.steps, fetches_itself(turn, rows), next_at,
         )  # fmt: skip
+        multiply_half(a, b, c, next_line(room) + kept * parts.sums_bytes)
     release_tiles()
 
 
