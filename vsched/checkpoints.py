@@ -108,9 +108,10 @@ def _converted(file: Path, progress: Progress | None) -> str:
             plugin.convert_gguf(
                 str(source), str(folder), dtype="bfloat16", progress=progress or (lambda *_: None)
             )
-        except CheckpointError:
+        except CheckpointError as error:
             if not folder.is_dir():  # otherwise another process was faster
-                raise
+                # The hub's cache has links to files that are named by their digests.
+                raise CheckpointError(str(error).replace(source.name, file.name)) from error
     return str(folder)
 
 

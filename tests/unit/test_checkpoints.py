@@ -17,7 +17,7 @@ import huggingface_hub.constants
 import pytest
 from huggingface_hub import close_session
 
-from vsched import checkpoints
+from vsched import checkpoint_tools, checkpoints
 from vsched.checkpoints import download, is_hub_id, local_checkpoint, with_local_checkpoints
 from vsched.config import Config, load_config
 from vsched.errors import CheckpointError
@@ -297,6 +297,22 @@ def test_gguf_file_in_several_parts_is_refused(hub: HubServer, tmp_path: Path) -
         with pytest.raises(CheckpointError, match=r"is one of 2 parts.* Remedy: join them"):
             local_checkpoint(name)
     assert not [one for one in hub.requests if "/cdn/" in one]
+
+
+def test_gguf_file_that_cannot_be_converted_is_named_as_in_the_repository(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub's cache has it under its digest."""
+
+    class Tools:
+        def convert_gguf(self, file: str, *_: object, **__: object) -> int:
+            raise CheckpointError(f"{Path(file).name!r} cannot be converted")
+
+    (hub.repositories["org/model"] / "model-Q8_0.gguf").write_bytes(b"GGUF")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(checkpoint_tools, "load_tools", lambda *_: Tools())
+    with pytest.raises(CheckpointError, match=r"^'model-Q8_0\.gguf' cannot be converted"):
+        local_checkpoint("org/model:Q8_0")
 
 
 def test_token_is_sent_and_named_if_absent(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:

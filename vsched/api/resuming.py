@@ -446,8 +446,12 @@ class Resumption:
         """Keep a finished response for a time; drop the oldest ones if all are too large in total."""
         name = resumed.request.request_id
         asyncio.get_running_loop().call_later(self._keep_s, self._forget, name)
-        if self.journal is not None and resumed.failed_for_good:
-            self.journal.end(name)
+        if self.journal is not None:
+            if resumed.failed_for_good:
+                self.journal.end(name)
+            elif resumed.choices:  # it did not run when this server ended
+                self._progress[name] = msgspec.structs.replace(self._progress[name], resumed=0)
+                self._note(self.journal, name)
         over = sum(one.bytes for one in self._requests.values()) - self._bytes_max
         for one in list(self._requests.values()):
             if over <= 0:

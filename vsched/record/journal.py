@@ -200,7 +200,7 @@ class KeptRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """How often a request was resumed, and the answer that the next engine resumes."""
+    """How often a request was resumed without an end, and the answer that the next engine resumes."""
 
     resumed: int = 0
     started: PartialOutput | None = None

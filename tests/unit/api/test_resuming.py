@@ -249,6 +249,18 @@ async def test_request_that_had_ended_in_an_error_is_not_tried_again(
     assert second.files == []
 
 
+@pytest.mark.parametrize("stopped", [False, True])
+async def test_servers_that_end_the_answer_do_not_count(tmp_path: Path, *, stopped: bool) -> None:
+    """It is done and unread when the next servers are restarted, or each of these ends it as it stops."""
+    await Server(tmp_path).killed_in(CHAT, chat(), headers={"x-request-id": "mine"})
+    stopping = RequestFailed("the server is stopping", code="stopping", status=503)
+    script = (DELTAS[0], stopping) if stopped else DELTAS
+    for _ in range(resuming.RESUMED_MAX + 1):
+        await Server(tmp_path, *script).start()
+    last = await Server(tmp_path).start()
+    assert (await last.get(f"{CHAT}/mine")).status == 200
+
+
 @pytest.mark.parametrize("reading_kills", [False, True])
 async def test_request_that_may_be_why_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reading_kills: bool
