@@ -27,7 +27,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from vsched.aio.arrivals import checked_argument
 from vsched.api.chat_messages import split_messages, with_template_calls
-from vsched.api.contract import ApiSettings
 from vsched.api.request_schema import Message
 from vsched.checkpoints import with_local_checkpoints
 from vsched.config import Config, load_config
@@ -308,7 +307,7 @@ def _conversation(
         converted = msgspec.convert([_encoded(message) for message in messages], list[Message])
     except (msgspec.ValidationError, TypeError) as error:
         raise RequestRefused(f"messages: {error}", code="invalid_value") from None
-    rendered, images = split_messages(converted, ApiSettings())
+    rendered, images = split_messages(converted)
     return render(with_template_calls(rendered), **arguments), images
 
 
