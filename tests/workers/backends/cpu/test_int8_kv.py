@@ -135,9 +135,11 @@ def test_int8_moves_logits_a_little(tmp_path: Path, name: str) -> None:
     pair = plain, small = [load(tmp_path, kv_dtype=kind) for kind in ("auto", "int8")]
     texts = [Question(range(3, 3 + length), count=4) for length in (5, 21)]
     questions = mixed_questions() if plain.info.takes_images else texts
-    assert 1e-5 < run_both(plain, small, questions).apart < 0.05
-    large, few = (each.generator._cache.keys[0] for each in pair)  # type: ignore[attr-defined]
-    assert few.nbytes * 2 < large.nbytes
+    within = 0.03 if plain.info.takes_images else 0.05
+    assert 1e-5 < run_both(plain, small, questions).apart < within
+    caches: list[Any] = [each.generator._cache.keys for each in pair]  # type: ignore[attr-defined]
+    large, few = (sum(layer.nbytes for layer in keys) for keys in caches)
+    assert 2 * few < large
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The memory contract on a CPU, and activations that oneDNN computes."""
+"""The memory contract on a CPU; packed weights: blocks of rows, and activations that oneDNN computes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,15 @@ from torch import nn
 from tests.programs import printed_by
 from tests.workers.properties import thorough
 from vsched_workers.backends.reference.host_memory import HostMemory, HugePages
-from vsched_workers.backends.reference.packed_weights import BlockedActivation, block_activations
+from vsched_workers.backends.reference.packed_weights import (
+    BlockedActivation,
+    PackedLinear,
+    PackedProduct,
+    Weight,
+    block_activations,
+    pack_linears,
+    warm_up,
+)
 
 
 def test_host_memory_sees_an_allocation_and_its_peak() -> None:
@@ -189,6 +197,30 @@ def test_a_mapping_of_huge_pages_goes_back_with_its_last_piece() -> None:
     assert memory.allocated() - before < 32 << 20
     assert not pages.take(10_000).any(), "a new one"
     assert pages.mapped > 96 << 20
+
+
+class _Watched(PackedProduct):
+    """Records the numbers of rows that it multiplies."""
+
+    many_rows_min = 17
+
+    def __init__(self, weight: Weight, _bias: torch.Tensor | None) -> None:
+        self.shape, self.size_bytes = (weight.shape[0], weight.shape[1]), 10
+        self.counts: list[int] = []
+
+    def multiply_rows(self, dtype: torch.dtype, rows_at: int, count: int, result_at: int) -> None:
+        del dtype, rows_at, result_at
+        self.counts.append(count)
+
+
+def test_warm_up_multiplies_by_each_shape_once_for_each_kernel() -> None:
+    """Serving compiles nothing that was not compiled when the KV cache was sized."""
+    module = nn.Sequential(nn.Linear(16, 24), nn.Linear(24, 24), nn.Linear(24, 24)).bfloat16()
+    assert pack_linears(module, _Watched) == 30
+    packed = [child.packed for child in module if isinstance(child, PackedLinear)]
+    warm_up(module, torch.bfloat16)
+    counts = [each.counts for each in packed if isinstance(each, _Watched)]
+    assert sorted(map(sorted, counts)) == [[], [1, 17], [1, 17]]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
