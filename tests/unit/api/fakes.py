@@ -44,7 +44,7 @@ class FakeGeneration(TokenStream):
         inputs = ChoiceInputs(
             request_id=request_id,
             prompt_token_ids=[3, 1, 4, 1, 5, 9, 2],
-            on_stop=lambda *_: asyncio.get_running_loop().call_soon(self._end_aborted),
+            on_stop=self._end_soon,
             on_end=lambda: None,
         )
         super().__init__(inputs, lambda **_: FakeDetokenizer())
@@ -94,13 +94,17 @@ class FakeGeneration(TokenStream):
             return
         times = RequestTimes(self._began_ns, finished_ns=KERNEL_CLOCK())
         if reason is not FinishReason.ABORT:
-            all_ns = range(self._began_ns, self._began_ns + 50, 10)
-            times = RequestTimes(*all_ns, cached_tokens=self.cached_tokens, encoded_items=1)
+            times = RequestTimes(*range(self._began_ns, self._began_ns + 50, 10))
+            counts = {"cached_tokens": self.cached_tokens, "encoded_items": 1}
+            times = msgspec.structs.replace(times, **counts)
         self.finish(Finish(self.request_id, 1, reason, times))
 
     def abort(self) -> None:
         self.aborted += 1
         super().abort()
+
+    def _end_soon(self, *_: object) -> None:
+        asyncio.get_running_loop().call_soon(self._end_aborted)
 
     def _end_aborted(self) -> None:
         self._end(FinishReason.ABORT)

@@ -92,16 +92,16 @@ async def test_logprobs_are_of_the_sampled_token_and_of_its_alternatives(
     engine = FakeEngine(*others, msgspec.structs.replace(last, finish_reason="stop"))
     engine.preprocessor.token_bytes = spelled  # type: ignore[method-assign]
     reply = await post(engine, path, body_of(path, stream=stream, **fields))
-    told = [choice["logprobs"] for choice in choices_of(reply, stream=stream)]
+    logprobs = [choice["logprobs"] for choice in choices_of(reply, stream=stream)]
     if path == PLAIN:
-        tops = [top for each in told for top in each["top_logprobs"]]
+        tops = [top for each in logprobs for top in each["top_logprobs"]]
         assert [list(top.items()) for top in tops] == [list(top.items()) for top in found]
-        assert [token for each in told for token in each["tokens"]] == [
+        assert [token for each in logprobs for token in each["tokens"]] == [
             next(iter(top)) for top in found
         ]
         assert engine.sampling.logprobs == fields["logprobs"]
     else:
-        rows = [(row, *row["top_logprobs"]) for each in told for row in each["content"]]
+        rows = [(row, *row["top_logprobs"]) for each in logprobs for row in each["content"]]
         assert found == [
             [(one["token"], one["logprob"], one["bytes"]) for one in row] for row in rows
         ]

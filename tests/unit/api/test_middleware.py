@@ -64,7 +64,7 @@ WRONG_KEYS = (
     *("", KEY[:1], KEY[:-1], KEY + "x", KEY[:-1] + "x", "x" + KEY[1:], KEY.upper()),
     *(alike(part) for part in (slice(0, 1), slice(0, 2), slice(-1, None))),
 )
-NO_KEYS = (None, "", "Bearer", "Bearer ", "Basic right", KEY, f"Bearer{KEY}")
+NO_KEYS = (None, "", "Bearer", "Bearer ", "Bearer wrong", f"Basic {KEY}", KEY, f"Bearer{KEY}")
 BEHIND_A_KEY = (f"POST {CHAT}", "GET /metrics", "POST /admin/replicas/", "GET /v1/responses/x")
 FOR_OPERATORS = [
     *(("GET", f"/admin/{name}", 200) for name in ("statistics", "replicas", "adapters", "live")),

@@ -301,7 +301,7 @@ INSTEAD = [
         ),
     ],
 )
-async def test_paths_and_methods_that_are_not_served_are_told_what_is(
+async def test_paths_and_methods_that_are_not_served_are_refused_with_a_remedy(
     method: str, path: str, allow: str, words: str
 ) -> None:
     """In any process, before the key, and before the body: files are sent as forms."""
