@@ -272,7 +272,9 @@ def _wait_for(lock: IO[str], progress: Progress) -> None:
 
 def _compile(wanted: Sequence[Need], folder: Path, progress: Progress) -> None:
     processes = at_once(len(wanted))
-    what = f"compiling {len(wanted)} kernels for this processor, once, on {processes} cores"
+    kernels = "1 kernel" if len(wanted) == 1 else f"{len(wanted)} kernels"
+    cores = "1 core" if processes == 1 else f"{processes} cores"
+    what = f"compiling {kernels} for this processor, once, on {cores}"
     progress(what, 0.0)
     command = [sys.executable, "-m", "vsched_workers.backends.cpu.compiling"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
