@@ -24,11 +24,11 @@ RANK, WIDTH = 4, 64
 Q = "model.layers.0.self_attn.q_proj"
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["stablelm", "llama"])
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a checkpoint, and of an adapter of it, `plain`."""
     root = tmp_path_factory.mktemp("adapters")
-    make_checkpoint("stablelm", root)
+    make_checkpoint(request.param, root)
     make_adapter(root, root / "plain", 0)
     return root
 

@@ -107,8 +107,9 @@ class AdaptedModule:
         adapter = read_adapter(Path(path), rank_max=self._rank_max)
         output = getattr(self._module, "get_output_embeddings", lambda: None)()
         named = self._module.named_modules() if output is not None else ()
-        head = next((name for name, each in named if each is output), "")
-        if head and any(name.endswith(head) for name in adapter.pairs):
+        # A decoder alone is without its head.
+        head = next((name for name, each in named if each is output), "lm_head")
+        if any(name.endswith(head) for name in adapter.pairs):
             raise CheckpointError(
                 f"the adapter changes {head}, the output projection, which is not served. "
                 "Remedy: use an adapter of the layers alone, or merge this one into its base model."
