@@ -198,7 +198,7 @@ async def start_groups(
     behaviour: Behaviour | None = None,
     limits: DeadlinesConfig = LIMITS,
     ranks: int = 1,
-    **options: float,
+    drain_s: float = 30.0,
 ) -> Shell:
     """Start a shell of one worker group for each tuple of groups."""
     sizing = make_sizing(groups, ranks=ranks)
@@ -212,7 +212,7 @@ async def start_groups(
         limits=limits_for(groups),
         policies=default_policies(),
         on_progress=lambda *_: None,
-        **options,
+        drain_s=drain_s,
     )
 
 

@@ -18,7 +18,7 @@ from vsched.kernel.events import Drafted, Finished
 from vsched.sim.ranks.symbolic_workers import stand_in_info
 from vsched.types import FinishReason, ItemPlace, SamplingParams
 from vsched.worker.contract import Batch, Sampled, SequenceState, TokenLogprobs
-from vsched.worker.drafts import DraftModel, DraftWorker, allows, draft, lookup
+from vsched.worker.drafts import DraftModel, DraftWorker, allows, draft, lookup, only_token
 from vsched.worker.generate_rank import GenerateRank
 from vsched.worker.spec import StepLimits
 
@@ -89,6 +89,17 @@ def run_drafted(
 
 def int32(*tokens: int) -> npt.NDArray[np.int32]:
     return np.array(tokens, np.int32)
+
+
+def test_masks_report_the_only_token() -> None:
+    mask = np.zeros(3, np.uint32)
+    assert only_token(mask) is None
+    mask[2] = 1 << 31
+    assert only_token(mask) == 95
+    mask[2] |= 1
+    assert only_token(mask) is None
+    mask[1:] = 1
+    assert only_token(mask) is None
 
 
 @pytest.mark.parametrize(
