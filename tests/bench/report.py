@@ -69,6 +69,7 @@ def quantile(times: str, name: str) -> Read:
 
 
 requests_s: Read = operator.attrgetter("requests_s")
+prompt_tokens: Read = operator.attrgetter("prompt_tokens_mean")
 
 
 def memory(found: Sequence[Started]) -> str:

@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import json
 import math
-import operator
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -278,7 +277,7 @@ def cells(by_side: BySide, model: str) -> str:
                 pairs.append(report.ratios(mine, runs, report.requests_s))
             found = [kept_of(by_side, side, place), *pairs]
             kept, *shares = (_text(one) if one else "-" for one in found)
-            reads = (*_TIMES.values(), operator.attrgetter("prompt_tokens_mean"))
+            reads = (*_TIMES.values(), report.prompt_tokens)
             totals = (sum(getattr(run.figures, name) for run in runs) for name in _TOTALS)
             lines.append(
                 [
