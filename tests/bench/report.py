@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -67,8 +68,8 @@ def quantile(times: str, name: str) -> Read:
     return read
 
 
-def requests_s(figures: Figures) -> float:
-    return figures.requests_s
+requests_s: Read = operator.attrgetter("requests_s")
+prompt_tokens: Read = operator.attrgetter("prompt_tokens_mean")
 
 
 def memory(found: Sequence[Started]) -> str:

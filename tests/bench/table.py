@@ -37,7 +37,7 @@ from tests.bench.servers.session import (
     publish,
 )
 from tests.bench.servers.sides import spec_of
-from vsched.bench.load.generator import Figures, LoadPlan
+from vsched.bench.load.generator import LoadPlan
 
 PURPOSE = "table"
 WARMUP = 1
@@ -277,7 +277,7 @@ def cells(by_side: BySide, model: str) -> str:
                 pairs.append(report.ratios(mine, runs, report.requests_s))
             found = [kept_of(by_side, side, place), *pairs]
             kept, *shares = (_text(one) if one else "-" for one in found)
-            reads = (*_TIMES.values(), _prompt_tokens)
+            reads = (*_TIMES.values(), report.prompt_tokens)
             totals = (sum(getattr(run.figures, name) for run in runs) for name in _TOTALS)
             lines.append(
                 [
@@ -355,7 +355,3 @@ def kept_of(by_side: BySide, side: str, place: Place) -> list[float]:
 
 def _text(found: Sequence[float]) -> str:
     return report.spread(found, alone=False)
-
-
-def _prompt_tokens(figures: Figures) -> float:
-    return figures.prompt_tokens_mean

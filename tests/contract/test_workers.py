@@ -64,11 +64,8 @@ def plugin_of(
     return Plugin()
 
 
-def test_fake_plugin_keeps_the_contract() -> None:
+def test_fake_plugin_keeps_the_contract_with_images_and_without() -> None:
     check_worker(fake_plugin.plugin, INFO, images=IMAGES)
-
-
-def test_check_worker_needs_no_images() -> None:
     check_worker(fake_plugin.plugin, INFO, images=[], seeds=range(3))
 
 

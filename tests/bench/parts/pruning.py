@@ -220,8 +220,8 @@ def pruning(
         console.print(table)
     if questions:
         right = asyncio.run(measure_accuracy(settings, count=questions))
-        for kind, shares in right.items():
+        for kind, of_share in right.items():
             table = Table(f"right answers in %, {kind}", *TASKS)
-            for name, counts in shares.items():
+            for name, counts in of_share.items():
                 table.add_row(name, *(f"{100 * counts[task] / questions:.0f}" for task in TASKS))
             console.print(table)
