@@ -45,7 +45,7 @@ SPARE_BYTES = 256 << 20
 
 def is_hub_id(name: str) -> bool:
     """Whether a name is that of a repository and not of an existing file or folder."""
-    return _HUB_ID.fullmatch(name) is not None and not Path(name).exists()
+    return _HUB_ID.fullmatch(name) is not None and not os.path.exists(name)
 
 
 def with_local_checkpoints(config: Config, progress: Progress | None = None) -> Config:

@@ -192,7 +192,12 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
 
 def test_hub_id_is_a_name_with_one_slash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("Qwen/Qwen2.5-VL-3B-Instruct", "org/model@v1.0", "org/model:Q4_K_M"):
+    for name in (
+        "Qwen/Qwen2.5-VL-3B-Instruct",
+        "org/model@v1.0",
+        "org/model:Q4_K_M",
+        f"org/{300 * 'm'}",
+    ):
         assert is_hub_id(name)
     for name in ("", "model", "./org/model", "/org/model", "a/b/c", "../model"):
         assert not is_hub_id(name)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,9 +54,9 @@ def checkpoint_directory(path: str) -> Path:
         CheckpointError: When there is none.
     """
     directory = Path(path)
-    if directory.is_dir():
+    if os.path.isdir(directory):  # unlike `Path.is_dir`, it raises for no name, however long
         return directory
-    kind = "is a file" if directory.exists() else "does not exist"
+    kind = "is a file" if os.path.exists(directory) else "does not exist"
     raise CheckpointError(
         f"checkpoint {directory.name!r} {kind}. Remedy: give the path of a checkpoint's directory "
         "(one that holds config.json), or make one with `vsched make-checkpoint`."
