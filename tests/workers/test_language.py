@@ -184,8 +184,8 @@ def test_remedy_of_ranks_that_share_a_decoder_by_plan_is_one_rank(tmp_path: Path
 @pytest.mark.parametrize(
     ("name", "declared", "message"),
     [
-        ("stablelm", "kv_bytes_per_token", "keep 1024 bytes of a token.*tells 77"),
-        ("lfm2", "state_bytes", "keep 1536 bytes of a sequence.*tells 77"),
+        ("stablelm", "kv_bytes_per_token", "keep 1024 bytes of a token.*states 77"),
+        ("lfm2", "state_bytes", "keep 1536 bytes of a sequence.*states 77"),
     ],
 )
 def test_load_reports_layers_that_keep_more_than_declared(

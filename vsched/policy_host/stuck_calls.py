@@ -68,8 +68,8 @@ class StuckCalls:
     def _watch(self) -> None:
         seen, times = None, 0
         while not self._closed.wait(self._limit_s / LOOKS):
-            stacks = sys._current_frames()  # noqa: SLF001 - the public way to see them
-            call = _policy_call(stacks.get(self._main))
+            # No variable for the stacks: it would keep the locals of all frames alive until the next look.
+            call = _policy_call(sys._current_frames().get(self._main))  # noqa: SLF001 - documented
             times = times + 1 if call is not None and call is seen else 0
             seen = call
             if times >= LOOKS:  # again at each further look, since the policy may catch everything

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
-from typing import overload
+from typing import NoReturn, overload
 
 from vsched.kernel.decisions import Leave
 from vsched.kernel.generate.blocks import BlockPool
@@ -89,9 +89,16 @@ class RunningViews(Sequence[RunningView]):
     """Views of running requests, built when the first one is read; valid during the call of a policy."""
 
     __slots__ = ("_all",)
+    _all: Callable[[], tuple[RunningView, ...]]
 
     def __init__(self, running: RunningSet, planned: int) -> None:
-        self._all = cache(partial(running.views, planned))
+        object.__setattr__(self, "_all", cache(partial(running.views, planned)))
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(f"a view cannot be changed: {name}")
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"a view cannot be changed: {name}")
 
     @overload
     def __getitem__(self, index: int) -> RunningView: ...
