@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import io
 import socket
 import sys
 from pathlib import Path
 
 import msgspec
 import pytest
-from rich.console import Console
 
-from tests.bench.servers import llamacpp, setup, sides
+from tests.bench.servers import llamacpp, sides
 from tests.bench.servers.peers import PEERS, PeerStart
 from tests.bench.servers.processes import identities, neighbours
 from tests.bench.servers.server import HOST, Server, ServerError, Spec, serving
 from tests.each_case import each_case
-from tests.host_process import free_port
 from tests.patience import NEVER_S
 from vsched.errors import ConfigError
 
@@ -57,30 +54,6 @@ def test_a_server_that_ends_is_reported_with_its_last_words(tmp_path: Path) -> N
         serving(spec, tmp_path / "log") as server,
     ):
         server.wait_ready(NEVER_S)
-
-
-def test_an_installed_peer_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / setup.STAMP).write_text(setup.mark(PEERS["vllm"]))
-    console = Console(file=io.StringIO())
-    setup.install(PEERS["vllm"], tmp_path, pip_arguments="", console=console)
-    assert [path.name for path in tmp_path.iterdir()] == [setup.STAMP]
-    homes = {peer.folder(tmp_path): setup.mark(peer) for peer in PEERS.values()}
-    assert len(set(homes.values())) == len(homes)
-    for peer in PEERS.values():
-        assert setup.mark(peer) == homes[peer.folder(tmp_path)], (
-            "all users of the environment agree on it"
-        )
-        assert peer.folder(tmp_path).name in PEERS, "a name that setup accepts"
-
-
-def test_an_index_out_of_reach_is_reported_before_anything_is_installed(tmp_path: Path) -> None:
-    """Pip retries for each package: a stall of half an hour."""
-    url = f"http://{HOST}:{free_port(HOST)}/whl"
-    for arguments in (f"--extra-index-url {url}", f"--index-url={url}"):
-        with pytest.raises(ConfigError, match=f"{url}: no answer(.|\n)*leave it out"):
-            setup.install(PEERS["vllm"], tmp_path, pip_arguments=arguments, console=Console())
-    assert not list(tmp_path.iterdir())
-    setup.check_indexes("--find-links /wheels --retries 1")
 
 
 def test_server_of_an_earlier_run_is_not_taken_for_the_new_one(tmp_path: Path) -> None:

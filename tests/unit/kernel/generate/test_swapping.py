@@ -23,12 +23,7 @@ from tests.unit.kernel.setups import (
 from vsched.kernel import Scheduler, SchedulerLimits
 from vsched.kernel.commands import Decide
 from vsched.kernel.events import Encoded
-from vsched.policy import (
-    Draft,
-    DraftingView,
-    Preemption,
-    PreemptionView,
-)
+from vsched.policy import Draft, DraftingView, Preemption, PreemptionView
 from vsched.policy_host import SeatPolicies
 from vsched.policy_host.snapshot import encode_snapshot, restore_snapshot
 from vsched.testing import ModelCluster, default_policies, make_request, run_random

@@ -28,12 +28,7 @@ from vsched_workers.backends.choice import choose_backend
 from vsched_workers.backends.cuda import attention_trials, fused_tower, products
 from vsched_workers.backends.cuda.attention_trials import usable_kernels
 from vsched_workers.backends.cuda.device import VARIABLE
-from vsched_workers.backends.cuda.fused_tower import (
-    INNER_MULTIPLE,
-    FusedTower,
-    VisionKernels,
-    fits,
-)
+from vsched_workers.backends.cuda.fused_tower import INNER_MULTIPLE, FusedTower, VisionKernels, fits
 from vsched_workers.families import FAMILIES, family_of_rank
 
 pytestmark = pytest.mark.filterwarnings("default")
