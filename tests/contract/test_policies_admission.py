@@ -107,7 +107,7 @@ def test_admission_runs_an_item_of_unknown_size_alone(policy: RequestPolicy) -> 
     assert (taken, rest) == ([1], [None])
 
 
-def test_fifo_takes_what_there_is_room_for() -> None:
+def test_fifo_fills_the_room() -> None:
     assert admit(Fifo(), [9999] * 4, entries_free=3) == ([9999] * 3, [9999])
     assert admit(Fifo(), [60, 60, 60], divisible=True, tokens_free=100) == ([60, 60], [60])
     assert admit(Fifo(), [60, 60], divisible=True, tokens_free=60) == ([60], [60])
@@ -160,12 +160,12 @@ def test_tenant_fair_takes_tenants_in_turn() -> None:
     assert chosen(TenantFair(), of("aaabb"), state=ServedTokens()) == [0, 3, 1, 4, 2]
 
 
-def test_tenant_fair_counts_the_tokens_of_what_it_takes() -> None:
+def test_tenant_fair_counts_the_tokens_of_admitted_requests() -> None:
     waiting = [Item(100, tenant="a"), Item(100, tenant="a"), *of("bbb", 30)]
     assert chosen(TenantFair(), waiting, state=ServedTokens()) == [0, 2, 3, 4, 1]
 
 
-def test_tenant_fair_counts_what_ended_once() -> None:
+def test_tenant_fair_counts_ended_requests_once() -> None:
     state = ServedTokens(tokens={"a": 0.0, "b": 0.0}, waited=["a", "b"])
     measured = Measurements(ends=[end(5, 10, 20, "a")])
     for _ in range(2):
@@ -174,7 +174,7 @@ def test_tenant_fair_counts_what_ended_once() -> None:
     assert state.tokens == {"a": 50.0, "b": 0.0}
 
 
-def test_tenant_fair_counts_what_runs() -> None:
+def test_tenant_fair_counts_running_requests() -> None:
     measured = Measurements(tokens_running={"a": 25})
     assert chosen(TenantFair(), of("aabbb"), state=ServedTokens(), measured=measured)[:3] == [
         2,

@@ -55,7 +55,7 @@ def test_chunk_aware_selects_items_of_the_chunk(chunk: tuple[int, int], chosen: 
     assert select(ChunkAware(), chunk) == chosen
 
 
-def test_lru_evicts_what_was_let_go_first() -> None:
+def test_lru_evicts_the_entry_released_first() -> None:
     order = Lru().build_order()
     for key in "abc":
         assert order.add(key, 1)
@@ -83,7 +83,7 @@ def hit(order: EvictionOrder[Hashable], key: Hashable, size: int = 1) -> None:
     order.add(key, size)
 
 
-def test_s3_fifo_spares_what_was_hit() -> None:
+def test_s3_fifo_spares_entries_with_hits() -> None:
     """One-hit wonders go first, however recent; the others follow in turn."""
     order = S3Fifo(small_share=0.1).build_order()
     for key in "abcde":

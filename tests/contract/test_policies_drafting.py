@@ -72,7 +72,7 @@ def steps(*busy_ns: int, drafted: int = 0, accepted: int = 0, start: int = 1) ->
 
 @pytest.mark.parametrize("policy", GUESSES)
 @pytest.mark.parametrize(("drafted_ns", "goes_on"), [(1900, True), (2000, False)])
-def test_drafts_go_on_while_tokens_come_faster_by_what_was_measured(
+def test_drafts_go_on_while_tokens_are_measured_to_come_faster(
     policy: TriedDrafts, drafted_ns: int, goes_on: bool
 ) -> None:
     """Twice the tokens in less than twice the time."""

@@ -81,7 +81,7 @@ def test_auto_profile_probes_with_little_when_much_does_not_fit() -> None:
 # --- the target ---
 
 
-def test_auto_profile_builds_what_is_left() -> None:
+def test_auto_profile_builds_the_rest_of_the_memory() -> None:
     """1,000,000 in all, less 250,000 that is not KV, 100,000 of peers, 50,000 of headroom, times 0.9."""
     policy = AutoProfile(mem_fraction=0.9, headroom_bytes=50_000)
     assert requested(policy, attempted("probe", 8192)) == Build(
@@ -116,7 +116,7 @@ def test_auto_profile_counts_ranks_on_one_device_once() -> None:
     assert requested(PLAIN, probe, ranks=ranks) == Build(20_000)
 
 
-def test_auto_profile_leaves_what_encoders_do_not_hold_yet() -> None:
+def test_auto_profile_leaves_memory_that_encoders_do_not_hold_yet() -> None:
     """Growth that is not held is kept free; held memory counts among the peers already."""
     probe = attempted("probe", 8192)
     both = [reserved(30_000), reserved(20_000, rank=1)]
@@ -140,7 +140,7 @@ def test_auto_profile_clamps_at_nothing(changes: dict[str, int], tokens: int) ->
 # --- after a build ---
 
 
-def test_auto_profile_accepts_what_held() -> None:
+def test_auto_profile_accepts_the_size_that_held() -> None:
     assert (
         requested(
             AutoProfile(headroom_bytes=0), attempted("probe", 8192), attempted("build", 60_000)
@@ -199,7 +199,7 @@ def test_pinned_refuses_sizes_that_did_not_hold() -> None:
 
 
 @pytest.mark.parametrize(("fraction", "tokens_max"), [(1.0, 70_000), (0.5, 35_000), (0.95, 66_500)])
-def test_pinned_fits_the_fraction_of_what_is_left(fraction: float, tokens_max: int) -> None:
+def test_pinned_fits_its_fraction_of_the_free_memory(fraction: float, tokens_max: int) -> None:
     """`mem_fraction` multiplies the budget: 1,000,000 bytes less 200,000 of our own and 100,000 of others."""
     assert requested(Pinned(tokens=tokens_max, mem_fraction=fraction)) == Build(tokens_max)
     message = refused(requested(Pinned(tokens=tokens_max + 1, mem_fraction=fraction)))

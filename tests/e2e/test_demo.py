@@ -48,7 +48,7 @@ def test_demo_answers_right_and_encodes_each_picture_once(
         (["--folder", "taken"], r"^--folder taken: cannot be created: File exists. Remedy: "),
     ],
 )
-def test_demo_names_what_it_lacks(
+def test_demo_names_unmet_requirements(
     words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

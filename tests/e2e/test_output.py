@@ -58,7 +58,7 @@ async def test_seeded_sampling_is_the_same_alone_and_preempted_in_a_crowd(engine
     assert len(alone.token_ids) == ASK.count
 
 
-async def test_max_tokens_of_zero_fills_what_is_left(engine: Engine) -> None:
+async def test_max_tokens_of_zero_fills_the_kv_cache(engine: Engine) -> None:
     found = await answer(engine, Ask(TEXTS[4]), greedy(max_tokens=0))
     prompt = Ask(TEXTS[4]).prompt(engine.preprocessor)
     assert len(found.token_ids) == KV_TOKENS - len(prompt)

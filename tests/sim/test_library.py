@@ -112,7 +112,7 @@ def recording_engine(path: Path) -> SimEngine:
 
 @pytest.mark.sim
 @pytest.mark.parametrize("kind", ODD)
-async def test_engine_records_what_a_caller_passes_so_that_it_replays(
+async def test_engine_records_the_arguments_of_a_caller_so_that_they_replay(
     tmp_path: Path, kind: str
 ) -> None:
     sampling, call = ODD[kind]

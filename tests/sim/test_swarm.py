@@ -63,7 +63,7 @@ def test_swarm_finds_a_planted_bug(plant: Plant) -> None:
     pytest.fail(f"{plant.name} was not found in a thousand scenarios")
 
 
-def test_swarm_counts_what_it_did_and_takes_a_plan(tmp_path: Path) -> None:
+def test_swarm_counts_its_scenarios_and_takes_a_plan(tmp_path: Path) -> None:
     seeds: list[int] = []
     outcome = swarm(3, seed=7, on_report=lambda seed, _: seeds.append(seed))
     assert seeds == [7, 8, 9]

@@ -125,7 +125,7 @@ def test_batch_cap_of_encoders_is_shared_by_replicas() -> None:
 
 
 @pytest.mark.parametrize(("fact", "longest"), [("item_atomic", 900), ("prompt_atomic", 1000)])
-def test_a_step_holds_what_sees_itself(fact: str, longest: int) -> None:
+def test_a_step_holds_each_bidirectional_span(fact: str, longest: int) -> None:
     """Kernel and profiling run use chunks of that length, and an image that fits no step is an error."""
     info = replace(INFO, item_tokens_max=900, **{fact: True})
     config = config_of(
@@ -144,7 +144,7 @@ def test_a_step_holds_what_sees_itself(fact: str, longest: int) -> None:
     scheduler_limits(config.text_alone, large.text_alone, policies, blocks=7)
 
 
-def test_kernel_is_told_how_long_a_request_may_wait() -> None:
+def test_kernel_gets_the_maximum_waiting_time_of_a_request() -> None:
     """0 is no limit."""
     for set_, expected_ns in (("deadlines.waiting_s=0", 0), ("deadlines.waiting_s=1.5", 1.5e9)):
         config = config_of(set_)
@@ -158,7 +158,7 @@ def test_ranks_without_heads_of_their_own_keep_the_whole_kv_cache() -> None:
     assert sizing._view.bytes_per_token == INFO.kv_bytes_per_token
 
 
-def test_rank_is_told_its_share_of_the_kv_cache() -> None:
+def test_rank_gets_its_share_of_the_kv_cache() -> None:
     """Bytes of a token on one rank; statistics sum over all ranks."""
     config = config_of(*TWO_BY_TWO)
     policies = resolve_policies(config)
@@ -310,7 +310,7 @@ def test_warning_about_an_unused_draft_model(
     assert (UNASKED in caplog.text) == warned
 
 
-def test_drafts_are_refused_without_what_they_need() -> None:
+def test_drafts_are_refused_without_their_requirements() -> None:
     asks = drafting("draft-model")
     with pytest.raises(ConfigError, match=r"drafts with a model, and there is none"):
         verifies_drafts(asks, SIMULATED, resolve_policies(asks))
@@ -341,7 +341,7 @@ DEMO = Path(__file__).parents[2] / "workers" / "demo-model"
 
 
 @pytest.mark.parametrize(("used", "temperature"), [("true", 0.3), ("false", 1.0)])
-def test_model_section_decides_what_is_taken_from_the_checkpoint(
+def test_model_section_decides_which_defaults_come_from_the_checkpoint(
     tmp_path: Path, used: str, temperature: float
 ) -> None:
     path = shutil.copytree(DEMO, tmp_path / "copy")

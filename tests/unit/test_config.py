@@ -198,7 +198,7 @@ def test_config_reports_all_typos_at_once(tmp_path: Path) -> None:
         assert sum(one.endswith(f" Did you mean {idea}?") for one in reported) == 1, idea
 
 
-def test_config_combinations_are_told_together_once_each_value_is_legal() -> None:
+def test_config_conflicts_are_reported_together_once_each_value_is_legal() -> None:
     sets = ["generate.chunk_tokens=4096", "generate.slots=2048"]
     reported = refusal(sets).splitlines()
     assert [one.partition(":")[0] for one in reported] == [
@@ -379,7 +379,9 @@ def test_config_threads_default_to_the_share_of_a_rank(
         (["encode.device=cuda", "encode.threads=1"], "encode.device", ""),
     ],
 )
-def test_config_names_what_fixes_the_threads(sets: list[str], encode: str, generate: str) -> None:
+def test_config_names_the_setting_of_fixed_threads(
+    sets: list[str], encode: str, generate: str
+) -> None:
     config = config_of(*sets)
     found = (config.threads_fixed_by("encode"), config.threads_fixed_by("generate"))
     assert found == (encode, generate)

@@ -356,7 +356,7 @@ REFERENCE = sorted((ROOT / "docs/reference").glob("*.md"))
     ],
     ids=lambda one: getattr(one, "__name__", ""),
 )
-def test_docs_name_what_there_is(
+def test_docs_name_existing_things(
     failures: Callable[[Path], Iterator[str]], pages: list[Path]
 ) -> None:
     check_pages(failures, pages)

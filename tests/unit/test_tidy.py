@@ -151,7 +151,7 @@ def test_release_ci_runs_every_supported_python() -> None:
     assert PROJECT["requires-python"] == f">={names[0]}"
 
 
-def test_release_workflow_builds_and_publishes_what_is_there() -> None:
+def test_release_workflow_builds_and_publishes_existing_files() -> None:
     jobs = workflow("release.yml")["jobs"]
     assert set(jobs["publish"]["needs"]) == {"build", "image"}
     text = (WORKFLOWS / "release.yml").read_text()

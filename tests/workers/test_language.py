@@ -423,7 +423,7 @@ def blocks_of(slot: int) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "attention"), [("nano25", "exact"), ("nano3", "auto"), *DECODERS])
-def test_drafts_give_what_single_rows_give(
+def test_drafts_give_the_tokens_of_single_rows(
     stages: Stages, tmp_path: Path, name: str, attention: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if name.startswith("nano"):

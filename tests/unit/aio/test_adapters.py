@@ -196,7 +196,7 @@ async def test_group_that_does_not_get_its_adapters_back_is_given_up(bench: Benc
     assert group.leader.refused == ["could not add an adapter again: no memory"]
 
 
-async def test_table_keeps_nothing_of_what_cannot_be_loaded(tmp_path: Path) -> None:
+async def test_table_keeps_nothing_of_an_adapter_that_cannot_be_loaded(tmp_path: Path) -> None:
     bench = Bench(tmp_path, encoder=False)
     bench.facts = CheckpointError("damaged. Remedy: another.")
     with pytest.raises(RequestRefused, match="damaged") as refused:

@@ -163,7 +163,7 @@ def processes() -> Iterator[GrammarProcesses]:
         ("quote", r"^no \\ud800. Remedy"),
     ],
 )
-def test_grammar_processes_refuse_what_kills_them(
+def test_grammar_processes_refuse_schemas_that_kill_them(
     processes: GrammarProcesses, grammar: str, reason: str
 ) -> None:
     with pytest.raises(RequestRefused, match=reason) as refusal:

@@ -58,7 +58,7 @@ async def serve_until(played: ShellHarness, task: asyncio.Future[Any]) -> Any:
 
 
 @pytest.mark.parametrize("played", [TWO_GENERATE, TWO_OF_EACH], indirect=True, ids=str)
-async def test_drained_group_ends_what_it_has_and_gets_nothing_new(played: ShellHarness) -> None:
+async def test_drained_group_ends_its_requests_and_gets_no_new_ones(played: ShellHarness) -> None:
     """No stream is interrupted; the drain returns once nothing runs there, and the group can be resumed."""
     ranks = played.ranks
     streams = streams_of(played, steps=2)

@@ -201,7 +201,7 @@ async def test_sizing_gives_all_groups_the_size_of_the_smallest() -> None:
         await sizing.lead("generate-1", full)  # type: ignore[arg-type]
 
 
-async def test_sizing_keeps_what_an_encoder_published_at_its_first_start() -> None:
+async def test_sizing_keeps_the_reservation_of_an_encoder_from_its_first_start() -> None:
     """Its reservation after a restart changes no share, and its memory is named after the rank, not the process."""
     sizing = make_sizing(APART)
     assert sizing.reserved_bytes("encode", 0) is None

@@ -100,7 +100,7 @@ def groups_on(device: OneDevice) -> dict[str, Group]:
 
 
 @pytest.mark.parametrize("order", [NAMES, NAMES[::-1]])
-async def test_sizing_together_does_not_depend_on_who_starts_first(order: Sequence[str]) -> None:
+async def test_sizing_together_does_not_depend_on_the_order_of_starts(order: Sequence[str]) -> None:
     """All groups get the same in each order of starting, and the largest steps of all fit at once."""
     device = OneDevice(1024 * MIB)
     groups = groups_on(device)
@@ -138,7 +138,7 @@ async def test_sizing_together_restarts_keep_to_their_shares() -> None:
     assert [len(one.orders) for one in groups.values()] == received
 
 
-async def test_sizing_together_that_does_not_fit_names_all_and_what_to_do() -> None:
+async def test_sizing_together_that_does_not_fit_names_all_and_the_remedy() -> None:
     """The error has the needs of each group, the limit, and the remedies; fewer groups is one of them."""
     device = OneDevice(144 * MIB)
     groups = groups_on(device)
@@ -205,7 +205,7 @@ async def test_sizing_together_shares_out_the_memory_of_a_host() -> None:
     assert held_bytes - loaded_bytes <= 800 * MIB
 
 
-async def test_sizing_together_on_a_host_that_is_too_small_says_who_shares_it() -> None:
+async def test_sizing_together_on_a_host_that_is_too_small_names_the_groups_that_share_it() -> None:
     groups = groups_on_a_host()
     with pytest.raises(DeviceOutOfMemory) as caught:
         await lead_all(sizing_of([*groups], host_free=lambda: 30 * MIB), groups)
@@ -227,7 +227,7 @@ async def led_again(sizing: Sizing, before: Group) -> Group:
     return again
 
 
-async def test_group_comes_back_with_what_fits_and_with_all_of_it_later(
+async def test_group_comes_back_with_the_size_that_fits_and_with_all_of_it_later(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The steps of a smaller size are proved again; those of the whole size were proved at the first start."""

@@ -33,7 +33,7 @@ async def test_a_byte_order_mark_is_left_out(size: int) -> None:
 
 
 @each_case("encoding", ["utf-16", "utf-16-be", "utf-32-le", "cp500"])
-async def test_a_body_in_another_encoding_is_told_which_is_read(encoding: str) -> None:
+async def test_a_body_in_another_encoding_is_refused_with_the_accepted_one(encoding: str) -> None:
     error = await refusal(CHAT, json.dumps(chat()).encode(encoding))
     assert error["code"] == "invalid_json"
     assert error["message"].endswith("Remedy: send one JSON object in UTF-8.")
@@ -74,7 +74,7 @@ ONE = ApiSettings(bodies_bytes_max=len(LARGE) + 1000, body_wait_s=0.02)
 """Space for one large body."""
 
 
-async def test_large_bodies_wait_for_room_and_are_told_to_come_back() -> None:
+async def test_large_bodies_wait_for_room_and_get_a_retry_after() -> None:
     """A small body needs no space, and one larger than all the space is served alone."""
     engine = FakeEngine()
     engine.entering = asyncio.Event()
@@ -260,7 +260,7 @@ async def test_known_fields_pass_strictness_wherever_they_are() -> None:
 
 
 @each_case("sent", [b'"user":{"\xff":1}', b'"user":' + b"[" * 900 + b"]" * 900])
-async def test_strictness_survives_what_decoding_skips(sent: bytes) -> None:
+async def test_strictness_survives_fields_that_decoding_skips(sent: bytes) -> None:
     body = b'{"messages":[{"role":"user","content":"x","odd":{%s}}]}' % sent
     await refusal(CHAT, body, strict_fields=True)
 

@@ -495,7 +495,7 @@ def test_listener_for_both_families_stays_one() -> None:
             pass
 
 
-def test_share_of_a_process_adds_up_to_what_was_set() -> None:
+def test_shares_of_processes_add_up_to_the_setting() -> None:
     settings = ApiSettings(bodies_bytes_max=1000, body_bytes_max=500)
     share = share_of(settings, 3)
     assert share.bodies_bytes_max == 334

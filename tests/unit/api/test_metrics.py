@@ -93,7 +93,7 @@ async def test_metrics_and_statistics_have_the_threads_of_each_rank(
             assert row["ranks"][0]["threads"] == now
 
 
-async def test_metrics_report_what_groups_were_lost_of() -> None:
+async def test_metrics_report_the_reasons_of_lost_groups() -> None:
     engine = FakeEngine()
     losses = {"ProcessExited": 2, "RankSilent": 1}
     engine.rows = [{"name": "encode-1", "state": "down", "losses": losses, "restarts": 3}]

@@ -477,7 +477,7 @@ async def test_request_id_of_a_client_is_a_part_of_the_engines() -> None:
     assert all(one.startswith("chatcmpl-mine-") for one in ids)
 
 
-async def test_request_id_is_on_what_no_endpoint_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_request_id_is_on_uncaught_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     async def broken(*_: object) -> None:
         raise ValueError("broken")
 

@@ -27,7 +27,7 @@ ANTHROPIC = {"anthropic-version": "2023-06-01"}
     ("state", "status"),
     [("loading", 503), ("ready", 200), ("degraded", 200), ("draining", 503), ("stopped", 503)],
 )
-async def test_state_is_reported_and_decides_who_is_served(state: str, status: int) -> None:
+async def test_state_is_reported_and_gates_requests(state: str, status: int) -> None:
     engine = FakeEngine()
     engine.state = state
     for path in ("/health", "/ready"):

@@ -38,7 +38,7 @@ def seven(engine: SimEngine) -> asyncio.Future[Any]:
 
 
 @pytest.mark.sim
-async def test_state_says_what_waits_and_why_and_has_steps_policies_and_memory() -> None:
+async def test_state_has_waiting_requests_with_reasons_steps_policies_and_memory() -> None:
     async with SimEngine() as engine:
         asking = seven(engine)
         await asyncio.sleep(0.05)

@@ -241,7 +241,7 @@ async def test_refusals_do_not_quote_long_content() -> None:
 
 
 @each_case("path", [CHAT, PLAIN, "/tokenize"])
-async def test_wrong_value_next_to_what_is_no_text_is_refused(path: str) -> None:
+async def test_wrong_value_next_to_a_value_that_is_no_text_is_refused(path: str) -> None:
     """Parts that msgspec skips are not checked until the value appears in an error."""
     name = "prompt" if path == PLAIN else "messages"
     error = await refusal(path, b'{"%s":0,"\xff":1}' % name.encode())

@@ -158,7 +158,7 @@ async def test_client_reads_a_whole_answer(tmp_path: Path, path: str) -> None:
     assert ids(await second.get(f"{path}/{name}?stream=true"))
 
 
-async def test_answer_goes_on_behind_what_the_record_has(
+async def test_answer_continues_after_its_recorded_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rest is kept with the request before another record begins, so it survives a start that fails."""
@@ -308,7 +308,7 @@ async def test_answers_are_forgotten_where_they_are_too_large_together(tmp_path:
     assert [(await second.get(f"{CHAT}/{name}")).status for name in "abc"] == [404, 200, 200]
 
 
-async def test_reader_that_comes_early_gets_what_comes(tmp_path: Path) -> None:
+async def test_early_reader_gets_the_later_parts(tmp_path: Path) -> None:
     """Before it is accepted, and while it is computed; one that leaves stops nothing."""
     await Server(tmp_path).killed_in(CHAT, chat(stream=True), headers={"x-request-id": "mine"})
     held = asyncio.Event()
@@ -329,7 +329,7 @@ async def test_reader_that_comes_early_gets_what_comes(tmp_path: Path) -> None:
     assert second.engine.generations[0].aborted == 0
 
 
-async def test_failure_in_mid_stream_is_told_behind_any_event(tmp_path: Path) -> None:
+async def test_failure_in_mid_stream_is_reported_after_any_event(tmp_path: Path) -> None:
     """Even if the client has more events than there are."""
     await Server(tmp_path).killed_in(CHAT, chat(stream=True), headers={"x-request-id": "mine"})
     second = await Server(tmp_path, DELTAS[0], RequestFailed("broken")).start()

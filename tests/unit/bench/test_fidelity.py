@@ -70,7 +70,7 @@ def test_dresser_writes_texts_that_begin_alike_where_simulated_ones_do(texts: Re
     assert PLACEHOLDER not in long + other
 
 
-def test_dresser_repeats_what_the_model_answered(texts: RequestTexts) -> None:
+def test_dresser_repeats_the_answers_of_the_model(texts: RequestTexts) -> None:
     said = arrival(Text(1, 2), Reply(3), Text(2, 2), Reply(2))
     ids = texts.prompt(said, [[70, 71, 72], [73, 74, 75]])
     assert ids[2:5] == [70, 71, 72]
@@ -137,7 +137,7 @@ def test_round_stays_within_limits(tight: CalibrationLimits) -> None:
             assert all(tokens <= tight.item_tokens for tokens in ask.images)
 
 
-def test_round_costs_what_it_may_and_the_cheapest_come_first() -> None:
+def test_round_stays_within_its_cost_and_takes_the_cheapest_first() -> None:
     trials = [one for one in plan_round(LARGE, 20_000) if not one.decoding]
     costs = [trial.cost for trial in trials]
     assert costs == sorted(costs)

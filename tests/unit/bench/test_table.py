@@ -192,7 +192,7 @@ def test_share_that_is_kept_next_to_neighbours_is_of_the_same_round() -> None:
     assert "1 loop, 16 bits" not in said, "1.6 times vLLM in the same condition"
 
 
-def test_page_replaces_what_lies_between_its_markers(tmp_path: Path) -> None:
+def test_page_replaces_the_text_between_its_markers(tmp_path: Path) -> None:
     """The page of benchmarks has a place for each result."""
     path, before = tmp_path / "page.md", "# Title\n\n<!-- bench: one -->\nold\n<!-- end: one -->\n"
     path.write_text(before)

@@ -91,7 +91,7 @@ def test_check_reports_threads_and_processes(monkeypatch: pytest.MonkeyPatch) ->
     assert "HTTP" not in output
 
 
-def test_check_reports_what_the_states_of_all_slots_take(tmp_path: Path) -> None:
+def test_check_reports_the_memory_of_the_states_of_all_slots(tmp_path: Path) -> None:
     make_checkpoint("lfm2", tmp_path)
     sets = ("--set", "generate.slots=10", "--set", "generate.memory_limit=1GiB")
     status, report = check_json(tmp_path, *sets)
@@ -210,7 +210,7 @@ def test_check_counts_the_draft_model() -> None:
         assert both[name] == 2 * plain[name]
 
 
-def test_check_counts_shards_and_names_what_is_missing(copy: Callable[..., Path]) -> None:
+def test_check_counts_shards_and_names_missing_ones(copy: Callable[..., Path]) -> None:
     path = copy()
     (path / "model.safetensors").rename(path / "model-00001-of-00002.safetensors")
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "other.safetensors"}}
@@ -231,7 +231,7 @@ def test_check_counts_shards_and_names_what_is_missing(copy: Callable[..., Path]
         ("{{ messages[0]['content'][-1]['text'] }}", "leaves out videos"),
     ],
 )
-def test_check_tells_of_a_chat_template_without_videos(
+def test_check_reports_a_chat_template_without_videos(
     copy: Callable[..., Path], template: str | None, reason: str
 ) -> None:
     path = copy()
@@ -242,7 +242,7 @@ def test_check_tells_of_a_chat_template_without_videos(
     assert reason in "".join(found)
 
 
-def test_check_tells_why_a_model_takes_no_videos(tmp_path: Path) -> None:
+def test_check_reports_why_a_model_takes_no_videos(tmp_path: Path) -> None:
     config = {"model_type": "kimi_k25", "video_token_id": 8}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert "videos (its vision tower merges frames over time" in str(check_json(tmp_path)[1])

@@ -52,7 +52,7 @@ def service() -> dict[str, Any]:
     return found
 
 
-def test_dockerfile_copies_what_is_there_and_serves_as_an_unprivileged_user() -> None:
+def test_dockerfile_copies_existing_files_and_serves_as_an_unprivileged_user() -> None:
     """The last user is not root, and comes before the command."""
     names = [name for name, _ in dockerfile()]
     assert {*names} <= INSTRUCTIONS
@@ -98,7 +98,7 @@ def test_command_of_the_image_is_understood(
     assert "checkpoint 'model' does not exist" in caplog.text
 
 
-def test_compose_sets_what_the_configuration_knows_and_mounts_the_model() -> None:
+def test_compose_sets_known_keys_and_mounts_the_model() -> None:
     """A renamed key fails this test, not the start of a container."""
     found = service()
     environment = {name: str(value) for name, value in found["environment"].items()}

@@ -51,7 +51,7 @@ TRIED = [("probe", "fits"), ("build", "out_of_memory")]
 
 
 @pytest.mark.parametrize("tried", [TRIED, []])
-def test_profile_prints_and_writes_what_it_has_before_it_raises(
+def test_profile_prints_and_writes_its_results_before_it_raises(
     tried: list[tuple[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     error = DeviceOutOfMemory("nothing fits. Remedy: raise generate.memory_limit.")

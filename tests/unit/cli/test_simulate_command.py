@@ -73,7 +73,7 @@ def test_simulate_compares_a_record_with_another_policy(folder: Path) -> None:
     assert other.figures.ttft_ms.p50 < own.figures.ttft_ms.p50
 
 
-def test_simulate_writes_what_is_requested(folder: Path) -> None:
+def test_simulate_writes_the_requested_files(folder: Path) -> None:
     """A timeline for each configuration."""
     words = ["-c", "a.toml", "-c", "a.toml", "--requests", "5", "--oracles"]
     files = ["--html", "o.html", "--json", "o.json", "--timeline", "t.json"]
@@ -194,7 +194,7 @@ def test_simulate_runs_a_swarm_with_the_policies_of_a_configuration(
         (["--trace", "trace.csv", "--faults", "plan.json"], "--faults: needs --swarm"),
     ],
 )
-def test_simulate_says_what_is_wrong(folder: Path, words: list[str], message: str) -> None:
+def test_simulate_reports_wrong_arguments(folder: Path, words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         run(*words)
 

@@ -136,7 +136,7 @@ def test_the_first_answer_reports_a_cached_prompt_and_further_ones_share_it() ->
     assert cluster.ended["a"].times.cached_tokens == 0
 
 
-def test_a_prompt_that_was_told_of_is_cached_when_its_request_comes_again() -> None:
+def test_a_reported_prompt_is_cached_when_its_request_is_repeated() -> None:
     cluster = make_cluster()
     request = make_request("a", words(42), max_tokens=20)
     reported = msgspec.structs.replace(request.sampling, prompt_logprobs=1)

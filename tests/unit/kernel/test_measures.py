@@ -128,7 +128,7 @@ def test_gap_of_a_step_begins_with_its_decision_after_idleness() -> None:
     assert [one.gap_ns for one in reported.measured.steps] == [100, 200]
 
 
-def test_requests_are_told_when_their_first_token_comes_and_when_they_end() -> None:
+def test_times_of_requests_have_their_first_token_and_their_end() -> None:
     reported = Told()
     reported.submit(1_000, text("a", 6, priority=3, ttft_target_ms=2))
     reported.step(4_000, 1)
@@ -208,7 +208,7 @@ def test_replicas_are_distinguished_and_the_encode_stage_has_all() -> None:
     assert reported.kernel.encode.measured.blocks_total == 2 * LIMITS.blocks
 
 
-def test_tenants_are_told_in_views_and_measurements() -> None:
+def test_tenants_are_in_views_and_measurements() -> None:
     """An image has the tenant of the request that needed it first; views have the measurements themselves."""
     waiting: list[list[str]] = []
     shown: dict[str, Any] = {}
@@ -236,7 +236,7 @@ def test_tenants_are_told_in_views_and_measurements() -> None:
         assert not getattr(Measurements(), name)
 
 
-def test_swaps_are_told_and_are_no_part_of_the_steps() -> None:
+def test_swaps_are_measured_and_are_no_part_of_the_steps() -> None:
     """Copy times do not count as computing, neither for policies nor for the model of step times."""
     reported = Told(swap_blocks=4, step_target_ns=1_000_000)
     plain = Told(swap_blocks=4, step_target_ns=1_000_000)

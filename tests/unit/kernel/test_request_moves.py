@@ -162,7 +162,7 @@ def test_times_of_a_request_are_those_of_the_first_time() -> None:
 
 
 @pytest.mark.parametrize("how", ["lost", "preempted"])
-def test_load_of_a_group_counts_the_tokens_of_what_left_its_slot(how: str) -> None:
+def test_load_of_a_group_counts_the_tokens_of_preempted_requests(how: str) -> None:
     """Prompts and outputs, waiting or running; otherwise the router would send too much there."""
     cluster = make_cluster(blocks=10, prefix_cache=False)
     names = submit_texts(cluster, 4, 6, max_tokens=20)
@@ -238,7 +238,7 @@ def test_those_behind_a_front_without_room_join_when_it_leaves_or_the_policy_wan
     assert_served(cluster, "runs", "small", *["large"] * (not leaves))
 
 
-def test_policy_decides_who_joins_first_after_a_restart() -> None:
+def test_policy_decides_which_request_joins_first_after_a_restart() -> None:
     """Nothing could run, so nothing was stuck, and the front needs no precedence."""
     cluster = make_cluster(slots=1, generate_admission=Reversed())
     cluster.lose("generate")
@@ -267,7 +267,7 @@ def test_drain_of_a_lost_group_changes_nothing() -> None:
     assert_served(cluster, "r")
 
 
-def test_draining_group_waits_for_the_image_of_what_ran_when_it_was_lost() -> None:
+def test_draining_group_waits_for_images_of_requests_that_ran_when_it_was_lost() -> None:
     """No other group accepts it, though it holds no slot and its image is yet to be encoded."""
     cluster = make_cluster(
         generators=2, prefix_cache=False, routing=FIRST, encode_eviction=KeepNothing()

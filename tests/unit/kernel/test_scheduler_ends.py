@@ -189,7 +189,7 @@ def test_scheduler_resumes_after_a_lost_encode_group(losses: int) -> None:
 
 
 @pytest.mark.parametrize(("grammar", "code"), [("{}", "grammar_failed"), ("", "no_token")])
-def test_scheduler_fails_what_a_rank_could_not_continue(grammar: str, code: str) -> None:
+def test_scheduler_fails_requests_that_a_rank_could_not_continue(grammar: str, code: str) -> None:
     """It ends with an error and frees everything; other requests go on."""
     cluster = make_cluster(make_request("r", words(5), max_tokens=20), prefix_cache=False)
     cluster.submit(make_request("other", words(5, start=50), max_tokens=20))
@@ -265,7 +265,7 @@ def lose_repeatedly(cluster: ModelCluster, group: str, *, times: int) -> set[int
 
 
 @pytest.mark.parametrize("losses", [1, 2])
-def test_drain_finishes_what_ran_in_its_group_when_it_was_lost(losses: int) -> None:
+def test_drain_finishes_requests_that_ran_in_its_group_when_it_was_lost(losses: int) -> None:
     """No other group accepts such a request, so draining must not leave it behind."""
     cluster = make_cluster(generators=2)
     names = submit_texts(cluster, 4, 6, max_tokens=20)

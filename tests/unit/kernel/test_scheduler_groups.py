@@ -93,7 +93,7 @@ def test_router_shows_prefixes_and_images_that_a_replica_has_seen() -> None:
 # --- losses ---
 
 
-def test_lost_generator_keeps_what_ran_and_gives_away_what_waited() -> None:
+def test_lost_generator_keeps_running_requests_and_gives_waiting_ones_away() -> None:
     cluster = make_cluster(text("ran"), generators=2, slots=1, routing=FIRST)
     cluster.submit(text("waited", start=60))
     cluster.run_generate("generate-0")

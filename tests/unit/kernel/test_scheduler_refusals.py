@@ -130,7 +130,7 @@ def test_scheduler_refuses_spans_that_no_step_can_hold_whole(
         with_items((0, 5), (5, 5)),
     ],
 )
-def test_scheduler_serves_what_just_fits(request_: Request) -> None:
+def test_scheduler_serves_a_request_that_just_fits(request_: Request) -> None:
     cluster = make_cluster(request_, context_tokens=100, blocks=25, pages=8, page_rows=4)
     assert_served(cluster, request_.request_id)
 

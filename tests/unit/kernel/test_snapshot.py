@@ -117,7 +117,7 @@ class Silent(CachePolicy, frozen=True, kw_only=True):
     ("eviction", "message"),
     [(Locked(early=True), "lock"), (Silent(), "SilentOrder has no methods state")],
 )
-def test_snapshot_says_what_it_cannot_take(eviction: CachePolicy, message: str) -> None:
+def test_snapshot_names_the_value_that_it_cannot_take(eviction: CachePolicy, message: str) -> None:
     kernel = Scheduler(LIMITS, default_policies(generate_eviction=eviction))
     with pytest.raises(RecordError, match=message):
         encode_snapshot(kernel)

@@ -139,7 +139,7 @@ BOMBS = [
         *((encoded, 413, r"limit 1000000 pixels.*image_pixels_max") for encoded in BOMBS),
     ],
 )
-def test_inspect_refuses_what_is_no_image_and_bombs_by_their_header(
+def test_inspect_refuses_other_files_and_bombs_by_their_header(
     encoded: bytes, status: int, text: str
 ) -> None:
     """The size is checked before any pixel is decoded; exactly the limit is accepted."""
@@ -206,7 +206,7 @@ def test_decode_in_strips_equals_decode_at_once(monkeypatch: pytest.MonkeyPatch)
     assert np.array_equal(whole, np.asarray(expected))
 
 
-def test_decode_does_what_the_header_said() -> None:
+def test_decoded_image_is_that_of_its_header() -> None:
     """Transparency that is found after the pixels would cost memory outside of the estimate."""
     plain = image_bytes(8, 8, value=0)
     late = plain.replace(chunk(b"IEND", b""), chunk(b"tRNS", bytes(6)) + chunk(b"IEND", b""))

@@ -216,7 +216,7 @@ async def test_failing_image_is_not_kept_by_its_error(monkeypatch: pytest.Monkey
             gc.enable()
 
 
-async def test_closing_fails_what_waits_for_memory() -> None:
+async def test_closing_fails_requests_that_wait_for_memory() -> None:
     """After the pool is closed, no request waits for it or keeps its bytes."""
     async with bench_with(work_bytes() + SLACK) as bench:
         bench.preprocessor.gate.clear()

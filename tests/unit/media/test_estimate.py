@@ -36,7 +36,7 @@ MEBIBYTE = 1 << 20
 @pytest.mark.parametrize(
     ("width", "height", "every"), [(1100, 800, 5), *thorough((1100, 800, 1), (300, 2000, 1))]
 )
-def test_estimate_bounds_what_is_measured(width: int, height: int, every: int) -> None:
+def test_estimate_bounds_the_measured_memory(width: int, height: int, every: int) -> None:
     """Formats and modes, decoded alone and processed; memory is measured in a process of its own."""
     # Freed memory returns to the system at once, or the next case would grow into it unseen.
     returned = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
@@ -120,7 +120,7 @@ def test_coefficients_refuse_another_size_or_none(rest: bytes) -> None:
         coefficient_bytes(b"\xff\xd8" + rest, 16, 8)
 
 
-def test_processing_grows_with_what_it_returns() -> None:
+def test_processing_memory_grows_with_the_result() -> None:
     plain = Storage(kind="PNG", mode="RGB", transparent=False, turned=False, encoded_bytes=0)
     specs = [ArraySpec("pixels", "float32", (count, 1176)) for count in (4, 200 * 200)]
     small, large = (preprocess_bytes(100, 100, plain, ImagePlan((spec,), 1)) for spec in specs)

@@ -96,7 +96,7 @@ NOT_PUBLIC = """
 """Private, link-local, metadata, mapped and tunnelled addresses."""
 
 
-def test_public_addresses_are_told_from_all_others() -> None:
+def test_public_addresses_are_distinguished_from_all_others() -> None:
     for addresses, public in ((PUBLIC, True), (NOT_PUBLIC, False)):
         for address in addresses.split():
             assert is_public(ipaddress.ip_address(address)) is public, address

@@ -135,7 +135,7 @@ def test_group_ledger_counts_ranks_on_one_device_once() -> None:
     assert ledger["unclaimed"] == 500_000
 
 
-def test_ledger_shows_what_is_overdrawn() -> None:
+def test_ledger_shows_overdrawn_accounts() -> None:
     ledger = Ledger.balanced({"a": 10}, [LedgerLine("a", "x", "kv", 30)])
     assert "unclaimed -20 bytes" in ledger.summary()
 
@@ -188,7 +188,7 @@ def test_phases_are_the_reservations_and_then_every_attempt_with_its_retries() -
     assert [one.ranks[0].peak_bytes for one in phases] == [307_000, 260_000, 990_000, 820_000]
 
 
-def test_phases_are_drawn_with_what_ranks_said() -> None:
+def test_phases_are_drawn_with_the_reports_of_ranks() -> None:
     """The table distinguishes configured sizes from measured ones."""
     table = " ".join(retried(measured=False).render_phases().split())
     assert "encode rank 0: reserve fits, not measured" in table
@@ -238,7 +238,7 @@ def test_shares_of_a_pool_are_those_of_its_ranks() -> None:
     assert [rank.available_bytes for rank in shares.within(grown)] == [200_000, 200_000]
 
 
-def test_shares_see_what_strangers_take_later() -> None:
+def test_shares_see_memory_that_other_programs_take_later() -> None:
     """A share is an upper bound: the minimum of it and the free memory counts."""
     rank = limited(1, 900_000)
     shares = HostShares([rank], 500_000)

@@ -165,6 +165,6 @@ def test_host_refuses_policies_that_it_cannot_follow(
         check_capabilities(policy, table, PLAIN)
 
 
-def test_host_takes_policies_that_need_only_what_it_has() -> None:
+def test_host_takes_policies_that_need_only_its_features() -> None:
     check_capabilities(Youngest(), "generate.preemption", PLAIN)
     check_capabilities(Preempts(), "generate.preemption", PLAIN)  # it never admits there

@@ -101,7 +101,7 @@ def test_limit_follows_the_waiting_requests_for_each_decoding_one(
 
 
 @pytest.mark.parametrize("decodes", [1, 8, 32, 128])
-def test_model_knows_what_many_decode_cost_though_it_saw_only_few_alone(decodes: int) -> None:
+def test_model_extrapolates_the_time_of_many_decodes_from_few(decodes: int) -> None:
     """While requests wait, every step has prefill: that number of decodes is never seen alone."""
     model = learned(1, 5.0)
     for step in range(100, 110):

@@ -213,7 +213,7 @@ TOO_LONG = ["Stepped", 1, [1, bytes(8)], [], 0, "generate", [], 0, 0]
         (msgspec.msgpack.encode([0, 0, TOO_LONG, [], b""]), "an array of 1 numbers has 8 bytes"),
     ],
 )
-def test_entries_refuse_what_is_none(body: bytes, message: str) -> None:
+def test_entries_refuse_other_bytes(body: bytes, message: str) -> None:
     with pytest.raises(RecordError, match=message):
         decode_entry(body)
 

@@ -284,7 +284,7 @@ def test_another_prompt_or_image_is_refused() -> None:
         assert (caught.value.code, caught.value.status) == ("prompt_changed", 409)
 
 
-def test_damaged_record_reports_what_stands_before_the_damage(tmp_path: Path) -> None:
+def test_damaged_record_reports_the_events_before_the_damage(tmp_path: Path) -> None:
     """The tokens are a prefix of the sent ones, and the error names the place."""
     path = tmp_path / "run.vlog"
     first = record_run(path, 3)

@@ -56,7 +56,7 @@ def test_recorder_writes_each_event_at_once_for_its_owner_only(tmp_path: Path) -
     recorder.close()
 
 
-def test_recorder_is_bounded_and_what_is_left_replays(tmp_path: Path) -> None:
+def test_recorder_is_bounded_and_the_kept_segments_replay(tmp_path: Path) -> None:
     path = tmp_path / "run.vlog"
     cluster = record_run(path, 0, events=300, segment_bytes=4096, segments=3)
     found = names(tmp_path)
@@ -175,7 +175,7 @@ def test_recorder_does_not_begin_if_a_policy_cannot_be_recorded(
     assert path.read_text() == "an earlier record"
 
 
-def test_recorder_ends_if_a_policy_comes_to_hold_what_cannot_be_recorded(
+def test_recorder_ends_if_a_policy_state_cannot_be_recorded(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "run.vlog"

@@ -258,7 +258,7 @@ def test_replay_command_prints_counts_and_writes_figures(path: Path, tmp_path: P
     assert msgspec.json.decode(trace.read_bytes())["traceEvents"]
 
 
-def test_replay_command_lists_what_had_no_end_when_the_engine_was_killed(path: Path) -> None:
+def test_replay_command_lists_unfinished_requests_of_a_killed_engine(path: Path) -> None:
     """Accepted requests without an end, up to the last event."""
     assert replay(path).unfinished == []
     bodies = read_bodies(path)

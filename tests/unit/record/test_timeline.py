@@ -74,7 +74,7 @@ def test_timeline_has_a_slice_for_each_step_in_the_process_of_its_group(
             assert after["ts"] >= before["ts"] + before["dur"] - 1e-6
 
 
-def test_timeline_counts_what_steps_did(traced: tuple[Trace, RecordedCluster]) -> None:
+def test_timeline_counts_the_work_of_steps(traced: tuple[Trace, RecordedCluster]) -> None:
     trace, cluster = traced
     prefill = sum(one["args"].get("prefill_tokens", 0) for one in trace if one["ph"] == "X")
     yielded = sum(one["args"].get("yielded", 0) for one in trace if one["ph"] == "X")

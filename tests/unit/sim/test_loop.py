@@ -92,7 +92,7 @@ async def test_loop_carries_sockets_within_the_process() -> None:
 # --- hangs ---
 
 
-def test_loop_reports_a_hang_with_what_every_task_waits_for() -> None:
+def test_loop_reports_a_hang_with_the_wait_of_every_task() -> None:
     """A cancelled timer is no hope."""
 
     async def wait_for_nothing() -> None:
@@ -170,7 +170,7 @@ def test_tasks_have_the_names_and_the_order_in_sets_of_their_numbers_on_the_loop
     assert sorted(first) == sorted(f"Task-{number}" for number in range(2, 22))
 
 
-def test_ties_never_reorder_what_is_due_at_different_times() -> None:
+def test_ties_never_reorder_events_due_at_different_times() -> None:
     async def main() -> list[int]:
         order: list[int] = []
         for index in random.Random(1).sample(range(50), 50):

@@ -36,7 +36,7 @@ def run(project: pytest.Pytester, source: str, *words: str) -> pytest.RunResult:
     return project.runpytest_inprocess(*words)
 
 
-def test_plugin_imports_neither_the_engine_nor_what_takes_time() -> None:
+def test_plugin_imports_neither_the_engine_nor_slow_libraries() -> None:
     """It is loaded by its entry point into every run of pytest, before coverage is measured."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["entry-points"]["pytest11"] == {"vsched": "vsched.testing.plugin"}
@@ -104,7 +104,7 @@ async def test_plan(sim):
 """
 
 
-def test_plugin_prints_what_repeats_a_failure(project: pytest.Pytester) -> None:
+def test_plugin_prints_the_command_that_repeats_a_failure(project: pytest.Pytester) -> None:
     """The printed command does; other seeds and another plan can be given."""
     result = run(project, FAILING)
     result.assert_outcomes(passed=9, failed=1)

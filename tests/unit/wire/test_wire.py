@@ -179,7 +179,7 @@ def test_wire_steps_of_all_logs_have_turns() -> None:
     assert order == [1, 2, 0, 3, 0, 4]
 
 
-def test_wire_checks_tell_results_apart() -> None:
+def test_wire_checks_distinguish_results() -> None:
     """Another token or another request changes the check; times do not."""
     result = GenerateResult(3, b"\1\2", b"\3\4", [], [], 8)
     changes: list[dict[str, object]] = [

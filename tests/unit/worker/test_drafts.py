@@ -116,13 +116,13 @@ def test_masks_report_the_only_token() -> None:
         ((1,), 1, []),
     ],
 )
-def test_lookup_finds_what_followed_the_last_tokens(
+def test_lookup_finds_the_tokens_after_an_earlier_match(
     tokens: tuple[int, ...], ngram: int, found: list[int]
 ) -> None:
     assert lookup(int32(*tokens), 3, ngram) == found
 
 
-def test_draft_stops_before_what_stands_for_an_image() -> None:
+def test_draft_stops_before_an_image_placeholder() -> None:
     tokens = int32(1, 2, 3, 99, 99, 8, 1, 2, 3)
     sequence = SequenceState(1, tokens, 9, 9, [ItemPlace(3, 2)], GREEDY, frozenset())
     assert draft(sequence, 9, DraftGrant(0, 4, 2), 10) is None
@@ -372,7 +372,7 @@ def test_draft_model_computes_nothing_without_a_grant() -> None:
     assert small.batches_run == 0
 
 
-def test_draft_model_knows_what_blocks_of_the_prefix_cache_it_has_filled() -> None:
+def test_draft_model_tracks_the_prefix_cache_blocks_that_it_has_filled() -> None:
     small = Small()
     rank = model_rank(Periodic(), small, chunk=CONTEXT)
     prompt = [16, 17, 18, 16, 17, 18, 16, 17, 18]
@@ -393,7 +393,7 @@ def test_draft_model_knows_what_blocks_of_the_prefix_cache_it_has_filled() -> No
     assert small.computed == before + 6
 
 
-def test_draft_model_computes_again_what_was_swapped_back() -> None:
+def test_draft_model_recomputes_swapped_blocks() -> None:
     small = Small()
     rank = model_rank(Periodic(), small, chunk=CONTEXT)
     blocks = begun(rank, [16, 17, 18, 16, 17, 18])

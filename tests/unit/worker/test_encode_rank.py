@@ -150,7 +150,7 @@ def test_encode_rank_survives_pixels_of_a_wrong_size() -> None:
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_encode_rank_copies_what_is_encoded_already(number: int) -> None:
+def test_encode_rank_copies_encoded_images(number: int) -> None:
     """Embeddings sent by the client skip the encoder, mixed freely with raw items; the first rank alone writes them."""
     encoder = Encoder()
     rank, embeddings = rank_of(encoder, rank=number)

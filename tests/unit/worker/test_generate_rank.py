@@ -239,7 +239,7 @@ def test_generate_rank_slot_that_is_left_is_as_new() -> None:
         ({"chunks": [whole(3, 2)]}, "a chunk for slot 3, which is empty"),
     ],
 )
-def test_generate_rank_stops_at_what_does_not_fit(change: dict[str, Any], message: str) -> None:
+def test_generate_rank_stops_at_impossible_decisions(change: dict[str, Any], message: str) -> None:
     """A rank whose state differs from the leader's never computes on."""
     worker = Script([7])
     rank = rank_of(worker)

@@ -147,7 +147,7 @@ def carry_out(member: Member[Link], *entries: LogEntry, log: LeaderLog | None = 
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_member_reports_pauses_and_what_the_whole_step_took(rank: int) -> None:
+def test_member_reports_pauses_and_the_time_of_the_whole_step(rank: int) -> None:
     """The first rank reports the time of each time slice, and in the end of all; the others report at the end."""
     side = Stage(
         (5, Paused(1, 1, 0)),
@@ -203,7 +203,7 @@ def test_member_reports_its_threads_when_their_number_changes() -> None:
     assert reports == [ready, ThreadsInUse(3, 4), ThreadsInUse(4, 4)]
 
 
-def test_executor_counts_what_is_compiled_once_it_serves_and_reports_it_once(
+def test_executor_counts_compilations_while_serving_and_reports_them_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     compiling = FakeWorker()
@@ -241,7 +241,7 @@ def test_member_adds_and_removes_adapters_and_reports_why_one_cannot_be_added() 
     ],
     ids=repr,
 )
-def test_member_follows_no_leader_that_orders_what_cannot_be(entry: LogEntry, error: str) -> None:
+def test_member_follows_no_leader_with_impossible_decisions(entry: LogEntry, error: str) -> None:
     member = member_of(Stage())
     member.stage.worker = StandInWorker(SimulatedMemory(1 << 20))
     with pytest.raises(RankDesync, match=error):
@@ -251,7 +251,7 @@ def test_member_follows_no_leader_that_orders_what_cannot_be(entry: LogEntry, er
 SECOND_NS = 1_000_000_000
 
 
-def test_rank_gives_leaders_the_whole_time_from_what_was_heard_last() -> None:
+def test_rank_gives_leaders_the_whole_timeout_after_the_last_message() -> None:
     """Of two leaders, the one that is silent for longer counts, and one that has never sent anything does not."""
     side = Stage()
     side.now_ns = 50 * SECOND_NS
@@ -276,7 +276,7 @@ def test_rank_counts_from_the_end_of_a_step() -> None:
     assert rank.left_s() == 20.0
 
 
-def test_rank_waits_for_what_is_on_the_way() -> None:
+def test_rank_waits_for_messages_on_the_way() -> None:
     """A notice of data in transit resets the silence of a leader, which counts from its first entry on.
 
     Until every rank of a group is ready, its leader is silent.

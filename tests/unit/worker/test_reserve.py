@@ -95,7 +95,7 @@ class Host(SimulatedMemory):
 
 
 @pytest.mark.parametrize(("memory", "growth_mib"), [(Host, 32), (Drifting, 32 + 8 + 3)])
-def test_reserve_says_what_others_must_leave_free(
+def test_reserve_names_the_memory_that_others_must_leave_free(
     memory: type[SimulatedMemory], growth_mib: int
 ) -> None:
     """Where the allocator gave it back, and where it may take more than was measured."""

@@ -118,7 +118,7 @@ def test_carry_out_reports_out_of_memory_at_every_allocation(number: int) -> Non
     worker.memory.check_invariants()
 
 
-def test_carry_out_takes_a_memory_error_for_what_it_is_and_lets_a_defect_pass() -> None:
+def test_carry_out_reports_memory_errors_and_raises_defects() -> None:
     """Numpy and Python run out of memory, too; a smaller cache would not help against other errors."""
     sizing, worker = sizing_on()
     errors: list[Exception] = [MemoryError(), ValueError("shapes differ")]

@@ -119,7 +119,7 @@ def sums_of(kind: Any, seed: int, inputs: int, sizes: Sequence[int]) -> Any:
 @pytest.mark.parametrize(
     ("threads", "inputs", "sizes"), [(1, 40, (33, 7, 8)), (1, 257, (64,)), (2, 257, (33, 7, 8))]
 )
-def test_the_kernel_adds_what_torch_adds_and_each_row_has_the_bits_that_it_has_alone(
+def test_the_kernel_adds_like_torch_and_each_row_has_its_bits_alone(
     threads: int, inputs: int, sizes: Sequence[int]
 ) -> None:
     kernel = sums_of(KernelSums(threads), 0, inputs, sizes)

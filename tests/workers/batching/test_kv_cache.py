@@ -65,7 +65,7 @@ def test_int8_heads_of_next_to_nothing_are_zeros_and_those_of_no_numbers_stay_so
 
 
 @pytest.mark.parametrize("kept", [torch.float32, torch.int8])
-def test_cache_has_what_it_says_that_it_keeps(kept: torch.dtype) -> None:
+def test_cache_keeps_the_values_that_it_reports(kept: torch.dtype) -> None:
     """Keys and values of different sizes, on arbitrary slots; all else stays zero."""
     shapes = [KvShape(2, 8, 8), KvShape(3, 16, 4)]
     make = functools.partial(KvCache, shapes, blocks=5, block_size=4, allocate=torch.zeros)
@@ -115,7 +115,7 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_swap_area_brings_back_what_went_out(dtype: torch.dtype) -> None:
+def test_swap_area_restores_swapped_blocks(dtype: torch.dtype) -> None:
     """Every layer, keys and values, for any order of blocks and places; all other blocks are unchanged."""
     cache = make_cache(dtype)
     before = [blocks_of(cache, block) for block in range(9)]

@@ -134,7 +134,7 @@ def test_inspect_refuses_a_path_without_a_checkpoint(tmp_path: Path) -> None:
         (INDEX, b'{"metadata": {}}', "has no weight_map"),
     ],
 )
-def test_inspect_refuses_what_cannot_be_served(
+def test_inspect_refuses_unservable_models(
     copy: Copy, file: str, content: Content, message: str
 ) -> None:
     """Missing and broken files, a configuration without sense, and input that would run wrongly."""

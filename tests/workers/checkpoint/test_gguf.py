@@ -259,7 +259,7 @@ def test_convert_gguf_refuses_input_other_than_gguf(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["text.gguf"]
 
 
-def test_check_conversion_names_what_is_missing(
+def test_check_conversion_names_unmet_requirements(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(CheckpointError, match="unknown data type 'int8'"):

@@ -94,7 +94,7 @@ def test_matcher_writes_a_literal_of_a_special_token_as_text(
 
 
 @pytest.mark.parametrize("wanted", [[], [5, 6, 7]])
-def test_matcher_foresees_what_must_come_and_follows_nothing(
+def test_matcher_foresees_forced_tokens_and_follows_nothing(
     grammars: TokenGrammars, text_of: TextOf, wanted: list[int]
 ) -> None:
     """Each foreseen token and mask is the same as when the matcher follows the tokens."""
@@ -115,7 +115,7 @@ def test_matcher_foresees_what_must_come_and_follows_nothing(
     assert len(matcher.foresee(wanted, 2)) == 2
 
 
-def test_matcher_foresees_what_is_wanted_as_far_as_it_may_come(grammars: TokenGrammars) -> None:
+def test_matcher_foresees_wanted_tokens_while_they_are_allowed(grammars: TokenGrammars) -> None:
     matcher = grammars.matcher(encoded(regex="[a-c]{2}x"))
     letters = allowed(matcher)[:2]
     assert len(letters) == 2

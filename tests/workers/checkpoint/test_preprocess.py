@@ -252,7 +252,7 @@ def test_token_bytes_of_special_and_unknown_tokens(front: Preprocessor) -> None:
     assert front.detokenize([10**6]) == ""
 
 
-def test_settings_digest_tells_settings_apart(load: Load) -> None:
+def test_settings_digest_distinguishes_settings(load: Load) -> None:
     """The family, the settings and the clamp all count."""
     digests = {
         load(size, budget).settings_digest for size in ("nano25", "nano3") for budget in (0, 64)

@@ -151,7 +151,7 @@ def _messages(question: str, images: int) -> list[dict[str, object]]:
 
 
 @pytest.mark.slow
-def test_training_writes_what_a_server_loads_and_what_it_saw(tmp_path: Path) -> None:
+def test_training_writes_a_servable_checkpoint_and_its_statistics(tmp_path: Path) -> None:
     trainer = trained(tmp_path, PLAN, 2)
     trainer.save()
     info = inspect_checkpoint(str(tmp_path), dtype="float32", item_tokens_max=0)
@@ -283,13 +283,13 @@ def check(sample: DrawnConversation) -> int:
 
 @pytest.mark.parametrize("difficulty", [0.0, 1.0])
 @pytest.mark.slow
-def test_samples_answers_say_what_was_drawn(difficulty: float) -> None:
+def test_samples_answers_match_their_drawings(difficulty: float) -> None:
     drawn = [train_sample(np.random.default_rng([3, at]), difficulty) for at in range(60)]
     assert sum(check(sample) for sample in drawn) > 60, "some conversations have several turns"
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_samples_held_out_answers_say_what_was_drawn(task: str) -> None:
+def test_samples_held_out_answers_match_their_drawings(task: str) -> None:
     for sample in held_out(task, 5):
         assert sample.task == task
         check(sample)

@@ -129,7 +129,7 @@ def test_bounds_of_a_request_replace_those_of_the_checkpoint() -> None:
         (60 * AREA, 50 * AREA, f"min_pixels .* limit {50 * AREA} pixels, which is max_pixels"),
     ],
 )
-def test_bounds_beyond_what_was_measured_are_refused(
+def test_bounds_beyond_the_measured_ones_are_refused(
     least: int | None, most: int | None, message: str
 ) -> None:
     with pytest.raises(RequestRefused, match=message + r".*Remedy: ") as refused:
@@ -144,7 +144,7 @@ def test_bounds_beyond_what_was_measured_are_refused(
     more=st.integers(0, 100_000),
 )
 @REPEATABLE
-def test_images_are_not_raised_above_what_is_let_in(
+def test_images_are_not_raised_above_the_admitted_size(
     shorter: int, ratio: float, least: int, more: int
 ) -> None:
     """Encoder memory was measured with images of at most this many pixels before resizing."""

@@ -195,7 +195,7 @@ class CachingMemory(HostMemory):
         self.cached = 0
 
 
-def test_require_available_counts_what_the_allocator_caches_and_keeps_it_if_there_is_room() -> None:
+def test_require_available_counts_the_allocators_cache_and_keeps_it_if_there_is_room() -> None:
     memory = CachingMemory()
     require_available(memory, 100, "as much as is cached")
     with pytest.raises(DeviceOutOfMemory, match="value 101, limit 100"):
@@ -257,7 +257,7 @@ print(memory.peak() - loaded.reserved_bytes, reservation.growth_bytes)
         *thorough(("nano3", "bfloat16"), ("nano25", "float32"), ("nano3", "float32")),
     ],
 )
-def test_a_sparse_reservation_is_what_whole_batches_take(
+def test_a_sparse_reservation_is_the_memory_of_whole_batches(
     checkpoints: Checkpoints, size: str, dtype: str
 ) -> None:
     """The same peak, apart from fragmentation, which the reservation allows for."""

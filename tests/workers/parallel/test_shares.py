@@ -321,7 +321,7 @@ def test_ranks_read_and_hold_their_share_only(
         ("encode", 5, ["num_heads is 2", "hidden_size is 32", "intermediate_size is 48"]),
     ],
 )
-def test_check_parallel_names_what_does_not_divide(
+def test_check_parallel_names_sizes_that_do_not_divide(
     checkpoints: Checkpoints, size: str, stage: str, ranks: int, words: list[str]
 ) -> None:
     info = inspect(checkpoints(size))

@@ -221,7 +221,7 @@ def drawn(outputs: int = 64, inputs: int = 96) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_published_weight_is_what_its_format_says(name: str) -> None:
+def test_published_weight_has_the_values_of_its_format(name: str) -> None:
     said, make = FORMATS[name]
     scheme = scheme_of({"quantization_config": said})
     assert scheme is not None
@@ -303,7 +303,7 @@ def test_published_weights_are_refused_if_there_is_no_product(
         Stage.load(quantized, **options)
 
 
-def test_description_reports_what_weights_take(tmp_path: Path) -> None:
+def test_description_reports_the_memory_of_weights(tmp_path: Path) -> None:
     quantized, plain = map(describe_checkpoint, map(str, published_llama(tmp_path, "gptq")))
     reported, parameters = plain.weights_bytes["language"], plain.parameters["language"]
     assert {"int8", "int4", "int8/32", "int4/64"} <= set(reported)

@@ -67,7 +67,9 @@ def test_quantize_fills_up_the_last_group() -> None:
 
 @pytest.mark.parametrize(("kind", "group"), KINDS)
 @pytest.mark.parametrize("dimension", [0, 1])
-def test_part_is_the_part_of_what_it_stands_for(kind: str, group: int, dimension: int) -> None:
+def test_part_of_a_quantized_weight_is_the_part_of_its_values(
+    kind: str, group: int, dimension: int
+) -> None:
     whole = quantize(drawn(), kind, group=group)
     for rank in range(2):
         if dimension and group == 32:

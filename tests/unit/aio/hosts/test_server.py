@@ -196,7 +196,7 @@ async def test_server_that_closes_waits_for_ranks_of_starts_that_are_over(wire: 
 
 
 @pytest.mark.parametrize(("cores", "threads"), [(None, 4), (6, 2)])
-async def test_server_says_what_a_rank_may_take_of_its_host(
+async def test_server_limits_a_rank_by_its_own_host(
     monkeypatch: pytest.MonkeyPatch, cores: int | None, threads: int
 ) -> None:
     """Defaults come from the host that starts a rank, or from its bundle of Ray, not from the engine's host."""

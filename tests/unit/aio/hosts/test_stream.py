@@ -192,7 +192,7 @@ def test_traffic_of_a_chunk_is_the_rows_that_it_covers(
     assert traffic.read_by(Heartbeat()) == []
 
 
-def test_traffic_knows_who_came_back_and_forgets_who_is_gone() -> None:
+def test_traffic_tracks_requests_that_return_and_forgets_those_that_left() -> None:
     traffic = Traffic(SMALL)
     chunk = ChunkPlan(1, 0, 4, [ChunkItem(0, 4, [0])])
     here = [ItemPlace(0, 4)]

@@ -41,7 +41,7 @@ async def led() -> LeaderHarness:
     return LeaderHarness(2, name="encode").enter(hooks={"balance": 10.0})
 
 
-def test_encode_slices_follow_what_parts_took() -> None:
+def test_encode_slices_follow_the_times_of_parts() -> None:
     """The first slice is one layer; later ones hold as many as fit, given the tokens of the batch, and at least one."""
     encode_slices = EncodeSlices()
     assert encode_slices.begin(batch(1, 200)).layers == 1

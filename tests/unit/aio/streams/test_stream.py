@@ -91,7 +91,7 @@ class Made(Ended):
             return [delta async for delta in self.stream]
 
 
-async def test_generation_merges_what_comes_faster_than_it_is_read() -> None:
+async def test_generation_merges_tokens_that_come_faster_than_they_are_read() -> None:
     made = Made()
     made.push(0, 1, 2)
     delta = await anext(made.stream)
@@ -141,7 +141,7 @@ STOP, LENGTH, ABORT = FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT
         ({"stop": ("?",)}, [0, 99], LENGTH, ("a", 2, "stop", "?")),
     ],
 )
-async def test_generation_ends_its_text_at_what_stopped_it(
+async def test_generation_ends_its_text_at_the_stop_string(
     options: dict[str, Any],
     tokens: list[int],
     ended: FinishReason,

@@ -166,7 +166,7 @@ async def test_stream_table_is_idle_when_the_last_has_ended() -> None:
     assert table.streams.request_ids(9) == []
 
 
-async def test_stream_table_gives_each_prompt_what_is_told_of_it() -> None:
+async def test_stream_table_gives_each_prompt_its_report() -> None:
     """A gap ends the request; reports without a request are dropped."""
     table = Table(3)
     reports = [PromptReport([7, 8], 0), PromptReport([7, 8, 9], 0)]

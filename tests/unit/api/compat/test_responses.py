@@ -101,7 +101,7 @@ async def test_logprobs_are_requested_in_two_ways() -> None:
     assert (await accepted(RESPONSES, body())).sampling.logprobs is None
 
 
-async def test_an_answer_repeats_what_was_asked() -> None:
+async def test_an_answer_repeats_the_request_parameters() -> None:
     requested = {
         "instructions": "Be short.",
         "max_output_tokens": 30,

@@ -105,7 +105,7 @@ async def test_link_frames_come_whole_however_they_are_cut(pair: Pair) -> None:
     assert pair.down.received == [(1, "a"), (2, "bc")]
 
 
-async def test_link_end_of_a_side_is_told_to_the_other_once(pair: Pair) -> None:
+async def test_link_end_of_a_side_is_reported_to_the_other_once(pair: Pair) -> None:
     await pair.open()
     pair.up.link.close()
     await until(lambda: pair.down.lost)

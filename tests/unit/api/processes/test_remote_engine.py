@@ -365,7 +365,7 @@ async def test_remote_and_engine_keep_stop_strings_to_their_scope(joined: Joined
         assert found[-1].finish_reason == "length"
 
 
-async def test_remote_clear_ends_what_is_being_prepared_in_the_process(joined: Joined) -> None:
+async def test_remote_clear_ends_requests_in_preparation(joined: Joined) -> None:
     """As in the engine; the work of the process is interrupted, too."""
     started, go_on = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()

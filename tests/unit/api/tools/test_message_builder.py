@@ -160,7 +160,7 @@ def reading(*texts: str) -> FakeEngine:
 
 
 @each_case("single", [False, True])
-async def test_a_chat_has_what_the_checkpoint_reads(single: bool) -> None:
+async def test_a_chat_has_reasoning_text_and_calls_that_the_checkpoint_reads(single: bool) -> None:
     engine = reading("t1 t2 ", "f f")
     reply = await post(engine, CHAT, chat(tools=TOOLS, parallel_tool_calls=not single))
     calls = [("call", "f", "{}")] * (1 if single else 2)

@@ -263,7 +263,7 @@ def test_scope_counts_no_half_character_of_markup() -> None:
     assert split(scope, "<｜tool\ufffd", cut=True)[-1] == ("<｜tool\ufffd", False)
 
 
-def test_scope_has_no_part_for_what_may_become_a_call() -> None:
+def test_scope_has_no_part_for_a_possible_call() -> None:
     scope = CallStopScope(CALL_FORMATS["hermes"], tools=TOOLS)
     assert scope.split("a <tool") == [("a ", True)]
     assert scope.split("box>") == [("<toolbox>", True)]
@@ -422,7 +422,7 @@ CUT = [
 
 @EACH_FORMAT
 @each_case("forced", [False, True])
-def test_calls_that_are_cut_say_what_there_was_and_no_markup(name: str, forced: bool) -> None:
+def test_cut_calls_return_their_text_without_markup(name: str, forced: bool) -> None:
     """At every letter, streaming or not; partial arguments are a prefix of the complete ones."""
     known = CALL_FORMATS[name]
     calls = CUT[:1] if known.alone else CUT

@@ -36,7 +36,7 @@ def use_of(**fields: Any) -> Any:
     return tool_use(request, ApiSettings(), "<tool_call>")
 
 
-def test_the_template_gets_what_models_know() -> None:
+def test_the_template_gets_name_description_and_parameters_of_tools() -> None:
     bare = {"name": "g", "parameters": {"type": "object", "properties": {}}}
     shown = ({"name": "f", "description": "Does.", "parameters": SCHEMA}, bare)
     assert use_of(tools=TOOLS).shown == [{"type": "function", "function": each} for each in shown]

@@ -175,7 +175,7 @@ def test_front_preempts_those_named_or_else_the_youngest_and_others_wait(
     assert taken(indices, tokens, front=front) == expected
 
 
-def test_reclaim_policy_sees_who_may_give_way_the_oldest_first() -> None:
+def test_reclaim_policy_sees_the_eligible_requests_oldest_first() -> None:
     VIEWS.clear()
     taken((), 20)
     (view,) = VIEWS

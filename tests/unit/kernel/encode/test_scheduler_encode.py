@@ -311,7 +311,7 @@ def two_groups(dispatch: Callable[[Any], Dispatch]) -> ModelCluster:
     return make_cluster(encoders=2, encode_items=1, dispatch=answering("dispatch", dispatch))
 
 
-def test_dispatch_policy_names_the_group_and_sees_what_the_groups_do() -> None:
+def test_dispatch_policy_names_the_group_and_sees_the_state_of_groups() -> None:
     cluster = two_groups(last_group)
     cluster.submit(image_request("r", (b"a", 8), (b"b", 12)))
     assert out(cluster) == {"encode-0": [b"b"], "encode-1": [b"a"]}
@@ -334,7 +334,7 @@ def test_dispatch_policy_is_not_called_if_there_is_one_answer() -> None:
     assert_served(cluster, "one", "two")
 
 
-def test_dispatch_policy_is_told_who_is_held_up_in_the_same_processes() -> None:
+def test_dispatch_policy_sees_the_requests_held_up_in_the_same_processes() -> None:
     cluster = make_cluster(
         encoders=2, generators=2, encode_pauses=True, dispatch=answering("dispatch", last_group)
     )

@@ -59,7 +59,7 @@ def test_a_request_is_granted_drafts_with_its_first_token_and_until_they_are_ove
     assert 0 < counts["drafts_accepted"] < counts["tokens_drafted"]
 
 
-def test_a_step_without_grants_is_what_it_was() -> None:
+def test_a_step_without_grants_is_unchanged() -> None:
     """The same decisions, blocks and buckets; the policy is called once per request."""
     plain = ModelCluster(msgspec.structs.replace(DRAFTS, drafts=False), default_policies())
     requested, seen = cluster_of(Draft())

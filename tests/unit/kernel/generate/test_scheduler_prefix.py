@@ -43,7 +43,7 @@ def next_turn(
     ("block_size", "policies"),
     [(1, {}), (4, {}), (16, {}), (4, {"encode_eviction": KeepNothing()})],
 )
-def test_prefix_second_turn_computes_only_what_is_new(
+def test_prefix_second_turn_computes_only_new_tokens(
     block_size: int, policies: dict[str, Policy]
 ) -> None:
     """The next turn prefills the new tokens (and the rest of a block) and encodes only the new image.
@@ -184,7 +184,7 @@ def test_blocks_that_others_use_stay_until_they_end() -> None:
     assert generate_statistics(cluster)["blocks_cached"] == 0
 
 
-def test_preempted_request_finds_what_it_computed() -> None:
+def test_preempted_request_finds_its_computed_blocks() -> None:
     """That is recomputation, not caching: the policy is called at the end."""
     cluster = cluster_with(0, blocks=12, slots=2)
     for name, start in (("a", 10), ("b", 60)):

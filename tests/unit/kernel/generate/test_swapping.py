@@ -114,7 +114,7 @@ def test_swapped_images_are_not_encoded_again() -> None:
     assert_served(cluster, "r0", "r1", "r2", "r3")
 
 
-def test_swap_copies_only_what_others_do_not_hold() -> None:
+def test_swap_copies_only_blocks_that_others_do_not_hold() -> None:
     """Blocks of a prefix that another request holds stay where they are, and both resume from them."""
     cluster = ModelCluster(
         make_limits(blocks=13, slots=2, swap_blocks=40, generate_depth=1), SWAPPING

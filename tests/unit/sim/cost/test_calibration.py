@@ -178,7 +178,7 @@ def test_calibrate_leaves_out_rounds_that_were_disturbed() -> None:
     assert model.encode_error.p95 > 0.3  # the variation of their times remains visible
 
 
-def test_calibrate_finds_what_company_costs() -> None:
+def test_calibrate_finds_the_cost_of_concurrent_requests() -> None:
     """Shared time on one core is not fitted: known contention distributes it."""
     scene = rounds(1.0, 1.0, noise=0.02, company=2.2)
     assert_close(found(scene), rel=0.05)

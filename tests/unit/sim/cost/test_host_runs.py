@@ -122,7 +122,7 @@ def test_delays_that_all_requests_have_are_part_of_the_costs(tmp_path: Path) -> 
     assert total_ns(after_stall) == pytest.approx(measured_ns, rel=0.05)
 
 
-def test_command_writes_a_cost_model_and_reports_what_comes_next(tmp_path: Path) -> None:
+def test_command_writes_a_cost_model_and_reports_the_next_step(tmp_path: Path) -> None:
     run, cost = write_run(tmp_path / "fifo.jsonl.run"), tmp_path / "cost.json"
     import_commands(["calibrate-vllm"])
     result = CliRunner().invoke(app, ["calibrate-vllm", str(run), "--output", str(cost)])

@@ -137,7 +137,7 @@ def test_clients_that_left_leave_again(tmp_path: Path) -> None:
     assert same.ttft_ms.p50 == pytest.approx(outcome.figures.ttft_ms.p50, rel=0.05)
 
 
-def test_requests_keep_what_policies_see(tmp_path: Path) -> None:
+def test_requests_keep_the_fields_that_policies_see(tmp_path: Path) -> None:
     workload = workload_of(
         "two",
         [

@@ -203,7 +203,7 @@ def with_videos(count: int) -> list[Arrival]:
         (with_videos(5), ["media.images_max=3"], {"too_many_videos": 1}),
     ],
 )
-def test_run_refuses_what_a_server_would(
+def test_run_refuses_the_requests_that_a_server_refuses(
     arrivals: list[Arrival], sets: list[str], failed: dict[str, int]
 ) -> None:
     figures = run(workload_of("some", arrivals), *sets)[0].figures

@@ -105,7 +105,7 @@ async def test_client_hears_of_an_application_that_raises_or_ends_without_a_word
 
 
 @pytest.mark.sim
-async def test_application_is_told_of_the_end_of_a_complete_response() -> None:
+async def test_application_gets_the_end_of_a_complete_response() -> None:
     """By the same message as for a disconnect; later messages of the application are dropped."""
     received: list[Any] = []
 

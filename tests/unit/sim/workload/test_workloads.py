@@ -255,7 +255,7 @@ def test_gaps_have_their_rate_and_variation(gaps: object, variation: float) -> N
     assert statistics.stdev(drawn) / mean == pytest.approx(variation, rel=0.06)
 
 
-def test_conversations_repeat_what_was_said() -> None:
+def test_conversations_repeat_earlier_turns() -> None:
     arrivals = list(conversations(seed=3, requests=120, rate=5.0, turns=4))
     turns = [one for one in arrivals if one.conversation == "c0"]
     assert [len(one.images) for one in turns] == [1, 2, 3, 4]

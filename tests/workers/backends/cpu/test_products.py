@@ -165,7 +165,7 @@ def test_rows_of_a_weight_are_those_that_it_stands_for(kind: str) -> None:
     assert torch.equal(product.rows_of(indices), weight.dequantized()[indices].bfloat16())
 
 
-def test_product_weighs_what_its_bits_weigh() -> None:
+def test_product_reports_the_bytes_of_its_weight() -> None:
     outputs, inputs = 4 * PANEL, 256
     sizes = {
         kind: QuantizedProduct(weight_of(kind, outputs, inputs), None, threads=1).size_bytes
@@ -256,7 +256,7 @@ def test_products_of_whole_numbers_are_exact_on_all_threads() -> None:
     assert torch.equal(product(rows.bfloat16()), wanted.bfloat16())
 
 
-def test_zeros_stay_zeros_and_what_is_no_number_stays_none() -> None:
+def test_zeros_stay_zeros_and_nan_stays_nan() -> None:
     weight, bias = weight_of("int4 32", PANEL, 64), drawn(PANEL)
     rows = drawn(4, 64)
     rows[0], rows[1, 40], rows[2, 3] = 0.0, torch.nan, torch.inf

@@ -213,7 +213,7 @@ def test_rows_that_the_host_must_see_stop_running_ahead(
     assert found.steps == len(found.begun) > 0
 
 
-def test_padding_touches_nobodys_blocks(captured: Load) -> None:
+def test_padding_touches_no_free_block(captured: Load) -> None:
     found = captured()
     driver = Driver(found.stage, chunk=48)
     driver.run([lone(9), lone(11), lone(10)])

@@ -60,7 +60,7 @@ def differs(weight: QuantizedWeight, rows: int, *, processors: int = 4) -> float
     rows=st.sampled_from([1, 2, 15, 16, 17, 33, FEW_ROWS_MAX, FEW_ROWS_MAX + 1]),
     processors=st.integers(1, 140),
 )
-def test_product_is_that_by_what_the_weight_stands_for(
+def test_product_is_that_of_the_dequantized_weight(
     outputs: int, inputs: int, kind: str, group: int, offsets: bool, rows: int, processors: int
 ) -> None:
     """Odd numbers of inputs, short last groups, groups too small for a tile, few and many processors."""
@@ -75,7 +75,7 @@ def test_product_takes_inputs_in_the_order_of_groups(rows: int) -> None:
     assert differs(weight, rows) < 1e-5
 
 
-def test_widened_weight_is_to_the_bit_what_it_stands_for() -> None:
+def test_widened_weight_has_the_bits_of_its_values() -> None:
     for kind in ("int8", "int4", "fp8"):
         weight = drawn(33, 101, kind, 32, offsets=True)
         product = TritonProduct(weight.to(DEVICE), None, processors=4)

@@ -83,7 +83,7 @@ for allocate in (
 
 
 @pytest.mark.slow
-def test_host_memory_counts_what_the_limit_counts() -> None:
+def test_host_memory_counts_as_the_limit_does() -> None:
     """Total, available, reserved and peak are consistent under a real limit; failures raise the common exception."""
     assert printed_by(UNDER_A_LIMIT).split() == ["refused", "typed", "typed", "typed"]
 

@@ -139,7 +139,7 @@ def test_nonsense_of_one_row_stays_in_that_row(count: int) -> None:
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("shape", [(64, 32), (70, 48), (192, 320), (33, 40)], ids=str)
 @pytest.mark.parametrize("kind", [*KINDS, "int4 32~", "int8 32~"])
-def test_many_rows_are_multiplied_by_what_a_weight_stands_for(
+def test_many_rows_are_multiplied_by_the_dequantized_weight(
     kind: str, shape: tuple[int, int], threads: int
 ) -> None:
     weight, bias = weight_of(kind, *shape), drawn(shape[0], seed=3)
