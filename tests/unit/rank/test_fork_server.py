@@ -146,7 +146,9 @@ async def test_fork_server_that_hangs_costs_a_deadline(
         os.kill(server.pid, signal.SIGSTOP)
         monkeypatch.setattr(fork_server, "FORK_S", 0.01)
         await worker_group.start()
-        assert "generate rank 0: a new process instead: the fork server did not answer" in caplog.text
+        assert (
+            "generate rank 0: a new process instead: the fork server did not answer" in caplog.text
+        )
         await until(lambda: not server.pid, "it is killed, and replaced at the next request")
 
 
