@@ -490,12 +490,13 @@ def rank_specs(config: Config, info: ModelInfo, policies: ConfiguredPolicies) ->
     groups: Iterable[tuple[str, ...]] = ((name,) for name in (*encoders, *generators))
     if config.placement == "together":
         groups = zip(encoders, generators, strict=True)
+    layout, share = arena_layout(config, info), _share_of(config, info)
     specs = [
         RankSpec(
             groups=names,
             ranks=config.stage(stage_of(names[-1])).tensor_parallel,
-            layout=arena_layout(config, info),
-            info=_share_of(config, info),
+            layout=layout,
+            info=share,
             timeout_s=config.deadlines.rank_timeout_s,
             encode=encoders.get(names[0]),
             generate=generators.get(names[-1]),

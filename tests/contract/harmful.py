@@ -66,7 +66,7 @@ def reachable(view: object) -> list[object]:
 
 
 def changed_by(view: object) -> list[str]:
-    """Try to change all attributes of all objects that a view leads to; return what could be changed, or offers it."""
+    """Try to change all attributes of the objects in a view; return the changes that succeed, and mutating methods."""
     done = []
     for value in reachable(view):
         ways = [f"has {name}" for name in MUTATORS if hasattr(value, name)]

@@ -46,7 +46,7 @@ FACTORS["prefix_eviction"] = {
     name: (f"generate.eviction.use={name}",) for name in ("lru", "s3-fifo", "none")
 }
 FACTORS["family"] = {"nano25": (), "nano3": ()}
-"""Factor, its values, and the settings of each; those of admission policies are small enough to bind."""
+"""Values of each factor, with their settings; limits of admission policies are small enough to bind."""
 HOSTILE = "look-ahead s3-fifo thrashing on priority priority s3-fifo nano25"
 DRAWN = 9
 

@@ -118,10 +118,10 @@ def try_policy(
     policy = resolve_policy(SEVERAL, table, path="policy")
     fields = {name: value for name, value in table.items() if name != "use"}
     trial = PolicyTrial(label=type(policy).__name__, tables=_tables(policy, tables), fields=fields)
+    _check(policy, trial, effort, on_progress)
     placed = {path: policy for path in trial.tables if path in KERNEL_TABLES}
-    with closing(StuckCalls(PoliciesConfig().call_limit_s)):
-        _check(policy, trial, effort, on_progress)
-        if placed:
+    if placed:
+        with closing(StuckCalls(PoliciesConfig().call_limit_s)):
             _swarm({**table, "seats": [*placed]}, trial, effort, on_progress)
             if placed.keys() - {"generate.drafting"}:  # simulated texts have no drafts
                 _gallery(placed, trial, effort, on_progress)

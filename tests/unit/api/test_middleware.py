@@ -118,7 +118,7 @@ OF_ALL = {"api_key": "user", "admin_key": "root", "tenant_keys": KEYS, **ANY_NAM
         ("GET", MODELS, {"authorization": f"bearer {KEY}"}, {"api_key": KEY}, 200),
         ("GET", "/metrics", {}, {"api_key": KEY, "metrics_without_key": True}, 200),
         *(("GET", probe, {}, {"api_key": KEY}, 200) for probe in ("/health", "/ready")),
-        # The key of operators opens from anywhere what others do not; adapters are for operators.
+        # From any address, operator paths need the operator key; changes of adapters, too.
         *(
             (method, path, bearer(key) | FAR, OF_ALL, wanted)
             for method, path, status in FOR_OPERATORS

@@ -273,7 +273,7 @@ INSTEAD = [
     ("/v1/responses/input_tokens", "/v1/messages/count_tokens"),
     ("/v1/chat/completions/chatcmpl-1/messages", "send the whole history"),
 ]
-"""Paths that clients know, and what to do without them."""
+"""Unserved paths of other servers, with their remedies."""
 
 
 @each_case(

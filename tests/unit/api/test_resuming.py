@@ -394,7 +394,7 @@ async def test_id_of_several_requests_is_the_last_one_s(tmp_path: Path) -> None:
 
 
 async def test_wrong_parameters_are_refused(tmp_path: Path) -> None:
-    """Replies that are no stream, and those of several choices, begin at the beginning."""
+    """Replies without a stream, and with several choices, are read from the start only."""
     first = Server(tmp_path)
     await first.killed_in(CHAT, chat(n=2, stream=True), headers={"x-request-id": "two"})
     await first.killed_in(CHAT, chat(), headers={"x-request-id": "whole"})
