@@ -30,7 +30,14 @@ from vsched_workers.backends.cpu.quantized.block_sums import (
 )
 from vsched_workers.backends.cpu.quantized.integers import OWN_ROWS_MAX, multiply_int8
 from vsched_workers.backends.cpu.quantized.integers import PASS_ROWS as INT8_PASS_ROWS
-from vsched_workers.backends.cpu.quantized.kernel import BLOCK, FEW_ROWS_MAX, PANEL, PASS_ROWS
+from vsched_workers.backends.cpu.quantized.kernel import (
+    BLOCK,
+    FEW_ROWS_MAX,
+    PANEL,
+    PASS_ROWS,
+    TILE_PANELS,
+    UNTILED_BYTES,
+)
 from vsched_workers.backends.cpu.threads import pool_of
 from vsched_workers.quantized.weights import QuantizedWeight, quantize
 
@@ -142,6 +149,23 @@ def test_product_equals_that_by_the_dequantized_weight(kind: str, shape: tuple[i
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
     for count in (*range(1, PASS_ROWS + 2), FEW_ROWS_MAX):
         assert torch.equal(product(rows[:count]), found[:count])
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "int4 32+"])
+def test_tiles_of_the_result_do_not_change_its_bits(kind: str) -> None:
+    """Rows that do not fit into the cache, and outputs that are no whole number of tiles."""
+    inputs, outputs = 2 * BLOCK + 32, (TILE_PANELS + 1) * PANEL - 3
+    rows = drawn(UNTILED_BYTES // (4 * inputs) + 1, inputs)
+    weight = (
+        drawn(outputs, inputs).bfloat16()
+        if kind == "bfloat16"
+        else weight_of(kind, outputs, inputs)
+    )
+    product = QuantizedProduct(weight, drawn(outputs, seed=3), threads=2)
+    found = product(rows)
+    for start in range(0, len(rows), 1000):
+        part = slice(start, start + 1000)
+        assert torch.equal(product(rows[part]), found[part])
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4 32"])
