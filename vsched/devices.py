@@ -1,7 +1,8 @@
 """Choice of the stages' devices: `device = "auto"`, checks of CUDA devices, and the data type on them.
 
 The worker plug-in reports the devices, once per process and from a child process, because this process must not load
-CUDA. Without a device file of a GPU it is not called at all.
+CUDA. Without a device file of a GPU it is not called at all. Rejected: NVML, since only torch knows which drivers and
+compute capabilities its build supports; a survey in the ranks, since limits and placement are needed before they start.
 """
 
 from __future__ import annotations

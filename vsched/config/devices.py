@@ -2,7 +2,8 @@
 
 `settle` resolves the devices that are certain without a GPU library; `vsched.devices` resolves the rest. The placement
 follows a rule and not a measurement, so that two starts on one machine are alike and no start is slowed; `vsched tune`
-measures instead.
+measures instead. Defaults do not depend on the size of a device, so that simulations and records do not depend on the
+host. Rejected: a section of keys for GPUs, in which each key would exist twice.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Pruning of videos: the policy call after decoding, and the plan without pruned tokens."""
+"""Pruning of videos: the policy call after decoding, and the plan without pruned tokens.
+
+It is no decision of the kernel: the request contains its result, and so do snapshots and replays. The maximum number of
+kept tokens follows from the header, so that prompts that do not fit are refused before decoding.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 An entry keeps its order number. A request that is preempted or recovered returns with its old number, so it is ahead of
 all later arrivals, and several of them are in their original order. So there is no operation to put an entry at the
-front, which callers could forget or misorder. Entries that a policy does not admit stay in the queue.
+front, which callers could forget or misorder. Entries that a policy does not admit stay in the queue. Rejected: taking
+an entry out and putting it back if it does not fit, since an exception in between loses it or counts it twice.
 """
 
 from __future__ import annotations

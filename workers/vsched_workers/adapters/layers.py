@@ -3,6 +3,9 @@
 The base product is computed once for all rows; the contribution of each adapter is computed for its rows alone.
 `places.py` maps the layers of an adapter to products. Without adapters the module is unchanged, at no cost.
 
+Rejected: merging into the weights, which serves one adapter at a time; wrapper modules, which change names and break
+code that reads `layer.weight`; one padded tensor for all adapters, in which each row pays for the highest rank.
+
 The rows of a pass are set before it. A layer that is called with another number of rows fails.
 """
 
