@@ -24,6 +24,7 @@ from vsched.policy import (
     Policy,
     PruningPolicy,
     RequestPolicy,
+    seats_in,
     without_seats,
 )
 from vsched.policy.requests import check_encode_limits
@@ -186,7 +187,7 @@ def policy_tables(
     found = {path: policy_table(config, path) for path in POLICY_TABLES}
     found |= dict.fromkeys(policies.several, config.policy)
     for path, table in installed.items():
-        found |= dict.fromkeys(table["seats"] if path == SEVERAL else (path,), table)
+        found |= dict.fromkeys(seats_in(path, table), table)
     return found
 
 

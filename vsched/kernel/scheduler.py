@@ -54,7 +54,7 @@ from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.live import RequestRow, live_request
 from vsched.kernel.request import ITEMS, PROMPT, READY, SUSPENDED, Phase, RequestState, RequestTable
 from vsched.kernel.request_moves import Loads, RequestMoves
-from vsched.policy import POLICY_TABLES, SEVERAL, without_seats
+from vsched.policy import POLICY_TABLES, SEVERAL, seats_in, without_seats
 from vsched.policy_host.seats import Ask, PolicyMemory, PolicySeats, SeatPolicies
 from vsched.policy_host.snapshot import Restorable, Saved, SavedKeys, SnapshotRoot
 from vsched.policy_host.waiting import Holds, OrderedQueue
@@ -88,7 +88,7 @@ class InstalledPolicies(Restorable):
         """
         self._install(tables)
         for path, table in tables.items():
-            for replaced in (path, *table.get("seats", ())):
+            for replaced in (path, *seats_in(path, table)):
                 self.tables.pop(replaced, None)
             self.tables[path] = table
 
@@ -259,7 +259,7 @@ class Scheduler(SnapshotRoot):
             Notice(f"from now on, {table['use']} decides as {path}")
             for path, table in tables.items()
         ]
-        if any("arrival" in (path, *table.get("seats", ())) for path, table in tables.items()):
+        if any("arrival" in seats_in(path, table) for path, table in tables.items()):
             commands += self._gate.ask_again(now_ns, all_held=True)
         return commands
 
@@ -267,11 +267,11 @@ class Scheduler(SnapshotRoot):
         built: list[tuple[str, Any]] = []
         for path, table in tables.items():
             decision = SEVERAL if path == SEVERAL else POLICY_TABLES[path]
-            policy = self._build(decision, without_seats(table))
+            policy = self._build(decision, without_seats(table) if path == SEVERAL else table)
             PolicyMemory(policy)  # raises if its state cannot be kept
             built.append((path, policy))
         for path, policy in built:
-            paths = tables[path]["seats"] if path == SEVERAL else (path,)
+            paths = seats_in(path, tables[path])
             self._seats.install(paths, policy, one_state=path == SEVERAL)
             if "encode.eviction" in paths:
                 self.embeddings.replace_eviction(policy)

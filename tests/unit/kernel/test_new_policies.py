@@ -245,3 +245,30 @@ def test_failures_of_a_policy_that_is_installed_again_are_noticed() -> None:
     assert any("(ZeroDivisionError: new)" in notice for notice in cluster.notices)
     (trace,) = cluster.kernel.policy_failures.values()
     assert trace.exc_type is ZeroDivisionError
+
+
+class KeepsSeats(RequestPolicy, frozen=True, kw_only=True):
+    """Leaves slots free; its field has the name of a key of the table `policy`."""
+
+    seats: int
+
+    def admit(self, view: AdmissionView) -> Admission:
+        room = view.entries_free - self.seats if view.running else 1
+        return Admission(range(min(max(room, 0), len(view.waiting))))
+
+
+def test_a_policy_may_have_a_field_seats() -> None:
+    cluster = ModelCluster(LIMITS)
+    install(cluster, generate__admission={"use": f"{HERE}:KeepsSeats", "seats": 3})
+    submit(cluster)
+    for group in ("generate-0", "generate-1"):
+        cluster.run_generate(group)
+    assert running(cluster) == 2
+    restored = restore_snapshot(
+        Scheduler(LIMITS, default_policies()), encode_snapshot(cluster.kernel)
+    )
+    assert restored.statistics() == cluster.kernel.statistics()
+    install(cluster, generate__admission={"use": "fifo"})
+    assert cluster.kernel.statistics()["policy_tables"] == {"generate.admission": {"use": "fifo"}}
+    cluster.drain()
+    cluster.check_settled()
