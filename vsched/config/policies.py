@@ -24,7 +24,6 @@ from vsched.policy import (
     Policy,
     PruningPolicy,
     RequestPolicy,
-    seats_in,
     without_seats,
 )
 from vsched.policy.requests import check_encode_limits
@@ -186,9 +185,7 @@ def policy_tables(
     """Return the table of the policy that decides for each policy table: configured, or installed since."""
     found = {path: policy_table(config, path) for path in POLICY_TABLES}
     found |= dict.fromkeys(policies.several, config.policy)
-    for path, table in installed.items():
-        found |= dict.fromkeys(seats_in(path, table), table)
-    return found
+    return {**found, **installed}
 
 
 def _needs_restart(path: str, value: str, limit: str) -> ConfigError:

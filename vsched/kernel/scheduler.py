@@ -77,7 +77,7 @@ class InstalledPolicies(Restorable):
     """The configuration tables of the policies that replaced others, in order; a snapshot restores them first."""
 
     def __init__(self, install: Callable[[Mapping[str, PolicyTable]], None]) -> None:
-        self.tables: dict[str, PolicyTable] = {}
+        self._tables: list[tuple[str, PolicyTable]] = []
         self._install = install
 
     def install(self, tables: Mapping[str, PolicyTable]) -> None:
@@ -87,19 +87,29 @@ class InstalledPolicies(Restorable):
             ConfigError, PolicyError: If one cannot be built; nothing is changed.
         """
         self._install(tables)
-        for path, table in tables.items():
-            for replaced in (path, *seats_in(path, table)):
-                self.tables.pop(replaced, None)
-            self.tables[path] = table
+        kept: list[tuple[str, PolicyTable]] = []
+        later: set[str] = set()
+        for path, table in reversed([*self._tables, *tables.items()]):
+            if seats := {*seats_in(path, table)} - later:  # else it decides nowhere any more
+                kept.append((path, table))
+                later |= seats
+        self._tables = kept[::-1]
+
+    @property
+    def by_seat(self) -> dict[str, PolicyTable]:
+        """The installed table by each policy table that it decides for."""
+        return {seat: table for path, table in self._tables for seat in seats_in(path, table)}
 
     @property
     def packed(self) -> Saved[bytes]:
         """The tables as bytes."""
-        return msgspec.msgpack.encode(self.tables)
+        return msgspec.msgpack.encode(self._tables)
 
     @packed.setter
     def packed(self, data: Saved[bytes]) -> None:
-        self.install(msgspec.msgpack.decode(data, type=dict[str, PolicyTable]))
+        tables = msgspec.msgpack.decode(data)
+        for path, table in tables.items() if isinstance(tables, dict) else tables:
+            self.install({path: table})
 
 
 class Scheduler(SnapshotRoot):
@@ -594,7 +604,7 @@ class Scheduler(SnapshotRoot):
             "policy_overruled": self._seats.overruled(),
             "policy_replaced": self._seats.replaced(),
             "passed_over_s": self._passed_over_s(),
-            "policy_tables": dict(self._installed.tables),
+            "policy_tables": self._installed.by_seat,
             "encode": self.encode.statistics(),
             "generate": generate,
         }

@@ -272,3 +272,23 @@ def test_a_policy_may_have_a_field_seats() -> None:
     assert cluster.kernel.statistics()["policy_tables"] == {"generate.admission": {"use": "fifo"}}
     cluster.drain()
     cluster.check_settled()
+
+
+def test_a_later_policy_leaves_the_other_seats_to_the_one_before() -> None:
+    cluster = ModelCluster(LIMITS)
+    first = {"use": f"{HERE}:OneAtATime", "hold_s": 0, "seats": ["arrival", "generate.admission"]}
+    second = {"use": f"{HERE}:OneAtATime", "hold_s": 0, "seats": ["arrival"]}
+    install(cluster, policy=first)
+    install(cluster, policy=second)
+    assert cluster.kernel.statistics()["policy_tables"] == {
+        "arrival": second,
+        "generate.admission": first,
+    }
+    cluster.arrive(make_request("a", [1, 2, 3]))
+    restored = restore_snapshot(
+        Scheduler(LIMITS, default_policies()), encode_snapshot(cluster.kernel)
+    )
+    assert restored.policy_states() == cluster.kernel.policy_states()
+    assert restored.statistics() == cluster.kernel.statistics()
+    install(cluster, policy={**first, "seats": ["generate.admission"]})
+    assert cluster.kernel.statistics()["policy_tables"].keys() == {"arrival", "generate.admission"}
