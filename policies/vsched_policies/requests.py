@@ -35,6 +35,10 @@ from vsched_policies.admission import pack
 
 TENANTS_MAX = 128
 """Maximum number of counters. The lowest are dropped first: a returning tenant starts at the floor anyway."""
+NAMES_BYTES_MAX = 5400
+"""Maximum size of a field with names: three of them fit into the state of a policy."""
+ENTRY_BYTES = 11
+"""Maximum size of an entry without its name."""
 
 
 class ServedTokens(msgspec.Struct):
@@ -104,6 +108,7 @@ class TenantFair(RequestPolicy, frozen=True, kw_only=True):
         served: ServedTokens = view.state
         served.at_arrival = True
         self._count_ends(view.measured, served)
+        _trim(served)
         tenant = view.request.tenant
         rate = self.rates.get(tenant, self.rate)
         if rate is None or view.request.asks:  # a held request took its token on arrival
@@ -122,8 +127,9 @@ class TenantFair(RequestPolicy, frozen=True, kw_only=True):
             )
             return Shed(text.removesuffix("."), min(retry_s, RETRY_AFTER_MAX_S))
         buckets = served.full_ns | {tenant: full_ns}
-        kept = sorted((at_ns, name) for name, at_ns in buckets.items() if at_ns > now_ns)
-        served.full_ns = {name: at_ns for at_ns, name in kept[-TENANTS_MAX:]}
+        latest = sorted(buckets, key=buckets.__getitem__, reverse=True)
+        kept = _fitting([name for name in latest if buckets[name] > now_ns])
+        served.full_ns = {name: buckets[name] for name in kept}
         return Hold(now_ns + wait_ns) if wait_ns > 0 else Admit()
 
     # --- admission ---
@@ -192,9 +198,6 @@ class TenantFair(RequestPolicy, frozen=True, kw_only=True):
                 served.tokens[end.tenant] = served.tokens.get(end.tenant, served.floor) + tokens
         if measured.ends:
             served.seen_ns = max(served.seen_ns, measured.ends[-1].ended_ns)
-        if len(served.tokens) > TENANTS_MAX:
-            most = sorted(served.tokens, key=served.tokens.__getitem__, reverse=True)
-            served.tokens = {one: served.tokens[one] for one in most[:TENANTS_MAX]}
 
 
 def _by_tenant(tenants: Iterable[str]) -> dict[str, list[int]]:
@@ -217,4 +220,24 @@ def _lift(served: ServedTokens, waiting: list[str]) -> None:
     for tenant in waiting:
         if tenant not in served.waited and served.tokens.get(tenant, 0.0) < served.floor:
             served.tokens[tenant] = served.floor
-    served.waited = waiting[:TENANTS_MAX]
+    served.waited = _fitting(waiting)
+    _trim(served)
+
+
+def _trim(served: ServedTokens) -> None:
+    """Drop the lowest counters that do not fit."""
+    tokens = served.tokens
+    most = _fitting(sorted(tokens, key=tokens.__getitem__, reverse=True))
+    if len(most) < len(tokens):
+        served.tokens = {one: tokens[one] for one in most}
+
+
+def _fitting(names: Sequence[str]) -> list[str]:
+    """Return the first names that a field of the state can have, without any that are too long."""
+    left, kept = NAMES_BYTES_MAX, []
+    for name in names:
+        size = len(name.encode()) + ENTRY_BYTES
+        if size <= left and len(kept) < TENANTS_MAX:
+            left -= size
+            kept.append(name)
+    return kept
