@@ -39,6 +39,8 @@ NAMES_BYTES_MAX = 5400
 """Maximum size of a field with names: three of them fit into the state of a policy."""
 ENTRY_BYTES = 11
 """Maximum size of an entry without its name."""
+ABSENT_NS = 10_000_000_000
+"""Time without an arrival after which finished requests are counted in admission."""
 
 
 class ServedTokens(msgspec.Struct):
@@ -50,7 +52,7 @@ class ServedTokens(msgspec.Struct):
         floor: Counter of a tenant that arrives or returns.
         waited: Tenants that waited at the last admission.
         seen_ns: End of the last finished request that was counted.
-        at_arrival: Whether finished requests are counted when requests arrive, over all replicas.
+        arrived_ns: Time of the latest arrival, at which finished requests of all replicas are counted.
     """
 
     tokens: dict[str, float] = {}
@@ -58,7 +60,7 @@ class ServedTokens(msgspec.Struct):
     floor: float = 0.0
     waited: list[str] = []
     seen_ns: int = 0
-    at_arrival: bool = False
+    arrived_ns: int = 0
 
 
 class TenantFair(RequestPolicy, frozen=True, kw_only=True):
@@ -106,7 +108,7 @@ class TenantFair(RequestPolicy, frozen=True, kw_only=True):
 
     def arrive(self, view: ArrivalView) -> ArrivalDecision:
         served: ServedTokens = view.state
-        served.at_arrival = True
+        served.arrived_ns = view.now_ns
         self._count_ends(view.measured, served)
         _trim(served)
         tenant = view.request.tenant
@@ -141,7 +143,8 @@ class TenantFair(RequestPolicy, frozen=True, kw_only=True):
         served: ServedTokens = view.state
         queues = _by_tenant([entry.tenant for entry in view.waiting])
         if view.stage == "generate":
-            if not served.at_arrival:
+            # Another policy may decide at arrival, from the start or by now.
+            if view.now_ns - served.arrived_ns > ABSENT_NS or not served.arrived_ns:
                 self._count_ends(view.measured, served)
             _lift(served, list(queues))
         counts = _counts(served, view.measured, queues)

@@ -28,6 +28,7 @@ from vsched.policy import (
 from vsched.policy_host.snapshot import encode_snapshot, restore_snapshot
 from vsched.record import replay
 from vsched.testing import ModelCluster, default_policies, make_request
+from vsched_policies.requests import ABSENT_NS, ServedTokens, TenantFair
 
 LIMITS = SchedulerLimits(blocks=32, slots=4, context_tokens=256, pages=8, generators=2)
 HERE = __name__
@@ -292,3 +293,21 @@ def test_a_later_policy_leaves_the_other_seats_to_the_one_before() -> None:
     assert restored.statistics() == cluster.kernel.statistics()
     install(cluster, policy={**first, "seats": ["generate.admission"]})
     assert cluster.kernel.statistics()["policy_tables"].keys() == {"arrival", "generate.admission"}
+
+
+def test_tenant_fair_counts_on_when_another_policy_decides_at_arrival() -> None:
+    limits = msgspec.structs.replace(LIMITS, generators=1)
+    cluster = ModelCluster(limits, default_policies(TenantFair()))
+
+    def counted_after(*names: str) -> float:
+        for name in names:
+            request = make_request(name, [1, 2, 3], max_tokens=30)
+            cluster.arrive(msgspec.structs.replace(request, tenant="a"))
+            cluster.drain()
+        data = cluster.kernel.policy_states()["generate.admission"]
+        return msgspec.msgpack.decode(data, type=ServedTokens).tokens["a"]
+
+    before = counted_after("r0", "r1")
+    install(cluster, arrival={"use": "open"})
+    cluster.wait(2 * ABSENT_NS)
+    assert counted_after("r2", "r3") == before + 2 * (3 + 2 * 30)
