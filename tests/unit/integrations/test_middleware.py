@@ -195,3 +195,23 @@ async def test_views_have_the_facts_of_the_request_and_of_those_before(
     for one in (second.request, routing.seen[1]):
         assert (one.tenant, one.session, one.priority) == ("a", "talk", 3)
     assert second.now_ns <= routing.seen[1].now_ns
+
+class Refuses(Server):
+    """Answers with an error."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def as_error(message: Message) -> None:
+            await send({**message, "status": 400} if "status" in message else message)
+
+        await super().__call__(scope, receive, as_error)
+
+
+async def test_errors_of_the_server_are_no_first_tokens() -> None:
+    """Else a few broken requests make an overloaded server look fast."""
+    arrival = SeesAll()
+    door = Door(Refuses(), {"arrival": arrival})
+    for _ in range(2):
+        assert (await call(door)).status == 400
+    assert not arrival.seen[1].measured.first_tokens
+    assert not arrival.seen[1].measured.ends
+

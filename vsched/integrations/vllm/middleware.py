@@ -54,7 +54,7 @@ class InFlight:
         self.session = _text(body, "session_id")
         self.more = _table(body.get("vllm_xargs"))
         self.target_ns = target_of(self.more, self.arrived_ns)
-        self.state, self.asks, self.replica = "held", 0, 0
+        self.state, self.asks, self.replica, self.refused = "held", 0, 0, False
 
 
 class Middleware:
@@ -224,7 +224,9 @@ class Middleware:
 
         async def watched(message: Message) -> None:
             await send(message)
-            if message["type"] != "http.response.body":
+            if message["type"] == "http.response.start":
+                one.refused = message["status"] >= 400  # an error is no output
+            if message["type"] != "http.response.body" or one.refused:
                 return
             now_ns = time.monotonic_ns()
             if message.get("body") and one.state == "waiting":
