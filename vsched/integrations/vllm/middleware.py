@@ -21,7 +21,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vsched.api.middleware import NAME, NAME_FORM, read_tenant_keys
 from vsched.config.policies import HostSettings
-from vsched.integrations.vllm.settings import FRONT, read_settings, statistics_path, target_of
+from vsched.integrations.vllm.settings import (
+    FRONT,
+    read_settings,
+    statistics_path,
+    target_of,
+    tenant_of,
+)
 from vsched.policy import (
     Admit,
     ArrivalDecision,
@@ -123,7 +129,9 @@ class Middleware:
         except msgspec.MsgspecError:
             await self._app(scope, _replayed(data, receive), send)  # the server words the error
             return
-        one = InFlight(tenant or str(_table(body.get("vllm_xargs")).get("tenant", "")), body)
+        if not self._names_tenants:
+            tenant = tenant_of(_table(body.get("vllm_xargs")))
+        one = InFlight(tenant, body)
         self._flying.add(one)
         try:
             refusal = await self._admit(host, one, scope["path"], receive)
@@ -131,7 +139,7 @@ class Middleware:
                 await refusal(scope, receive, send)
                 return
             scope = {**scope, "headers": [*scope["headers"]]}
-            if self._tenant_header or self._tenants or "tenant" in one.more:
+            if self._names_tenants or "tenant" in one.more:
                 body["vllm_xargs"] = {**one.more, "tenant": one.tenant}
                 data = msgspec.json.encode(body)
                 MutableHeaders(scope=scope)["content-length"] = str(len(data))
@@ -243,6 +251,11 @@ class Middleware:
                 )
 
         return watched
+
+    @property
+    def _names_tenants(self) -> bool:
+        """Whether a header or a key says which tenant sends a request, and not its body."""
+        return bool(self._tenant_header or self._tenants)
 
     def _tenant(self, headers: Headers) -> str:
         if self._tenant_header:
