@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 
+import msgspec
 import pytest
 from PIL import Image as PillowImage
 
@@ -75,6 +76,16 @@ def test_dresser_repeats_the_answers_of_the_model(texts: RequestTexts) -> None:
     ids = texts.prompt(said, [[70, 71, 72], [73, 74, 75]])
     assert ids[2:5] == [70, 71, 72]
     assert ids[7:] == [73, 74]
+
+
+def test_calls_name_tenant_and_session_for_policies(texts: RequestTexts) -> None:
+    """As the simulation that they are compared with does; runs differ in the salt of caches only."""
+    one = msgspec.structs.replace(
+        arrival(Text(1, 2), tenant="t"), conversation="c", cache_salt="run 1 t"
+    )
+    call = texts.call(one, [])
+    assert (call["tenant"], call["session"], call["cache_salt"]) == ("t", "c", "run 1 t")
+    assert texts.call(arrival(Text(1, 2), tenant="t"), [])["cache_salt"] == "t"
 
 
 def test_dresser_fits_a_workload_once(texts: RequestTexts) -> None:

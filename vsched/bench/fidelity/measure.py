@@ -164,7 +164,9 @@ class RequestTexts:
             "request_id": arrival.request_id,
             "priority": arrival.priority,
             "ttft_target_ms": arrival.ttft_target_ms,
-            "cache_salt": arrival.tenant,
+            "cache_salt": arrival.salt,
+            "tenant": arrival.tenant,
+            "session": arrival.conversation,
         }
 
     def prompt(self, arrival: Arrival, replies: Sequence[Sequence[int]] = ()) -> list[int]:
@@ -549,10 +551,10 @@ class Comparison:
             await client.run(self._dresser, workload_of("", [arrival]), lambda: None)
 
     def _own(self, workload: Workload) -> list[Arrival]:
-        """Return arrivals with a new tenant, so that caches hold nothing of an earlier run."""
+        """Return arrivals with a new cache salt, so that caches hold nothing of an earlier run."""
         self._runs += 1
         return [
-            msgspec.structs.replace(one, tenant=f"run {self._runs} {one.tenant}")
+            msgspec.structs.replace(one, cache_salt=f"run {self._runs} {one.salt}")
             for one in self._dresser.fit(workload)
         ]
 
