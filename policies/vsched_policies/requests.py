@@ -29,6 +29,7 @@ from vsched.policy import (
     StepShares,
     StepView,
 )
+from vsched.policy.checks import HOLD_MIN_NS
 from vsched.policy.measured import Measured
 from vsched.policy.requests import RETRY_AFTER_MAX_S
 from vsched_policies.admission import pack
@@ -132,7 +133,7 @@ class TenantFair(RequestPolicy, frozen=True, kw_only=True):
         latest = sorted(buckets, key=buckets.__getitem__, reverse=True)
         kept = _fitting([name for name in latest if buckets[name] > now_ns])
         served.full_ns = {name: buckets[name] for name in kept}
-        return Hold(now_ns + wait_ns) if wait_ns > 0 else Admit()
+        return Hold(now_ns + max(wait_ns, HOLD_MIN_NS)) if wait_ns > 0 else Admit()
 
     # --- admission ---
 

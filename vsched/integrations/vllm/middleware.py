@@ -170,6 +170,7 @@ class Middleware:
                     return _refusal(status, reason, retry_after_s)
                 case Hold(until_ns):
                     one.asks += 1
+                    until_ns = seat.lengthen_hold(until_ns, now_ns)
                     if await _left(receive, (until_ns - time.monotonic_ns()) / 1e9):
                         return Response(status_code=499)
                 case _:
