@@ -212,6 +212,7 @@ async def test_views_have_the_facts_of_the_request_and_of_those_before(
         assert (one.tenant, one.session, one.priority) == ("a", "talk", 3)
     assert second.now_ns <= routing.seen[1].now_ns
 
+
 class Refuses(Server):
     """Answers with an error."""
 
@@ -230,4 +231,3 @@ async def test_errors_of_the_server_are_no_first_tokens() -> None:
         assert (await call(door)).status == 400
     assert not arrival.seen[1].measured.first_tokens
     assert not arrival.seen[1].measured.ends
-

@@ -277,7 +277,9 @@ def hold_for_nanoseconds(view: Any) -> Any:
     return Hold(until_ns) if hasattr(view, "request") else Admission(hold_until_ns=until_ns)
 
 
-@pytest.mark.parametrize(("seat", "kind"), [("arrival", "arrival"), ("generate_admission", "admission")])
+@pytest.mark.parametrize(
+    ("seat", "kind"), [("arrival", "arrival"), ("generate_admission", "admission")]
+)
 def test_a_hold_of_nanoseconds_lasts_a_millisecond(seat: str, kind: str) -> None:
     """Else the policy is called all the time, and a simulation of it does not end."""
     ASKED_NS.clear()

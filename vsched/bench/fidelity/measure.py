@@ -198,7 +198,8 @@ class RequestTexts:
             elif type(part) is Image:
                 ids.append(self._preprocessor.info.placeholder)
             else:
-                reply = left.pop(0) if left else self.text(0, part.tokens)  # of no turn that was sent
+                # Without the turn in the trace, any text is as good.
+                reply = left.pop(0) if left else self.text(0, part.tokens)
                 ids += reply[: part.tokens]
         return ids
 
