@@ -238,7 +238,7 @@ def _trim(served: ServedTokens) -> None:
 
 def _fitting(names: Sequence[str]) -> list[str]:
     """Return the first names that a field of the state can have, without any that are too long."""
-    left, kept = NAMES_BYTES_MAX, []
+    left, kept = NAMES_BYTES_MAX, list[str]()
     for name in names:
         size = len(name.encode()) + ENTRY_BYTES
         if size <= left and len(kept) < TENANTS_MAX:
