@@ -82,7 +82,7 @@ from vsched.media.pruning import Pruning, make_pruning
 from vsched.memory import Ledger
 from vsched.notebook import Statistics
 from vsched.plugins import resolve_policy
-from vsched.policy import POLICY_TABLES, SEVERAL, Policy, without_seats
+from vsched.policy import POLICY_TABLES, SEVERAL, Policy, seats_in, without_seats
 from vsched.policy_host.call_times import QueueClock
 from vsched.record.journal import PartialOutput
 from vsched.record.recorder import check_record_path, open_recorder
@@ -711,8 +711,9 @@ class Engine:
         """Return the policy that was checked for this table: building another may fail, when nothing may fail."""
         for path, one in self._replacing.items():
             own = SEVERAL if path == SEVERAL else POLICY_TABLES[path]
-            if own == decision and without_seats(one) == table:
-                return self._policies.by_table[one["seats"][0] if path == SEVERAL else path]
+            fields = without_seats(one) if path == SEVERAL else one
+            if own == decision and fields == table:
+                return self._policies.by_table[seats_in(path, one)[0]]
         return resolve_policy(decision, table)
 
     def policies(self) -> dict[str, dict[str, Any]]:

@@ -183,6 +183,10 @@ def check_contract(cls: object, kind: str) -> type[Policy]:
     )
     if hidden:
         raise PolicyError(f"{name}: the field `{hidden[0]}` hides a method; give it another name")
+    if "use" in {field.encode_name for field in msgspec.structs.fields(cls)}:
+        raise PolicyError(
+            f"{name}: the field `use` cannot be set, since it names the class in a table; give it another name"
+        )
     _check_method(cls, kind, name)
     try:
         check_state_type(cls, kind)

@@ -29,12 +29,19 @@ from vsched.policy import (
     StepShares,
     StepView,
 )
+from vsched.policy.checks import HOLD_MIN_NS
 from vsched.policy.measured import Measured
 from vsched.policy.requests import RETRY_AFTER_MAX_S
 from vsched_policies.admission import pack
 
 TENANTS_MAX = 128
 """Maximum number of counters. The lowest are dropped first: a returning tenant starts at the floor anyway."""
+NAMES_BYTES_MAX = 5400
+"""Maximum size of a field with names: three of them fit into the state of a policy."""
+ENTRY_BYTES = 11
+"""Maximum size of an entry without its name."""
+ABSENT_NS = 10_000_000_000
+"""Time without an arrival after which finished requests are counted in admission."""
 
 
 class ServedTokens(msgspec.Struct):
@@ -46,7 +53,7 @@ class ServedTokens(msgspec.Struct):
         floor: Counter of a tenant that arrives or returns.
         waited: Tenants that waited at the last admission.
         seen_ns: End of the last finished request that was counted.
-        at_arrival: Whether finished requests are counted when requests arrive, over all replicas.
+        arrived_ns: Time of the latest arrival, at which finished requests of all replicas are counted.
     """
 
     tokens: dict[str, float] = {}
@@ -54,7 +61,7 @@ class ServedTokens(msgspec.Struct):
     floor: float = 0.0
     waited: list[str] = []
     seen_ns: int = 0
-    at_arrival: bool = False
+    arrived_ns: int = 0
 
 
 class TenantFair(RequestPolicy, frozen=True, kw_only=True):
@@ -102,8 +109,9 @@ class TenantFair(RequestPolicy, frozen=True, kw_only=True):
 
     def arrive(self, view: ArrivalView) -> ArrivalDecision:
         served: ServedTokens = view.state
-        served.at_arrival = True
+        served.arrived_ns = view.now_ns
         self._count_ends(view.measured, served)
+        _trim(served)
         tenant = view.request.tenant
         rate = self.rates.get(tenant, self.rate)
         if rate is None or view.request.asks:  # a held request took its token on arrival
@@ -122,9 +130,10 @@ class TenantFair(RequestPolicy, frozen=True, kw_only=True):
             )
             return Shed(text.removesuffix("."), min(retry_s, RETRY_AFTER_MAX_S))
         buckets = served.full_ns | {tenant: full_ns}
-        kept = sorted((at_ns, name) for name, at_ns in buckets.items() if at_ns > now_ns)
-        served.full_ns = {name: at_ns for at_ns, name in kept[-TENANTS_MAX:]}
-        return Hold(now_ns + wait_ns) if wait_ns > 0 else Admit()
+        latest = sorted(buckets, key=buckets.__getitem__, reverse=True)
+        kept = _fitting([name for name in latest if buckets[name] > now_ns])
+        served.full_ns = {name: buckets[name] for name in kept}
+        return Hold(now_ns + max(wait_ns, HOLD_MIN_NS)) if wait_ns > 0 else Admit()
 
     # --- admission ---
 
@@ -135,7 +144,8 @@ class TenantFair(RequestPolicy, frozen=True, kw_only=True):
         served: ServedTokens = view.state
         queues = _by_tenant([entry.tenant for entry in view.waiting])
         if view.stage == "generate":
-            if not served.at_arrival:
+            # Another policy may decide at arrival, from the start or by now.
+            if view.now_ns - served.arrived_ns > ABSENT_NS or not served.arrived_ns:
                 self._count_ends(view.measured, served)
             _lift(served, list(queues))
         counts = _counts(served, view.measured, queues)
@@ -192,9 +202,6 @@ class TenantFair(RequestPolicy, frozen=True, kw_only=True):
                 served.tokens[end.tenant] = served.tokens.get(end.tenant, served.floor) + tokens
         if measured.ends:
             served.seen_ns = max(served.seen_ns, measured.ends[-1].ended_ns)
-        if len(served.tokens) > TENANTS_MAX:
-            most = sorted(served.tokens, key=served.tokens.__getitem__, reverse=True)
-            served.tokens = {one: served.tokens[one] for one in most[:TENANTS_MAX]}
 
 
 def _by_tenant(tenants: Iterable[str]) -> dict[str, list[int]]:
@@ -217,4 +224,24 @@ def _lift(served: ServedTokens, waiting: list[str]) -> None:
     for tenant in waiting:
         if tenant not in served.waited and served.tokens.get(tenant, 0.0) < served.floor:
             served.tokens[tenant] = served.floor
-    served.waited = waiting[:TENANTS_MAX]
+    served.waited = _fitting(waiting)
+    _trim(served)
+
+
+def _trim(served: ServedTokens) -> None:
+    """Drop the lowest counters that do not fit."""
+    tokens = served.tokens
+    most = _fitting(sorted(tokens, key=tokens.__getitem__, reverse=True))
+    if len(most) < len(tokens):
+        served.tokens = {one: tokens[one] for one in most}
+
+
+def _fitting(names: Sequence[str]) -> list[str]:
+    """Return the first names that a field of the state can have, without any that are too long."""
+    left, kept = NAMES_BYTES_MAX, list[str]()
+    for name in names:
+        size = len(name.encode()) + ENTRY_BYTES
+        if size <= left and len(kept) < TENANTS_MAX:
+            left -= size
+            kept.append(name)
+    return kept

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
-from vsched.policy import Admission, AdmissionView, RequestPolicy, WaitingEntry
+from vsched.policy import (
+    Admission,
+    AdmissionView,
+    ArrivalView,
+    ArrivingRequest,
+    RequestPolicy,
+    WaitingEntry,
+)
 from vsched.policy.measured import EndTime, Measurements
+from vsched.policy_host.seats import STATE_BYTES_MAX
 from vsched_policies.admission import (
     Fifo,
     OutputLengths,
@@ -195,6 +204,19 @@ def test_tenant_fair_keeps_a_bounded_number_of_counters() -> None:
     chosen(TenantFair(), of("ab"), state=state)
     assert len(state.tokens) == TENANTS_MAX
     assert f"t{TENANTS_MAX + 49}" in state.tokens
+
+
+def test_tenant_fair_keeps_its_state_within_the_limit_for_long_names() -> None:
+    """With rates and a queue, all three fields have names; a name of any length leaves room for the others."""
+    policy, state = TenantFair(rate=0.001, burst=2), ServedTokens()
+    names = ["x" * 20_000, *(f"{number:064}" for number in range(300))]
+    for name in names:
+        request = ArrivingRequest(tenant=name, arrived_ns=1)
+        policy.arrive(ArrivalView(now_ns=1, request=request, state=state))
+    state.floor = 5.0
+    chosen(policy, [Item(10, tenant=name) for name in names], state=state)
+    assert len(msgspec.msgpack.encode(state)) <= STATE_BYTES_MAX
+    assert min(map(len, (state.tokens, state.full_ns, state.waited))) >= 64
 
 
 def test_shortest_first_learns_lengths_by_prompt() -> None:

@@ -65,6 +65,7 @@ class Fixed(RequestPolicy, frozen=True, kw_only=True):
 
 
 Hidden = msgspec.defstruct("Hidden", [("share", int, 1)], bases=(Silent,), frozen=True)
+Used = msgspec.defstruct("Used", [("use", str, "x")], bases=(Whole,), frozen=True, kw_only=True)
 Thawed = msgspec.defstruct("Thawed", [], bases=(Silent,), frozen=False)
 
 
@@ -89,6 +90,7 @@ class Router(RoutingPolicy, frozen=True, kw_only=True):
         (Fixed, "Fixed.admit: a staticmethod, not a method"),
         (Thawed, "Thawed: not frozen; declare it `class Thawed(..., frozen=True)`"),
         (Hidden, "Hidden: the field `share` hides a method"),
+        (Used, "Used: the field `use` cannot be set"),
         (Newer, "Newer: made for version 2 of RequestPolicy, this is version 3"),
         (Router, "not a subclass of vsched.policy.RequestPolicy (its bases: RoutingPolicy)"),
         (int, "builtins.int: not a subclass of"),

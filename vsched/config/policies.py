@@ -185,9 +185,7 @@ def policy_tables(
     """Return the table of the policy that decides for each policy table: configured, or installed since."""
     found = {path: policy_table(config, path) for path in POLICY_TABLES}
     found |= dict.fromkeys(policies.several, config.policy)
-    for path, table in installed.items():
-        found |= dict.fromkeys(table["seats"] if path == SEVERAL else (path,), table)
-    return found
+    return {**found, **installed}
 
 
 def _needs_restart(path: str, value: str, limit: str) -> ConfigError:

@@ -116,7 +116,7 @@ class ArrivalGate(Restorable):
                     return [self._reject_full(arrival_id)]
                 self.counts["held"] += not request.asks
                 request.asks += 1
-                request.until_ns = until_ns
+                request.until_ns = self._seat.lengthen_hold(until_ns, now_ns)
                 self._held[arrival_id] = request
                 self._look_ahead()
                 return []

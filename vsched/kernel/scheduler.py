@@ -54,7 +54,7 @@ from vsched.kernel.limits import SchedulerLimits
 from vsched.kernel.live import RequestRow, live_request
 from vsched.kernel.request import ITEMS, PROMPT, READY, SUSPENDED, Phase, RequestState, RequestTable
 from vsched.kernel.request_moves import Loads, RequestMoves
-from vsched.policy import POLICY_TABLES, SEVERAL, without_seats
+from vsched.policy import POLICY_TABLES, SEVERAL, seats_in, without_seats
 from vsched.policy_host.seats import Ask, PolicyMemory, PolicySeats, SeatPolicies
 from vsched.policy_host.snapshot import Restorable, Saved, SavedKeys, SnapshotRoot
 from vsched.policy_host.waiting import Holds, OrderedQueue
@@ -77,7 +77,7 @@ class InstalledPolicies(Restorable):
     """The configuration tables of the policies that replaced others, in order; a snapshot restores them first."""
 
     def __init__(self, install: Callable[[Mapping[str, PolicyTable]], None]) -> None:
-        self.tables: dict[str, PolicyTable] = {}
+        self._tables: list[tuple[str, PolicyTable]] = []
         self._install = install
 
     def install(self, tables: Mapping[str, PolicyTable]) -> None:
@@ -87,19 +87,29 @@ class InstalledPolicies(Restorable):
             ConfigError, PolicyError: If one cannot be built; nothing is changed.
         """
         self._install(tables)
-        for path, table in tables.items():
-            for replaced in (path, *table.get("seats", ())):
-                self.tables.pop(replaced, None)
-            self.tables[path] = table
+        kept: list[tuple[str, PolicyTable]] = []
+        later: set[str] = set()
+        for path, table in reversed([*self._tables, *tables.items()]):
+            if seats := {*seats_in(path, table)} - later:  # else it decides nowhere any more
+                kept.append((path, table))
+                later |= seats
+        self._tables = kept[::-1]
+
+    @property
+    def by_seat(self) -> dict[str, PolicyTable]:
+        """The installed table by each policy table that it decides for."""
+        return {seat: table for path, table in self._tables for seat in seats_in(path, table)}
 
     @property
     def packed(self) -> Saved[bytes]:
         """The tables as bytes."""
-        return msgspec.msgpack.encode(self.tables)
+        return msgspec.msgpack.encode(self._tables)
 
     @packed.setter
     def packed(self, data: Saved[bytes]) -> None:
-        self.install(msgspec.msgpack.decode(data, type=dict[str, PolicyTable]))
+        tables = msgspec.msgpack.decode(data)
+        for path, table in tables.items() if isinstance(tables, dict) else tables:
+            self.install({path: table})
 
 
 class Scheduler(SnapshotRoot):
@@ -259,7 +269,7 @@ class Scheduler(SnapshotRoot):
             Notice(f"from now on, {table['use']} decides as {path}")
             for path, table in tables.items()
         ]
-        if any("arrival" in (path, *table.get("seats", ())) for path, table in tables.items()):
+        if any("arrival" in seats_in(path, table) for path, table in tables.items()):
             commands += self._gate.ask_again(now_ns, all_held=True)
         return commands
 
@@ -267,11 +277,11 @@ class Scheduler(SnapshotRoot):
         built: list[tuple[str, Any]] = []
         for path, table in tables.items():
             decision = SEVERAL if path == SEVERAL else POLICY_TABLES[path]
-            policy = self._build(decision, without_seats(table))
+            policy = self._build(decision, without_seats(table) if path == SEVERAL else table)
             PolicyMemory(policy)  # raises if its state cannot be kept
             built.append((path, policy))
         for path, policy in built:
-            paths = tables[path]["seats"] if path == SEVERAL else (path,)
+            paths = seats_in(path, tables[path])
             self._seats.install(paths, policy, one_state=path == SEVERAL)
             if "encode.eviction" in paths:
                 self.embeddings.replace_eviction(policy)
@@ -594,7 +604,7 @@ class Scheduler(SnapshotRoot):
             "policy_overruled": self._seats.overruled(),
             "policy_replaced": self._seats.replaced(),
             "passed_over_s": self._passed_over_s(),
-            "policy_tables": dict(self._installed.tables),
+            "policy_tables": self._installed.by_seat,
             "encode": self.encode.statistics(),
             "generate": generate,
         }

@@ -10,9 +10,12 @@ from typing import SupportsIndex
 COUNT_MAX = 2**31 - 1
 """Maximum of a count; messages to ranks and records have 32-bit counts."""
 TIME_MAX_NS = 2**63 - 1
+HOLD_MIN_NS = 1_000_000
+"""Minimum of a hold: a shorter one, such as 5 ns for 5 s, would keep the host busy with calls until it ends."""
 TEXT_CHARACTERS_MAX = 500
 PASSED_OVER = "one that was passed over for too long goes first"
 """Reason of an answer that the kernel did not follow because of `policies.passed_over_max_s`."""
+SHORT_HOLD = "a hold of less than 1 ms lasts 1 ms"
 
 
 def check_number(value: SupportsIndex, *, most: int, least: int = 0) -> int:

@@ -78,7 +78,7 @@ class Admit(msgspec.Struct, frozen=True):
 class Hold(msgspec.Struct, frozen=True):
     """Hold the request and call the policy again at `until_ns`.
 
-    A hold ends at most `policies.passed_over_max_s` after the arrival of the request.
+    A hold lasts 1 ms at least, and ends at most `policies.passed_over_max_s` after the arrival of the request.
     """
 
     until_ns: int
@@ -215,8 +215,8 @@ class Admission(msgspec.Struct, frozen=True):
 
     Attributes:
         indices: Indices into `view.waiting` of the entries that join now, in this order; empty for none.
-        hold_until_ns: Time until which no entry joins and the policy is not called; None for no hold. At most
-            `policies.passed_over_max_s` after the arrival of each waiting entry.
+        hold_until_ns: Time until which no entry joins and the policy is not called; None for no hold. At least 1 ms
+            from now, and at most `policies.passed_over_max_s` after the arrival of each waiting entry.
         preempt: Indices into `view.running_requests` of the requests that give up their slots, in this order: one for
             each entry of `indices` that finds no free slot. All are in `view.eligible`: they decode and got a token
             since they joined, did not take their slot from another request, and were without a slot because of such

@@ -6,7 +6,7 @@ Used by configuration, kernel, simulators, commands and documentation. The file 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vsched.policy import cache, drafter, images, memory, requests, router, videos
@@ -43,6 +43,12 @@ def decisions_of(cls: type[Policy]) -> list[str]:
 def tables_of(cls: type[Policy]) -> list[str]:
     """Return the tables of the decisions whose methods a class overrides."""
     return [table for name in decisions_of(cls) for table in DECISIONS[name].tables]
+
+
+def seats_in(path: str, table: Mapping[str, Any]) -> Sequence[str]:
+    """Return the policy tables that the table at a path decides for: of the table `policy`, those in its `seats`."""
+    seats: Sequence[str] = table["seats"] if path == SEVERAL else (path,)
+    return seats
 
 
 def without_seats(table: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import msgspec
 
 from vsched.errors import PolicyError, RecordError, limit_message, reraise_interrupt, safe_text
 from vsched.policy import DECISIONS, Decision, Policy, decisions_of
+from vsched.policy.checks import HOLD_MIN_NS, SHORT_HOLD
 from vsched.policy_host.call_times import Ask as Ask
 from vsched.policy_host.snapshot import Restorable, Saved
 from vsched.policy_host.stuck_calls import PolicyStuckError, interruptible
@@ -297,6 +298,13 @@ class PolicySeat(Restorable):
     def overrule(self, reason: str) -> None:
         """Count a valid answer that the kernel does not follow, or not in all."""
         self.overruled[reason] = self.overruled.get(reason, 0) + 1
+
+    def lengthen_hold(self, until_ns: int, now_ns: int) -> int:
+        """Return the end of a hold, which lasts `HOLD_MIN_NS` at least."""
+        if until_ns >= now_ns + HOLD_MIN_NS:
+            return until_ns
+        self.overrule(SHORT_HOLD)
+        return now_ns + HOLD_MIN_NS
 
     def replace(self, reason: str) -> None:
         """Stop calling the policy; the default decides from now on."""

@@ -84,7 +84,8 @@ class OrderedQueue(Restorable, Generic[Waiting]):
         admission: Admission = seat.decide(
             view, waiting, free, view.running, now_ns, hold_max_ns, view.eligible
         )
-        self.hold_until_ns = admission.hold_until_ns
+        until_ns = admission.hold_until_ns
+        self.hold_until_ns = until_ns and seat.lengthen_hold(until_ns, now_ns)
         indices = admission.indices
         if len(indices) > free + len(admission.preempt):
             seat.overrule("more entries than can join")

@@ -27,6 +27,7 @@ from vsched.kernel.events import (
 )
 from vsched.kernel.generate.requests import ReadyEntry
 from vsched.plugins import load_policy_class
+from vsched.policy import seats_in
 from vsched.sim.setup import Setup
 from vsched.types import MediaItem, group_names, stage_of
 
@@ -179,7 +180,7 @@ class Oracles:
             self._lose(event.group)
         elif type(event) is PolicyReplaced:
             for path, table in event.tables.items():
-                if "generate.admission" in (path, *table.get("seats", ())):
+                if "generate.admission" in seats_in(path, table):
                     self._fifo = table == {"use": "fifo"}
 
     def _lose(self, group: str) -> None:

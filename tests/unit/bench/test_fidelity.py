@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import base64
 import io
+from typing import cast
 
+import msgspec
 import pytest
 from PIL import Image as PillowImage
 
 from tests.each_case import each_case
 from tests.unit.media.fakes import PLACEHOLDER, FakePreprocessor, model_info
 from vsched.bench.fidelity.calibration import ROUND_COST_MIN, CalibrationLimits, plan_round
-from vsched.bench.fidelity.measure import RequestTexts
-from vsched.sim.workload.requests import Arrival, Image, PromptPart, Reply, Text, workload_of
+from vsched.bench.fidelity.measure import RequestTexts, TraceClient
+from vsched.engine import Engine
+from vsched.errors import ConfigError
+from vsched.sim.workload.requests import (
+    Arrival,
+    Image,
+    PromptPart,
+    Reply,
+    Text,
+    Video,
+    workload_of,
+)
 
 LIMIT = 64
 """Maximum tokens of an image; a token is 8 pixels square."""
@@ -75,6 +87,31 @@ def test_dresser_repeats_the_answers_of_the_model(texts: RequestTexts) -> None:
     ids = texts.prompt(said, [[70, 71, 72], [73, 74, 75]])
     assert ids[2:5] == [70, 71, 72]
     assert ids[7:] == [73, 74]
+
+
+def test_calls_name_tenant_and_session_for_policies(texts: RequestTexts) -> None:
+    """As the simulation that they are compared with does; runs differ in the salt of caches only."""
+    one = msgspec.structs.replace(
+        arrival(Text(1, 2), tenant="t"), conversation="c", cache_salt="run 1 t"
+    )
+    call = texts.call(one, [])
+    assert (call["tenant"], call["session"], call["cache_salt"]) == ("t", "c", "run 1 t")
+    assert texts.call(arrival(Text(1, 2), tenant="t"), [])["cache_salt"] == "t"
+
+
+def test_replies_of_turns_that_were_not_sent_are_texts(texts: RequestTexts) -> None:
+    ids = texts.prompt(arrival(Text(1, 2), Reply(3), Reply(2)), [[70, 71, 72]])
+    assert ids[2:5] == [70, 71, 72]
+    assert len(ids) == 7
+
+
+def test_traces_that_cannot_be_compared_are_refused(texts: RequestTexts) -> None:
+    with pytest.raises(ConfigError, match="r: no videos can be sent"):
+        texts.fit_arrival(arrival(Video("v", 2, 4)))
+    client = TraceClient(cast("Engine", None), lambda: 0)
+    client.failed["context_exceeded"] = 2
+    with pytest.raises(ConfigError, match=r"no request was served: \{.context_exceeded.: 2\}"):
+        client.side()
 
 
 def test_dresser_fits_a_workload_once(texts: RequestTexts) -> None:

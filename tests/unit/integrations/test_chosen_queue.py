@@ -42,6 +42,8 @@ def test_entry_has_the_facts_of_policies() -> None:
     assert entry.view.blocks == 2
     assert (entry.view.tenant, entry.view.priority) == ("a", -3)
     assert entry.target_ns == entry.arrived_ns + 5_000_000
+    long = SimpleNamespace(extra_args={"tenant": "x" * 20_000})
+    assert request(2, sampling_params=long).vsched.tenant == "x" * 64
 
 
 def test_scheduler_sees_only_chosen_requests_and_others_keep_their_places() -> None:

@@ -101,7 +101,8 @@ async def test_key_names_the_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
     server = Server()
     door = Door(server, {}, tenant_keys_variable="KEYS")
     for key in ("two", "three"):
-        await call(door, {}, {"authorization": f"Bearer {key}"})
+        liar = {"vllm_xargs": {"tenant": "a"}}
+        await call(door, liar, {"authorization": f"Bearer {key}"})
     assert [one["vllm_xargs"]["tenant"] for one in server.bodies] == ["b", ""]
 
 
@@ -135,6 +136,21 @@ async def test_held_and_failing_decisions_end_in_admission(tenant: str) -> None:
     assert figures["arrival"]["policy_faults"] == ({"ByTenant": 1} if tenant == "broken" else {})
     calls = figures["arrival"]["policy_calls"]["arrival"]["calls"]
     assert calls == (2 if tenant == "held" else 1)
+
+
+async def test_without_the_header_a_client_names_no_tenant() -> None:
+    server, arrival = Server(), SeesAll()
+    door = Door(server, {"arrival": arrival}, tenant_header="x-tenant")
+    await call(door, {"vllm_xargs": {"tenant": "a"}})
+    assert arrival.seen[0].request.tenant == ""
+    assert server.bodies == [{"vllm_xargs": {"tenant": ""}}]
+
+
+async def test_a_tenant_in_a_body_is_cut() -> None:
+    """Policies keep names in a state of limited size."""
+    server, arrival = Server(), SeesAll()
+    await call(Door(server, {"arrival": arrival}), {"vllm_xargs": {"tenant": "x" * 20_000}})
+    assert arrival.seen[0].request.tenant == "x" * 64
 
 
 async def test_routing_policy_names_the_replica() -> None:
@@ -195,3 +211,23 @@ async def test_views_have_the_facts_of_the_request_and_of_those_before(
     for one in (second.request, routing.seen[1]):
         assert (one.tenant, one.session, one.priority) == ("a", "talk", 3)
     assert second.now_ns <= routing.seen[1].now_ns
+
+
+class Refuses(Server):
+    """Answers with an error."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def as_error(message: Message) -> None:
+            await send({**message, "status": 400} if "status" in message else message)
+
+        await super().__call__(scope, receive, as_error)
+
+
+async def test_errors_of_the_server_are_no_first_tokens() -> None:
+    """Else a few broken requests make an overloaded server look fast."""
+    arrival = SeesAll()
+    door = Door(Refuses(), {"arrival": arrival})
+    for _ in range(2):
+        assert (await call(door)).status == 400
+    assert not arrival.seen[1].measured.first_tokens
+    assert not arrival.seen[1].measured.ends

@@ -28,6 +28,7 @@ from vsched.policy import (
 from vsched.policy_host.snapshot import encode_snapshot, restore_snapshot
 from vsched.record import replay
 from vsched.testing import ModelCluster, default_policies, make_request
+from vsched_policies.requests import ABSENT_NS, ServedTokens, TenantFair
 
 LIMITS = SchedulerLimits(blocks=32, slots=4, context_tokens=256, pages=8, generators=2)
 HERE = __name__
@@ -245,3 +246,68 @@ def test_failures_of_a_policy_that_is_installed_again_are_noticed() -> None:
     assert any("(ZeroDivisionError: new)" in notice for notice in cluster.notices)
     (trace,) = cluster.kernel.policy_failures.values()
     assert trace.exc_type is ZeroDivisionError
+
+
+class KeepsSeats(RequestPolicy, frozen=True, kw_only=True):
+    """Leaves slots free; its field has the name of a key of the table `policy`."""
+
+    seats: int
+
+    def admit(self, view: AdmissionView) -> Admission:
+        room = view.entries_free - self.seats if view.running else 1
+        return Admission(range(min(max(room, 0), len(view.waiting))))
+
+
+def test_a_policy_may_have_a_field_seats() -> None:
+    cluster = ModelCluster(LIMITS)
+    install(cluster, generate__admission={"use": f"{HERE}:KeepsSeats", "seats": 3})
+    submit(cluster)
+    for group in ("generate-0", "generate-1"):
+        cluster.run_generate(group)
+    assert running(cluster) == 2
+    restored = restore_snapshot(
+        Scheduler(LIMITS, default_policies()), encode_snapshot(cluster.kernel)
+    )
+    assert restored.statistics() == cluster.kernel.statistics()
+    install(cluster, generate__admission={"use": "fifo"})
+    assert cluster.kernel.statistics()["policy_tables"] == {"generate.admission": {"use": "fifo"}}
+    cluster.drain()
+    cluster.check_settled()
+
+
+def test_a_later_policy_leaves_the_other_seats_to_the_one_before() -> None:
+    cluster = ModelCluster(LIMITS)
+    first = {"use": f"{HERE}:OneAtATime", "hold_s": 0, "seats": ["arrival", "generate.admission"]}
+    second = {"use": f"{HERE}:OneAtATime", "hold_s": 0, "seats": ["arrival"]}
+    install(cluster, policy=first)
+    install(cluster, policy=second)
+    assert cluster.kernel.statistics()["policy_tables"] == {
+        "arrival": second,
+        "generate.admission": first,
+    }
+    cluster.arrive(make_request("a", [1, 2, 3]))
+    restored = restore_snapshot(
+        Scheduler(LIMITS, default_policies()), encode_snapshot(cluster.kernel)
+    )
+    assert restored.policy_states() == cluster.kernel.policy_states()
+    assert restored.statistics() == cluster.kernel.statistics()
+    install(cluster, policy={**first, "seats": ["generate.admission"]})
+    assert cluster.kernel.statistics()["policy_tables"].keys() == {"arrival", "generate.admission"}
+
+
+def test_tenant_fair_counts_on_when_another_policy_decides_at_arrival() -> None:
+    limits = msgspec.structs.replace(LIMITS, generators=1)
+    cluster = ModelCluster(limits, default_policies(TenantFair()))
+
+    def counted_after(*names: str) -> float:
+        for name in names:
+            request = make_request(name, [1, 2, 3], max_tokens=30)
+            cluster.arrive(msgspec.structs.replace(request, tenant="a"))
+            cluster.drain()
+        data = cluster.kernel.policy_states()["generate.admission"]
+        return msgspec.msgpack.decode(data, type=ServedTokens).tokens["a"]
+
+    before = counted_after("r0", "r1")
+    install(cluster, arrival={"use": "open"})
+    cluster.wait(2 * ABSENT_NS)
+    assert counted_after("r2", "r3") == before + 2 * (3 + 2 * 30)

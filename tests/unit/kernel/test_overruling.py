@@ -267,6 +267,31 @@ def test_holds_have_the_same_limit(limit_s: int, fails: bool) -> None:
     assert bool(overruled(cluster, "arrival")) != fails
 
 
+ASKED_NS: list[int] = []
+
+
+def hold_for_nanoseconds(view: Any) -> Any:
+    """Mistakes seconds for nanoseconds."""
+    ASKED_NS.append(view.now_ns)
+    until_ns = view.now_ns + 5
+    return Hold(until_ns) if hasattr(view, "request") else Admission(hold_until_ns=until_ns)
+
+
+@pytest.mark.parametrize(
+    ("seat", "kind"), [("arrival", "arrival"), ("generate_admission", "admission")]
+)
+def test_a_hold_of_nanoseconds_lasts_a_millisecond(seat: str, kind: str) -> None:
+    """Else the policy is called all the time, and a simulation of it does not end."""
+    ASKED_NS.clear()
+    cluster = make_cluster(**{seat: answering(kind, hold_for_nanoseconds)})
+    cluster.arrive(make_request("r", words(4)))
+    cluster.wait(2_100_000)
+    assert len(ASKED_NS) == 3
+    counted = overruled(cluster, seat.replace("_", "."))
+    assert counted == {"a hold of less than 1 ms lasts 1 ms": 3}
+    assert cluster.kernel.statistics()["policy_faults"] == {}
+
+
 SLOTS = 4
 CHATS = [
     RequestAt(at_s=1 + 0.31 * n, name=f"chat{n}", priority=1, output_tokens=8) for n in range(8)

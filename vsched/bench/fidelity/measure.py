@@ -51,7 +51,15 @@ from vsched.sim.cost.model import CostModel, EncodeSample, GenerateSample
 from vsched.sim.fast.metrics import SimulationOutcome
 from vsched.sim.fast.simulation import simulate
 from vsched.sim.workload.generators import independent, poisson
-from vsched.sim.workload.requests import Arrival, Image, PromptPart, Text, Workload, workload_of
+from vsched.sim.workload.requests import (
+    Arrival,
+    Image,
+    PromptPart,
+    Text,
+    Video,
+    Workload,
+    workload_of,
+)
 from vsched.transport.arena import Arena
 from vsched.types import SamplingParams
 from vsched.wire import EncodeResult, GenerateResult
@@ -136,13 +144,21 @@ class RequestTexts:
         return Workload(workload.name, lambda: iter(arrivals), len(arrivals), workload.notes)
 
     def fit_arrival(self, arrival: Arrival) -> Arrival:
-        """Return an arrival with the real sizes of its pictures, and a token between adjacent ones."""
+        """Return an arrival with the real sizes of its pictures, and a token between adjacent ones.
+
+        Raises:
+            ConfigError: If it has a video.
+        """
         prompt: list[PromptPart] = []
         for part in arrival.prompt:
             if type(part) is Image:
                 if prompt and type(prompt[-1]) is Image:
                     prompt.append(SPACE)
                 prompt.append(Image(part.key, self.tokens_of(part.tokens)))
+            elif type(part) is Video:
+                raise ConfigError(
+                    f"{arrival.request_id}: no videos can be sent. Remedy: a trace of texts and images"
+                )
             else:
                 prompt.append(part)
         return msgspec.structs.replace(arrival, prompt=tuple(prompt))
@@ -164,7 +180,9 @@ class RequestTexts:
             "request_id": arrival.request_id,
             "priority": arrival.priority,
             "ttft_target_ms": arrival.ttft_target_ms,
-            "cache_salt": arrival.tenant,
+            "cache_salt": arrival.salt,
+            "tenant": arrival.tenant,
+            "session": arrival.conversation,
         }
 
     def prompt(self, arrival: Arrival, replies: Sequence[Sequence[int]] = ()) -> list[int]:
@@ -180,7 +198,9 @@ class RequestTexts:
             elif type(part) is Image:
                 ids.append(self._preprocessor.info.placeholder)
             else:
-                ids += left.pop(0)[: part.tokens]
+                # Without the turn in the trace, any text is as good.
+                reply = left.pop(0) if left else self.text(0, part.tokens)
+                ids += reply[: part.tokens]
         return ids
 
 
@@ -484,8 +504,15 @@ class TraceClient:
         return token_ids
 
     def side(self) -> FidelityRun:
-        """Return the figures."""
-        seen = self.seen
+        """Return the figures.
+
+        Raises:
+            ConfigError: If no request was served.
+        """
+        if not (seen := self.seen):
+            raise ConfigError(
+                f"no request was served: {dict(self.failed)}. Remedy: requests that the configuration can serve"
+            )
         ttft = [(one.first_ns - one.planned_ns) / 1e6 for one in seen]
         tpot = [
             (one.last_ns - one.first_ns) / 1e6 / (one.outputs - 1)
@@ -549,10 +576,10 @@ class Comparison:
             await client.run(self._dresser, workload_of("", [arrival]), lambda: None)
 
     def _own(self, workload: Workload) -> list[Arrival]:
-        """Return arrivals with a new tenant, so that caches hold nothing of an earlier run."""
+        """Return arrivals with a new cache salt, so that caches hold nothing of an earlier run."""
         self._runs += 1
         return [
-            msgspec.structs.replace(one, tenant=f"run {self._runs} {one.tenant}")
+            msgspec.structs.replace(one, cache_salt=f"run {self._runs} {one.salt}")
             for one in self._dresser.fit(workload)
         ]
 

@@ -21,7 +21,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vsched.api.middleware import NAME, NAME_FORM, read_tenant_keys
 from vsched.config.policies import HostSettings
-from vsched.integrations.vllm.settings import FRONT, read_settings, statistics_path, target_of
+from vsched.integrations.vllm.settings import (
+    FRONT,
+    read_settings,
+    statistics_path,
+    target_of,
+    tenant_of,
+)
 from vsched.policy import (
     Admit,
     ArrivalDecision,
@@ -54,7 +60,7 @@ class InFlight:
         self.session = _text(body, "session_id")
         self.more = _table(body.get("vllm_xargs"))
         self.target_ns = target_of(self.more, self.arrived_ns)
-        self.state, self.asks, self.replica = "held", 0, 0
+        self.state, self.asks, self.replica, self.refused = "held", 0, 0, False
 
 
 class Middleware:
@@ -123,7 +129,9 @@ class Middleware:
         except msgspec.MsgspecError:
             await self._app(scope, _replayed(data, receive), send)  # the server words the error
             return
-        one = InFlight(tenant or str(_table(body.get("vllm_xargs")).get("tenant", "")), body)
+        if not self._names_tenants:
+            tenant = tenant_of(_table(body.get("vllm_xargs")))
+        one = InFlight(tenant, body)
         self._flying.add(one)
         try:
             refusal = await self._admit(host, one, scope["path"], receive)
@@ -131,7 +139,7 @@ class Middleware:
                 await refusal(scope, receive, send)
                 return
             scope = {**scope, "headers": [*scope["headers"]]}
-            if self._tenant_header or self._tenants or "tenant" in one.more:
+            if self._names_tenants or "tenant" in one.more:
                 body["vllm_xargs"] = {**one.more, "tenant": one.tenant}
                 data = msgspec.json.encode(body)
                 MutableHeaders(scope=scope)["content-length"] = str(len(data))
@@ -162,6 +170,7 @@ class Middleware:
                     return _refusal(status, reason, retry_after_s)
                 case Hold(until_ns):
                     one.asks += 1
+                    until_ns = seat.lengthen_hold(until_ns, now_ns)
                     if await _left(receive, (until_ns - time.monotonic_ns()) / 1e9):
                         return Response(status_code=499)
                 case _:
@@ -224,7 +233,9 @@ class Middleware:
 
         async def watched(message: Message) -> None:
             await send(message)
-            if message["type"] != "http.response.body":
+            if message["type"] == "http.response.start":
+                one.refused = message["status"] >= 400  # an error is no output
+            if message["type"] != "http.response.body" or one.refused:
                 return
             now_ns = time.monotonic_ns()
             if message.get("body") and one.state == "waiting":
@@ -241,6 +252,11 @@ class Middleware:
                 )
 
         return watched
+
+    @property
+    def _names_tenants(self) -> bool:
+        """Whether a header or a key says which tenant sends a request, and not its body."""
+        return bool(self._tenant_header or self._tenants)
 
     def _tenant(self, headers: Headers) -> str:
         if self._tenant_header:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from vsched.integrations.vllm.settings import target_of
+from vsched.integrations.vllm.settings import target_of, tenant_of
 from vsched.policy_host import HostedRequest, OrderedQueue
 
 VllmRequest = Any
@@ -31,7 +31,7 @@ class Entry(HostedRequest):
             (number, 0),
             arrived_ns=arrived_ns,
             priority=-request.priority,  # vLLM: less is more urgent
-            tenant=str(extra.get("tenant", "")),
+            tenant=tenant_of(extra),
             session=str(request.session_id or ""),
             target_ns=target_of(extra, arrived_ns),
             images=len(request.mm_features),

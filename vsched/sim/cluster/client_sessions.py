@@ -41,6 +41,7 @@ PHASES: dict[KernelPhase, RequestPhase] = {
     KernelPhase.PREFILL: "prefill",
     KernelPhase.DECODE: "decode",
 }
+TENANT_HEADER = "x-tenant"
 UPLOAD_PIECES = 3
 UPLOAD_PAUSE_S = 0.02
 SessionOutcome = Literal["", "finished", "refused", "failed", "left"]
@@ -122,18 +123,18 @@ class ClientSession:
 
     def _put(self, part: PromptPart) -> Image | Video | list[int]:
         """Append a part to the expected prompt, and return the part as sent by the client."""
-        tenant = self.arrival.tenant
+        salt = self.arrival.salt
         if isinstance(part, Image):
             expansion = image_tokens(part.tokens)
             spans = runs_of(expansion, IMAGE_TOKEN, len(self.prompt))
-            self._put_item(part, images.key_of(part, tenant), spans)
+            self._put_item(part, images.key_of(part, salt), spans)
             self.prompt += expansion
             return part
         if isinstance(part, Video):
             expansion = video_tokens(part.groups, part.group_tokens)
             spans = runs_of(expansion, VIDEO_TOKEN, len(self.prompt))
             for image, span in zip(part.images, spans, strict=True):
-                self._put_item(image, frame_group_key(images.appearance_of(image), tenant), (span,))
+                self._put_item(image, frame_group_key(images.appearance_of(image), salt), (span,))
             self.prompt += expansion
             return part
         tokens = (
@@ -183,6 +184,8 @@ class ClientSession:
         self.number, self._request = number, request
         same = request.prompt_token_ids == self.prompt and len(request.items) == len(self.items)
         same = same and request.adapter == self.behaviour.adapter
+        named = self.arrival.tenant, self.arrival.conversation
+        same = same and (request.tenant, request.session) == named
         for item, expected in zip(request.items, self.items, strict=False):
             same = same and (item.key, item.runs) == (expected.key, expected.runs)
         self._world.expect(same, f"{self}: it was accepted as something else")
@@ -220,6 +223,10 @@ class ClientSession:
         self.sent_ns = loop.now_ns()
         ask = self._over_http(client) if self.behaviour.http else self._as_library(engine)
         self._task = loop.create_task(ask)
+        leaves_ns = self.arrival.leaves_ns
+        if leaves_ns is not None:
+            patience = loop.call_at_ns(self.sent_ns + leaves_ns, self.leave)
+            self._task.add_done_callback(lambda _: patience.cancel())
         try:
             await asyncio.wait([self._task])
         except asyncio.CancelledError:
@@ -290,7 +297,9 @@ class ClientSession:
             request_ids=[f"{name}#{one}" if one else name for one in range(len(self.answers))],
             priority=arrival.priority,
             ttft_target_ms=arrival.ttft_target_ms,
-            cache_salt=arrival.tenant,
+            cache_salt=arrival.salt,
+            tenant=arrival.tenant,
+            session=arrival.conversation,
             adapter=adapter_name(self.behaviour.adapter) if self.behaviour.adapter else "",
         )
         try:
@@ -333,13 +342,14 @@ class ClientSession:
     # --- over HTTP ---
 
     async def _over_http(self, client: AsgiClient) -> None:
-        body = self._body()
+        body, tenant = self._body(), self.arrival.tenant
+        headers = [(TENANT_HEADER, tenant)] if tenant else []
         if self.behaviour.slow_upload:
             pieces = self._upload(msgspec.json.encode(body))
-            headers = [("content-type", "application/json")]
+            headers.append(("content-type", "application/json"))
             call = client.open("POST", "/v1/chat/completions", pieces=pieces, headers=headers)
         else:
-            call = client.open("POST", "/v1/chat/completions", json=body)
+            call = client.open("POST", "/v1/chat/completions", json=body, headers=headers)
         async with call:
             self._call = call
             if await call.started() != 200:
@@ -395,8 +405,10 @@ class ClientSession:
             body["structured_outputs"] = {"choice": self.behaviour.choice}
         if self.behaviour.adapter:
             body["model"] = adapter_name(self.behaviour.adapter)
-        if arrival.tenant:
-            body["cache_salt"] = arrival.tenant
+        if arrival.salt:
+            body["cache_salt"] = arrival.salt
+        if arrival.conversation:
+            body["prompt_cache_key"] = arrival.conversation
         if arrival.ttft_target_ms:
             body["ttft_target_ms"] = arrival.ttft_target_ms
         return body

@@ -32,7 +32,7 @@ from vsched.engine import Engine, Environment
 from vsched.kernel import Scheduler
 from vsched.kernel.commands import Accept, Command, Finish, Refuse
 from vsched.kernel.events import Aborted, Event, GroupLost, GroupReady, GroupRetired, Submitted
-from vsched.sim.cluster.client_sessions import ClientBehaviour, ClientSession
+from vsched.sim.cluster.client_sessions import TENANT_HEADER, ClientBehaviour, ClientSession
 from vsched.sim.cluster.machines import SimulatedCluster
 from vsched.sim.cluster.media import media_of
 from vsched.sim.cost.model import CostModel
@@ -608,7 +608,7 @@ class SimEngine:
             interrupts_policies=False,
         )
         self.engine = Engine(self.config, environment=environment, seed=seed)
-        self.client = AsgiClient(create_app(self.engine, ApiSettings()))
+        self.client = AsgiClient(create_app(self.engine, ApiSettings(tenant_header=TENANT_HEADER)))
 
     # --- lifecycle ---
 
