@@ -91,6 +91,19 @@ def test_copies_are_right_and_without_a_wait_a_race(
         subject(machine)
 
 
+def test_host_does_not_wait_for_swapping(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A blocking copy of block numbers would wait for all steps before."""
+    to = torch.Tensor.to
+
+    def noted(tensor: torch.Tensor, *given: Any, **options: Any) -> torch.Tensor:
+        if given and isinstance(given[0], torch.device):
+            assert options.get("non_blocking")
+        return to(tensor, *given, **options)
+
+    monkeypatch.setattr(torch.Tensor, "to", noted)
+    swap_blocks(machine)
+
+
 # --- captured steps that run ahead, with prefill and encoding ---
 
 
