@@ -23,7 +23,7 @@ SHARED_BYTES_MAX = 227 << 10
 
 WARPS = 4
 HEADS = {"3b": (16, 2, 128), "7b": (28, 4, 128), "64": (8, 2, 64), "80": (8, 2, 80), "96": (8, 2, 96),
-         "256": (8, 2, 256)}  # fmt: skip
+         "256": (8, 2, 256), "512": (8, 1, 512)}  # fmt: skip
 _MULTIPLES = ("inputs", "outputs", "bytes_of_one", "group", "width")
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -58,7 +58,7 @@ def compile_decode(name: str, dtype: str, *, ruled: bool = False) -> Compiled:
 
 def compile_merge(name: str) -> Compiled:
     """Compile the kernel that merges the maximum number of parts, for the heads of this name."""
-    from vsched_workers.backends.cuda.attention import PARTS_MAX, STAGES, constants_of
+    from vsched_workers.backends.cuda.attention import PARTS_MAX, STAGES, constants_of, merge_warps
     from vsched_workers.backends.cuda.triton_kernels import merge_parts
 
     heads, kv_heads, head_dim = HEADS[name]
@@ -70,7 +70,8 @@ def compile_merge(name: str) -> Compiled:
     signature |= dict.fromkeys(("summed_parts", "highest_parts", "total_parts"), "*fp32")
     signature |= {"sinks": "*bf16", "out": "*bf16", "window": "i32"}
     signature |= {"heads": "i32", "parts": "i32", "usual_parts": "i32"}
-    return _compile(merge_parts, f"merge {name}", signature, constants, STAGES)
+    warps = merge_warps(PARTS_MAX, constants["VALUE_DIMS"])
+    return _compile(merge_parts, f"merge {name}", signature, constants, STAGES, warps=warps)
 
 
 def compile_layer(name: str) -> list[Compiled]:
