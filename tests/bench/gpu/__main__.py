@@ -4,8 +4,8 @@ In this order, each with a time limit: small models of many families compared wi
 killed rank, the tests that need a GPU, the tables of workers alone (3B and 7B shapes), a `vsched
 serve` under `vsched bench serve`, the memory ledger compared with the driver, the KV cache size
 compared with the largest that works, conversations, and quantized weights. `--seconds 200` measures
-fewer cases. Results are written after every case, and a failed step does not end the others.
-`python -m tests.bench.gpu.page FOLDER` writes the page of the results.
+fewer cases. Results are written after every case, into at most eight files, and a failed step does
+not end the others. `python -m tests.bench.gpu.page FOLDER` writes the page of the results.
 
 `--wheels` installs missing packages into a separate folder, from local files alone: `python -m
 tests.bench.gpu.pack` collects them. `--device cpu` with the smallest models tests the command
@@ -151,26 +151,24 @@ def _run(
     # Tests that only compile kernels need no GPU.
     pytest += [f"--numprocesses={TESTS_AT_ONCE}", "-k", "not compile_for"]
     served = [checkpoint, "--out", str(out), *device]
-    models = [*python, "tests.bench.gpu.models", *device, *few]
+    models = [*python, "tests.bench.gpu.models", *device, *few, "--out", str(out)]
     names = options.models.split(",")
     steps = [
-        Step("families", [*python, "tests.parity", *FAMILIES, *device, f"--json={out}/parity.json",
-                          f"--jobs={len(os.sched_getaffinity(0))}"], 120),
+        Step("families", [*python, "tests.parity", *FAMILIES, f"--json={out}/parity.json",
+                          f"--jobs={len(os.sched_getaffinity(0))}",
+                          f"--device={'cuda-on-host' if on_cpu else options.device}"], 120),
         Step("small", [*make, small, "nano25", options.device], 30),
         Step("recovery", [*python, "tests.bench.parts", "recovery", small, "--rounds=1",
                           "--busy=0", f"--json={out}/recovery.json",
                           *(f"--set={one}" for one in settings_of(options.device))], 60),
         Step("tests", [*python, *pytest, *tests], 100),
-        *(Step(f"models-{name}", [*models, "--models", name, "--out", str(out / name)], 90)
-          for name in names),
+        *(Step(f"models-{name}", [*models, "--models", name], 90) for name in names),
         Step("checkpoint", [*make, checkpoint, options.served, options.device], 60),
         Step("serve", [*python, "tests.bench.gpu.serve", *served], 110),
         Step("memory", [*python, "tests.bench.gpu.memory", *served,
                         f"--seconds={0 if on_cpu else 140}"], 150),
-        Step("conversations", [*models, "--models", options.models, "--parts", "conversations",
-                               "--out", str(out / "conversations")], 90),
-        Step("weights", [*models, "--models", names[0], "--weights", "int8,int4", "--out",
-                         str(out / "weights")], 60),
+        Step("conversations", [*models, "--models", options.models, "--parts", "conversations"], 90),
+        Step("weights", [*models, "--models", names[0], "--weights", "int8,int4"], 60),
     ]  # fmt: skip
     wanted = options.only.split(",") if options.only else [step.name for step in steps]
     chosen = [

@@ -23,7 +23,7 @@ SHARED_BYTES_MAX = 227 << 10
 
 WARPS = 4
 HEADS = {"3b": (16, 2, 128), "7b": (28, 4, 128), "64": (8, 2, 64), "80": (8, 2, 80), "96": (8, 2, 96),
-         "256": (8, 2, 256)}  # fmt: skip
+         "256": (8, 2, 256), "512": (8, 1, 512)}  # fmt: skip
 _MULTIPLES = ("inputs", "outputs", "bytes_of_one", "group", "width")
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -58,7 +58,7 @@ def compile_decode(name: str, dtype: str, *, ruled: bool = False) -> Compiled:
 
 def compile_merge(name: str) -> Compiled:
     """Compile the kernel that merges the maximum number of parts, for the heads of this name."""
-    from vsched_workers.backends.cuda.attention import PARTS_MAX, STAGES, constants_of
+    from vsched_workers.backends.cuda.attention import PARTS_MAX, STAGES, constants_of, merge_warps
     from vsched_workers.backends.cuda.triton_kernels import merge_parts
 
     heads, kv_heads, head_dim = HEADS[name]
@@ -70,7 +70,8 @@ def compile_merge(name: str) -> Compiled:
     signature |= dict.fromkeys(("summed_parts", "highest_parts", "total_parts"), "*fp32")
     signature |= {"sinks": "*bf16", "out": "*bf16", "window": "i32"}
     signature |= {"heads": "i32", "parts": "i32", "usual_parts": "i32"}
-    return _compile(merge_parts, f"merge {name}", signature, constants, STAGES)
+    warps = merge_warps(PARTS_MAX, constants["VALUE_DIMS"])
+    return _compile(merge_parts, f"merge {name}", signature, constants, STAGES, warps=warps)
 
 
 def compile_layer(name: str) -> list[Compiled]:
@@ -118,23 +119,35 @@ def compile_row() -> list[Compiled]:
 def compile_vision(heads: int, head_dim: int, width: int) -> list[Compiled]:
     """Compile the kernels of a fused vision tower with these heads and rows of this width, in bfloat16."""
     from vsched_workers.backends.cuda import triton_kernels
-    from vsched_workers.backends.cuda.fused_tower import WINDOW_MAX
     from vsched_workers.backends.cuda.products import power_of_two
 
     half, name = head_dim // 2, f"{heads} x {head_dim}"
     norm = dict.fromkeys(("hidden", "added", "weight", "bias", "normed"), "*bf16")
     norm |= {"width": "i32", "eps": "fp32"}
     rotated = {"qkv": "*bf16", "cos": "*fp32", "sin": "*fp32"}
-    attended = rotated | {"ends": "*i32", "out": "*bf16", "scaling": "fp32"}
     sizes = {"HEADS": heads, "HALF": half, "DIMS": power_of_two(half)}
     pairs = sizes | {"PAIRS": power_of_two(2 * heads)}
     add = {"HAS_ADDED": True, "WIDTH": power_of_two(width)}
-    windows = sizes | {"ROWS": WINDOW_MAX}
     return [
         _compile(triton_kernels.add_layer_norm, f"add and layer norm {width}", norm, add, 1),
         _compile(triton_kernels.rotate_patches, f"rotate patches {name}", rotated, pairs, 1),
-        _compile(triton_kernels.attend_windows, f"attend windows {name}", attended, windows, 1),
+        compile_windows(heads, head_dim, "bf16"),
     ]
+
+
+def compile_windows(heads: int, head_dim: int, dtype: str) -> Compiled:
+    """Compile the attention of windows of a vision tower, of this type: bf16 or fp32."""
+    from vsched_workers.backends.cuda.fused_tower import WINDOW_MAX, WINDOW_WARPS
+    from vsched_workers.backends.cuda.products import power_of_two
+    from vsched_workers.backends.cuda.triton_kernels import attend_windows
+
+    half = head_dim // 2
+    signature = dict.fromkeys(("qkv", "out"), f"*{dtype}")
+    signature |= {"cos": "*fp32", "sin": "*fp32", "ends": "*i32", "scaling": "fp32"}
+    constants = {"HEADS": heads, "HALF": half, "DIMS": power_of_two(half), "ROWS": WINDOW_MAX}
+    name = f"attend windows {heads} x {head_dim} {dtype}"
+    warps = WINDOW_WARPS[2 if dtype == "bf16" else 4]
+    return _compile(attend_windows, name, signature, constants, 1, warps=warps)
 
 
 def compile_multiply(kind: str, group: int, rows: int) -> Compiled:
@@ -173,7 +186,13 @@ def compiled(made: str) -> list[Compiled]:
 
 
 def _compile(
-    kernel: Any, name: str, signature: dict[str, str], constants: dict[str, Any], stages: int
+    kernel: Any,
+    name: str,
+    signature: dict[str, str],
+    constants: dict[str, Any],
+    stages: int,
+    *,
+    warps: int = WARPS,
 ) -> Compiled:
     import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
     from triton.backends.compiler import GPUTarget  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -190,7 +209,7 @@ def _compile(
     aligned = {(at,): [["tt.divisibility", 16]] for at in places}
     ordered = {each: whole[each] for each in kernel.arg_names}
     source = ASTSource(fn=kernel, signature=ordered, constexprs=constants, attrs=aligned)
-    options = {"num_stages": stages, "num_warps": WARPS}
+    options = {"num_stages": stages, "num_warps": warps}
     made = triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=options)
     assembler = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
@@ -220,7 +239,8 @@ def main() -> None:
     for made in compile_row():
         _tell(made)
     for heads, head_dim, width in ((16, 80, 1280), (16, 72, 1152)):
-        for made in compile_vision(heads, head_dim, width):
+        windows = compile_windows(heads, head_dim, "fp32")
+        for made in (*compile_vision(heads, head_dim, width), windows):
             _tell(made)
     for kind, group in (("int8", 128), ("int4", 32), ("int4", 128), ("fp8", 128)):
         for rows in (16, 64):

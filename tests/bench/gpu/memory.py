@@ -1,7 +1,7 @@
 """The KV cache size found by `auto-profile` on a GPU, compared with the largest that passes the same profiling run.
 
-`python -m tests.bench.gpu.memory CHECKPOINT --out FOLDER` writes `kv.json` after each start of a
-server.
+`python -m tests.bench.gpu.memory CHECKPOINT --out FOLDER` adds to `server.json` after each start of
+a server.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
-
-from tests.bench.gpu.page import KvTry
+from tests.bench.gpu.page import KvTry, add_results
 from tests.bench.gpu.serve import settings_of
 from vsched.config import load_config
 from vsched.engine import Engine
@@ -80,7 +78,7 @@ def main() -> None:
     settings = [f"model.path={options.path}", *settings_of(options.device)]
 
     def write(tries: list[KvTry]) -> None:
-        (options.out / "kv.json").write_bytes(msgspec.json.encode(tries))
+        add_results(options.out, kv=tries)
 
     asyncio.run(measure(settings, write, seconds=options.seconds))
 

@@ -29,7 +29,7 @@ from tests.bench.gpu import costs
 from tests.bench.gpu.costs import IMAGES, SHAPES, Cost, Device, patches_of
 from tests.bench.gpu.load import TEXT_TOKENS, Load
 from tests.bench.gpu.shapes import Model, make_model
-from tests.bench.gpu.tables import Figures, Row, tables
+from tests.bench.gpu.tables import FIGURES, Figures, Row, tables
 
 SQUARE = {"cuda": 8192, "cpu": 256}
 PARTS = ("steps", "conversations")
@@ -197,18 +197,20 @@ class ModelBench:
         )
 
 
-def _write(folder: Path, before: Figures, rows: list[Row]) -> Figures:
-    """Write all results so far, because the next case may hang."""
+def _write(file: Path, name: str, before: Figures, rows: list[Row]) -> Figures:
+    """Write all results so far, because the next case may hang; those of other names are kept."""
+    found = msgspec.json.decode(file.read_bytes()) if file.exists() else {}
     figures = msgspec.structs.replace(before, rows=[*before.rows, *rows])
-    encoded = msgspec.json.format(msgspec.json.encode(figures), indent=1)
-    (folder / "gpu.json").write_bytes(encoded)
-    (folder / "gpu.md").write_text(tables(figures))
+    encoded = msgspec.json.encode({**found, name: figures})
+    new = file.with_suffix(".new")  # a step that is ended here must not break the next one
+    new.write_bytes(msgspec.json.format(encoded, indent=1))
+    new.replace(file)
     return figures
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.gpu.models", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder for gpu.json and gpu.md")
+    parser.add_argument("--out", type=Path, required=True, help=f"folder for {FIGURES}")
     parser.add_argument("--models", default="3b,7b", help="of: " + ", ".join(SHAPES))
     parser.add_argument("--weights", default="auto", help="of: auto, int8, int4")
     parser.add_argument("--parts", default="steps", help="of: " + ", ".join(PARTS))
@@ -224,6 +226,8 @@ def main() -> None:
         device=name, torch=str(torch.__version__), bandwidth=bandwidth, rate=rate, rows=[]
     )
     options.out.mkdir(parents=True, exist_ok=True)
+    case = f"{options.models} {options.parts} {options.weights}"
+    write = functools.partial(_write, options.out / FIGURES, case)
     for one, kind in itertools.product(options.models.split(","), options.weights.split(",")):
         with tempfile.TemporaryDirectory() as folder:
             model = make_model(one, Path(folder), options.device, dtype, weights=kind)
@@ -235,11 +239,11 @@ def main() -> None:
                 full=one != "nano",
                 few=options.few,
                 weights=kind,
-                wrote=functools.partial(_write, options.out, figures),
+                wrote=functools.partial(write, figures),
             )
             for part in options.parts.split(","):
                 bench.run(part)
-        figures = _write(options.out, figures, bench.rows)
+        figures = write(figures, bench.rows)
         model.language.drop_kv()
         del model, bench
     print(tables(figures))

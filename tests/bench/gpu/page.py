@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from tests.bench.gpu.steps import StepResult
-from tests.bench.gpu.tables import Figures, tables
+from tests.bench.gpu.tables import FIGURES, Figures, tables
 from tests.bench.report import replace_between
 
 PAGE = Path(__file__).parents[3] / "docs/benchmarks/gpu.md"
@@ -48,6 +48,26 @@ class KvTry(msgspec.Struct, frozen=True):
     reason: str
 
 
+SERVER = "server.json"
+"""File of the results of whole servers."""
+
+
+class ServerResults(msgspec.Struct, frozen=True, kw_only=True):
+    """Results of whole servers: KV caches, ledger, and report of `vsched bench serve`; None if not measured."""
+
+    kv: list[KvTry] | None = None
+    ledger: LedgerCheck | None = None
+    load: Any = None
+
+
+def add_results(folder: Path, **found: Any) -> None:
+    """Add results of whole servers to those in a folder."""
+    file, before = folder / SERVER, ServerResults()
+    if file.exists():
+        before = msgspec.json.decode(file.read_bytes(), type=ServerResults)
+    file.write_bytes(msgspec.json.encode(msgspec.structs.replace(before, **found)))
+
+
 def page(folder: Path) -> str:
     """Return the results as Markdown, without the parts that are missing."""
     parts: list[tuple[Path, Any, Callable[[Any], str]]] = [
@@ -56,10 +76,8 @@ def page(folder: Path) -> str:
         (folder / "parity.json", dict[str, Any], _families),
         (folder / "tests.xml", None, _tests),
         (folder / "recovery.json", list[dict[str, Any]], _recovery),
-        *((path, Figures, tables) for path in sorted(folder.glob("*/gpu.json"))),
-        (folder / "kv.json", list[KvTry], _kv),
-        (folder / "ledger.json", LedgerCheck, _ledger),
-        (folder / "serve.json", Any, _serve),
+        (folder / FIGURES, dict[str, Figures], _figures),
+        (folder / SERVER, ServerResults, _server),
     ]
     if not parts[0][0].exists():
         return "Nothing has been measured on a GPU yet.\n"
@@ -100,6 +118,19 @@ def _tests(path: Path) -> str:
     names = f": {', '.join(failed)}" if failed else ""
     skipped = count["skipped"]
     return f"Tests: {passed} passed, {len(failed)} failed{names}; {skipped} skipped.\n"
+
+
+def _figures(found: dict[str, Figures]) -> str:
+    return "\n".join(map(tables, found.values()))
+
+
+def _server(found: ServerResults) -> str:
+    parts: list[tuple[Callable[[Any], str], Any]] = [
+        (_kv, found.kv),
+        (_ledger, found.ledger),
+        (_serve, found.load),
+    ]
+    return "\n".join(render(each) for render, each in parts if each is not None)
 
 
 def _kv(tries: list[KvTry]) -> str:

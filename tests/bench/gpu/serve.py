@@ -1,7 +1,7 @@
 """A whole server on a GPU under `vsched bench serve`, and its memory ledger compared with the driver.
 
-`python -m tests.bench.gpu.serve CHECKPOINT --out FOLDER` writes the client's `serve.json`,
-`ledger.json`, and the server's log.
+`python -m tests.bench.gpu.serve CHECKPOINT --out FOLDER` adds the ledger and the report of the client to
+`server.json`, and the log of the server to that of all steps.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from tests.bench.gpu.page import LedgerCheck
+from tests.bench.gpu.page import LedgerCheck, add_results
 from tests.bench.gpu.revision import UNKNOWN, said
+from tests.bench.gpu.steps import LOG
 from tests.bench.servers.server import HOST, Spec, serving
 from tests.host_process import free_port
 
@@ -65,19 +67,22 @@ def main() -> None:
     before = driver_used_bytes(options.device)
     few = ["--sessions=2", "--turns=2", "--output-tokens=4", "--words=8", "--image-pixels=64"]
     small = ["--concurrency=1,2", *few, "--case=text", "--case=conversation"]
-    client = [*python, "bench", "serve", f"--url={spec.url}", f"--json={options.out}/serve.json"]
-    with serving(spec, options.out / "server.log") as server:
+    client = [*python, "bench", "serve", f"--url={spec.url}"]
+    with tempfile.TemporaryDirectory() as folder, serving(spec, options.out / LOG) as server:
         print(
             f"ready after {server.wait_ready(READY_S * (10 if options.device == 'cpu' else 1)):.1f} s",
             flush=True,
         )
         ready = driver_used_bytes(options.device)
         load = small if options.device == "cpu" else ["--concurrency=1,8,32", "--turns=4"]
-        status = subprocess.run([*client, *load], check=False).returncode
+        report = Path(folder) / "load.json"
+        command = [*client, *load, f"--json={report}"]
+        status = subprocess.run(command, check=False).returncode
         loaded = driver_used_bytes(options.device)
         ledger = server.statistics()["ledger"]
+        found = msgspec.json.decode(report.read_bytes()) if report.exists() else None
     check = ledger_check(ledger, before=before, ready=ready, loaded=loaded)
-    (options.out / "ledger.json").write_bytes(msgspec.json.encode(check))
+    add_results(options.out, ledger=check, load=found)
     sys.exit(status)
 
 

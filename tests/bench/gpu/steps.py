@@ -1,7 +1,7 @@
 """Runs commands one after another, each with a time limit, and records the result of each.
 
 GPU time is limited to minutes: a step that fails or hangs must not take the time of others, and
-earlier results must be on disk.
+earlier results must be on disk, in few files: a lent machine may return no more than eight.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ END_S = 5.0
 
 START_S_MIN = 5.0
 """Minimum remaining time to start a step."""
+
+LOG = "steps.log"
+"""File of the output of all steps and of their servers; that of a step begins with `== NAME ==`."""
 
 Ending = Literal["done", "failed", "out of time", "not begun"]
 
@@ -50,7 +53,7 @@ class StepResult(msgspec.Struct, frozen=True):
 def run_steps(
     steps: Sequence[Step], folder: Path, *, seconds: float, environment: Mapping[str, str]
 ) -> list[StepResult]:
-    """Run the steps in order within `seconds`; write `steps.json` after each, and a log of each.
+    """Run the steps in order within `seconds`; write `steps.json` after each, and their output to `LOG`.
 
     Blocks: for `seconds`, plus a few more to end running commands.
     """
@@ -72,7 +75,8 @@ def run_steps(
 
 def _run(step: Step, folder: Path, limit_s: float, environment: Mapping[str, str]) -> StepResult:
     began_s = time.monotonic()
-    with (folder / f"{step.name}.log").open("wb") as log:
+    with (folder / LOG).open("ab", buffering=0) as log:
+        log.write(f"== {step.name} ==\n".encode())
         try:
             process = subprocess.Popen(
                 step.command,

@@ -6,6 +6,9 @@ import msgspec
 
 from tests.bench.gpu.costs import DEVICES, Cost
 
+FIGURES = "figures.json"
+"""File of the figures of several runs, by name."""
+
 
 class Row(msgspec.Struct, frozen=True):
     """One case; milliseconds. `floor_ms` is the minimum at the measured rates of the device."""

@@ -79,7 +79,7 @@ class Server:
                     "that an earlier run left behind."
                 )
         log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("wb") as out:
+        with log.open("ab") as out:
             self._process = subprocess.Popen(
                 spec.command,
                 stdin=subprocess.DEVNULL,

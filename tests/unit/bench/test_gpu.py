@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from tests.bench.gpu import pack
 from tests.bench.gpu.costs import SHAPES
 from tests.bench.gpu.page import page
 from tests.bench.gpu.revision import UNKNOWN, revision_of, write_revision
-from tests.bench.gpu.steps import Step, StepResult, run_steps
+from tests.bench.gpu.steps import LOG, Step, StepResult, run_steps
 from tests.patience import NEVER_S, wait_until
 from tests.traces import is_alive
 
@@ -26,6 +27,11 @@ def python(name: str, code: str, limit_s: float = NEVER_S) -> Step:
 
 def written(folder: Path) -> list[StepResult]:
     return msgspec.json.decode((folder / "steps.json").read_bytes(), type=list[StepResult])
+
+
+def outputs(folder: Path) -> dict[str, str]:
+    _, *parts = re.split(r"^== (.*) ==\n", (folder / LOG).read_text(), flags=re.MULTILINE)
+    return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
 IMPORTS = "import pathlib, signal, subprocess, time; "
@@ -50,10 +56,11 @@ def test_a_step_that_fails_or_hangs_does_not_end_the_rest(tmp_path: Path) -> Non
     assert [each.ending for each in results] == endings
     assert results[0].status == 3
     assert written(tmp_path) == results
-    assert (tmp_path / "fails.log").read_text() == "a reason\n"
-    assert "/nowhere/at/all" in (tmp_path / "missing.log").read_text()
-    assert '"leaves"' in (tmp_path / "reads.log").read_text(), "results are on disk at once"
-    pids = [int((tmp_path / f"{name}.log").read_text()) for name in ("deaf", "leaves")]
+    found = outputs(tmp_path)
+    assert found["fails"] == "a reason\n"
+    assert "/nowhere/at/all" in found["missing"]
+    assert '"leaves"' in found["reads"], "results are on disk at once"
+    pids = [int(found[name]) for name in ("deaf", "leaves")]
     wait_until(lambda: not any(map(is_alive, pids)))
 
 
@@ -120,9 +127,9 @@ def test_dry_run_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     cpu = ["--device=cpu", "--models=nano", "--served=nano25", "--seconds=280"]
     only = "--only=models-nano,checkpoint,conversations,weights"
     monkeypatch.setattr(sys, "argv", ["gpu", f"--out={tmp_path}", *cpu, only])
-    assert command.main() == 0, "\n".join(
-        f"{log.name}:\n{log.read_text()[-2000:]}" for log in sorted(tmp_path.glob("*.log"))
-    )
+    assert command.main() == 0, (tmp_path / LOG).read_text()[-8000:]
+    names = sorted(each.name for each in tmp_path.rglob("*"))
+    assert names == ["figures.json", "machine.json", "steps.json", "steps.log"]
     made = page(tmp_path)
     for expected in (
         "| decode 3 x 32 |",

@@ -166,7 +166,7 @@ def test_draws_on_a_gpu_equal_those_on_a_cpu(options: dict[str, Any]) -> None:
 
 
 def test_capture_that_fails_leaks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its stream is not the current one, and memory that several streams have used is freed."""
+    """Its stream is not the current one; its pool, and memory that several streams have used, are freed."""
     ones, copies = torch.ones(4, device=DEVICE), RowCopies(DEVICE)
     source, rows = np.zeros((64, 1 << 20), np.uint8), np.arange(64)
 
@@ -175,13 +175,21 @@ def test_capture_that_fails_leaks_nothing(monkeypatch: pytest.MonkeyPatch) -> No
         torch.ones(1, device=DEVICE)  # the allocator looks for memory that is no longer used
         return int(torch.cuda.memory_stats(DEVICE)["active_bytes.all.current"])
 
+    def failing() -> torch.Tensor:
+        torch.zeros(64 << 20, dtype=torch.uint8, device=DEVICE)
+        return ones * ones.sum().item()
+
     stream, current = CudaGraphStream(DEVICE), torch.cuda.current_stream(DEVICE)
     with pytest.raises(RuntimeError, match="synchronizing"):
-        stream.capture(lambda: ones * ones.sum().item())
+        stream.capture(failing)
+    torch.cuda.empty_cache()
+    reserved = torch.cuda.memory_reserved(DEVICE)
     monkeypatch.setattr(graphs, "_without_waits", nullcontext)
     with pytest.raises(RuntimeError):
-        stream.capture(lambda: ones * ones.sum().item())
+        stream.capture(failing)
     assert torch.cuda.current_stream(DEVICE) == current
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved(DEVICE) < reserved + (64 << 20), "the pool is freed"
     before = active_bytes()
     for _ in range(4):
         copies.fetch(source, rows).sum()

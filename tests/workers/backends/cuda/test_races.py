@@ -91,6 +91,19 @@ def test_copies_are_right_and_without_a_wait_a_race(
         subject(machine)
 
 
+def test_host_does_not_wait_for_swapping(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A blocking copy of block numbers would wait for all steps before."""
+    to = torch.Tensor.to
+
+    def noted(tensor: torch.Tensor, *given: Any, **options: Any) -> torch.Tensor:
+        if given and isinstance(given[0], torch.device):
+            assert options.get("non_blocking")
+        return to(tensor, *given, **options)
+
+    monkeypatch.setattr(torch.Tensor, "to", noted)
+    swap_blocks(machine)
+
+
 # --- captured steps that run ahead, with prefill and encoding ---
 
 
@@ -213,7 +226,7 @@ def test_blocks_are_swapped_in_after_a_step_that_was_started_ahead(
 def test_capture_that_fails_leaves_stream_and_allocator_as_they_were(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Torch before 2.13 leaves its graph stream current, and its allocator in the capture."""
+    """Torch before 2.13 leaves its graph stream current, its allocator in the capture, and the pool in use."""
     before, ended = machine.current, []
 
     @contextmanager
@@ -224,13 +237,15 @@ def test_capture_that_fails_leaves_stream_and_allocator_as_they_were(
 
     monkeypatch.setattr(torch.cuda, "graph", failing)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    monkeypatch.setattr(
-        torch._C, "_cuda_endAllocateToPool", lambda *given: ended.append(given), raising=False
-    )
+    calls = ("_cuda_endAllocateToPool", "_cuda_releasePool")
+    for name in calls:
+        monkeypatch.setattr(
+            torch._C, name, lambda *given, name=name: ended.append((name, *given)), raising=False
+        )
     with pytest.raises(RuntimeError, match="previous error"):
         CudaGraphStream("cpu").capture(lambda: torch.zeros(1))
     assert machine.current is before
-    assert ended == [(1, torch.cuda.graph_pool_handle())]
+    assert ended == [(name, 1, torch.cuda.graph_pool_handle()) for name in calls]
 
 
 @pytest.mark.usefixtures("machine")

@@ -351,4 +351,5 @@ def split_of_contexts(programs: int, processors: int, *, tokens: int) -> Context
 
 def merge_warps(parts: int, dims: int) -> int:
     """Return the warps of a program of the reduction: with many rows, which have few parts, one is enough."""
-    return max(1, min(4, power_of_two(parts) * dims // 1024))
+    most = max(4, dims // 64)  # a thread keeps up to 128 values in registers
+    return max(1, min(most, power_of_two(parts) * dims // 1024))

@@ -34,6 +34,7 @@ import torch.distributed
 
 from vsched.errors import ConfigError
 from vsched_workers.batching.kv_cache import KvCache, Pairs, SwapArea, runs
+from vsched_workers.device_copies import sent
 from vsched_workers.memory.out_of_memory import typed_out_of_memory
 
 BUFFERS = 2
@@ -118,12 +119,12 @@ class CudaSwapArea(SwapArea):
         self._stream.wait_event(written)
         with torch.cuda.stream(self._stream):
             for place, blocks in runs(out[:, ::-1]):
-                chosen = blocks.to(self._device)
+                chosen = sent(blocks.numpy(), self._device)
                 for part, places in zip(self._parts, self._places, strict=True):
                     found = part.index_select(0, chosen)
                     places[place : place + len(blocks)].copy_(found, non_blocking=True)
             for place, blocks in runs(back):
-                chosen = blocks.to(self._device)
+                chosen = sent(blocks.numpy(), self._device)
                 for part, places in zip(self._parts, self._places, strict=True):
                     kept = places[place : place + len(blocks)]
                     part.index_copy_(0, chosen, kept.to(self._device, non_blocking=True))

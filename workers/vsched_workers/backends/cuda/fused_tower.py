@@ -47,6 +47,9 @@ from vsched_workers.families.qwen_positions import (
 WINDOW_MAX = 64
 """The longest sequence that `attend_windows` attends to."""
 
+WINDOW_WARPS = {2: 4, 4: 16}
+"""Warps of `attend_windows` by bytes of a value: float32 takes no tensor cores, and spills its registers with fewer."""
+
 LAYOUTS_MAX = 16
 """Batches of images whose layout is kept on the host."""
 
@@ -245,6 +248,7 @@ class FusedTower:
             self._kernels.attend_windows[len(sequences.lengths), heads](
                 qkv, cos, sin, sequences.ends, out, block.scaling,
                 HEADS=heads, HALF=half, DIMS=dims, ROWS=WINDOW_MAX,  # compiled once, also for small images
+                num_warps=WINDOW_WARPS[qkv.itemsize],
             )  # fmt: skip
             return out
         self._kernels.rotate_patches[(rows,)](

@@ -162,13 +162,15 @@ def _without_waits() -> Iterator[None]:
 
 
 def _close_pool(pool: Any) -> None:
-    """End the allocations of a failed capture in its pool.
+    """End the allocations of a failed capture in its pool, and give up its share of the pool.
 
-    Torch before 2.13 does not: its allocator would defer the release of memory that several streams have used, such as
-    rows of images, until the capture ends, for ever.
+    Torch before 2.13 does neither (pytorch #180395, #190348): its allocator would defer the release of memory that
+    several streams have used, such as rows of images, until the capture ends, for ever, and keep the pool's memory.
     """
+    device = torch.cuda.current_device()
     with suppress(RuntimeError):  # they have ended
-        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)  # noqa: SLF001
+        torch._C._cuda_endAllocateToPool(device, pool)  # noqa: SLF001
+        torch._C._cuda_releasePool(device, pool)  # noqa: SLF001
 
 
 def row_counts(rows_max: int) -> Sequence[int]:
