@@ -516,11 +516,14 @@ class ChatEndpoint(CompletionEndpoint):
             make_parser = partial(OutputParser, tools.format, **options)
             make_stop_scope = partial(CallStopScope, tools.format, **options)
 
+        hides_reasoning = request.include_reasoning is False
+
+        # It lives as long as the answer, and must not refer to the request, which has the images.
         def message_builder(index: int) -> MessageBuilder:
             return MessageBuilder(
                 make_parser(),
                 choice_id=choice_id(request_id, index),
-                hides_reasoning=request.include_reasoning is False,
+                hides_reasoning=hides_reasoning,
                 single=tools is not None and tools.single,
                 has_tools=tools is not None,
                 forced=tools is not None and bool(tools.forced),
