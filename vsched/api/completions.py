@@ -345,7 +345,13 @@ class CompletionEndpoint:
         if len(body) <= _INLINE_BYTES:
             kept = journal.keep(request)
         else:
-            kept = await asyncio.to_thread(journal.keep, request)
+            keeping = asyncio.ensure_future(asyncio.to_thread(journal.keep, request))
+            try:
+                kept = await asyncio.shield(keeping)
+            except asyncio.CancelledError:
+                # The thread goes on, and may save the request after `_generate` has deleted it.
+                keeping.add_done_callback(lambda _: journal.end(request.request_id))
+                raise
         if kept and request.choices == 1:
             exchange.number_events()
 
