@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from vsched.aio.arrivals import check_prompt_values
 from vsched.aio.grammar_checks import GRAMMAR_REFUSALS
 from vsched.aio.streams import StopScope
 from vsched.api import parameters
@@ -371,8 +372,10 @@ class CompletionEndpoint:
         For a request with one choice, `started` is the part that an earlier engine generated before it died.
 
         Raises:
-            RequestRefused: If the engine refuses it; for a grammar, the error names the parameter.
+            RequestRefused: If the engine refuses it, or all prompts have too many log-probabilities together; for a
+                grammar, the error names the parameter.
         """
+        values = 0
         try:
             for index, prompt in enumerate(job.prompts):
                 first = index * job.drawn
@@ -392,6 +395,9 @@ class CompletionEndpoint:
                     make_stop_scope=job.make_stop_scope,
                 )
                 choices.add(accepted)
+                if (report := accepted[0].prompt_report) is not None:
+                    values += report.values * job.n  # each choice repeats them
+                    check_prompt_values(values, self._settings.prompt_logprobs_max)
         except RequestRefused as error:
             if error.code not in GRAMMAR_REFUSALS:
                 raise

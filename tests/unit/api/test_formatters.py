@@ -308,6 +308,22 @@ async def test_many_log_probabilities_are_worded_off_the_loop(
     assert (threads == {threading.current_thread()}) == inline
 
 
+@each_case("fields", [{"n": 3}, {"prompt": ["Hi"] * 3}, {"n": 1, "best_of": 3}])
+async def test_prompt_logprobs_of_all_choices_count(fields: dict[str, Any]) -> None:
+    """A request gets them once for each of its prompts and choices, and best_of only for those returned."""
+    body = {"prompt": "Hi", "prompt_logprobs": 2, **fields}
+    values = len(PROMPT) * 3
+    assert (await post(telling(), PLAIN, body, prompt_logprobs_max=3 * values)).status == 200
+    engine = telling()
+    reply = await post(engine, PLAIN, body, prompt_logprobs_max=3 * values - 1)
+    if "best_of" in fields:
+        assert reply.status == 200
+        return
+    assert (reply.status, reply.error["code"]) == (400, "too_many_logprobs")
+    assert f"value {3 * values}, limit {3 * values - 1}" in reply.error["message"]
+    assert all(one.aborted for one in engine.generations)
+
+
 async def test_prompt_logprobs_and_echo_have_their_own_counts() -> None:
     engine = telling()
     body = {"prompt": PROMPT, "echo": True, "logprobs": 1, "prompt_logprobs": 0}
