@@ -231,7 +231,8 @@ def _key(config: Config, setting: str) -> str:
     name = getattr(config.server, setting)
     if not name:
         return ""
-    key = os.environ.get(name, "")
+    # Files of secrets end with a line break, which no header can have.
+    key = os.environ.get(name, "").strip()
     if not key:
         raise ConfigError(
             f"server.{setting}: the environment variable {name} is empty or not set. "

@@ -149,6 +149,16 @@ async def test_server_that_cannot_be_made_is_reported_and_leaves_no_socket(
     assert all(listener.fileno() == -1 for listener in listeners)
 
 
+def test_server_key_is_the_text_of_its_variable_without_line_breaks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Files of secrets end with one, and no header can have it."""
+    monkeypatch.setenv("VSCHED_TEST_KEY", " secret\n")
+    settings = config(api_key_variable="VSCHED_TEST_KEY", admin_key_variable="VSCHED_TEST_KEY")
+    found = server_module.api_settings(settings, "127.0.0.1")
+    assert (found.api_key, found.admin_key) == ("secret", "secret")
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "localhost", "::1", "[::1]", "::"])
 async def test_server_url_can_be_reached(acted: Acted, host: str) -> None:
     """A loopback address for any bind address; `::` is reachable over IPv4, too."""
