@@ -151,20 +151,16 @@ class BoundedProtocol(HttpToolsProtocol):
             RequestRefused: Passed on by the parser as an error of its own.
         """
         old = self.parser.get_http_version() != "1.1"
-        self._refusal = self._head_invalid(hosts_min=0 if old else 1)
+        self._refusal = self._head_invalid(hosts_min=0 if old else 1) or self._too_many()
         if self._refusal is not None:
             raise self._refusal
         if self.parser.should_upgrade():
             return
         self._in_head, self._in_body = False, True
         self.expect_100_continue = self.expect_100_continue and not old
-        limit = self._limits.max_connections
-        is_full = max(len(self.connections), len(self.tasks)) >= limit
         super().on_headers_complete()
         if not self.pipeline:
             self._answered = self.cycle
-        if is_full:
-            self._log_refusal(503, "-")  # uvicorn responds, without the application
         if old:
             _end_by_closing(self.cycle)
 
@@ -194,6 +190,21 @@ class BoundedProtocol(HttpToolsProtocol):
             remedy="send one Host header, which HTTP/1.1 requires",
         )
         return RequestRefused(message, code="invalid_host")
+
+    def _too_many(self) -> RequestRefused | None:
+        """Error for a request while too many connections are open; one that is being answered goes on."""
+        count, limit = max(len(self.connections), len(self.tasks)), self._limits.max_connections
+        is_answering = self._answered is not None and not self._answered.response_complete
+        if count <= limit or is_answering:
+            return None
+        return RequestRefused.of_limit(
+            "too many connections are open",
+            value=count,
+            limit=limit,
+            remedy="try again later, close idle connections, or raise server.max_connections",
+            code="connections_full",
+            status=503,
+        )
 
     def on_message_complete(self) -> None:
         """Finish the body of the request."""
@@ -405,7 +416,6 @@ def http_server(app: ASGIApp, config: Config) -> HttpServer:
             access_log=False,
             log_config=None,  # uvicorn uses the same log handlers as everything else
             log_level="warning",
-            limit_concurrency=server.max_connections,
             proxy_headers=False,  # local clients are recognized by their connection
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=1,

@@ -215,6 +215,7 @@ async def test_connection_access_log_has_requests_that_reach_no_application(
     with caplog.at_level(logging.INFO, "vsched.access"):
         async with (
             served(FakeEngine(), access_log=True, **limits) as port,
+            connected(port),
             connected(port) as client,
         ):
             await client.send(sent)
@@ -222,6 +223,25 @@ async def test_connection_access_log_has_requests_that_reach_no_application(
     (record,) = [one for one in caplog.records if one.name == "vsched.access"]
     assert record.getMessage().partition(" ")[2].startswith(f"{line} ")
     assert answer.decode().endswith(line[-3:])
+
+
+async def test_connection_limit_is_the_number_of_connections_that_are_served() -> None:
+    async with (
+        served(FakeEngine(), max_connections=2) as port,
+        connected(port) as first,
+        connected(port) as second,
+    ):
+        for client in (first, second):
+            await client.send(GET + b"\r\n")
+            assert b" 200 OK" in await client.response()
+        async with connected(port) as third:
+            await third.send(GET + b"\r\n")
+            answer = await third.answer()
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b"x-request-id: " in answer
+        assert "value 3, limit 2. Remedy: " in error_of(answer)["message"]
+        await first.send(GET + b"\r\n")
+        assert b" 200 OK" in await first.response()
 
 
 @each_case("stream", [True, False])
