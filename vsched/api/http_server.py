@@ -65,6 +65,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._reading: asyncio.TimerHandle | None = None
         self._answered: RequestResponseCycle | None = None
         """The request in progress; `cycle` is the last received one, perhaps pipelined."""
+        self._ends_with_body = False
 
     # --- requests ---
 
@@ -159,6 +160,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._in_head, self._in_body = False, True
         self.expect_100_continue = self.expect_100_continue and not old
         super().on_headers_complete()
+        self.cycle.transport = _ResponseTransport(self)  # type: ignore[assignment]
         if not self.pipeline:
             self._answered = self.cycle
         if old:
@@ -213,6 +215,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._request_came()
         self._in_body = self._is_head = False
         super().on_message_complete()
+        if self._ends_with_body:
+            self._close()
 
     def send_400_response(self, msg: str) -> None:
         """Send the error for a request that does not reach the application."""
@@ -350,6 +354,18 @@ class BoundedProtocol(HttpToolsProtocol):
         super().timeout_keep_alive_handler()
         self._expect_rest()
 
+    def close_response(self) -> None:
+        """Close after a response; if the body is not complete, once it is, within `receive_s`.
+
+        To close with unread data is a reset: a client that still sends would get that in place of the response.
+        """
+        cycle = self._answered
+        assert cycle is not None, "it has a response"
+        continues = cycle.more_body and not self.expect_100_continue
+        self._ends_with_body = cycle.response_complete and continues
+        if not self._ends_with_body:
+            self.transport.close()
+
     def _close(self) -> None:
         self.transport.close()
         self._expect_rest()
@@ -367,6 +383,15 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._reading is not None:
             self._reading.cancel()
             self._reading = None
+
+
+class _ResponseTransport:
+    """The transport of one response."""
+
+    def __init__(self, protocol: BoundedProtocol) -> None:
+        self.write = protocol.transport.write
+        self.is_closing = protocol.transport.is_closing
+        self.close = protocol.close_response
 
 
 def _end_by_closing(cycle: RequestResponseCycle) -> None:

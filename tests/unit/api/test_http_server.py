@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
 import logging
 import re
 import socket
@@ -16,7 +17,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from tests.each_case import each_case
-from tests.patience import NEVER_S, patience, until
+from tests.patience import NEVER_S, PATIENCE_S, patience, until
 from tests.unit.api.fakes import CHAT, FakeEngine, chat, served
 from vsched.aio.streams import OutputDelta
 from vsched.api import ApiSettings, create_app, http_server
@@ -153,6 +154,22 @@ async def test_connection_rest_of_a_refused_body_is_not_waited_for() -> None:
     answer = await exchange(head + b"\r\n{", receive_s=2 * SOON_S)
     assert answer.startswith(b"HTTP/1.1 404 ")
     assert answer.count(b"HTTP/1.1") == 1
+
+
+@each_case("path", [CHAT, "/nowhere"])
+async def test_connection_client_that_sends_all_of_its_body_gets_the_refusal(path: str) -> None:
+    """Not a reset: most clients read no response before they have sent the request."""
+
+    def send(port: int) -> int:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+        with contextlib.closing(connection):
+            connection.request(
+                "POST", path, b" " * (64 << 20), {"Content-Type": "application/json"}
+            )
+            return connection.getresponse().status
+
+    async with served(FakeEngine()) as port:
+        assert await asyncio.to_thread(send, port) == (413 if path == CHAT else 404)
 
 
 @each_case(("body", "half", "end"), [(BODY, b"GET /hea", b"}"), (STREAM, REQUEST[:-1], b"[DONE]")])
