@@ -443,7 +443,6 @@ def http_server(app: ASGIApp, config: Config) -> HttpServer:
             log_level="warning",
             proxy_headers=False,  # local clients are recognized by their connection
             timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=1,
         )
     )
 
