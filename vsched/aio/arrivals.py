@@ -412,10 +412,10 @@ def check_prompt_values(count: int, limit: int) -> None:
     """
     if count > limit:
         raise RequestRefused.of_limit(
-            "too many log-probabilities of the prompt, its tokens times one and the alternatives of each",
+            "too many log-probabilities of prompts (tokens times one and the alternatives of each, for each choice)",
             value=count,
             limit=limit,
-            remedy="ask for fewer alternatives, send a shorter prompt, or raise server.prompt_logprobs_max",
+            remedy="ask for fewer alternatives or choices, send less, or raise server.prompt_logprobs_max",
             code="too_many_logprobs",
         )
 

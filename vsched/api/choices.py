@@ -30,10 +30,11 @@ class CompleteChoice(msgspec.Struct, frozen=True):
         return sum(found) / max(len(found), 1)
 
     @property
-    def prompt_logprobs(self) -> int:
-        """Number of prompt log-probabilities in its response."""
+    def logprobs(self) -> int:
+        """Number of log-probabilities of prompt and output, with alternatives."""
         report = self.generation.prompt_report
-        return 0 if report is None else report.values
+        output = sum(1 + len(one.top) for delta in self.deltas for one in delta.logprobs or ())
+        return output if report is None else output + report.values
 
 
 class AcceptedChoices:

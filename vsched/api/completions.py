@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from vsched.aio.arrivals import check_prompt_values
 from vsched.aio.grammar_checks import GRAMMAR_REFUSALS
 from vsched.aio.streams import StopScope
 from vsched.api import parameters
@@ -53,7 +54,7 @@ logger = logging.getLogger(__name__)
 _INLINE_CHARACTERS_MAX = 16_384
 """Messages up to this length are rendered on the event loop: a switch to a thread takes longer."""
 _INLINE_VALUES_MAX = 4096
-"""Up to this number of prompt log-probabilities are formatted on the event loop; more take a thread."""
+"""Up to this number of log-probabilities are formatted on the event loop; more take a thread."""
 _INLINE_BYTES = 64 * 1024
 """Bodies up to this size are saved on the event loop: that is faster than a switch to a thread."""
 _PART_CHARACTERS = 128
@@ -345,7 +346,13 @@ class CompletionEndpoint:
         if len(body) <= _INLINE_BYTES:
             kept = journal.keep(request)
         else:
-            kept = await asyncio.to_thread(journal.keep, request)
+            keeping = asyncio.ensure_future(asyncio.to_thread(journal.keep, request))
+            try:
+                kept = await asyncio.shield(keeping)
+            except asyncio.CancelledError:
+                # The thread goes on, and may save the request after `_generate` has deleted it.
+                keeping.add_done_callback(lambda _: journal.end(request.request_id))
+                raise
         if kept and request.choices == 1:
             exchange.number_events()
 
@@ -365,8 +372,10 @@ class CompletionEndpoint:
         For a request with one choice, `started` is the part that an earlier engine generated before it died.
 
         Raises:
-            RequestRefused: If the engine refuses it; for a grammar, the error names the parameter.
+            RequestRefused: If the engine refuses it, or all prompts have too many log-probabilities together; for a
+                grammar, the error names the parameter.
         """
+        values = 0
         try:
             for index, prompt in enumerate(job.prompts):
                 first = index * job.drawn
@@ -386,6 +395,9 @@ class CompletionEndpoint:
                     make_stop_scope=job.make_stop_scope,
                 )
                 choices.add(accepted)
+                if (report := accepted[0].prompt_report) is not None:
+                    values += report.values * job.n  # each choice repeats them
+                    check_prompt_values(values, self._settings.prompt_logprobs_max)
         except RequestRefused as error:
             if error.code not in GRAMMAR_REFUSALS:
                 raise
@@ -428,7 +440,7 @@ class CompletionEndpoint:
         job: CheckedRequest,
     ) -> str:
         drawn = await choices.collect(record, best=job.n)
-        if sum(answer.prompt_logprobs for answer in drawn) <= _INLINE_VALUES_MAX:
+        if sum(answer.logprobs for answer in drawn) <= _INLINE_VALUES_MAX:
             response = self._response(drawn, choices.usage, job)
         else:
             response = await asyncio.to_thread(self._response, drawn, choices.usage, job)
@@ -516,11 +528,14 @@ class ChatEndpoint(CompletionEndpoint):
             make_parser = partial(OutputParser, tools.format, **options)
             make_stop_scope = partial(CallStopScope, tools.format, **options)
 
+        hides_reasoning = request.include_reasoning is False
+
+        # It lives as long as the answer, and must not refer to the request, which has the images.
         def message_builder(index: int) -> MessageBuilder:
             return MessageBuilder(
                 make_parser(),
                 choice_id=choice_id(request_id, index),
-                hides_reasoning=request.include_reasoning is False,
+                hides_reasoning=hides_reasoning,
                 single=tools is not None and tools.single,
                 has_tools=tools is not None,
                 forced=tools is not None and bool(tools.forced),

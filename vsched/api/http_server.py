@@ -65,6 +65,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._reading: asyncio.TimerHandle | None = None
         self._answered: RequestResponseCycle | None = None
         """The request in progress; `cycle` is the last received one, perhaps pipelined."""
+        self._ends_with_body = False
 
     # --- requests ---
 
@@ -151,20 +152,17 @@ class BoundedProtocol(HttpToolsProtocol):
             RequestRefused: Passed on by the parser as an error of its own.
         """
         old = self.parser.get_http_version() != "1.1"
-        self._refusal = self._head_invalid(hosts_min=0 if old else 1)
+        self._refusal = self._head_invalid(hosts_min=0 if old else 1) or self._too_many()
         if self._refusal is not None:
             raise self._refusal
         if self.parser.should_upgrade():
             return
         self._in_head, self._in_body = False, True
         self.expect_100_continue = self.expect_100_continue and not old
-        limit = self._limits.max_connections
-        is_full = max(len(self.connections), len(self.tasks)) >= limit
         super().on_headers_complete()
+        self.cycle.transport = _ResponseTransport(self)  # type: ignore[assignment]
         if not self.pipeline:
             self._answered = self.cycle
-        if is_full:
-            self._log_refusal(503, "-")  # uvicorn responds, without the application
         if old:
             _end_by_closing(self.cycle)
 
@@ -195,6 +193,21 @@ class BoundedProtocol(HttpToolsProtocol):
         )
         return RequestRefused(message, code="invalid_host")
 
+    def _too_many(self) -> RequestRefused | None:
+        """Error for a request while too many connections are open; one that is being answered goes on."""
+        count, limit = max(len(self.connections), len(self.tasks)), self._limits.max_connections
+        is_answering = self._answered is not None and not self._answered.response_complete
+        if count <= limit or is_answering:
+            return None
+        return RequestRefused.of_limit(
+            "too many connections are open",
+            value=count,
+            limit=limit,
+            remedy="try again later, close idle connections, or raise server.max_connections",
+            code="connections_full",
+            status=503,
+        )
+
     def on_message_complete(self) -> None:
         """Finish the body of the request."""
         if self.parser.should_upgrade():
@@ -202,6 +215,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._request_came()
         self._in_body = self._is_head = False
         super().on_message_complete()
+        if self._ends_with_body:
+            self._close()
 
     def send_400_response(self, msg: str) -> None:
         """Send the error for a request that does not reach the application."""
@@ -339,6 +354,18 @@ class BoundedProtocol(HttpToolsProtocol):
         super().timeout_keep_alive_handler()
         self._expect_rest()
 
+    def close_response(self) -> None:
+        """Close after a response; if the body is not complete, once it is, within `receive_s`.
+
+        To close with unread data is a reset: a client that still sends would get that in place of the response.
+        """
+        cycle = self._answered
+        assert cycle is not None, "it has a response"
+        continues = cycle.more_body and not self.expect_100_continue
+        self._ends_with_body = cycle.response_complete and continues
+        if not self._ends_with_body:
+            self.transport.close()
+
     def _close(self) -> None:
         self.transport.close()
         self._expect_rest()
@@ -356,6 +383,15 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._reading is not None:
             self._reading.cancel()
             self._reading = None
+
+
+class _ResponseTransport:
+    """The transport of one response."""
+
+    def __init__(self, protocol: BoundedProtocol) -> None:
+        self.write = protocol.transport.write
+        self.is_closing = protocol.transport.is_closing
+        self.close = protocol.close_response
 
 
 def _end_by_closing(cycle: RequestResponseCycle) -> None:
@@ -405,10 +441,8 @@ def http_server(app: ASGIApp, config: Config) -> HttpServer:
             access_log=False,
             log_config=None,  # uvicorn uses the same log handlers as everything else
             log_level="warning",
-            limit_concurrency=server.max_connections,
             proxy_headers=False,  # local clients are recognized by their connection
             timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=1,
         )
     )
 

@@ -53,9 +53,16 @@ class _InProcessFrontend:
     async def ready(self) -> None:
         pass
 
-    async def stop(self) -> None:
+    async def finish(self, within_s: float) -> None:
+        """Accept no more connections, and send the responses in progress to their end.
+
+        Blocks: for at most `within_s`.
+        """
         self._server.should_exit = True
-        self._server.force_exit = True
+        await asyncio.wait([self._serving], timeout=within_s)
+
+    async def stop(self) -> None:
+        self._server.should_exit = self._server.force_exit = True
         await self._serving
         if self._tracing is not None:
             await self._tracing.close()
@@ -121,6 +128,8 @@ async def running_server(
             front = _InProcessFrontend(engine, settings, listener, resumption)
         running: RunningServer | None = None
         resuming: asyncio.Task[None] | None = None
+        loop = asyncio.get_running_loop()
+        drained_by_s = 0.0
         try:
             await front.begin()
             await (
@@ -131,6 +140,7 @@ async def running_server(
             resuming = asyncio.create_task(resumption.run())
             running = RunningServer(listener, engine, front)
             yield running
+            drained_by_s = loop.time() + engine.config.deadlines.drain_s
             if not running.stop_requested.is_set():
                 await _unless(running.stop_requested, engine.drain())
         finally:
@@ -139,6 +149,9 @@ async def running_server(
                 resuming.cancel()
             try:
                 await engine.stop(grace_s=0 if hurried else STOP_GRACE_S)
+                left_s = drained_by_s - loop.time()
+                if running is not None and not hurried and left_s > 0:
+                    await _unless(running.stop_requested, front.finish(left_s))
             finally:
                 await front.stop()
 
@@ -231,7 +244,8 @@ def _key(config: Config, setting: str) -> str:
     name = getattr(config.server, setting)
     if not name:
         return ""
-    key = os.environ.get(name, "")
+    # Files of secrets end with a line break, which no header can have.
+    key = os.environ.get(name, "").strip()
     if not key:
         raise ConfigError(
             f"server.{setting}: the environment variable {name} is empty or not set. "

@@ -38,8 +38,9 @@ def replay(
     from vsched.record.files import find_segments
     from vsched.terminal.progress import counting_progress
 
-    check_writable({"--json": json})
-    find_segments(record)  # before anything is overwritten
+    outputs = {"--json": json, "--timeline": timeline}
+    check_writable(outputs)
+    check_writable(outputs, inputs=find_segments(record))
     with contextlib.ExitStack() as open_files:
         drawn = None
         if timeline is not None:

@@ -150,7 +150,7 @@ def simulate(
     from vsched.sim.setup import inspect_checkpoint
 
     files = {"--html": html, "--json": json}
-    check_writable(files)
+    check_writable({**files, "--timeline": timeline}, inputs=[] if trace is None else [trace])
     if html is not None:
         from vsched.sim.report.rendering import load_jinja
 

@@ -94,8 +94,8 @@ def new_table(title: str, *columns: str, texts: Collection[str], **options: Any)
     return table
 
 
-def check_writable(files: Mapping[str, Path | None]) -> None:
-    """Check that output files can be written, before work that may take minutes.
+def check_writable(files: Mapping[str, Path | None], *, inputs: Collection[Path] = ()) -> None:
+    """Check that output files can be written, before work that may take minutes; none may be one of the `inputs`.
 
     Raises:
         ConfigError: When one cannot, or two are the same; names the option.
@@ -107,6 +107,8 @@ def check_writable(files: Mapping[str, Path | None]) -> None:
         other = seen.setdefault(path.resolve(), option)
         if other != option and (path.is_file() or not path.exists()):
             raise ConfigError(f"{option} {path}: {other} has the same file. Remedy: name another")
+        if path.is_file() and any(one.exists() and path.samefile(one) for one in inputs):
+            raise ConfigError(f"{option} {path}: it is the input. Remedy: name another file")
         target = path if path.exists() else path.parent  # /dev/stdout is in no writable folder
         if path.is_dir() or not os.access(target, os.W_OK):
             raise ConfigError(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from typing import Any
 
 import msgspec
@@ -25,6 +26,10 @@ from tests.unit.api.fakes import (
 from tests.unit.media.fakes import model_info
 from vsched.aio.streams import OutputDelta, TokenLogprob
 from vsched.api import ApiSettings, create_app
+from vsched.api.checked_request import CheckedRequest
+from vsched.api.compat.messages import MessagesRequest
+from vsched.api.compat.responses import ResponsesRequest
+from vsched.api.request_schema import ChatRequest
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.media import MediaReference
 from vsched.worker.contract import PixelBounds, VideoSampling
@@ -248,6 +253,30 @@ async def test_disconnect_in_the_body_never_reaches_the_engine() -> None:
     reply = await client.send("POST", CHAT, pieces=[])
     assert reply.status == 0
     assert engine.calls == []
+
+
+@each_case("path", [CHAT, "/v1/messages", "/v1/responses"])
+async def test_images_of_a_request_are_not_held_while_it_is_answered(path: str) -> None:
+    """Their memory was given back once they were prepared, also if the answer is parsed for tool calls."""
+    part = {
+        CHAT: {"type": "image_url", "image_url": "data:kept"},
+        "/v1/messages": {"type": "image", "source": {"type": "url", "url": "data:kept"}},
+        "/v1/responses": {"type": "input_image", "image_url": "data:kept"},
+    }[path]
+    turns = [{"role": "user", "content": [part]}]
+    body: dict[str, Any] = {
+        CHAT: chat(messages=turns, tools=[{"type": "function", "function": {"name": "f"}}]),
+        "/v1/messages": {"messages": turns, "tools": [{"name": "f"}]},
+        "/v1/responses": {"input": turns, "tools": [{"type": "function", "name": "f"}]},
+    }[path]
+    engine = FakeEngine(asyncio.Event())
+    client, sending = await under_way(engine, path, body)
+    engine.calls.clear()
+    kinds = (ChatRequest, MessagesRequest, ResponsesRequest, CheckedRequest)
+    held = [one for one in gc.get_objects() if isinstance(one, kinds) and "data:kept" in str(one)]
+    assert held == []
+    client.leave()
+    await sending
 
 
 async def test_cancelled_server_aborts_the_generation() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -284,6 +285,43 @@ async def test_prompt_logprobs_in_vllm_s_form(
     holder = reply if path == CHAT else reply["choices"][0]
     assert holder["prompt_logprobs"] == IN_VLLMS_FORM
     assert (engine.sampling.prompt_logprobs, engine.sampling.logprobs) == (1, None)
+
+
+@each_case("path", [CHAT, PLAIN])
+@each_case(("inline_max", "inline"), [(7, False), (8, True)])
+async def test_many_log_probabilities_are_worded_off_the_loop(
+    path: str, inline_max: int, inline: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of all choices count, with their alternatives."""
+    monkeypatch.setattr("vsched.api.completions._INLINE_VALUES_MAX", inline_max)
+    token = TokenLogprob(97, -0.125, [(98, -4.0)])
+    engine = FakeEngine(OutputDelta("aa", [97, 97], [token, token], "length"))
+    spell, threads = engine.preprocessor.token_bytes, set[threading.Thread]()
+
+    def token_bytes(token_id: int) -> bytes:
+        threads.add(threading.current_thread())
+        return spell(token_id)
+
+    monkeypatch.setattr(engine.preprocessor, "token_bytes", token_bytes)
+    asked = {"logprobs": True, "top_logprobs": 1} if path == CHAT else {"logprobs": 1}
+    assert (await post(engine, path, body_of(path, n=2, **asked))).status == 200
+    assert (threads == {threading.current_thread()}) == inline
+
+
+@each_case("fields", [{"n": 3}, {"prompt": ["Hi"] * 3}, {"n": 1, "best_of": 3}])
+async def test_prompt_logprobs_of_all_choices_count(fields: dict[str, Any]) -> None:
+    """A request gets them once for each of its prompts and choices, and best_of only for those returned."""
+    body = {"prompt": "Hi", "prompt_logprobs": 2, **fields}
+    values = len(PROMPT) * 3
+    assert (await post(telling(), PLAIN, body, prompt_logprobs_max=3 * values)).status == 200
+    engine = telling()
+    reply = await post(engine, PLAIN, body, prompt_logprobs_max=3 * values - 1)
+    if "best_of" in fields:
+        assert reply.status == 200
+        return
+    assert (reply.status, reply.error["code"]) == (400, "too_many_logprobs")
+    assert f"value {3 * values}, limit {3 * values - 1}" in reply.error["message"]
+    assert all(one.aborted for one in engine.generations)
 
 
 async def test_prompt_logprobs_and_echo_have_their_own_counts() -> None:

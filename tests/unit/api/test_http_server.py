@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
 import logging
 import re
 import socket
@@ -16,7 +17,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from tests.each_case import each_case
-from tests.patience import NEVER_S, patience, until
+from tests.patience import NEVER_S, PATIENCE_S, patience, until
 from tests.unit.api.fakes import CHAT, FakeEngine, chat, served
 from vsched.aio.streams import OutputDelta
 from vsched.api import ApiSettings, create_app, http_server
@@ -155,6 +156,22 @@ async def test_connection_rest_of_a_refused_body_is_not_waited_for() -> None:
     assert answer.count(b"HTTP/1.1") == 1
 
 
+@each_case("path", [CHAT, "/nowhere"])
+async def test_connection_client_that_sends_all_of_its_body_gets_the_refusal(path: str) -> None:
+    """Not a reset: most clients read no response before they have sent the request."""
+
+    def send(port: int) -> int:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+        with contextlib.closing(connection):
+            connection.request(
+                "POST", path, b" " * (64 << 20), {"Content-Type": "application/json"}
+            )
+            return connection.getresponse().status
+
+    async with served(FakeEngine()) as port:
+        assert await asyncio.to_thread(send, port) == (413 if path == CHAT else 404)
+
+
 @each_case(("body", "half", "end"), [(BODY, b"GET /hea", b"}"), (STREAM, REQUEST[:-1], b"[DONE]")])
 async def test_connection_pipelined_request_waits_for_the_answer_before_it(
     body: bytes, half: bytes, end: bytes
@@ -215,6 +232,7 @@ async def test_connection_access_log_has_requests_that_reach_no_application(
     with caplog.at_level(logging.INFO, "vsched.access"):
         async with (
             served(FakeEngine(), access_log=True, **limits) as port,
+            connected(port),
             connected(port) as client,
         ):
             await client.send(sent)
@@ -222,6 +240,25 @@ async def test_connection_access_log_has_requests_that_reach_no_application(
     (record,) = [one for one in caplog.records if one.name == "vsched.access"]
     assert record.getMessage().partition(" ")[2].startswith(f"{line} ")
     assert answer.decode().endswith(line[-3:])
+
+
+async def test_connection_limit_is_the_number_of_connections_that_are_served() -> None:
+    async with (
+        served(FakeEngine(), max_connections=2) as port,
+        connected(port) as first,
+        connected(port) as second,
+    ):
+        for client in (first, second):
+            await client.send(GET + b"\r\n")
+            assert b" 200 OK" in await client.response()
+        async with connected(port) as third:
+            await third.send(GET + b"\r\n")
+            answer = await third.answer()
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b"x-request-id: " in answer
+        assert "value 3, limit 2. Remedy: " in error_of(answer)["message"]
+        await first.send(GET + b"\r\n")
+        assert b" 200 OK" in await first.response()
 
 
 @each_case("stream", [True, False])

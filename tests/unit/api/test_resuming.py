@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from tests.patience import until
+from tests.patience import PATIENCE_S, until
 from tests.unit.api.fakes import CHAT, PLAIN, Client, FakeEngine, Reply, chat
 from vsched.aio.streams import OutputDelta
 from vsched.api import ApiSettings, create_app, resuming
 from vsched.api.resuming import Resumption
 from vsched.errors import RequestFailed, RequestRefused
-from vsched.record.journal import Ended, Left, PartialOutput, RequestJournal
+from vsched.record.journal import Ended, KeptRequest, Left, PartialOutput, RequestJournal
 
 DELTAS = (
     OutputDelta("Hel", [1]),
@@ -201,6 +202,32 @@ async def test_request_that_ended_is_not_kept(tmp_path: Path) -> None:
     server.engine.refusal = RequestRefused("no", code="x")
     assert (await server.post(CHAT, chat())).status == 400
     assert server.files == []
+
+
+async def test_request_whose_client_leaves_while_it_is_saved_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large body is saved in a thread, which goes on when the request is cancelled."""
+    server = Server(tmp_path)
+    journal = server.resumption.journal
+    assert journal is not None
+    keep, saving, left, saved = journal.keep, *(threading.Event() for _ in range(3))
+
+    def keep_slowly(request: KeptRequest) -> bool:
+        saving.set()
+        left.wait(PATIENCE_S)
+        kept = keep(request)
+        saved.set()
+        return kept
+
+    monkeypatch.setattr(journal, "keep", keep_slowly)
+    client = Client(server.app)
+    asking = asyncio.create_task(client.send("POST", CHAT, chat(user="x" * 100_000)))
+    await until(saving.is_set, "it is being saved")
+    client.leave()
+    await asking
+    left.set()
+    await until(lambda: saved.is_set() and not server.files, "its file is deleted")
 
 
 async def test_refused_now_is_the_end_that_its_client_reads(tmp_path: Path) -> None:

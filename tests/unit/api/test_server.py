@@ -59,6 +59,8 @@ class QuietServer:
     """Stands for uvicorn, which checks only now and then whether it should exit."""
 
     made: list[QuietServer]
+    written: asyncio.Event
+    """Set once all responses are sent."""
 
     def __init__(self, config: object) -> None:
         self.should_exit = self.force_exit = self.over = False
@@ -66,6 +68,7 @@ class QuietServer:
 
     async def serve(self, sockets: list[socket.socket]) -> None:
         await until(lambda: self.should_exit)
+        await until(lambda: self.force_exit or self.written.is_set())
         self.over = True
 
 
@@ -73,6 +76,8 @@ class QuietServer:
 async def acted(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Acted]:
     """No freezing of all objects, which takes a second in the large process of the tests."""
     QuietServer.made = []
+    QuietServer.written = asyncio.Event()
+    QuietServer.written.set()
     monkeypatch.setattr(http_server_module, "HttpServer", QuietServer)
     monkeypatch.setattr(server_module, "favour_event_loop", lambda: None)
     yield Acted(monkeypatch)
@@ -147,6 +152,16 @@ async def test_server_that_cannot_be_made_is_reported_and_leaves_no_socket(
         await enter(settings)
     assert (acted.calls, QuietServer.made) == ([], [])
     assert all(listener.fileno() == -1 for listener in listeners)
+
+
+def test_server_key_is_the_text_of_its_variable_without_line_breaks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Files of secrets end with one, and no header can have it."""
+    monkeypatch.setenv("VSCHED_TEST_KEY", " secret\n")
+    settings = config(api_key_variable="VSCHED_TEST_KEY", admin_key_variable="VSCHED_TEST_KEY")
+    found = server_module.api_settings(settings, "127.0.0.1")
+    assert (found.api_key, found.admin_key) == ("secret", "secret")
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "localhost", "::1", "[::1]", "::"])
@@ -263,6 +278,26 @@ async def test_server_first_signal_drains_and_a_second_one_stops_at_once(
     assert acted.calls == ["start", "ready", "drain", *cancelled, "stop"]
     assert served.drains == 1
     assert acted.grace_s == (0 if second else STOP_GRACE_S)
+
+
+@pytest.mark.parametrize("second", [None, SIGINT])
+async def test_server_sends_its_last_responses_before_it_ends(
+    acted: Acted, second: signal.Signals | None
+) -> None:
+    """A slow client reads a response that the engine finished in the drain; a second signal does not wait for that."""
+    QuietServer.written.clear()
+    served = Served(acted)
+    await served.ready.wait()
+    signal.raise_signal(SIGTERM)
+    await until(lambda: "stop" in acted.calls)
+    for _ in range(9):
+        await asyncio.sleep(0)
+    assert not served.task.done()
+    if second is None:
+        QuietServer.written.set()
+    else:
+        signal.raise_signal(second)
+    await served.end()
 
 
 @pytest.mark.parametrize("signals", [1, 2])

@@ -157,6 +157,23 @@ def test_two_outputs_in_one_file_are_refused(tmp_path: Path) -> None:
         gallery(out)
 
 
+def test_output_in_place_of_the_input_is_refused(tmp_path: Path) -> None:
+    """A record of a crash cannot be made again."""
+    import_commands()
+    record, other = tmp_path / "run.vlog", tmp_path / "link"
+    record.write_bytes(b"record")
+    other.symlink_to(record)
+    check_writable({"--json": tmp_path / "out"}, inputs=[record, tmp_path / "missing"])
+    check_writable({"--json": Path("/dev/null")}, inputs=[Path("/dev/null")])
+    for path in (record, other):
+        with pytest.raises(ConfigError, match=r"--json .*: it is the input\. Remedy: "):
+            check_writable({"--json": path}, inputs=[record])
+        for words in (["replay", record, "--timeline"], ["simulate", "--trace", record, "--html"]):
+            result = CliRunner().invoke(app, [str(word) for word in (*words, path)])
+            assert isinstance(result.exception, ConfigError), result.output
+    assert record.read_bytes() == b"record"
+
+
 def test_simulate_runs_a_swarm_with_the_policies_of_a_configuration(
     folder: Path, broken: str
 ) -> None:

@@ -482,10 +482,28 @@ class ResponsesEndpoint(ChatEndpoint):
         refuse_unsupported(request)
         with named_as(NAMES):
             job = await super().check(chat_request(request), request_id)
+        original = msgspec.structs.replace(request, input="")
+        _check_repeated(original)
         return msgspec.structs.replace(
             job,
-            original=msgspec.structs.replace(request, input=""),
+            original=original,
             constrained_by=NAMES.get(job.constrained_by, job.constrained_by),
+        )
+
+
+_REPEATED_BYTES_MAX = 1 << 20
+"""Maximum size of the fields that the response repeats: they are held until its end, whatever waits."""
+
+
+def _check_repeated(original: ResponsesRequest) -> None:
+    size = len(msgspec.json.encode(original))
+    if size > _REPEATED_BYTES_MAX:
+        raise ParameterRefused.of_limit(
+            "the fields besides `input`, which the response repeats, are too large",
+            value=f"{size} bytes",
+            limit=f"{_REPEATED_BYTES_MAX} bytes",
+            remedy="send less metadata, or fewer or shorter tools",
+            param="metadata",
         )
 
 

@@ -361,6 +361,7 @@ class ApiProcess:
     def __init__(self, order: Order) -> None:
         self._order = order
         self._over = asyncio.Event()
+        self._end_s = END_S
         waiting_bytes_max = 2 * order.settings.body_bytes_max + WAITING_BYTES_MAX
         self._link = Link(on_lost=self._on_lost, waiting_bytes_max=waiting_bytes_max)
         self._metrics = ApiMetrics(tenants_max=order.settings.tenants_max)
@@ -374,8 +375,9 @@ class ApiProcess:
     def on_beat(self) -> None:
         """The engine is alive."""
 
-    def on_stop(self) -> None:
-        """End."""
+    def on_stop(self, within_s: float) -> None:
+        """End, after the responses in progress, for which there is this time."""
+        self._end_s = max(within_s, END_S)
         self._over.set()
 
     def _on_lost(self, why: str) -> None:
@@ -385,7 +387,7 @@ class ApiProcess:
     async def serve(self, end: socket.socket) -> None:
         """Serve over this end of the link.
 
-        Blocks: until the engine sends a stop or is gone, and then for at most `END_S`.
+        Blocks: until the engine sends a stop or is gone, and then for at most `END_S`, or the time in the stop.
         """
         await self._link.open(end)
         beating, working = (asyncio.create_task(one) for one in (self._beat(), self._work()))
@@ -395,7 +397,7 @@ class ApiProcess:
         self._server.should_exit = True
         if self._engine.state == "loading":
             working.cancel()
-        await asyncio.wait([working], timeout=END_S)
+        await asyncio.wait([working], timeout=self._end_s)
         if self._tracing is not None:
             await self._tracing.close()
         self._link.close()

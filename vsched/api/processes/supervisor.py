@@ -358,6 +358,7 @@ class ApiProcesses:
         self._running: dict[int, _Process] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._served: tuple[Config, ModelInfo] | None = None
+        self._is_stopping = False
 
     @property
     def pids(self) -> list[int]:
@@ -462,22 +463,32 @@ class ApiProcesses:
             if since_beat_s >= BEAT_S:
                 since_beat_s = 0.0
 
-    async def stop(self) -> None:
-        """Stop all processes; responses are sent to the end.
+    async def finish(self, within_s: float) -> None:
+        """End all processes; they send the responses in progress to their end.
 
-        Blocks: for at most `END_S`, after which they are killed.
+        Blocks: for at most `within_s` and `END_S`.
         """
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._is_stopping = True
         running = [one for one in self._running.values() if not one.ended.is_set()]
         for one in running:
-            one.link.call("stop")
+            one.link.call("stop", within_s)
         ends = [asyncio.create_task(one.ended.wait()) for one in running]
         if ends:
-            _, late = await asyncio.wait(ends, timeout=END_S)
+            limit_s = within_s + END_S
+            _, late = await asyncio.wait(ends, timeout=limit_s)
             if late:
-                logger.warning("%d API processes did not end in %g s: killed", len(late), END_S)
+                logger.warning("%d API processes did not end in %g s", len(late), limit_s)
+
+    async def stop(self) -> None:
+        """Stop all processes, and kill those that do not end.
+
+        Blocks: for at most `END_S`.
+        """
+        if not self._is_stopping:
+            await self.finish(0)
         for one in self._running.values():
             one.link.lose("is to end")
             await one.reap()

@@ -208,6 +208,16 @@ async def test_fields_without_effect_are_accepted() -> None:
         await accepted(CHAT, chat(store=store))
 
 
+async def test_fields_that_a_response_repeats_are_limited() -> None:
+    """They are in memory until its end, unlike the input."""
+    many = "x" * (1 << 20)
+    await accepted(RESPONSES, body(input=many, metadata={"key": many[:-4096]}))
+    unseen = {"tools": [{**TOOLS[0], "description": many}], "tool_choice": "none"}
+    for fields in ({"metadata": {"key": many}}, {"user": [many]}, unseen):
+        message = await refused(RESPONSES, body(**fields))
+        assert "which the response repeats, are too large" in message
+
+
 def said(*parts: object) -> dict[str, Any]:
     return {"input": [{"role": "user", "content": list(parts)}]}
 

@@ -44,7 +44,7 @@ class PlayedProcess:
     def on_beat(self) -> None:
         pass
 
-    def on_stop(self) -> None:
+    def on_stop(self, within_s: float = 0.0) -> None:
         self.link.close()
 
     kill = on_stop
