@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -99,10 +100,15 @@ def gguf_tensors(model: Any) -> dict[str, Any]:
 def make(tmp_path: Path, model: Any, tokenizer: Any) -> Make:
     """Write a GGUF file of the model with a tensor in Q4_1; `pre` names the pre-tokenizer.
 
-    `without` is a part of the names of tensors to leave out.
+    `without` is a part of the names of tensors to leave out; `rope` has entries and tensors that scale the rotary
+    embedding.
     """
 
-    def write(pre: str = "smollm", without: str = "no tensor") -> Path:
+    def write(
+        pre: str = "smollm",
+        without: str = "no tensor",
+        rope: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Path:
         path = tmp_path / "source" / "tiny.gguf"
         path.parent.mkdir()
         writer = gguf.GGUFWriter(path, "llama")
@@ -116,6 +122,12 @@ def make(tmp_path: Path, model: Any, tokenizer: Any) -> Make:
         writer.add_layer_norm_rms_eps(model.config.rms_norm_eps)
         writer.add_rope_freq_base(ROPE["rope_theta"])
         writer.add_vocab_size(384)
+        for name, value in rope.items():
+            if isinstance(value, np.ndarray):
+                writer.add_tensor(name, value)
+            else:
+                adds = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}
+                adds[type(value)](f"llama.rope.scaling.{name}", value)
         content = json.loads(tokenizer.backend_tokenizer.to_str())
         vocabulary = tokenizer.get_vocab()
         tokens = sorted(vocabulary, key=lambda token: vocabulary[token])
@@ -240,15 +252,64 @@ def test_convert_gguf_that_is_interrupted_leaves_nothing(make: Make, tmp_path: P
             {"without": "blk.1.ffn"},
             "'tiny.gguf' lacks 4 weights of the model, the first is model.layers.1.mlp.down_proj.w",
         ),
+        (
+            {"rope": {"rope_freqs.weight": np.arange(1, 9, dtype=np.float32)}},
+            r"'tiny\.gguf' scales its rotary embedding in a way .*\(rope_freqs\.weight\).*Rem",
+        ),
+        (
+            {"rope": {"rope_factors_long.weight": np.ones(8, np.float32), "type": "longrope"}},
+            r"'tiny\.gguf' scales its rotary embedding in a way .*Rem",
+        ),
     ],
 )
-def test_convert_gguf_refuses_an_unknown_rule_of_words_and_a_file_without_some_weights(
-    make: Make, tmp_path: Path, given: dict[str, str], message: str
+def test_convert_gguf_refuses_an_unknown_rule_of_words_or_scaling_and_a_file_without_some_weights(
+    make: Make, tmp_path: Path, given: dict[str, Any], message: str
 ) -> None:
-    """Tokens would differ from those in training, and transformers gives weights random values."""
+    """Answers would differ from those of the model, and transformers gives weights random values."""
     with pytest.raises(CheckpointError, match=message):
         convert(make(**given), tmp_path / "made")
     assert not (tmp_path / "made").exists()
+
+
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e5, "factor": 32.0, "low_freq_factor": 1.0}
+LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+YARN = {"rope_type": "yarn", "rope_theta": 1e5, "factor": 4.0}
+YARN |= {"original_max_position_embeddings": 128}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e5, "factor": 8.0}
+
+
+def divisors(rope: dict[str, Any]) -> Any:
+    """Return the tensor that llama.cpp writes for Llama 3: plain frequencies divided by scaled ones."""
+    plain, scaled = (
+        transformers.LlamaConfig(
+            hidden_size=64,
+            num_attention_heads=4,
+            max_position_embeddings=512,
+            rope_parameters=dict(each),
+        )
+        for each in (ROPE, rope)
+    )
+    made: Any = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding
+    return (made(plain).inv_freq / made(scaled).inv_freq).numpy()
+
+
+@pytest.mark.parametrize(
+    ("rope", "wanted"),
+    [
+        ({"rope_freqs.weight": divisors(LLAMA3)}, LLAMA3),
+        ({"type": "yarn", "factor": 4.0, "original_context_length": 128}, YARN),
+        ({"type": "linear", "factor": 8.0}, LINEAR),
+        ({"type": "none"}, ROPE),
+    ],
+)
+def test_convert_gguf_keeps_the_scaling_of_rotary_embeddings(
+    make: Make, tmp_path: Path, rope: dict[str, Any], wanted: dict[str, Any]
+) -> None:
+    """Llama 3's is a tensor."""
+    convert(make(rope=rope), tmp_path / "made")
+    found = json.loads((tmp_path / "made" / "config.json").read_text())["rope_parameters"]
+    assert found == pytest.approx(wanted)
+    assert inspect(tmp_path / "made").context_tokens == 512
 
 
 def test_convert_gguf_refuses_input_other_than_gguf(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.parity.architectures import make_checkpoint
 from tests.workers.backends.cpu.twins import WITHIN, run_both
-from tests.workers.driver import Question, Stage
+from tests.workers.driver import Checkpoints, Question, Stage
+from tests.workers.edited import write
 from tests.workers.properties import thorough
 from vsched.errors import CheckpointError, ConfigError
 from vsched_workers.checkpoint.description import describe_checkpoint
@@ -301,6 +302,42 @@ def test_published_weights_are_refused_if_there_is_no_product(
     options: dict[str, Any] = {"attention": "auto", "dtype": "bfloat16"} | given
     with pytest.raises(ConfigError, match=r"config.json: gptq is not possible on"):
         Stage.load(quantized, **options)
+
+
+EXPERTS = "model.language_model.layers.0.mlp.experts.gate_up_proj"
+TOWER = "visual.blocks.0.mlp.gate_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("size", "tensor", "name"),
+    [
+        ("llama", "lm_head.weight", "compressed fp8"),
+        ("llama", "lm_head.weight", "compressed int4"),
+        ("nano25", TOWER, "fp8"),
+        ("nano25", "model.embed_tokens.weight", "compressed int8"),
+        ("nano3moe", EXPERTS, "fp8"),
+    ],
+)
+def test_quantized_tensors_of_other_parts_are_refused(
+    checkpoints: Checkpoints, tmp_path: Path, size: str, tensor: str, name: str
+) -> None:
+    """Their values without scales are other weights."""
+    path = tmp_path / "copy"
+    if size == "llama":
+        make_checkpoint(size, path)
+    else:
+        shutil.copytree(checkpoints(size), path)
+    said, make = FORMATS[name]
+    tensors = load_file(path / "model.safetensors")
+    plain = tensors.pop(tensor)
+    layer = tensor.removesuffix("weight")
+    for end, value in make(plain.flatten(0, -2).float()).tensors.items():
+        full = layer + (end if layer != tensor else end.removeprefix("weight"))
+        tensors[full] = value.view(plain.shape) if full == tensor else value
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    write(path / "config.json", {"quantization_config": said})
+    with pytest.raises(CheckpointError, match=f"tensor {tensor} is quantized.*Remedy"):
+        Stage.load(path, attention="auto")
 
 
 def test_description_reports_the_memory_of_weights(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Conversion of a GGUF file to a checkpoint: safetensors, tokenizer, chat template and generation settings.
 
 Transformers reads the file and dequantizes it. Additions here are SmolLM's pre-tokenizer, the EOS token in the
-generation settings, and a tokenizer class that does not change its rules on loading.
+generation settings, a tokenizer class that does not change its rules on loading, and the scaling of rotary embeddings.
 
 Rejected: serving GGUF files directly, which takes 30 s of conversion at each start of a rank and the memory of both
 forms; a reader of our own, since transformers and `gguf` are maintained; keeping quantized blocks, whose rows only
@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,10 @@ PACKAGES = ("gguf", "accelerate")
 """Packages that transformers needs for GGUF files in addition to its dependencies."""
 _GPT2_SPLITS = ("gpt-2", "default")
 _SMOLLM_SPLIT = "smollm"
+_LLAMA3_TENSOR = "rope_freqs.weight"
+_LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_LLAMA3 |= {"original_max_position_embeddings": 8192}
+"""The scaling of all models of Llama 3.1 to 3.3, apart from its factor."""
 
 
 def check_conversion(path: str, *, dtype: str) -> None:
@@ -61,6 +65,7 @@ def convert_gguf(file: str, path: str, *, dtype: str, progress: Progress) -> int
         tokenizer.save_pretrained(folder)
         with _reading(source):
             model = _model(source, dtype, progress)
+            _mend_rope(model.config, source)
         model.generation_config.eos_token_id = tokenizer.eos_token_id
         progress("writing the weights", 0.0)
         with without_bars():
@@ -103,11 +108,12 @@ def _tokenizer(source: Path) -> Any:
 
 def _mend_split(backend: Any, source: Path) -> None:
     """Correct the pre-tokenizer if transformers does not know the file's name for it and used GPT-2's."""
+    from gguf import GGUFReader
     from tokenizers import pre_tokenizers
 
     if type(backend.pre_tokenizer) is not pre_tokenizers.ByteLevel:
         return  # transformers knew it, or the tokenizer does not split
-    name = _field(source, "tokenizer.ggml.pre") or "default"
+    name = _field(GGUFReader(source), "tokenizer.ggml.pre") or "default"
     if name == _SMOLLM_SPLIT:
         words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
         digits = pre_tokenizers.Digits(individual_digits=True)
@@ -120,11 +126,52 @@ def _mend_split(backend: Any, source: Path) -> None:
         )
 
 
-def _field(source: Path, name: str) -> str:
+def _field(reader: Any, name: str) -> str:
+    field = reader.get_field(name)
+    return str(field.contents()) if field is not None else ""
+
+
+def _mend_rope(config: Any, source: Path) -> None:
+    """Scale the rotary embedding as the file states, which transformers reads for few architectures only.
+
+    Llama 3's scaling is a tensor, the divisor of each frequency. If some layers have a window (Gemma 3), only the
+    others are scaled.
+    """
     from gguf import GGUFReader
 
-    field = GGUFReader(source).get_field(name)
-    return str(field.contents()) if field is not None else ""
+    reader = GGUFReader(source)
+    rope = config.rope_parameters or {}
+    rope = rope.get("full_attention", rope)
+    prefix = f"{_field(reader, 'general.architecture')}.rope.scaling"
+    kind = _field(reader, f"{prefix}.type").replace("none", "")
+    divisors = {each.name: each.data for each in reader.tensors if each.name.startswith("rope_f")}
+    if rope.get("rope_type", "default") != "default" or not (kind or divisors):
+        return
+    found: dict[str, Any] | None = None
+    if divisors.keys() == {_LLAMA3_TENSOR}:
+        found = _llama3(rope, divisors[_LLAMA3_TENSOR].tolist())
+    elif kind in {"linear", "yarn"} and not divisors:
+        found = {"rope_type": kind, "factor": float(_field(reader, f"{prefix}.factor") or 1.0)}
+        if original := _field(reader, f"{prefix}.original_context_length"):
+            found["original_max_position_embeddings"] = int(original)
+    if found is None:
+        raise CheckpointError(
+            f"{source.name!r} scales its rotary embedding in a way that is not known ({', '.join(divisors) or kind}). "
+            "Remedy: get the model as safetensors."
+        )
+    rope.update(found)
+
+
+def _llama3(rope: Mapping[str, Any], divisors: list[float]) -> dict[str, Any] | None:
+    """Return Llama 3's scaling with these divisors of the frequencies; None if it has others."""
+    import torch
+
+    from vsched_workers.families.own_modules import frequencies, llama3_scaled
+
+    plain = frequencies(rope["rope_theta"], 2 * len(divisors))
+    found = _LLAMA3 | {"factor": max(divisors)}
+    same = torch.allclose(plain / llama3_scaled(plain, found), torch.tensor(divisors), rtol=1e-3)
+    return found if same else None
 
 
 def _model(source: Path, dtype: str, progress: Progress) -> Any:

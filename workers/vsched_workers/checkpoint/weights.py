@@ -7,7 +7,7 @@ pickles, and loading one executes its code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -96,6 +96,21 @@ class WeightIndex:
             return HEAD
         return found
 
+    def check_unquantized(self, names: Iterable[str]) -> None:
+        """Check that tensors, by their full names, are stored without scales: otherwise they hold other numbers.
+
+        Raises:
+            CheckpointError: When one is quantized.
+        """
+        for name in names:
+            packed = name.removesuffix("weight") + "qweight"
+            beside = (f"{name}_scale", f"{name}_scale_inv", f"{name}_packed", packed)
+            if any(each in self.files for each in beside):
+                raise CheckpointError(
+                    f"tensor {name} is quantized; only linear layers of the language model may be, as "
+                    "quantization_config says. Remedy: serve a checkpoint in which it is not quantized."
+                )
+
 
 def weight_files(directory: Path) -> list[Path]:
     """Return the existing weight files of a checkpoint, without other safetensors files next to them."""
@@ -149,6 +164,7 @@ def load_tensors(
     """
     from safetensors import safe_open
 
+    index.check_unquantized(name for name, _ in wanted.values())
     loaded: dict[str, torch.Tensor] = {}
     by_file: dict[str, list[str]] = {}
     for key, (name, _) in wanted.items():
@@ -210,6 +226,7 @@ def fill_module(
     for name, tensor in module.state_dict().items():
         full = index.find(name, prefixes)
         if full is None:
+            index.check_unquantized(prefix + name for prefix in prefixes)
             raise CheckpointError(
                 f"tensor {prefixes[0]}{name} is in none of the weight files. "
                 "Remedy: download the checkpoint again."
@@ -309,6 +326,7 @@ def load_head(
     if index.tied and not _differs(index, embedding):
         return embedding if cut is None else cut.read(embedding)
     name = HEAD
+    index.check_unquantized([name])
     if name not in index.files:
         raise CheckpointError(
             f"tensor {name} is in none of the weight files, and config.json does not tie it to the embedding. "

@@ -109,7 +109,7 @@ class TextRotary(nn.Module):
         super().__init__()
         made = frequencies(config.rope_parameters["rope_theta"], config.head_dim)
         if config.rope_parameters["rope_type"] == "llama3":
-            made = _llama3_scaled(made, config.rope_parameters)
+            made = llama3_scaled(made, config.rope_parameters)
         self.register_buffer("inv_freq", made, persistent=False)
 
     @torch.no_grad()
@@ -119,7 +119,7 @@ class TextRotary(nn.Module):
         return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
 
 
-def _llama3_scaled(made: torch.Tensor, rope: Mapping[str, Any]) -> torch.Tensor:
+def llama3_scaled(made: torch.Tensor, rope: Mapping[str, Any]) -> torch.Tensor:
     """Return frequencies scaled as in Llama 3: long waves are stretched, short ones kept, others in between."""
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     original = rope["original_max_position_embeddings"]

@@ -118,7 +118,8 @@ def _has_windows(name: str, config: Mapping[str, Any]) -> bool:
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the rotary embedding parameters, in the newer layout or the older; None for unsupported kinds."""
-    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    # Transformers prefers the older entry, which is often added by hand, as for a longer context.
+    found = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(found, Mapping) or found.get("partial_rotary_factor", 1.0) != 1.0:
         return None
     kind = found.get("rope_type", found.get("type", "default"))
