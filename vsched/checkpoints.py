@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from vsched.worker.contract import Progress
 
 logger = logging.getLogger(__name__)
+
+_CONVERSION = 2
+"""Version of the conversion of GGUF files: one with other results converts earlier files again."""
 _HUB_ID = re.compile(
     r"(?P<repository>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+))?(?::(?P<part>[\w.-]+))?"
 )
@@ -91,13 +94,14 @@ def local_checkpoint(name: str, progress: Progress | None = None) -> str:
 
 
 def _converted(file: Path, progress: Progress | None) -> str:
-    """Return the folder of a converted GGUF file, in the cache; the key is the file's identity, size and time."""
+    """Return the folder of a converted GGUF file, in the cache: keyed by the conversion and the file's path, size, time."""
     from vsched.checkpoint_tools import load_tools
 
     _check_whole(file.name)
     source = file.resolve()
     facts = source.stat()
-    key = hashlib.sha256(f"{source} {facts.st_size} {facts.st_mtime_ns}".encode()).hexdigest()[:16]
+    identity = f"{_CONVERSION} {source} {facts.st_size} {facts.st_mtime_ns}"
+    key = hashlib.sha256(identity.encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = cache / "vsched" / "gguf" / f"{file.stem}-{key}"
     if not folder.is_dir():
