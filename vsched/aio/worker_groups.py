@@ -398,6 +398,8 @@ async def all_or_first_error(
             watching.cancel()
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
+    if loss.done():  # after the last one ended, when nothing watched any more
+        raise error_of(loss.result())
     return [task.result() for task in tasks]
 
 
