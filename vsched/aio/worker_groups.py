@@ -592,6 +592,7 @@ class ServedGroups(dict[str, ServedGroup]):
         """Handle the return of a lost group; a group that is to be drained continues to drain."""
         if group.drain_wanted:
             probe("administration.drain_outlives_loss")
+            group.drained.clear()  # it may have been set before the loss, and requests have begun since
             self._handle(Drain(group.name))
 
     def _known(self, name: str) -> ServedGroup:
