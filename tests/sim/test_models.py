@@ -8,13 +8,16 @@ from collections.abc import Callable, Sequence
 import msgspec
 import pytest
 
+from vsched.errors import DeviceOutOfMemory
 from vsched.kernel import request, request_moves
 from vsched.probes import observed
 from vsched.sim.cluster import SimEngine, small_config
 from vsched.sim.cluster.scenario import draw_scenario, run_scenario
 from vsched.sim.faults import FaultPlan
+from vsched.sim.ranks.device_memory import SimulatedMemory
 from vsched.sim.ranks.plugin import HYBRID, SEES_IMAGES, SEES_PROMPTS
 from vsched.sim.ranks.symbolic_model import DRAFT
+from vsched.sim.ranks.symbolic_workers import StandInGenerator
 from vsched.sim.workload.requests import Arrival, Text
 from vsched.worker.drafts import DraftModel
 
@@ -121,3 +124,13 @@ async def test_drafts_prove_right_as_often_as_is_said(
         counts = engine.engine.statistics()["generate"]
     assert counts["tokens_drafted"] > 20
     assert least <= counts["drafts_accepted"] / counts["tokens_drafted"] <= most
+
+
+def test_stand_in_without_room_for_its_states_keeps_no_kv_cache() -> None:
+    """Otherwise a memory policy that tries a smaller one finds a leak that no real worker has."""
+    memory = SimulatedMemory(64 << 20)
+    worker = StandInGenerator(memory, kv_bytes_per_token=1 << 20, state_bytes=48 << 20)
+    with pytest.raises(DeviceOutOfMemory):
+        worker.build_kv(blocks=4, block_size=8)
+    worker.drop_kv()
+    assert memory.allocated() == 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import fcntl
 import logging
 import os
 import shutil
@@ -327,6 +328,12 @@ class LocalLauncher(OwnLauncher):
             ConfigError: When the path of a new folder is too long for a socket's address.
         """
         super().__init__(run_dir or make_socket_folder())
+        # systemd-tmpfiles deletes what was not used for some days, such as copies of adapters, but in no locked folder.
+        folder = os.open(self.run_dir, os.O_RDONLY)
+        self._locked = contextlib.ExitStack()
+        self._locked.callback(os.close, folder)
+        with suppress(OSError):  # not every file system has locks
+            fcntl.flock(folder, fcntl.LOCK_SH)
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._fork_servers = dict(started or {})
 
@@ -350,6 +357,7 @@ class LocalLauncher(OwnLauncher):
         for server in self._fork_servers.values():
             server.close()
         self.context.destroy(linger=0)
+        self._locked.close()
         shutil.rmtree(self.run_dir, ignore_errors=True)
 
 

@@ -398,6 +398,8 @@ async def all_or_first_error(
             watching.cancel()
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
+    if loss.done():  # after the last one ended, when nothing watched any more
+        raise error_of(loss.result())
     return [task.result() for task in tasks]
 
 
@@ -590,6 +592,7 @@ class ServedGroups(dict[str, ServedGroup]):
         """Handle the return of a lost group; a group that is to be drained continues to drain."""
         if group.drain_wanted:
             probe("administration.drain_outlives_loss")
+            group.drained.clear()  # it may have been set before the loss, and requests have begun since
             self._handle(Drain(group.name))
 
     def _known(self, name: str) -> ServedGroup:

@@ -7,6 +7,7 @@ engine holds the mapping.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 
@@ -72,5 +73,7 @@ class Arena:
         self._map[offset : offset + len(data)] = data
 
     def close(self) -> None:
-        """Close the descriptor; the mapping is released with its last view."""
+        """Close the descriptor, and the mapping, unless a view of it is in use: then it is released with the last."""
         os.close(self.fd)
+        with contextlib.suppress(BufferError):
+            self._map.close()

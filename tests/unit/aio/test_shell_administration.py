@@ -108,6 +108,27 @@ async def test_group_that_is_lost_while_it_drains_comes_back_draining(played: Sh
     await played.run_out(streams)
 
 
+async def test_drained_group_that_serves_again_after_losses_is_not_drained(
+    played: ShellHarness,
+) -> None:
+    """Both groups are lost, and requests begin on the drained one, which is back first."""
+    ranks = played.ranks
+    assert await soon(played.shell.groups.drain("generate-1")) is True
+    ranks.broken.add("generate-0")
+    ranks.pause_over.clear()
+    ranks.of("generate-0").exit(-9)
+    await ranks.until(lambda: ranks.pauses_s)
+    streams = streams_of(played, 2)
+    ranks.of("generate-1").exit(-9)
+    await ranks.until(lambda: running(played) == [0, 2])
+    assert state_of(played, "generate-1") == "draining"
+    assert await played.shell.groups.drain("generate-1") is False
+    await played.run_out(streams)
+    assert await soon(played.shell.groups.drain("generate-1")) is True
+    ranks.broken.clear()
+    ranks.pause_over.set()
+
+
 @pytest.mark.parametrize(
     ("played", "group"),
     [

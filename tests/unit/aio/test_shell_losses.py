@@ -26,14 +26,14 @@ from tests.unit.aio.ranks import (
 from tests.unit.rank.fake_plugin import expected_tokens
 from tests.unit.rank.worker_groups import Text
 from vsched.aio.worker_groups import LOSSES_WINDOW_S, RESTART_DELAYS_S
-from vsched.errors import CheckpointError, RequestRefused
+from vsched.errors import CheckpointError, GroupLostError, RequestRefused
 from vsched.failures import ErrorKind
 from vsched.kernel import Scheduler
 from vsched.kernel.commands import Command, SetTimer
 from vsched.kernel.events import Cleared, Event, Stepped, Submitted, TimerFired
 from vsched.testing import make_request
 from vsched.types import FinishReason
-from vsched.wire import GenerateResult, RankFailed
+from vsched.wire import GenerateResult, RankFailed, RankReport, Ready
 
 BOTH_PLACEMENTS = pytest.mark.parametrize(
     "played", [SEPARATE, TOGETHER], indirect=True, ids=["separate", "together"]
@@ -117,6 +117,56 @@ async def test_shell_lost_while_it_resumes_restarts_again(played: ShellHarness) 
     await played.run_out(streams)
     # It was running at both losses, but not alone: it is under suspicion, and clears itself.
     assert await twice.tokens() == expected_tokens([51], 10)
+
+
+def end_once_ready(played: ShellHarness, monkeypatch: pytest.MonkeyPatch, turns: int) -> None:
+    """Let the next generate rank end so many turns of the loop after it has reported that it is ready."""
+    ranks, loop = played.ranks, asyncio.get_running_loop()
+    said = ranks.say
+
+    def end(left: int) -> None:
+        if left:
+            loop.call_soon(end, left - 1)
+        else:
+            ranks.of("generate").exit(-9)
+
+    def say(group: str, report: RankReport, rank: int = 0) -> None:
+        said(group, report, rank)
+        if group == "generate" and isinstance(report, Ready):
+            monkeypatch.setattr(ranks, "say", said)
+            end(turns)
+
+    monkeypatch.setattr(ranks, "say", say)
+
+
+@pytest.mark.parametrize("turns", range(8))
+async def test_shell_lost_as_soon_as_it_is_ready_restarts_again(
+    played: ShellHarness, monkeypatch: pytest.MonkeyPatch, turns: int
+) -> None:
+    """Whether the start, or what follows it, finds the rank gone."""
+    ranks = played.ranks
+    streams = streams_of(played, 3, steps=3)
+    starts = ranks.starts
+    end_once_ready(played, monkeypatch, turns)
+    ranks.of("generate").exit(-9)
+    await ranks.until(lambda: ranks.starts == starts + 2 and played.shell.healthy)
+    await played.run_out(streams)
+
+
+@pytest.mark.parametrize("turns", range(12))
+async def test_shell_lost_as_its_start_ends_does_not_serve_without_ranks(
+    played: ShellHarness, monkeypatch: pytest.MonkeyPatch, turns: int
+) -> None:
+    """The start fails, or the group is restarted."""
+    await played.stop()
+    ranks = played.ranks
+    end_once_ready(played, monkeypatch, turns)
+    try:
+        await played.start()
+    except GroupLostError:
+        await played.start()
+    await ranks.until(lambda: ranks.starts in (3, 4) and played.shell.healthy)
+    await played.run_out(streams_of(played, 3))
 
 
 @pytest.mark.parametrize("played", [TOGETHER], indirect=True)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 from pathlib import Path
 
 import pytest
 
+from vsched.aio.launcher import LocalLauncher
 from vsched.fork_server import drop_code_pages, rank_environment
 
 
@@ -44,3 +47,16 @@ def test_drop_code_pages_unmaps_code_that_still_runs() -> None:
     drop_code_pages()
     assert code_kib() < before
     assert sorted([2, 1]) == [1, 2]
+
+
+def test_run_folder_is_locked_while_the_engine_lives() -> None:
+    """Then systemd-tmpfiles leaves it alone, which would delete the copies of adapters that a restart needs."""
+    launcher = LocalLauncher()
+    folder = os.open(launcher.run_dir, os.O_RDONLY)
+    try:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        launcher.close()
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.close(folder)

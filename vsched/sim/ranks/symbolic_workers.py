@@ -113,7 +113,9 @@ class StandInGenerator(StandInWorker, GenerateWorker):
         del touch
         self.drop_kv()
         kv_bytes = blocks * block_size * self._kv_bytes_per_token
-        self._kv = [self.memory.allocate(size) for size in (kv_bytes, self._state_bytes) if size]
+        for size in (kv_bytes, self._state_bytes):
+            if size:
+                self._kv.append(self.memory.allocate(size))
 
     def drop_kv(self) -> None:
         """Free the KV cache."""

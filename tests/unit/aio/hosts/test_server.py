@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
 from collections import deque
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -207,3 +210,23 @@ async def test_server_limits_a_rank_by_its_own_host(
     assert wire.home.launched == [(threads, 51 << 30)]
     wire.engine.stream.close()
     await wire.server.close()
+
+
+async def test_server_gives_memory_of_a_start_back_at_its_end(wire: Wire) -> None:
+    """At once: the next start on this host has an arena of its own, and a collection of garbage may be far away."""
+
+    def arenas() -> int:
+        return Path("/proc/self/maps").read_text(encoding="utf-8").count("memfd:vsched-arena")
+
+    before, descriptors = arenas(), len(os.listdir("/proc/self/fd"))
+    gc.disable()
+    try:
+        wire.engine.stream.put(Bye())
+        wire.deliver()
+        await asyncio.gather(*wire.server.ending)
+        assert arenas() == before - 1
+        assert len(os.listdir("/proc/self/fd")) == descriptors - 2, (
+            "its own, and that of the mapping"
+        )
+    finally:
+        gc.enable()
