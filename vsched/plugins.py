@@ -363,7 +363,7 @@ def load_registered(group: str, name: str, *, path: str, extra: str = "") -> obj
     except (ImportError, AttributeError, ValueError) as error:
         remedy = ""
         if isinstance(error, AttributeError) and inspect.ismodule(error.obj):
-            idea = did_you_mean(error.name, vars(error.obj))
+            idea = did_you_mean(error.name or "", vars(error.obj))
             remedy = f". Remedy: name an attribute of the module.{idea}"
         raise ConfigError(f"{path}: cannot import {target!r}: {error}{remedy}") from error
     except (Exception, SystemExit) as error:
