@@ -365,7 +365,11 @@ def load_registered(group: str, name: str, *, path: str, extra: str = "") -> obj
         remedy = extra or "install its package, or name its folder in PYTHONPATH"
         raise ConfigError(f"{path}: cannot import {target!r}: {error}. Remedy: {remedy}") from error
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot import {target!r}: {error}") from error
+        remedy = ""
+        if isinstance(error, AttributeError) and inspect.ismodule(error.obj):
+            idea = did_you_mean(error.name or "", vars(error.obj))
+            remedy = f". Remedy: name an attribute of the module.{idea}"
+        raise ConfigError(f"{path}: cannot import {target!r}: {error}{remedy}") from error
     except (Exception, SystemExit) as error:
         raise ConfigError(
             f"{path}: cannot import {target!r}: {described(error)}. Remedy: correct the module"

@@ -24,7 +24,7 @@ import pytest
 pytest.importorskip("playwright.sync_api")
 
 from PIL import Image
-from playwright.sync_api import Browser, Locator, Page, expect
+from playwright.sync_api import Browser, Locator, Page, Route, expect
 
 from tests.patience import PATIENCE_S
 from tests.trace_format import check_trace_events
@@ -287,3 +287,48 @@ def luminance(colour: str) -> float:
         part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
     ]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_playground_shows_waiting_and_reasoning(page: Page) -> None:
+    held: list[Route] = []
+
+    def hold(route: Route) -> None:
+        held.append(route)
+
+    page.route("**/v1/chat/completions", hold)
+    show(page, "Playground")
+    page.get_by_role("button", name="Send").click()
+    waiting = page.get_by_text("Waiting for the first token for")
+    expect(waiting).to_be_visible()
+    deltas = [{"reasoning_content": "It is"}, {"reasoning_content": " navy."}, {"content": "Blue"}]
+    chunks = [{"id": "chatcmpl-1", "choices": [{"delta": delta}]} for delta in deltas]
+    events = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks)
+    held[0].fulfill(content_type="text/event-stream", body=f"{events}data: [DONE]\n\n")
+    expect(page.get_by_text("It is navy.")).to_be_visible()
+    expect(page.locator("output.answer")).to_have_text("Blue")
+    expect(waiting).to_have_count(0)
+
+
+def test_playground_forgets_a_removed_file(page: Page) -> None:
+    show(page, "Playground")
+    chooser = page.locator("input[type=file]")
+    drop(page, "notes.txt", "text/plain", b"no image")
+    expect(page.get_by_role("alert")).to_have_text("notes.txt is neither an image nor a video")
+    chooser.set_input_files(ROOT / "docs/images/quickstart-number.png")
+    expect(page.get_by_alt_text("The image of the message")).to_be_visible()
+    expect(page.get_by_role("alert")).to_have_count(0)
+    page.get_by_role("button", name="Remove").click()
+    expect(chooser).to_have_value("")
+
+
+def test_page_fits_a_phone(page: Page) -> None:
+    page.set_viewport_size({"width": 360, "height": 800})
+    for tab in ("Now", "Timeline", "Policies", "Memory", "Playground"):
+        show(page, tab)
+        expect(page.get_by_role("tab", name=tab)).to_have_attribute("aria-selected", "true")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360, tab
+    box, chooser = page.locator(".drop").bounding_box(), page.locator("input[type=file]")
+    inner = chooser.bounding_box()
+    assert box is not None
+    assert inner is not None
+    assert inner["x"] + inner["width"] <= box["x"] + box["width"]

@@ -129,6 +129,13 @@ def test_resolve_policy_by_module_and_class() -> None:
             {"use": "vsched_policies.admission:Nope"},
             "a.b.use: cannot import 'vsched_policies.admission:Nope': module",
         ),
+        (
+            {"use": "vsched_policies.admission:Fiffo"},
+            (
+                "a.b.use: cannot import 'vsched_policies.admission:Fiffo': module 'vsched_policies.admission' "
+                "has no attribute 'Fiffo'. Remedy: name an attribute of the module. Did you mean Fifo?"
+            ),
+        ),
         ({"use": ":"}, "a.b.use: cannot import ':'"),
         ({"use": f"{__name__}:Whole"}, "a.b: Object missing required field `most`"),
         ({"use": "fifo", "x": 1}, "a.b.x: unknown field of 'fifo'. Its fields: "),

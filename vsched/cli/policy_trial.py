@@ -33,9 +33,11 @@ def write_html(trial: PolicyTrial, target: str, path: Path) -> None:
     console.print(report(trial, target))
     page = (
         '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
-        f"<title>{escape(target)}</title>\n"
-        "<style>{stylesheet} body {{ color: {foreground}; background: {background} }}</style>\n"
-        '<body><pre style="font-family: monospace"><code>{code}</code></pre>\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{html.escape(target)}</title>\n"
+        "<style>{stylesheet} body {{ color: {foreground}; background: {background}; font-family: sans-serif }}\n"
+        "pre {{ overflow-x: auto }} summary {{ padding: 0.3rem 0 }}</style>\n"
+        '<body><pre style="font-family: monospace"><code>{code}</code></pre>\n<h2>Charts</h2>\n'
     )
     parts = [console.export_html(code_format=page)]
     for each in trial.cases:

@@ -92,7 +92,7 @@ class FrameReader:
             raise RecordError(
                 f"{self.path}: format {shown}, this vsched reads format {VERSION.decode().strip()}"
             )
-        raise RecordError(f"{self.path}: not a record of vsched")
+        raise RecordError(f"{self.path}: not a record of vsched. Remedy: name the file of --record")
 
     def _frames(self, data: mmap.mmap) -> Iterator[tuple[int, bytes]]:
         position = len(FORMAT + VERSION)
@@ -167,7 +167,7 @@ def find_segments(path: Path) -> list[Path]:
     """
     if found := _segments(path):
         return found
-    raise RecordError(f"{path}: no such record")
+    raise RecordError(f"{path}: no such record. Remedy: name the file of --record")
 
 
 def _segments(path: Path) -> list[Path]:

@@ -97,6 +97,7 @@ def test_try_compares_a_policy_with_one_state_by_tenant(folder: Path) -> None:
     assert f'[policy] use = "tried_policies:Two" seats = {seats} spare = 1' in deployed
     page = (folder / "trial.html").read_text()
     assert "Contract: passed" in page
+    assert 'name="viewport"' in page, "a phone does not shrink it to the width of a desktop"
     frames = re.findall(r'<summary>(.+?)</summary><iframe srcdoc="([^"]+)"', page)
     assert frames, "each case of the gallery has its report with charts"
     assert all("Latency by percentile" in frame and "Two" in frame for _, frame in frames)

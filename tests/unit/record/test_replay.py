@@ -197,7 +197,7 @@ def test_replay_reports_a_kernel_that_fails(path: Path, monkeypatch: pytest.Monk
 
 
 def test_replay_finds_an_event_or_segment_that_is_missing(path: Path, tmp_path: Path) -> None:
-    with pytest.raises(RecordError, match="no such record"):
+    with pytest.raises(RecordError, match="no such record. Remedy: "):
         replay(tmp_path / "other.vlog")
     record_run(tmp_path / "other.vlog", 0, events=300, segment_bytes=4096)
     (tmp_path / "other.vlog.000002").unlink()

@@ -65,15 +65,15 @@ export function Memory({ state }) {
     }
   }
   return html`${pools.map((pool) => html`<h2 id=${pool.pool}>${pool.pool}: ${size(pool.total)}</h2>
-      <table aria-labelledby=${pool.pool}><thead><tr><th scope="col">owner</th><th scope="col">for</th>
+      <div class="scroll"><table aria-labelledby=${pool.pool}><thead><tr><th scope="col">owner</th><th scope="col">for</th>
         <th scope="col" class="number">size</th><th scope="col" class="number">share</th>
         <th scope="col" class="number">in use now, all owners</th></tr></thead><tbody>
       ${pool.lines.map((line) => html`<tr><th scope="row">${line.owner || "–"}</th>
         <td class=${line.bytes < 0 ? "bad" : ""}>${line.line}</td><td class="number">${size(line.bytes)}</td>
         <td class="number">${pool.total ? `${Math.round((100 * line.bytes) / pool.total)} %` : ""}</td>
-        <td class="number">${line.line in in_use ? size(in_use[line.line]) : ""}</td></tr>`)}</tbody></table>`)}
-    <h2 id="processes">Processes</h2><table aria-labelledby="processes"><thead><tr><th scope="col">process</th>
+        <td class="number">${line.line in in_use ? size(in_use[line.line]) : ""}</td></tr>`)}</tbody></table></div>`)}
+    <h2 id="processes">Processes</h2><div class="scroll"><table aria-labelledby="processes"><thead><tr><th scope="col">process</th>
       <th scope="col" class="number">size</th><th scope="col">parts</th></tr></thead><tbody>
       ${own.map(([name, bytes, parts]) => html`<tr><th scope="row">${name.replaceAll("_", " ")}</th>
-        <td class="number">${bytes == null ? "" : size(bytes)}</td><td>${parts || ""}</td></tr>`)}</tbody></table>`;
+        <td class="number">${bytes == null ? "" : size(bytes)}</td><td>${parts || ""}</td></tr>`)}</tbody></table></div>`;
 }

@@ -42,7 +42,8 @@ function paint(node, history, from, to) {
   draw.strokeStyle = colour("line");
   const tick = [0.1, 0.25, 0.5, 1, 2, 5, 10, 15].find((one) => one * scale >= 70) || 30;
   for (let s = Math.ceil(from / tick) * tick; s <= to; s += tick) {
-    draw.fillText(`${(s - history.now).toFixed(tick < 1 ? 2 : 0)} s`, x(s) + 2, AXIS / 2);
+    const text = `${(s - history.now).toFixed(tick < 1 ? 2 : 0)} s`;
+    if (x(s) + 2 + draw.measureText(text).width <= width) draw.fillText(text, x(s) + 2, AXIS / 2);
     draw.beginPath();
     draw.moveTo(x(s), AXIS);
     draw.lineTo(x(s), height);
@@ -131,6 +132,7 @@ export function Timeline({ state, history }) {
       onPointerDown=${(event) => { pulled.current = event.clientX; canvas.current.setPointerCapture(event.pointerId); }}
       onPointerUp=${() => { pulled.current = null; }} onPointerMove=${onMove} onPointerLeave=${() => setHover("")}
       aria-label=${`Timeline of ${span.toFixed(1)} seconds: ${steps} steps, ${count} requests. Keys: space pauses, plus and minus zoom, arrows move.`}></canvas>
+    ${steps || count ? "" : html`<p>No steps and no requests in this span.</p>`}
     <p class="faint" aria-live="polite">${hover || "Keys: space pauses, + and - zoom, arrows move."}
       ${shown.missedAt >= from ? " Steps are shorter than 8 ms: only a part of them is shown." : ""}
       ${left ? ` ${left} further requests overlap with those shown.` : ""}</p>`;
