@@ -94,7 +94,7 @@ def local_checkpoint(name: str, progress: Progress | None = None) -> str:
 
 
 def _converted(file: Path, progress: Progress | None) -> str:
-    """Return the folder of a converted GGUF file, in the cache: keyed by the conversion and the file's path, size, time."""
+    """Return the cached folder of a converted GGUF file, by the conversion and the file's path, size and time."""
     from vsched.checkpoint_tools import load_tools
 
     _check_whole(file.name)

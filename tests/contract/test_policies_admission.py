@@ -216,7 +216,7 @@ def test_tenant_fair_keeps_its_state_within_the_limit_for_long_names() -> None:
     state.floor = 5.0
     chosen(policy, [Item(10, tenant=name) for name in names], state=state)
     assert len(msgspec.msgpack.encode(state)) <= STATE_BYTES_MAX
-    assert min(map(len, (state.tokens, state.full_ns, state.waited))) >= 64
+    assert min(len(state.tokens), len(state.full_ns), len(state.waited)) >= 64
 
 
 def test_shortest_first_learns_lengths_by_prompt() -> None:
