@@ -41,16 +41,15 @@ from vsched.aio.launcher import Launcher, LocalLauncher, Modules
 from vsched.aio.live import COUNTERS, LiveState, live_policies, served_state
 from vsched.aio.shell import EventRecorder, Shell, start_shell
 from vsched.aio.streams import (
-    AnswerSink,
     ChoiceInputs,
-    FinishedRequests,
+    ChoiceSink,
     Generation,
     PromptReport,
     StopScope,
     TokenStream,
     interrupt_all,
-    timeline_of,
 )
+from vsched.aio.timelines import FinishedRequests, timeline_of
 from vsched.aio.worker_groups import STOP_GRACE_S, WorkerGroup, WorkerGroupEvents
 from vsched.assembly import (
     FrontEnd,
@@ -185,7 +184,7 @@ class RunningParts:
 
 
 logger = logging.getLogger(__name__)
-Sink = TypeVar("Sink", bound=AnswerSink)
+Sink = TypeVar("Sink", bound=ChoiceSink)
 Progress = Callable[[str, str, float], None]
 """Called while loading: the group, its current activity, and the fraction done."""
 

@@ -29,7 +29,7 @@ PROBES: Mapping[str, str] = MappingProxyType(
         "kernel.retired_with_requests": "requests of a retired group are moved",
         "kernel.finished_after_abort": "a step ends a request that was aborted while it was in flight",
         "kernel.settled_at_its_end": "the last step of a preempted request ends it",
-        "kernel.stall_favoured": "nothing makes progress, and the front of the queue is unblocked",
+        "kernel.stall_unblocked": "nothing makes progress, and the front of the queue is unblocked",
         "moves.requeued_from_closed_group": "a preempted request is requeued while its group accepts no requests",
         "moves.moved": "a waiting request moves from a closed group to an open one",
         "moves.suspended": "a waiting request is suspended until a group is up again",

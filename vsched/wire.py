@@ -52,15 +52,15 @@ class SizeKv(msgspec.Struct, frozen=True, array_like=True, tag="k"):
     """Drop the current KV cache, build one for `tokens` tokens, and run the profiling step while headroom is held.
 
     With 0 tokens, nothing is built. With `probe`, the profiling step may use sequences of any length; otherwise only
-    sequences that fit into the cache. With `renew`, some ranks failed and others did not: all set up their process
-    group again, so that none retries alone.
+    sequences that fit into the cache. With `reset_peers`, some ranks failed and others did not: all set up their
+    process group again, so that none retries alone.
     """
 
     tokens: int
     profile: bool
     headroom_bytes: int
     probe: bool = False
-    renew: bool = False
+    reset_peers: bool = False
 
 
 class AcceptKv(msgspec.Struct, frozen=True, array_like=True, tag="a"):

@@ -1,7 +1,8 @@
 """The leader of one group: its decision log, its link to the ranks, heartbeats, deadlines, failure detection.
 
-Every rank answers every step and hook, in the order of the log. A rank's process also sends heartbeats from a thread of
-its own, so a stopped process is detected during a step, and is not confused with a long step.
+Every rank answers every step, hook and change of adapters, in the order of the log. A rank's process also sends
+heartbeats from a thread of its own, so a stopped process is detected during a step, and is not confused with a long
+step.
 
 One timer is due slightly less than a heartbeat interval after the last entry was sent. When it fires, the leader sends
 a heartbeat if nothing was sent in between, and checks for late ranks. So the gap between entries never exceeds one
@@ -79,17 +80,17 @@ class ProcessLiveness:
 
     Attributes:
         turns: Orders the steps of all logs that these processes follow.
-        received_s: Time of the last message of a rank's log follower.
-        pulse_s: Time of the last message of a rank's process.
-        owing: Number of outstanding answers of a rank to all its leaders.
+        follower_s: Last message of a rank's log follower.
+        process_s: Last message of its process, heartbeats included.
+        owing: Number of answers that each rank owes to all its leaders.
     """
 
     def __init__(self) -> None:
         self.turns = itertools.count(1)
-        self._looked_s = 0.0
+        self._last_call_s = 0.0
         self._ran_s = 0.0
-        self.received_s: dict[int, float] = {}
-        self.pulse_s: dict[int, float] = {}
+        self.follower_s: dict[int, float] = {}
+        self.process_s: dict[int, float] = {}
         self.owing: Counter[int] = Counter()
 
     def running_s(self, now_s: float, gap_max_s: float) -> float:
@@ -99,15 +100,15 @@ class ProcessLiveness:
         engine resumes, time passes before the frames of ranks that were suspended with it are read; they must not
         count as silent.
         """
-        self._ran_s += min(max(now_s - self._looked_s, 0.0), gap_max_s)
-        self._looked_s = now_s
+        self._ran_s += min(max(now_s - self._last_call_s, 0.0), gap_max_s)
+        self._last_call_s = now_s
         return self._ran_s
 
     def receive(self, rank: int, now_s: float, *, follows: bool) -> None:
         """Note a message of a rank; `follows` is True if its log follower sent it."""
-        self.pulse_s[rank] = now_s
+        self.process_s[rank] = now_s
         if follows:
-            self.received_s[rank] = now_s
+            self.follower_s[rank] = now_s
 
 
 @dataclass(slots=True)
@@ -115,7 +116,7 @@ class Expected:
     """A step, a hook or a change of adapters that every rank answers.
 
     Attributes:
-        number: The number of the step, or the position of the other in the log.
+        number: Number of the step; for a hook or change of adapters, its position in the log.
         hook: Its name; empty for a step.
         sent_s: Time at which it was sent.
         answers: The digest of a step's result, or the error of a change, by rank.
@@ -166,7 +167,7 @@ class FailureDetector:
             complete.set_result([answers[one] for one in sorted(answers)])
         return expected
 
-    def renew(self, number: int, now_s: float) -> None:
+    def restart_timeout(self, number: int, now_s: float) -> None:
         """Restart the timeout of a step that paused and continues."""
         for rank, owed in enumerate(self._pending):
             if owed and not owed[0].hook and owed[0].number == number:
@@ -177,7 +178,7 @@ class FailureDetector:
         limits, liveness = self._deadlines, self._liveness
         silent_s = limits.rank_timeout_s + limits.heartbeat_s
         for rank, owed in enumerate(self._pending):
-            waited_s = now_s - liveness.pulse_s.get(rank, now_s)
+            waited_s = now_s - liveness.process_s.get(rank, now_s)
             if waited_s > silent_s:
                 return RankSilent(self._groups, rank, waited_s)
             if owed:
@@ -188,7 +189,7 @@ class FailureDetector:
                         self._groups, rank, due.number, due.hook, waited_s, limits.step_s
                     )
             elif not liveness.owing[rank]:
-                waited_s = now_s - liveness.received_s.get(rank, now_s)
+                waited_s = now_s - liveness.follower_s.get(rank, now_s)
                 if waited_s > silent_s:
                     return RankSilent(self._groups, rank, waited_s)
         return None
@@ -287,7 +288,7 @@ class EncodeSlices:
         self.busy_ns = 0
         self._time_slice_ns = 0
         self._tokens = 0
-        self._layer_ns = 0.0
+        self._layer_token_ns = 0.0
 
     def begin(self, decision: EncodeDecision) -> EncodeDecision:
         self._time_slice_ns = decision.time_slice_ns
@@ -296,9 +297,10 @@ class EncodeSlices:
         self.busy_ns = 0
         return msgspec.structs.replace(decision, layers=self._layers()) if self.open else decision
 
-    def go_on(self, paused: Paused) -> int:
-        layer_ns = paused.busy_ns / paused.layers / self._tokens
-        self._layer_ns = max(layer_ns, self._layer_ns) if self.busy_ns else layer_ns
+    def take_pause(self, paused: Paused) -> int:
+        """Return the layers of the next slice; the slowest slice of a batch sets the time per layer."""
+        slice_ns = paused.busy_ns / paused.layers / self._tokens
+        self._layer_token_ns = max(slice_ns, self._layer_token_ns) if self.busy_ns else slice_ns
         self.busy_ns += paused.busy_ns
         return self._layers()
 
@@ -309,9 +311,9 @@ class EncodeSlices:
 
     def _layers(self) -> int:
         """Return the number of layers that fit, at least one; one before the first measurement."""
-        if not self._layer_ns:
+        if not self._layer_token_ns:
             return 1
-        return max(1, int(self._time_slice_ns / (self._layer_ns * self._tokens)))
+        return max(1, int(self._time_slice_ns / (self._layer_token_ns * self._tokens)))
 
 
 class LeaderEnd(Protocol):
@@ -330,7 +332,7 @@ class LeaderEnd(Protocol):
         """Stop receiving and drop queued frames."""
 
 
-EARLY = 0.9
+BEAT_FRACTION = 0.9
 """Heartbeats are sent after this part of the interval, to allow for late timers and transfer times."""
 
 GAP_INTERVALS = 2
@@ -415,7 +417,7 @@ class Leader:
         self._slices = EncodeSlices()
         self._changes: deque[tuple[AddAdapter | RemoveAdapter, asyncio.Future[list[str]]]] = deque()
         """Changes of adapters that are not sent yet, while a batch pauses."""
-        self._beat_s = EARLY * deadlines.heartbeat_s
+        self._beat_s = BEAT_FRACTION * deadlines.heartbeat_s
         self._ready: dict[int, Ready] = {}
         self._sent_s = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
@@ -448,7 +450,7 @@ class Leader:
         Blocks: until the slowest rank has; the deadline for readiness applies.
         """
         self._votes = _Gather[Sized](self._ranks)
-        self._append(msgspec.structs.replace(order, renew=self._disagreed))
+        self._append(msgspec.structs.replace(order, reset_peers=self._disagreed))
         votes = await self._votes.complete
         self._disagreed = len({vote.outcome for vote in votes}) > 1
         if self._disagreed:
@@ -511,7 +513,7 @@ class Leader:
         for _, complete in self._changes:
             complete.cancel()
 
-    def hear_out(self) -> None:
+    def read_last_report(self) -> None:
         """Read the last report of a rank that has ended, which says more than its exit code."""
         if not self._over:
             self._link.read()
@@ -580,7 +582,7 @@ class Leader:
                 self._votes.add(rank, report)
             case Ready():
                 self._take_ready(rank, report)
-            case _:  # signs of life only, which are noted already
+            case _:  # only a sign of life
                 pass
 
     def _take_failure(self, rank: int, report: RankFailed) -> None:
@@ -621,10 +623,11 @@ class Leader:
         wanted: type = GenerateResult if stage_of(self.name) == "generate" else EncodeResult
         due = self._detector.due(rank)
         if due is None or due.hook or not isinstance(answer, StepCheck if rank else wanted):
-            self.refuse(rank, "sent a result of no step that is out")
+            self.refuse(rank, "sent a result, but no step is due")
             return
         if answer.step != due.number:
-            self.refuse(rank, f"sent the result of step {answer.step}, due was {due.number}")
+            what = f"sent the result of step {answer.step}, but step {due.number} is due"
+            self.refuse(rank, what)
             return
         now_s, check = self._running_s(), b""
         if self._ranks > 1:
@@ -655,8 +658,8 @@ class Leader:
         if rank or paused.layers < 1 or not expected:
             self.refuse(rank, f"paused in step {paused.step}, which is not encoded in time slices")
             return
-        self._detector.renew(paused.step, self._running_s())
-        layers = self._slices.go_on(paused)
+        self._detector.restart_timeout(paused.step, self._running_s())
+        layers = self._slices.take_pause(paused)
         busy_s, limit_s = self._slices.busy_ns / 1e9, self._deadlines.step_s
         if busy_s > limit_s:
             self.lose(StepTooLong(self._groups, rank, paused.step, busy_s, limit_s))
@@ -673,7 +676,7 @@ class Leader:
     def _take_change(self, rank: int, seq: int, error: str) -> None:
         due = self._detector.due(rank)
         if due is None or due.complete is None or due.number != seq:
-            self.refuse(rank, "spoke of an adapter that it was not asked about")
+            self.refuse(rank, "reported a change of adapters that is not due")
             return
         self._detector.answered(rank, self._running_s(), error)
 

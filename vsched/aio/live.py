@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from vsched.aio.shell import Shell
-from vsched.aio.streams import RequestTimeline
+from vsched.aio.timelines import RequestTimeline
 from vsched.kernel.live import MemoryMap, RequestRow
 from vsched.plugins import registered_policies
 from vsched.policy import KERNEL_TABLES, POLICY_TABLES, Policy

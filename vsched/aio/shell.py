@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from vsched.aio.arrivals import PendingArrival, PendingArrivals, refusal_error
-from vsched.aio.streams import AnswerSink, StreamTable, failure_of, int32_array
+from vsched.aio.streams import ChoiceSink, StreamTable, failure_of, int32_array
 from vsched.aio.worker_groups import (
     STOP_GRACE_S,
     Reports,
@@ -195,7 +195,7 @@ class Shell:
         self._failures_logged: Mapping[str, TracebackException] = {}
         self._streams = StreamTable(lambda request_id: self.end(request_id, FinishReason.ERROR))
         self.arrivals = PendingArrivals(self._take_arrival, now_ns)
-        self._submitting: dict[str, AnswerSink] = {}
+        self._submitting: dict[str, ChoiceSink] = {}
         self._refused: Refuse | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._serving = self._stopping = False
@@ -250,8 +250,8 @@ class Shell:
         self,
         request: Request,
         stop_token_ids: tuple[int, ...],
-        generation: AnswerSink,
-        further: Mapping[FurtherChoice, AnswerSink] = MappingProxyType({}),
+        generation: ChoiceSink,
+        further: Mapping[FurtherChoice, ChoiceSink] = MappingProxyType({}),
         *,
         arrival: PendingArrival | None = None,
         emitted: tuple[int, ...] = (),

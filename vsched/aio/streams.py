@@ -1,4 +1,4 @@
-"""The output of choices: detokenization, stop strings, prompt log-probabilities, a reader's handle, and timelines.
+"""The output of choices: detokenization, stop strings, prompt log-probabilities, and a reader's handle.
 
 The `StreamTable` holds the `TokenStream` of each live choice, so a `TokenStream` is never garbage-collected before its
 end. Only the caller refers to the `Generation`, and the request ends when that is dropped. Each choice gets tokens and
@@ -12,11 +12,10 @@ import contextlib
 import itertools
 import logging
 from array import array
-from bisect import bisect_left
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -26,6 +25,8 @@ from vsched.kernel.commands import Finish, RequestTimes
 from vsched.types import FinishReason, SamplingParams
 from vsched.wire import GenerateResult, PromptPiece, SlotLogprob
 from vsched.worker.contract import Detokenizer
+
+logger = logging.getLogger(__name__)
 
 
 class PromptToken(NamedTuple):
@@ -52,13 +53,16 @@ class PromptReport:
 
     @property
     def values(self) -> int:
+        """Number of log-probabilities of the complete report."""
         return len(self._token_ids) * (1 + self.top)
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
+        """Whether all pieces have arrived."""
         return self._known >= len(self._token_ids)
 
-    def when_whole(self, call: Callable[[], object]) -> None:
+    def when_complete(self, call: Callable[[], object]) -> None:
+        """Call `call` once, with the last piece."""
         self._waiting.append(call)
 
     def take(self, piece: PromptPiece) -> None:
@@ -69,11 +73,11 @@ class PromptReport:
         """
         if piece.start > self._known:
             raise ValueError(f"position {piece.start} of a prompt is reported before {self._known}")
-        end = piece.start + len(piece.logprobs) // 4
+        end = piece.start + len(piece.logprobs) // 4  # float32
         if end > self._known:
             self._pieces.append(piece)
             self._known = end
-        if self.is_whole:
+        if self.is_complete:
             waiting, self._waiting = self._waiting, []
             for call in waiting:
                 call()
@@ -84,7 +88,7 @@ class PromptReport:
         Raises:
             ValueError: When the report is incomplete.
         """
-        if not self.is_whole:
+        if not self.is_complete:
             raise ValueError(f"{self._known} of {len(self._token_ids)} prompt tokens are known")
         position = 1
         for piece in self._pieces:
@@ -97,9 +101,6 @@ class PromptReport:
                 token_id = self._token_ids[position]
                 yield PromptToken(token_id, float(logprobs[row]), int(ranks[row]), list(best))
                 position += 1
-
-
-logger = logging.getLogger(__name__)
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
@@ -132,7 +133,7 @@ GRAMMAR_FAILED = "grammar_failed"
 RETRY_AFTER_S = 5
 _FAILURES = (FinishReason.ERROR, FinishReason.ABORT)
 """Finish reasons that may precede the prompt's log-probabilities."""
-BROKEN = "the answer could not be turned into text"
+DETOKENIZATION_FAILED = "the output could not be detokenized"
 """Error sent to the client when detokenization fails."""
 
 
@@ -206,7 +207,7 @@ def _overlap(text: str, stop: str) -> int:
     return 0
 
 
-def broken(finish: Finish, message: str) -> Finish:
+def as_internal_error(finish: Finish, message: str) -> Finish:
     """Return the finish with an internal error."""
     return msgspec.structs.replace(
         finish, reason=FinishReason.ERROR, message=message, code="internal_error"
@@ -214,7 +215,7 @@ def broken(finish: Finish, message: str) -> Finish:
 
 
 class ChoiceInputs(msgspec.Struct, frozen=True, kw_only=True):
-    """The inputs of a choice's receiver.
+    """Constructor arguments of a `TokenStream`, or of another `ChoiceSink`.
 
     Attributes:
         stop_token_ids: Stop tokens of the request and of the checkpoint.
@@ -270,10 +271,10 @@ class TokenStream:
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprob] | None = None if sampling.logprobs is None else []
         self._stopped = False
-        self._broken = ""
+        self._error = ""
         self._finish: Finish | None = None
         self._ended = False
-        self._is_held = False
+        self._awaits_prompt = False
         self._changed = asyncio.Event()
         self._reader: Callable[[], None] | None = None
 
@@ -318,20 +319,21 @@ class TokenStream:
         try:
             self._finish = self._conclude(finish)
         except Exception:
-            # The reader must not take the text so far for the complete output.
-            logger.exception("the end of request %s could not be turned into text", self.request_id)
-            self._finish = broken(finish, BROKEN)
+            # The reader must not mistake the text so far for the complete output.
+            logger.exception("the end of request %s could not be detokenized", self.request_id)
+            self._finish = as_internal_error(finish, DETOKENIZATION_FAILED)
         finally:
             self._changed.set()
             self._on_end()
 
     def _conclude(self, finish: Finish) -> Finish:
         """Add the text held back, and return the finish with its final reason."""
-        if self._broken:
-            return broken(finish, self._broken)
+        if self._error:
+            return as_internal_error(finish, self._error)
         if finish.message:
             return finish  # the reader gets only the error
         if self._prompt_only and finish.reason is FinishReason.STOP:
+            # `max_tokens` is 0: the stop token that was sampled is not part of the output.
             return msgspec.structs.replace(finish, reason=FinishReason.LENGTH)
         if not self._stopped:
             text, scope = self._detokenizer.flush(), self._stop_scope
@@ -360,9 +362,9 @@ class TokenStream:
                 return out, True
         return out, False
 
-    def give_up(self, message: str) -> None:
+    def fail(self, message: str) -> None:
         """Drop further tokens, and end with this error whatever the finish reason is."""
-        self._broken = message
+        self._error = message
         self._stopped = True
 
     def abort(self) -> None:
@@ -389,7 +391,7 @@ class TokenStream:
         return self
 
     async def __anext__(self) -> OutputDelta:
-        """Return the next delta.
+        """Return the next delta; it does not wait for the prompt's log-probabilities.
 
         Blocks: until a token or the end arrives; the leader's step deadline bounds that.
 
@@ -421,11 +423,11 @@ class TokenStream:
         report = self.prompt_report
         finish = self._finish
         failed = finish is not None and (finish.reason in _FAILURES or bool(finish.message))
-        if report is None or report.is_whole or failed:
+        if report is None or report.is_complete or failed:
             return False
-        if not self._is_held:
-            self._is_held = True
-            report.when_whole(partial(asyncio.get_running_loop().call_soon, self.deliver))
+        if not self._awaits_prompt:
+            self._awaits_prompt = True
+            report.when_complete(partial(asyncio.get_running_loop().call_soon, self.deliver))
         return True
 
     def _take(self) -> OutputDelta:
@@ -581,7 +583,7 @@ class _Iteration:
         self._generation.abort_soon()
 
 
-class AnswerSink(Protocol):
+class ChoiceSink(Protocol):
     """One accepted choice; for the methods see `TokenStream`."""
 
     request_id: str
@@ -596,33 +598,33 @@ class AnswerSink(Protocol):
 
     def push(self, token_id: int, logprob: TokenLogprob | None) -> None: ...
     def finish(self, finish: Finish) -> None: ...
-    def give_up(self, message: str) -> None: ...
+    def fail(self, message: str) -> None: ...
     def abort(self) -> None: ...
     def deliver(self) -> None: ...
 
 
-def interrupt_all(choices: Sequence[AnswerSink], message: str) -> None:
+def interrupt_all(choices: Sequence[ChoiceSink], message: str) -> None:
     """End all choices of a request with an error."""
-    for answer in choices:
-        answer.give_up(message)
-        answer.abort()
+    for choice in choices:
+        choice.fail(message)
+        choice.abort()
 
 
 class StreamTable:
-    """Live choices by id and by the kernel's number; `on_broken(request_id)` is called when one cannot continue."""
+    """Live choices by id and by the kernel's number; `on_failed(request_id)` is called when one cannot continue."""
 
-    def __init__(self, on_broken: Callable[[str], None]) -> None:
-        self._on_broken = on_broken
-        self._by_number: dict[int, AnswerSink] = {}
+    def __init__(self, on_failed: Callable[[str], None]) -> None:
+        self._on_failed = on_failed
+        self._by_number: dict[int, ChoiceSink] = {}
         self._numbers: dict[str, int] = {}
         self._loop = asyncio.get_running_loop()
-        self._changed: dict[str, AnswerSink] = {}
+        self._changed: dict[str, ChoiceSink] = {}
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def add(self, number: int, generation: AnswerSink) -> None:
-        self._by_number[number] = generation
-        self._numbers[generation.request_id] = number
+    def add(self, number: int, stream: ChoiceSink) -> None:
+        self._by_number[number] = stream
+        self._numbers[stream.request_id] = number
         self._idle.clear()
 
     def report(self, pieces: Sequence[PromptPiece]) -> None:
@@ -635,8 +637,8 @@ class StreamTable:
                 stream.prompt_report.take(piece)
             except ValueError:
                 logger.exception("request %s cannot go on", stream.request_id)
-                stream.give_up(BROKEN)
-                self._on_broken(stream.request_id)
+                stream.fail(DETOKENIZATION_FAILED)
+                self._on_failed(stream.request_id)
 
     def emit(self, result: GenerateResult) -> None:
         logprobs: dict[int, deque[SlotLogprob]] = {}
@@ -656,7 +658,7 @@ class StreamTable:
             self._note(stream)
 
     def _push(
-        self, stream: AnswerSink, token: int, reported: deque[SlotLogprob] | tuple[()]
+        self, stream: ChoiceSink, token: int, reported: deque[SlotLogprob] | tuple[()]
     ) -> None:
         logprob = None
         if reported:
@@ -664,13 +666,13 @@ class StreamTable:
             logprob = TokenLogprob(token, found.logprob, found.top)
         self._put(stream, token, logprob)
 
-    def _put(self, stream: AnswerSink, token: int, logprob: TokenLogprob | None) -> None:
+    def _put(self, stream: ChoiceSink, token: int, logprob: TokenLogprob | None) -> None:
         try:
             stream.push(token, logprob)
         except Exception:
             logger.exception("request %s cannot go on", stream.request_id)
-            stream.give_up(BROKEN)
-            self._on_broken(stream.request_id)
+            stream.fail(DETOKENIZATION_FAILED)
+            self._on_failed(stream.request_id)
 
     def take(self, number: int, token: int, logprob: TokenLogprob | None) -> None:
         """Pass a token to its choice; a pending earlier token is delivered first, in its own delta."""
@@ -682,7 +684,7 @@ class StreamTable:
         self._put(stream, token, logprob)
         self._note(stream)
 
-    def _note(self, stream: AnswerSink) -> None:
+    def _note(self, stream: ChoiceSink) -> None:
         """Schedule the call of the choice's reader, after the current event together with all others."""
         if not self._changed:
             self._loop.call_soon(self._deliver)
@@ -693,22 +695,22 @@ class StreamTable:
         for stream in changed.values():
             self._read(stream)
 
-    def _read(self, stream: AnswerSink) -> None:
+    def _read(self, stream: ChoiceSink) -> None:
         try:
             stream.deliver()
         except Exception:
             logger.exception("the reader of request %s failed", stream.request_id)
 
     def finish(self, finish: Finish) -> None:
-        generation = self._by_number.pop(finish.number)
+        stream = self._by_number.pop(finish.number)
         del self._numbers[finish.request_id]
         if not self._by_number:
             self._idle.set()
         try:
-            generation.finish(finish)
+            stream.finish(finish)
         except Exception:
             logger.exception("request %s did not end well", finish.request_id)
-        self._note(generation)
+        self._note(stream)
 
     def fail_all(self, message: str, *, code: str) -> None:
         """End all choices with an error, without the kernel."""
@@ -732,95 +734,3 @@ def int32_array(data: bytes) -> array[int]:
     values = array("i")
     values.frombytes(data)
     return values
-
-
-class RequestTimeline(msgspec.Struct, frozen=True, kw_only=True):
-    """Time of one request in each phase, in milliseconds; `ended_ns` is of the kernel's clock."""
-
-    request_id: str
-    prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    encoded_items: int
-    preemptions: int
-    preprocess_ms: float
-    encode_ms: float
-    queue_ms: float
-    prefill_ms: float
-    decode_ms: float
-    finish_reason: str
-    ended_ns: int = 0
-
-
-def timeline_of(generation: AnswerSink, preprocess_ms: float) -> RequestTimeline:
-    """Return the timeline of an ended request."""
-    times = generation.times
-
-    def span_ms(start_ns: int, end_ns: int) -> float:
-        return round((end_ns - start_ns) / 1e6, 3) if start_ns and end_ns else 0.0
-
-    return RequestTimeline(
-        request_id=generation.request_id,
-        prompt_tokens=generation.prompt_tokens,
-        cached_tokens=times.cached_tokens,
-        output_tokens=generation.output_tokens,
-        encoded_items=times.encoded_items,
-        preemptions=times.preemptions,
-        preprocess_ms=round(preprocess_ms, 3),
-        encode_ms=span_ms(times.submitted_ns, times.items_ready_ns),
-        queue_ms=span_ms(times.items_ready_ns, times.admitted_ns),
-        prefill_ms=span_ms(times.admitted_ns, times.first_token_ns),
-        decode_ms=span_ms(times.first_token_ns, times.finished_ns),
-        finish_reason=(generation.reason or FinishReason.ERROR).value,
-        ended_ns=times.finished_ns,
-    )
-
-
-RECENT_MAX = 64
-_SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-_TOKENS = (1, 10, 50, 100, 250, 500, 1000, 2500, 5000, 10000, 25000, 50000, 100000)
-HISTOGRAMS = {
-    "request_preprocess_time_seconds": ("preprocess_ms", _SECONDS),
-    "request_encode_time_seconds": ("encode_ms", _SECONDS),
-    "request_queue_time_seconds": ("queue_ms", _SECONDS),
-    "request_prefill_time_seconds": ("prefill_ms", _SECONDS),
-    "request_decode_time_seconds": ("decode_ms", _SECONDS),
-    "request_prompt_tokens": ("prompt_tokens", _TOKENS),
-    "request_generation_tokens": ("output_tokens", _TOKENS),
-}
-"""Names of the histograms: the field of a timeline, and the upper bounds of the buckets."""
-
-
-class Histogram:
-    """Counts of values by bucket; the last bucket has no bound."""
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.sum = 0.0
-
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.sum += value
-
-    def statistics(self) -> dict[str, Any]:
-        return {"bounds": self.bounds, "counts": self.counts, "sum": round(self.sum, 6)}
-
-
-class FinishedRequests:
-    """The latest timelines, oldest first; the histograms cover requests that ended with `stop` or `length`."""
-
-    def __init__(self) -> None:
-        self.recent: deque[RequestTimeline] = deque(maxlen=RECENT_MAX)
-        self._histograms = {name: Histogram(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
-
-    def add(self, timeline: RequestTimeline) -> None:
-        self.recent.append(timeline)
-        if timeline.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
-            return
-        for name, (field, _) in HISTOGRAMS.items():
-            value = getattr(timeline, field)
-            self._histograms[name].observe(value / 1e3 if field.endswith("_ms") else value)
-
-    def histograms(self) -> dict[str, dict[str, Any]]:
-        return {name: one.statistics() for name, one in self._histograms.items()}

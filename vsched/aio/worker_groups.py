@@ -266,7 +266,7 @@ class WorkerGroup:
         if self._phase == "stopping":
             return
         for leader in self._leaders.values():
-            leader.hear_out()
+            leader.read_last_report()
         failure = ProcessExited(tuple(self.groups), rank, code)
         if self._phase != "up":
             limit_bytes, keys = self._template.memory_limit_bytes, self._template.memory_keys

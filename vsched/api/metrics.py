@@ -24,7 +24,7 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from vsched.aio.streams import Histogram as PlainHistogram
+from vsched.aio.timelines import Histogram as PlainHistogram
 from vsched.api.contract import EngineContract
 from vsched.api.response_schema import Usage
 

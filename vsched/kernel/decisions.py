@@ -30,7 +30,7 @@ class RequestData(msgspec.Struct, frozen=True, array_like=True):
 class Join(msgspec.Struct, frozen=True, array_like=True):
     """A request gets a slot. Its blocks have `computed` tokens already, of `length` known tokens.
 
-    `restored` is the place of the snapshot of its recurrent state; None for an initial state.
+    `restored` is the snapshot slot of its recurrent state; None for an initial state.
     """
 
     number: int
@@ -59,10 +59,10 @@ class ChunkItem(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StateWrite(msgspec.Struct, frozen=True, array_like=True):
-    """Write the recurrent state after position `end` - 1 to a place for snapshots."""
+    """Write the recurrent state after position `end` - 1 to a snapshot slot."""
 
     end: int
-    place: int
+    snapshot_slot: int
 
 
 class ChunkPlan(msgspec.Struct, frozen=True, array_like=True):
@@ -88,10 +88,10 @@ class DraftGrant(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SwapCopies(msgspec.Struct, frozen=True, array_like=True):
-    """Copies between KV blocks and places in host memory: first `out`, then `back`.
+    """Copies between KV blocks and swap slots in host memory: first `out`, then `back`.
 
-    `out` is (block, place, block, place, …), `back` is (place, block, place, block, …). Neither writes a place or block
-    twice, and `back` reads no place that `out` writes.
+    `out` is (block, swap slot, block, swap slot, …), `back` is (swap slot, block, swap slot, block, …). Neither writes
+    a slot or block twice, and `back` reads no slot that `out` writes.
     """
 
     out: list[int]

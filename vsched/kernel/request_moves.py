@@ -427,7 +427,7 @@ class RequestMoves(Restorable):
     ) -> Sequence[Command]:
         """Claim the items of the next chunk; enqueue the request if that could run, else let it wait for them."""
         group = self.group_of(state)
-        if not group.takes(state) and any(other.ready for other in self._groups):
+        if not group.accepts(state) and any(other.ready for other in self._groups):
             self._suspend(state)
             return ()
         computed = group.cached_tokens(state)
@@ -567,7 +567,7 @@ class RequestMoves(Restorable):
         commands: list[Command] = []
         waiting = (ITEMS, READY, SUSPENDED, PROMPT)
         for state in self.requests_of(group, *waiting):
-            if group.takes(state):
+            if group.accepts(state):
                 probe("moves.kept_by_draining_group")
                 continue
             if elsewhere and not state.losses:
@@ -581,7 +581,7 @@ class RequestMoves(Restorable):
     def move(self, state: RequestState, now_ns: int) -> Sequence[Command]:
         """Route a request without a slot to another group."""
         group = self.group_of(state)
-        group.let_go(state)
+        group.detach(state)
         self._loads.change(group.index)
         return self._route(state, now_ns)
 

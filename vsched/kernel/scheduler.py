@@ -74,7 +74,10 @@ NOT_FINITE = (
 
 
 class InstalledPolicies(Restorable):
-    """The configuration tables of the policies that replaced others, in order; a snapshot restores them first."""
+    """The configuration tables of the policies that replaced others, in order.
+
+    They are restored first, since other saved state is theirs.
+    """
 
     def __init__(self, install: Callable[[Mapping[str, PolicyTable]], None]) -> None:
         self._tables: list[tuple[str, PolicyTable]] = []
@@ -162,7 +165,7 @@ class Scheduler(SnapshotRoot):
             loads,
         )
         self._groups = {group.name: group for group in (*self.encode.groups, *self.generators)}
-        # The generate group in the processes of each encode group, which delays its steps.
+        # The generate group that each encode group's batches delay, as they share processes.
         if limits.encode_pauses:
             pairs = zip(self.encode.groups, self.generators, strict=True)
             self.encode.hosts = {encoder.name: generator for encoder, generator in pairs}
@@ -242,7 +245,7 @@ class Scheduler(SnapshotRoot):
     def _on_aborted(self, event: Aborted, now_ns: int) -> list[Command]:
         state = self._table.find(event.request_id)
         if state is None:
-            return []  # it has ended meanwhile
+            return []  # already ended
         if state.is_suspect:
             probe("kernel.suspect_aborted")
         return [self._moves.finish(state, event.reason, now_ns)]
@@ -401,8 +404,8 @@ class Scheduler(SnapshotRoot):
     # --- planning ---
 
     def _plan(self, commands: list[Command], now_ns: int) -> None:
-        """Plan steps of marked groups until there is nothing more to send; append the commands."""
-        self._notice_time(commands, now_ns)
+        """Plan steps of dirty groups until there is nothing more to send; append the commands."""
+        self._expire(commands, now_ns)
         moves, images, generators = self._moves, self.embeddings.queue.entries, self.generators
         while True:
             if moves.ended_choices:
@@ -427,12 +430,12 @@ class Scheduler(SnapshotRoot):
             commands += [Notice(text) for text in self._faults.take_notices()]
         self._set_timer(commands, now_ns)
 
-    def _notice_time(self, commands: list[Command], now_ns: int) -> None:
+    def _expire(self, commands: list[Command], now_ns: int) -> None:
         """Expire requests and release holds that are due."""
         if self.limits.waiting_ns:
             commands += self._moves.expire(now_ns)
         for index in self._holds.take_ended(now_ns):
-            if index < len(self.generators):
+            if index < len(self.generators):  # the last queue is the encoders'
                 self._dirty.mark(index)
 
     def _plan_generate(
@@ -463,7 +466,7 @@ class Scheduler(SnapshotRoot):
         return batch is not None
 
     def _break_stall(self, commands: list[Command], now_ns: int) -> bool:
-        """If nothing is in flight, let requests that wait for items start or give way; return True if any may.
+        """If nothing is in flight, try to unblock waiting requests; return True if planning may now succeed.
 
         A request may wait for an item after a prefix that was evicted meanwhile, and could start with an earlier item;
         or a younger request may hold pages that an older one needs. Holds of a policy are no stall.
@@ -477,7 +480,7 @@ class Scheduler(SnapshotRoot):
         if any(state.phase is READY for state in waiting):
             return True
         if any(group.unblock_oldest() for group in self.generators):
-            probe("kernel.stall_favoured")
+            probe("kernel.stall_unblocked")
             return True
         return False
 
@@ -512,7 +515,7 @@ class Scheduler(SnapshotRoot):
         for index in range(len(self._queues)):
             self._holds.note(index, self._now_ns)
 
-    # --- questions ---
+    # --- queries ---
 
     def watch_policies(self, watch: Callable[[str, Ask], Ask]) -> None:
         """Wrap all policy calls, for example with a timer; `watch` gets the seat's name and the call."""
@@ -552,10 +555,10 @@ class Scheduler(SnapshotRoot):
         missing = next((one for one in entries if one.phase is not EntryPhase.READY), None)
         return text if missing is None else f"{text}; {self.encode.explain(missing, now_ns)}"
 
-    def live_requests(self, most: int, now_ns: int) -> list[RequestRow]:
-        """Return views of live requests, oldest first: all with a slot, and the oldest others up to `most`."""
+    def live_requests(self, count_max: int, now_ns: int) -> list[RequestRow]:
+        """Return views of live requests, oldest first: all with a slot, and the oldest others up to `count_max`."""
         live = self._table.live.values()
-        room = max(0, most - sum(group.slots_held for group in self.generators))
+        room = max(0, count_max - sum(group.slots_held for group in self.generators))
         shown = [*islice((one for one in live if one.slot < 0), room)]
         shown += [one for one in live if one.slot >= 0]
         shown.sort(key=attrgetter("number"))
@@ -643,8 +646,8 @@ class Scheduler(SnapshotRoot):
             if group.index not in self._dirty:
                 planned = group.plan(self._now_ns)
                 idle = planned.decision is None and not (planned.requeued or planned.more)
-                assert idle, f"{group.name} could plan, and is not marked"
-            stuck = [state for state in own if group.takes(state) or state.slot >= 0]
+                assert idle, f"{group.name} could plan, and is not dirty"
+            stuck = [state for state in own if group.accepts(state) or state.slot >= 0]
             if at_rest and stuck:
                 why = [group.explain(state, self._now_ns) for state in stuck]
                 raise AssertionError(f"stuck in {group.name}: {why}")

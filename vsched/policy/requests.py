@@ -297,7 +297,7 @@ class StepView(View, frozen=True, kw_only=True):
     Attributes:
         prefilling: Requests that can be prefilled now, oldest first. Requests that wait for an embedding are left out.
         waiting: Number of requests that wait for a slot; they get the rest of the step.
-        decodes: Number of requests that decode in the step.
+        decodes: Number of tokens that requests decode in the step, drafts included.
         tokens_free: Tokens that the step can still take.
         time_ns: Configured time limit of the prefill in this step (`generate.step_target_ms` and its ratio); None for
             no limit, as in a step without decodes, or with a target of 0, for which step times are not estimated.

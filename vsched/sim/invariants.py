@@ -51,7 +51,7 @@ class _Generator:
         self.decoding: set[int] = set()
         self.lengths: dict[int, int] = {}
         self.out: deque[tuple[int, list[int]]] = deque()
-        self.places: dict[int, tuple[int, int]] = {}
+        self.swap_slots: dict[int, tuple[int, int]] = {}
 
     def swap_out(self, decision: GenerateDecision) -> None:
         """Check swap-out copies: only blocks that a leaving request alone holds and keeps."""
@@ -64,9 +64,9 @@ class _Generator:
         }
         assert decision.swaps is not None
         out = decision.swaps.out
-        for block, place in zip(out[::2], out[1::2], strict=True):
+        for block, swap_slot in zip(out[::2], out[1::2], strict=True):
             assert block in leaving, f"block {block} is swapped out but not released"
-            self.places[place] = leaving[block]
+            self.swap_slots[swap_slot] = leaving[block]
 
     def swap_in(self, decision: GenerateDecision) -> None:
         """Check swap-in copies: each block returns to its request and its place in the sequence.
@@ -80,13 +80,13 @@ class _Generator:
                 joined.setdefault(block, []).append((join.number, index))
         assert decision.swaps is not None
         back = decision.swaps.back
-        for place, block in zip(back[::2], back[1::2], strict=True):
+        for swap_slot, block in zip(back[::2], back[1::2], strict=True):
             sharing = joined.get(block, [])
             assert self.holders[block] == len(sharing), (
                 f"block {block} is swapped in while other requests hold it"
             )
-            assert self.places.pop(place, None) == sharing[0], (
-                f"block {block} gets the content of place {place}, which belongs to another request"
+            assert self.swap_slots.pop(swap_slot, None) == sharing[0], (
+                f"block {block} gets the content of swap slot {swap_slot}, which belongs to another request"
             )
 
     def release(self, slot: int, number: int) -> None:

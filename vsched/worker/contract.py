@@ -344,8 +344,8 @@ class Chunk:
     """A part of one prompt, positions [start, stop), to prefill in this step.
 
     `samples` is True if the chunk ends at the last known token, so that its last row samples one. `writes` are state
-    snapshots to take, for a model with a recurrent state: (end, place) in order, of the state after position `end` - 1.
-    The first `reported` rows compute the log-probability of the prompt token after them; only with
+    snapshots to take, for a model with a recurrent state: (end, snapshot slot) in order, of the state after position
+    `end` - 1. The first `reported` rows compute the log-probability of the prompt token after them; only with
     `WorkerPlugin.computes_prompt_logprobs`.
     """
 
@@ -374,7 +374,7 @@ class Batch:
         decode_positions: int32 [D], the KV position written by this step, equal to the number of tokens before it.
         block_tables: int32 [slots, blocks per sequence], by slot; only the first blocks of a row are valid.
         embeddings: uint8 [pages, rows per page, bytes per row], the arena's embedding region (read only).
-        restored: (slot, place) of snapshots to restore, before any chunk writes one.
+        restored: (slot, snapshot slot) of snapshots to restore, before any chunk writes one.
         special: (row, sequence) of rows that need more than the argmax of their raw logits; for the row of a draft
             token the sequence is a copy with the mask for that position.
     """
@@ -487,10 +487,10 @@ class GenerateWorker(Worker):
         raise unsupported(self, "swapping")
 
     def swap(self, out: npt.NDArray[np.int32], back: npt.NDArray[np.int32]) -> None:
-        """Copy blocks to host places, then host places to blocks; called between two steps.
+        """Copy blocks to swap slots in host memory, then swap slots to blocks; called between two steps.
 
-        Shape: int32 [copies, 2]: (block, place) in `out`, and (place, block) in `back`. Places of `out` are unique, as
-        are blocks of `back`; a block may be in both.
+        Shape: int32 [copies, 2]: (block, swap slot) in `out`, and (swap slot, block) in `back`. Slots of `out` are
+        unique, as are blocks of `back`; a block may be in both.
 
         Order: copies out read the results of all earlier steps, and later steps read what was copied back. The call may
         return earlier, as long as no later step writes to a block that is still read.

@@ -62,8 +62,7 @@ class GenerateRank(StageRank):
         """Start with empty slots; with `keeps_state`, the model has a recurrent state besides KV blocks.
 
         `grammars` compiles the grammars of requests, if the engine accepts any. `swap_blocks` is the number of the
-        worker's places for blocks in host memory; copies are timed with `now_ns`. `draft_model` drafts for grants that
-        use it.
+        worker's swap slots; copies are timed with `now_ns`. `draft_model` drafts for grants that use it.
         """
         super().__init__(worker)
         self.worker: GenerateWorker = worker
@@ -141,7 +140,7 @@ class GenerateRank(StageRank):
         most = max(out[:, 1].max(initial=-1), back[:, 0].max(initial=-1))
         if most >= self._swap_blocks:
             raise RankDesync(
-                f"a block is swapped to or from place {most}, and this rank has {self._swap_blocks}"
+                f"a block is swapped to or from swap slot {most}, and this rank has {self._swap_blocks}"
             )
         start_ns = self._now_ns()
         self.worker.swap(out, back)
@@ -302,7 +301,7 @@ class GenerateRank(StageRank):
             if place.offset in pages
             for position, row, rows in place.rows(plan.start, plan.stop)
         ]
-        writes = [(write.end, write.place) for write in plan.writes]
+        writes = [(write.end, write.snapshot_slot) for write in plan.writes]
         samples = plan.stop == length
         reported = 0
         if sequence.sampling.prompt_logprobs is not None:

@@ -380,7 +380,7 @@ class KvBuilder:
 
         The new cache remains until the next order, whatever the outcome; the headroom does not.
         """
-        if order.renew:
+        if order.reset_peers:
             self._abort()
         expected = self.kv_bytes + self.state_bytes
         released = self._tear_down()

@@ -285,7 +285,7 @@ async def test_shell_stream_whose_text_fails_ends_alone(
     streams = streams_of(played, 3, text=text)
     played.ranks.run()
     error = await streams[1].error()
-    assert str(error) == "the answer could not be turned into text"
+    assert str(error) == "the output could not be detokenized"
     assert (error.code, error.status) == ("internal_error", 500)
     assert streams[1].reason is FinishReason.ERROR
     assert streams[1].generation.output_tokens == taken

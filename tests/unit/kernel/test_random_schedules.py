@@ -91,8 +91,8 @@ BREAKS = (
     Plant(
         "early chunks",
         "vsched.kernel.generate.group:GenerateGroup._chunk_stop",
-        "return whole",
-        "return whole + 1",
+        "return shortened",
+        "return shortened + 1",
     ),
     Plant("lost claims", MOVES + "drop_claims", "self._cache.release(state, index)", "pass"),
     Plant(

@@ -247,7 +247,7 @@ def test_policy_decides_which_request_joins_first_after_a_restart() -> None:
         cluster.restore_group("generate")
         cluster.drain()
     assert joined(cluster) == ["r2", "r1", "r0"]
-    assert not reached["kernel.stall_favoured"]
+    assert not reached["kernel.stall_unblocked"]
 
 
 # --- groups that drain, are lost, or both ---

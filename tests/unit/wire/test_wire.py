@@ -60,7 +60,7 @@ TASK = EncodeTask(b"k" * 32, 2, Extent(64, 128), [0, 1], ARRAYS, b"of it", adapt
 ENTRIES: list[LogEntry] = [
     FULL,
     EncodeDecision(1, [TASK], time_slice_ns=5, layers=3),
-    SizeKv(64, profile=True, headroom_bytes=1, renew=True),
+    SizeKv(64, profile=True, headroom_bytes=1, reset_peers=True),
 ]
 END, LOGPROB = Finished(1, 9, FinishReason.STOP), SlotLogprob(1, -0.5, [(3, -1.0)])
 PIECE = PromptPiece(9, 1, b"\1\2\3\4", b"\5\6\7\0", b"", b"")

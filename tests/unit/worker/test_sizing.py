@@ -169,14 +169,14 @@ def test_carry_out_reports_its_failure_to_peers() -> None:
     sizing, worker = sizing_on(Sharing)
     for order, outcome, aborts in (
         (SizeKv(4096, profile=True, headroom_bytes=0), "fits", 0),
-        (SizeKv(4096, profile=True, headroom_bytes=0, renew=True), "fits", 1),
+        (SizeKv(4096, profile=True, headroom_bytes=0, reset_peers=True), "fits", 1),
         (SizeKv(4096, profile=True, headroom_bytes=1 << 40), "out_of_memory", 1),
         (SizeKv(1 << 30, profile=True, headroom_bytes=0), "out_of_memory", 1),
     ):
         worker.events.clear()
         assert sizing.carry_out(order).outcome == outcome
         assert worker.events.count("abort") == aborts
-        assert not order.renew or worker.events[0] == "abort"
+        assert not order.reset_peers or worker.events[0] == "abort"
 
 
 # --- the profiling run: its steps are as large as any that the kernel may send ---

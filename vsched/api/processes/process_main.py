@@ -96,7 +96,7 @@ class RemoteEngine:
         self._next = 1
         self._pending: dict[int, _Pending] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
-        self._streams = StreamTable(self._on_broken)
+        self._streams = StreamTable(self._on_failed)
         self._choices: dict[str, int] = {}
         self._media: MediaPipeline | None = None
         self._grammars: GrammarChecks
@@ -227,7 +227,7 @@ class RemoteEngine:
         if number is not None:
             self._link.call("end", number, reason)
 
-    def _on_broken(self, request_id: str) -> None:
+    def _on_failed(self, request_id: str) -> None:
         self._end(request_id, FinishReason.ERROR)
 
     # --- requests ---

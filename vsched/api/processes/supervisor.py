@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 from starlette.types import ASGIApp, Message, Scope
 
-from vsched.aio.streams import ChoiceInputs, PromptReport, TokenLogprob, broken
+from vsched.aio.streams import ChoiceInputs, PromptReport, TokenLogprob, as_internal_error
 from vsched.api.app import create_operations, engine_metrics
 from vsched.api.contract import ApiSettings
 from vsched.api.errors import sent_error
@@ -71,7 +71,7 @@ class RelayedChoice:
         self._link = link
         self._inputs = inputs
         self._on_end = on_end
-        self._broken = ""
+        self._error = ""
 
     def push(self, token_id: int, logprob: TokenLogprob | None) -> None:
         """Forward a token."""
@@ -81,16 +81,16 @@ class RelayedChoice:
     def finish(self, finish: Finish) -> None:
         """Forward the single terminal reply."""
         assert self.reason is None, "a request has two terminal replies"
-        if self._broken:
-            finish = broken(finish, self._broken)
+        if self._error:
+            finish = as_internal_error(finish, self._error)
         self.reason, self.times = finish.reason, finish.times
         self._link.call("finished", msgspec.structs.replace(finish, number=self.number))
         self._on_end(self.number)
         self._inputs.on_end()
 
-    def give_up(self, message: str) -> None:
+    def fail(self, message: str) -> None:
         """Report this error to the client instead of the actual end."""
-        self._broken = message
+        self._error = message
 
     def abort(self) -> None:
         """Abort it; no-op after its end."""

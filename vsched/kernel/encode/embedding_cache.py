@@ -1,14 +1,22 @@
 """The embedding cache: embeddings in the arena, the requests that need them, and eviction.
 
-An item has one entry under its content key, for all requests that need it. An entry is *queued*, *encoding* or *ready*.
-A ready entry stays in place because of *claims* of requests that still need it, and *pins* of generate steps in flight
-that read its pages. Claims can be preempted, pins cannot.
+An item has one entry under its content key, for all requests that need it:
+
+    claim --> QUEUED --(start_encoding)--> ENCODING --(finish_encoding)--> READY, claimed or pinned
+               ^  ^                           |                               |    |            ^
+               |  +-(requeue: failed, stale)--+                               | (release,    (claim,
+               +----(requeue: preempted for an older request)-----------------+  unpin)       pin)
+                                                                                   v            |
+                                                                               READY, idle -----+--(_drop)--> evicted
+
+A *claim* is of a request that still needs the entry, a *pin* of a generate step in flight that reads its pages. Claims
+can be preempted, pins cannot.
 
 It cannot deadlock: entries wait in the order of (arrival of their oldest claimant, index of the item in its request).
 The first one may take the pages of any ready entry that only younger requests claim and no step in flight reads; that
 entry returns to the queue. So the oldest request always gets its next item: all pages can be taken for it except those
-of steps in flight, which end by themselves, and of its own earlier items, which it consumes first. An item larger than
-the whole region is refused at submission.
+of steps and batches in flight, which end by themselves, and of its own earlier items, which it consumes first. An item
+larger than the whole region is refused at submission.
 """
 
 from __future__ import annotations
@@ -57,8 +65,7 @@ class EmbeddingEntry(msgspec.Struct, eq=False, kw_only=True):
         claims: The queue order of the item in each request that needs it, by the request's number.
         pins: Number of steps in flight that read its pages.
         attempts: Number of failed attempts to encode it.
-        retry_batch: It is encoded again in one batch with the entries of the same number only, after a batch with it
-            failed; 0 for none.
+        retry_batch: Entries with the same number are encoded again together, after their batch failed; 0 for none.
         stale: While it is encoded: its last claim was dropped, and its pixels may have been overwritten since, so the
             result is discarded.
     """
@@ -81,7 +88,7 @@ class EmbeddingEntry(msgspec.Struct, eq=False, kw_only=True):
     def tokens(self) -> int | None:
         """Tokens to encode; 0 for an embedding from the client.
 
-        None after a batch with it failed: then no policy chooses its batch.
+        None while it is encoded again after a failed batch: then no policy chooses its batch.
         """
         if self.retry_batch:
             return None
@@ -169,14 +176,14 @@ class EmbeddingCache(Restorable):
             return False
         if state.number not in entry.claims:
             self._hits += 1
-            self._use(entry)
-            if entry.item.tokens == item.tokens:  # else the request ends
+            self._make_unevictable(entry)
+            if entry.item.tokens == item.tokens:  # else `claim_items` fails the request
                 entry.item = item  # the pixels of an earlier claimant may be freed
             entry.inherit_priority(state)
             if entry.phase is QUEUED:
                 self.queue.renew_view(entry)
         entry.claims[state.number] = min(order, entry.claims.get(state.number, order))
-        if order < entry.order and entry.phase is QUEUED:  # an older request
+        if order < entry.order and entry.phase is QUEUED:
             probe("embeddings.moved_up")
             self.queue.remove(entry)
             entry.order = order
@@ -202,9 +209,7 @@ class EmbeddingCache(Restorable):
             probe("embeddings.unclaimed_while_encoding")
             entry.stale = True
         else:
-            self._let_go(entry)
-
-    # --- pins of generate steps ---
+            self._make_evictable(entry)
 
     def release_before(self, state: RequestState, computed: int) -> None:
         """Drop claims on items before `computed`: their KV is computed, and their embeddings are not needed."""
@@ -215,6 +220,8 @@ class EmbeddingCache(Restorable):
                 state.wanted.discard(index)
                 self.release(state, index)
 
+    # --- pins of generate steps ---
+
     def is_ready(self, key: bytes) -> bool:
         """Return True if an item's embedding is in the arena."""
         entry = self.entries.get(key)
@@ -224,7 +231,7 @@ class EmbeddingCache(Restorable):
         """Keep a ready embedding in place for a generate step, and return its position and pages."""
         entry = self.entries[item.key]
         assert entry.phase is READY, "a step reads an embedding that is not ready"
-        self._use(entry)
+        self._make_unevictable(entry)
         entry.pins += 1
         return ChunkItem(item.offset, item.tokens, list(entry.pages))
 
@@ -234,7 +241,7 @@ class EmbeddingCache(Restorable):
             entry = self.entries[key]
             entry.pins -= 1
             if not entry.claims:
-                self._let_go(entry)
+                self._make_evictable(entry)
 
     # --- encoding ---
 
@@ -290,8 +297,10 @@ class EmbeddingCache(Restorable):
         entry.pages = [self.free.pop() for _ in range(count)]
         return True
 
-    def _preemptible(self, entry: EmbeddingEntry, pages: int, now_ns: int) -> list[EmbeddingEntry]:
-        """Return entries of younger requests with that many pages, in the policy's order.
+    def _preemptible(
+        self, entry: EmbeddingEntry, missing: int, now_ns: int
+    ) -> list[EmbeddingEntry]:
+        """Choose victims among entries of younger requests, in the policy's order, until `missing` pages are found.
 
         There may be fewer, since the policy may spare some, except for the first entry of the queue.
         """
@@ -302,13 +311,13 @@ class EmbeddingCache(Restorable):
             if (oldest := min(other.claims.values())) > entry.order
         ]
         ready = [other for _, other in sorted(candidates, key=itemgetter(0))]
-        if sum(len(other.pages) for other in ready) < pages:
+        if sum(len(other.pages) for other in ready) < missing:
             return ready
         front = self.queue.entries[0] is entry
         view = ReclaimView(
             now_ns=now_ns,
             ready=tuple([_ready_view(other) for other in ready]),
-            pages=pages,
+            pages=missing,
             front=front,
             tokens=entry.tokens,
             priority=entry.priority,
@@ -320,16 +329,16 @@ class EmbeddingCache(Restorable):
         order: list[int] = self._reclaim.decide(view, len(ready))
         if front:
             # The spared ones follow, or the oldest request might never progress.
-            if sum(len(ready[index].pages) for index in order) < pages:
+            if sum(len(ready[index].pages) for index in order) < missing:
                 self._reclaim.overrule("embeddings were spared that the front of the queue needs")
             spared = set(range(len(ready))).difference(order)
             order += sorted(spared, reverse=True)
         chosen = []
         for index in order:
-            if pages <= 0:
+            if missing <= 0:
                 break
             chosen.append(ready[index])
-            pages -= len(ready[index].pages)
+            missing -= len(ready[index].pages)
         return chosen
 
     # --- eviction ---
@@ -340,13 +349,13 @@ class EmbeddingCache(Restorable):
             self._evictable_pages -= len(self.entries[key].pages)
             self._drop(self.entries[key])
 
-    def _use(self, entry: EmbeddingEntry) -> None:
-        """Make an entry not evictable, before its first claim or pin."""
+    def _make_unevictable(self, entry: EmbeddingEntry) -> None:
+        """Make an idle entry not evictable, before its first claim or pin."""
         if entry.is_idle:
             self._order.reuse(entry.item.key)
             self._evictable_pages -= len(entry.pages)
 
-    def _let_go(self, entry: EmbeddingEntry) -> None:
+    def _make_evictable(self, entry: EmbeddingEntry) -> None:
         """Make an idle entry evictable, or drop it if the policy does not keep it."""
         if not entry.is_idle:
             return

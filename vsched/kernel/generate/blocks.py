@@ -9,19 +9,22 @@ A block may be published when the step that fills it is decided, before it runs:
 request that finds the block reads it in a later step.
 
 A model whose layers have a recurrent state can use cached blocks only up to a *snapshot*: the state of the sequence at
-the end of a block. Each rank has a number of places for snapshots. The kernel decides which chunk writes its state to
-which place, and which request begins with which snapshot; a snapshot has the hash of the block at its end.
+the end of a block. Each rank has a number of *snapshot slots*. The kernel decides which chunk writes its state to
+which one, and which request begins with which snapshot; a snapshot has the hash of the block at its end.
 
 Two block ends get a snapshot: the last one of a prompt, where the next turn of a conversation continues, and the end of
 the cached blocks when a request joined, where other requests with the same prefix continue.
 
-Swap space has KV blocks of preempted requests. Each rank of a group has *places* in host memory for a block each. When
-a request is preempted by swapping, its blocks are copied to places; when it joins again, they are copied to its new
-blocks, and it continues. Copies are the first part of a decision. Steps run in order, so a copy sees the writes of
-earlier steps, and comes before any later write to its block or place.
+Swap space has KV blocks of preempted requests. Each rank of a group has *swap slots* in host memory for a block each.
+When a request is preempted by swapping, its blocks are copied to swap slots; when it joins again, they are copied to
+its new blocks, and it continues. Copies are the first part of a decision. Steps run in order, so a copy sees the writes
+of earlier steps, and comes before any later write to its block or slot. For a request with swap slots s0, s1:
+
+    preempted      [b0 b1 | b2 b3]     out (b2 s0) (b3 s1); others hold b0 b1
+    joins again    [b0 b1 | b7 b8]     b0 b1 are found in the prefix cache; back (s0 b7) (s1 b8)
 
 Blocks that other requests hold as well are not copied, since the prefix cache has them. If they are evicted before the
-request joins again, its places are useless, and it is recomputed, as after a loss of its group.
+request joins again, its slots are useless, and it is recomputed, as after a loss of its group.
 
 Rejected: copying evicted blocks, as a second prefix cache. Under pressure that copies all cached blocks, also of
 requests that never come back, and adds a check to every allocation.
@@ -86,6 +89,7 @@ class BlockPool(Restorable):
         """Allocate `count` blocks; they must be available."""
         free, holders = self._free, self.holders
         at = max(len(free) - count, 0)
+        # as if popped one by one
         blocks = free[: at - 1 if at else None : -1] if free else []
         del free[at:]
         if len(blocks) < count:
@@ -105,7 +109,10 @@ class BlockPool(Restorable):
         return found
 
     def shared(self, blocks: Sequence[int]) -> int:
-        """Return the number of leading blocks of a sequence that other sequences hold as well."""
+        """Return the number of leading blocks of a sequence that other sequences hold as well.
+
+        It is an estimate if equal blocks were computed twice. If it is too large, the request is recomputed.
+        """
         holders = self.holders
         return bisect_left(blocks, True, key=lambda block: holders[block] < 2)
 
@@ -120,7 +127,7 @@ class BlockPool(Restorable):
     def release(self, blocks: Sequence[int], *, kept: int | None = None) -> None:
         """Release blocks, last first, so that the end of a prefix is evicted before its beginning.
 
-        Only the first `kept` stay cached, None for all, and those that others hold.
+        Only the first `kept` (None: all) stay cached, and blocks that others hold.
         """
         holders, hash_of = self.holders, self._hash_of
         for block in blocks[kept:] if kept is not None else ():
@@ -147,7 +154,7 @@ class BlockPool(Restorable):
 
     def replace_order(self, policy: CachePolicy) -> None:
         """Hand the cached blocks to another eviction policy, and free refused ones."""
-        refused = self._order.replace(policy, lambda _: 1)
+        refused = self._order.replace(policy, size_of=lambda _: 1)
         blocks = list(map(self._by_hash.pop, refused))
         for block in blocks:
             self._hash_of[block] = None
@@ -170,13 +177,13 @@ class BlockPool(Restorable):
         return blocks
 
     def map(self) -> MemoryMap:
-        """Return the states of all blocks; of a cell with many blocks, some are looked at."""
+        """Return the states of all blocks; large cells are sampled."""
         size = cell_size(self.count)
         every = -(-size // CELL_SAMPLES_MAX)
         cells = []
         for start in range(0, self.count, size):
-            looked_at = slice(start, start + size, every)
-            holders, hashes = self.holders[looked_at], self._hash_of[looked_at]
+            sample = slice(start, start + size, every)
+            holders, hashes = self.holders[sample], self._hash_of[sample]
             idle = holders.count(0)
             cached = sum(
                 [not held and one is not None for held, one in zip(holders, hashes, strict=True)]
@@ -226,15 +233,15 @@ class BlockPool(Restorable):
 
 
 class StateSnapshots(Restorable):
-    """Places 0 to `limits.state_snapshots` - 1, each free or with a snapshot; none for models without a state.
+    """Snapshot slots 0 to `limits.state_snapshots` - 1, free or with a snapshot; none for models without a state.
 
-    A step reads snapshots before it writes any. So it may write to the place of a snapshot that it reads, and a request
+    A step reads snapshots before it writes any. So it may write to the slot of a snapshot that it reads, and a request
     cannot begin with a snapshot in the step that writes it.
     """
 
     _order: Saved[GuardedOrder[bytes] | None]
     _free: Saved[list[int]]
-    _places: Saved[dict[bytes, int]]
+    _places: Saved[dict[bytes, int]]  # snapshot slots, by block hash
 
     def __init__(
         self, limits: SchedulerLimits, make_order: Callable[[], GuardedOrder[bytes]]
@@ -254,7 +261,7 @@ class StateSnapshots(Restorable):
         return blocks
 
     def read(self, state: RequestState, *, found: int, used: int) -> int | None:
-        """Return the place of the snapshot for a joining request; None if it begins without one.
+        """Return the slot of the snapshot for a joining request; None if it begins without one.
 
         It found `found` cached blocks, and uses the first `used` of them.
         """
@@ -262,11 +269,12 @@ class StateSnapshots(Restorable):
         if self._order is None or not used:
             return None
         block_hash = state.hashes[used - 1]
-        place = self._places[block_hash]
+        snapshot_slot = self._places[block_hash]
+        # released at once: the step reads it before any snapshot is written
         self._order.reuse(block_hash)
         if not self._order.add(block_hash, 1):
             self._free.append(self._places.pop(block_hash))
-        return place
+        return snapshot_slot
 
     def write(self, state: RequestState, stop: int) -> list[StateWrite]:
         """Return the snapshots that a chunk from `state.computed` to `stop` writes."""
@@ -276,13 +284,13 @@ class StateSnapshots(Restorable):
         last = (len(state.tokens) - 1) // size * size
         for end in sorted({state.branch, last}):
             if state.computed < end <= stop:
-                place = self._place_for(state.hashes[end // size - 1], self._order)
-                if place is not None:
-                    writes.append(StateWrite(end, place))
+                snapshot_slot = self._snapshot_slot_for(state.hashes[end // size - 1], self._order)
+                if snapshot_slot is not None:
+                    writes.append(StateWrite(end, snapshot_slot))
         return writes
 
-    def _place_for(self, block_hash: bytes, order: GuardedOrder[bytes]) -> int | None:
-        """Return a place for a new snapshot; None if it exists already, or no place is available."""
+    def _snapshot_slot_for(self, block_hash: bytes, order: GuardedOrder[bytes]) -> int | None:
+        """Return a slot for a new snapshot; None if it exists already, or no slot is available."""
         if block_hash in self._places or block_hash in self.written:
             return None
         if not self._free:
@@ -290,28 +298,28 @@ class StateSnapshots(Restorable):
                 return None
             (victim,) = order.take_victims(1)
             self._free.append(self._places.pop(victim))
-        place = self.written[block_hash] = self._free.pop()
-        return place
+        snapshot_slot = self.written[block_hash] = self._free.pop()
+        return snapshot_slot
 
     def replace_order(self, policy: CachePolicy) -> None:
         """Hand the snapshots to another eviction policy, and drop refused ones."""
         if self._order is not None:
-            refused = self._order.replace(policy, lambda _: 1)
+            refused = self._order.replace(policy, size_of=lambda _: 1)
             self._free += map(self._places.pop, refused)
 
     def publish(self) -> None:
         """Make the snapshots of a decided step available to later requests."""
-        assert self._order is not None, "states were written without places"
+        assert self._order is not None, "states were written without slots for snapshots"
         for block_hash in self._order.add_all(list(self.written)):
             self._free.append(self.written.pop(block_hash))
         self._places |= self.written
         self.written = {}
 
     def check(self) -> None:
-        """Assert that no place is lost, and that the eviction order has the available snapshots."""
+        """Assert that no slot is lost, and that the eviction order has the available snapshots."""
         assert not self.written, "a step was not published"
         taken = sorted([*self._free, *self._places.values()])
-        assert taken == list(range(self.count)), "a place for a state is lost"
+        assert taken == list(range(self.count)), "a snapshot slot is lost"
         assert sorted(self._order or ()) == sorted(self._places), "snapshots and order disagree"
 
 
@@ -321,7 +329,7 @@ class SwappedOut(msgspec.Struct):
     Attributes:
         tokens: Number of its tokens with KV.
         first: Index of its first swapped-out block; those before have other holders.
-        places: The places of that block and the blocks after it.
+        places: The swap slots of that block and the blocks after it.
     """
 
     tokens: int
@@ -330,7 +338,7 @@ class SwappedOut(msgspec.Struct):
 
 
 class SwapSpace(Restorable):
-    """Places 0 to `limits.swap_blocks` - 1, each free or with a block of a request without a slot."""
+    """Swap slots 0 to `limits.swap_blocks` - 1, each free or with a block of a request without a generate slot."""
 
     _free: Saved[list[int]]
     _kept: Saved[dict[int, SwappedOut]]
@@ -344,7 +352,7 @@ class SwapSpace(Restorable):
         self._kept = {}
         self._out = []
         self._back = []
-        # Places that the next decision reads, after it has written others.
+        # Swap slots freed by the next decision, not in it: it copies out before it copies back.
         self._read: list[int] = []
 
     def __len__(self) -> int:
@@ -353,7 +361,7 @@ class SwapSpace(Restorable):
 
     @property
     def free(self) -> int:
-        """Number of free places."""
+        """Number of free swap slots."""
         return len(self._free)
 
     @property
@@ -375,11 +383,11 @@ class SwapSpace(Restorable):
             probe("generate.no_room_to_swap")
             return False
         at = len(self._free) - (len(held) - first)
-        places = self._free[at:]
+        swap_slots = self._free[at:]
         del self._free[at:]
-        for block, place in zip(held[first:], places, strict=True):
-            self._out += (block, place)
-        self._kept[state.number] = SwappedOut(tokens, first, places)
+        for block, swap_slot in zip(held[first:], swap_slots, strict=True):
+            self._out += (block, swap_slot)
+        self._kept[state.number] = SwappedOut(tokens, first, swap_slots)
         return True
 
     def reach(self, state: RequestState, cached: int) -> int:
@@ -391,9 +399,9 @@ class SwapSpace(Restorable):
         return max(reached, min(kept.tokens, len(state.tokens) - 1))
 
     def swap_in(self, state: RequestState, blocks: list[int], *, cached: int, computed: int) -> int:
-        """Copy blocks of a joining request back, free its places, and return the number of copied blocks.
+        """Copy blocks of a joining request back, free its swap slots, and return the number of copied blocks.
 
-        The places are free after the next decision, which writes blocks of preempted requests first.
+        The slots are free after the next decision, which writes blocks of preempted requests first.
         `blocks` are its new blocks, the first `cached` of them found in the prefix cache; `computed` is from `reach`.
         """
         kept = self._kept.get(state.number) if self._kept else None
@@ -410,12 +418,12 @@ class SwapSpace(Restorable):
         return len(needed)
 
     def drop(self, number: int) -> bool:
-        """Free the places of a request; return False if it had none."""
+        """Free the swap slots of a request; return False if it had none."""
         kept = self._kept.pop(number, None) if self._kept else None
         if kept is None:
             return False
         self._free += reversed(kept.places)
-        if self._out:  # its own copies are cancelled: its places may be reused in the same decision
+        if self._out:  # its own copies are cancelled: its slots may be reused in the same decision
             gone, out = set(kept.places), self._out
             pairs = zip(out[::2], out[1::2], strict=True)
             self._out = [one for pair in pairs if pair[1] not in gone for one in pair]
@@ -437,11 +445,9 @@ class SwapSpace(Restorable):
         }
 
     def check(self, without_slot: Collection[int]) -> None:
-        """Assert that no place is lost, and that only these requests have any."""
-        kept = [place for one in self._kept.values() for place in one.places]
-        assert sorted([*self._free, *kept]) == list(range(self.count)), (
-            "a place for a block is lost"
-        )
+        """Assert that no swap slot is lost, and that only these requests have any."""
+        kept = [swap_slot for one in self._kept.values() for swap_slot in one.places]
+        assert sorted([*self._free, *kept]) == list(range(self.count)), "a swap slot is lost"
         assert self._kept.keys() <= set(without_slot), (
             "a request with a slot has swapped-out blocks"
         )

@@ -4,11 +4,14 @@
 request only when something about it changes. Its length changes in every step, but `RunningSet` knows the steps in
 which it needs a block. Tokens are logged unread: ranks know the last token, and detect finished requests.
 
-**One step ahead.** A decision may be sent while the step before still runs. So a request may have finished in a step in
-flight: the rank skips it, and the kernel frees its slot with the result. A preempted request waits for the token of the
-step in flight, then returns to the queue at its old place.
+**One step ahead.** Step n + 1 is planned while step n runs:
 
-**Blocks before slots.** A request is admitted with the blocks for all its known tokens, so prefill never runs out of
+    ranks       |<------------------ step n ------------------>|<--------- step n + 1 --------->|
+    kernel               plan n + 1                             result n
+    finishes             (the plan still includes it)           slot freed; ranks skip it in n + 1
+    preempted            slot and blocks freed                  token of n taken; queued at its old place
+
+**All blocks at admission.** A request joins with the blocks for all its known tokens, so prefill never runs out of
 blocks, only decoding does. Then a victim is preempted (`RequestPolicy`), never one older than the request that needs
 the block, so the oldest always progresses. The victim is recomputed, or continues with its blocks in `SwapSpace`.
 
@@ -66,7 +69,7 @@ from vsched.policy_host.step_times import (
 from vsched.probes import probe
 
 CLEARING_TOKENS = 2
-"""New tokens after which a suspect is cleared."""
+"""New tokens after which a suspect (a request that ran in two losses of its group) is cleared."""
 _OTHER_ADMISSION = "Remedy: other fields of generate.admission, or another policy"
 COUNTED = (
     *("tokens_prefilled", "tokens_decoded", "tokens_cached", "preemptions", "admitted"),
@@ -77,7 +80,7 @@ COUNTED = (
 
 
 class GenerateGroup(Group):
-    """A generate group, with its requests from their first possible chunk until they leave their slot.
+    """A generate group and its requests, from their routing until they leave it.
 
     `requests` are all live ones of the scheduler, by number.
     """
@@ -92,9 +95,9 @@ class GenerateGroup(Group):
     _swap: Saved[SwapSpace]
     _running: Saved[RunningSet]
     _drafts: Saved[DraftGrants]
-    _front_first: Saved[bool]
-    _helped: Saved[int] = 0
-    _left_out_ns: Saved[int] = 0
+    _front_first: Saved[bool]  # the oldest waiting request joins next, whatever the policy says
+    _helped: Saved[int] = 0  # number of the request that joined last because it was overdue
+    _left_out_ns: Saved[int] = 0  # longest time that others passed a prefilling request
 
     def __init__(
         self,
@@ -153,8 +156,8 @@ class GenerateGroup(Group):
 
     # --- which requests are its own ---
 
-    def takes(self, state: RequestState) -> bool:
-        """Return True if one of its requests can join; while it drains, only those that ran there when it was lost."""
+    def accepts(self, state: RequestState) -> bool:
+        """Return True if `state` can join; a draining group takes only requests that ran there when it was lost."""
         return self.open or (self.ready and state.losses > 0)
 
     def add(self, state: RequestState) -> None:
@@ -168,7 +171,7 @@ class GenerateGroup(Group):
         if state.phase is READY:
             self.queue.dequeue(state)
 
-    def let_go(self, state: RequestState) -> None:
+    def detach(self, state: RequestState) -> None:
         """Remove a request without a slot from the group."""
         self.dequeue(state)
         self._swap.drop(state.number)
@@ -181,7 +184,7 @@ class GenerateGroup(Group):
         self._members -= 1
         self._known_tokens -= state.counted
 
-    def _know_outputs(self, state: RequestState) -> None:
+    def _count_outputs(self, state: RequestState) -> None:
         """Count the outputs of a request that left its slot as known tokens."""
         self._subtract(state)
         self.add(state)
@@ -232,12 +235,12 @@ class GenerateGroup(Group):
                 continue
             if not is_ready(item.key):
                 cut = max(item.offset, start)
-                whole = max(consumed, cut - cut % limits.block_size)
-                if atomic and state.cut_atom(whole, limits) is not None:
+                shortened = max(consumed, cut - cut % limits.block_size)
+                if atomic and state.cut_atom(shortened, limits) is not None:
                     return start
-                if start < whole < cut:
+                if start < shortened < cut:
                     probe("generate.chunk_cut_to_block")
-                return whole
+                return shortened
             consumed = end
         return stop
 
@@ -246,14 +249,14 @@ class GenerateGroup(Group):
     def plan(self, now_ns: int) -> PlanResult:
         """Plan the next step."""
         in_flight = self._in_flight
-        out = in_flight.planned - in_flight.done
-        if not self.ready or out >= self._limits.generate_depth:
+        ahead = self.steps_in_flight
+        if not self.ready or ahead >= self._limits.generate_depth:
             return NOTHING_PLANNED
         running, entries = self._running, self.queue.entries
         if not (running.decoding or running.prefilling or entries or self._requeued):
             return NOTHING_PLANNED
-        step, more = in_flight.planned + 1, out + 1 < self._limits.generate_depth
-        if not out:
+        step, more = in_flight.planned + 1, ahead + 1 < self._limits.generate_depth
+        if not ahead:
             self.measures.since_ns = now_ns
         if self._drafts.active:
             self._drafts.begin(step, now_ns)
@@ -270,7 +273,9 @@ class GenerateGroup(Group):
             preemptions = self._counts["preemptions"]
             plan = self._fill(step, able, now_ns)
             if self._counts["preemptions"] > preemptions:
-                grown = running.without_left(grown)  # of requests that gave way to joining ones
+                # without slots of requests preempted for joining ones
+                grown = running.without_left(grown)
+        # Requests with their last chunk in this step are in `decoding` already.
         decodes = len(running.decoding) - (len(in_flight.firsts.get(step, ())) if plan else 0)
         chunks, prefilled = (plan.chunks, plan.prefilled) if plan else ((), ())
         sent = self._send(step, decodes, grown, plan) if decodes or chunks else None
@@ -284,19 +289,22 @@ class GenerateGroup(Group):
     def _fill(self, step: int, able: Sequence[RequestState], now_ns: int) -> StepPlan:
         """Share the budget of a step among prefilling requests, then among joining ones."""
         running, joins = self._running, bool(self.queue.entries) and not self.queue.blocked
-        rows = len(running.decoding) + self._drafts.tokens
+        decode_tokens = len(running.decoding) + self._drafts.tokens
         budget = self.step_times.budget_for(
-            self._limits.batch_tokens - rows, decodes=rows, share=self._limit_share
+            self._limits.batch_tokens - decode_tokens,
+            decodes=decode_tokens,
+            share=self._limit_share,
         )
         plan = StepPlan(step, budget)
+        # Without prefills, the policy still limits the time of joining requests.
         if able or (joins and budget.time_ns is not None):
-            self._prefill(able, plan, rows, now_ns)
+            self._prefill(able, plan, decode_tokens, now_ns)
         if joins and not budget.spent:
             self._admit(plan, now_ns)
         return plan
 
     def _prefill(
-        self, able: Sequence[RequestState], plan: StepPlan, decodes: int, now_ns: int
+        self, able: Sequence[RequestState], plan: StepPlan, decode_tokens: int, now_ns: int
     ) -> None:
         """Let requests advance as the step policy says, first those that were left out for too long.
 
@@ -315,10 +323,10 @@ class GenerateGroup(Group):
             now_ns=now_ns,
             prefilling=tuple([_prefill_view(state) for state in able]),
             waiting=len(self.queue),
-            decodes=decodes,
+            decodes=decode_tokens,
             tokens_free=budget.tokens,
             time_ns=budget.time_ns,
-            decode_ns=times.decode_ns(decodes) if decodes else 0.0,
+            decode_ns=times.decode_ns(decode_tokens) if decode_tokens else 0.0,
             token_ns=token_ns,
             pair_ns=pair_ns,
             overdue=tuple(late),
@@ -329,16 +337,18 @@ class GenerateGroup(Group):
         if decided.left_out:
             advanced = [max(able[i].advanced_ns, able[i].admitted_ns) for i in decided.left_out]
             self._left_out_ns = max(self._left_out_ns, now_ns - min(advanced))
-        for index, most in decided.shares.items():
-            self._advance(able[index], most, plan, now_ns)
-        if not (decodes or plan.chunks or decided.unlimited):
+        for index, tokens_max in decided.shares.items():
+            self._advance(able[index], tokens_max, plan, now_ns)
+        if not (decode_tokens or plan.chunks or decided.unlimited):
             seat.overrule(NONE_ADVANCES)
             for state in able:
                 self._advance(state, None, plan, now_ns)
 
-    def _advance(self, state: RequestState, most: int | None, plan: StepPlan, now_ns: int) -> None:
+    def _advance(
+        self, state: RequestState, tokens_max: int | None, plan: StepPlan, now_ns: int
+    ) -> None:
         fitting, room = plan.budget.tokens_at(state.computed), plan.budget.tokens
-        tokens = fitting if most is None else min(fitting, most)
+        tokens = fitting if tokens_max is None else min(fitting, tokens_max)
         stop = self._chunk_stop(state, state.computed, tokens, room=room)
         self._chunk(state, stop, plan, now_ns)
 
@@ -628,7 +638,7 @@ class GenerateGroup(Group):
             return []
         requeueable = self._in_flight.take_requeueable()
         for state in requeueable:
-            self._know_outputs(state)
+            self._count_outputs(state)
         return requeueable
 
     # --- leaving ---
@@ -640,7 +650,7 @@ class GenerateGroup(Group):
             slot, computed = state.slot, state.computed
             if state.first_step >= 0:
                 self._in_flight.gather(state, slot)
-                self._know_outputs(state)
+                self._count_outputs(state)
                 computed = len(state.tokens) - 1  # the last token was sampled, not yet computed
                 full = min(computed // self._limits.block_size, len(state.hashes))
                 self._pool.publish(state.blocks[:full], state.hashes[:full])
@@ -708,7 +718,7 @@ class GenerateGroup(Group):
             self._in_flight.preempted[state.number] = (slot, self._in_flight.planned)
         else:
             self._in_flight.gather(state, slot)
-            self._know_outputs(state)
+            self._count_outputs(state)
             self._requeued.append(state)
 
     def _swap_out(self, state: RequestState) -> None:
@@ -765,13 +775,13 @@ class GenerateGroup(Group):
             state.blocks, state.slot, state.computed = [], -1, 0
         lost += self._in_flight.take_requeueable(crashed=True)
         for state in lost:
-            self._know_outputs(state)
+            self._count_outputs(state)
         self._reset(self._pool.count)
         poison = suspect if blame and suspect is not None and suspect.is_suspect else None
         return sorted(lost, key=order_of), poison
 
     def resize(self, blocks: int) -> None:
-        """Continue with `blocks` KV blocks; the group came back, and holds none."""
+        """Continue with `blocks` KV blocks; the group restarted, and no block is in use."""
         if blocks != self._pool.count:
             self._reset(blocks)
 

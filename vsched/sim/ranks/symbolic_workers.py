@@ -294,7 +294,7 @@ class SymbolicGenerator(StandInGenerator):
         if settings.adapters:
             process.memory.allocate(self.adapter_bytes)
         self._blocks: npt.NDArray[np.uint64] = np.zeros((0, 1), np.uint64)
-        self._places = self._blocks
+        self._swap_slots = self._blocks
         self._block_bytes = 0
 
     def threads_here(self) -> int:
@@ -316,14 +316,14 @@ class SymbolicGenerator(StandInGenerator):
         self._process.spend(self._world.delays.build_ns)
         if not self._process.has_memory("generate", "load"):
             raise DeviceOutOfMemory(f"injected: the host has no memory for {blocks} blocks")
-        self._places = np.zeros((blocks, self._blocks.shape[1]), np.uint64)
+        self._swap_slots = np.zeros((blocks, self._blocks.shape[1]), np.uint64)
 
     def swap(self, out: npt.NDArray[np.int32], back: npt.NDArray[np.int32]) -> None:
-        """Copy blocks to swap and back; a place is cleared when it is read."""
+        """Copy blocks to swap and back; a slot is cleared when it is read."""
         self._process.spend(self._world.costs.swap_ns((len(out) + len(back)) * self._block_bytes))
-        self._places[out[:, 1]] = self._blocks[out[:, 0]]
-        self._blocks[back[:, 1]] = self._places[back[:, 0]]
-        self._places[back[:, 0]] = 0
+        self._swap_slots[out[:, 1]] = self._blocks[out[:, 0]]
+        self._blocks[back[:, 1]] = self._swap_slots[back[:, 0]]
+        self._swap_slots[back[:, 0]] = 0
 
     def add_adapter(self, number: int, path: str) -> None:
         """Add an adapter, which is represented by its number only."""

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from tests.unit.aio.leader.leader_harness import LIMITS, LeaderHarness, said
-from vsched.aio.leader import EARLY
+from vsched.aio.leader import BEAT_FRACTION
 from vsched.failures import ErrorKind
 from vsched.kernel.decisions import GenerateDecision
 from vsched.transport.zmq_link import rank_identity
@@ -98,7 +98,7 @@ async def test_leader_idle_sends_heartbeats() -> None:
         led.beat(len(led.link.sent[0]))
     assert led.lost == []
     assert set(map(type, led.entries())) == {Heartbeat}
-    assert 200 <= len(led.entries()) <= 200 / EARLY + 1
+    assert 200 <= len(led.entries()) <= 200 / BEAT_FRACTION + 1
 
 
 @pytest.mark.parametrize("last_s", [0.0, 0.5, 1.9, 2.1, 3.9])

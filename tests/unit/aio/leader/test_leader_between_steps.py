@@ -45,15 +45,15 @@ def test_encode_slices_follow_the_times_of_parts() -> None:
     """The first slice is one layer; later ones hold as many as fit, given the tokens of the batch, and at least one."""
     encode_slices = EncodeSlices()
     assert encode_slices.begin(batch(1, 200)).layers == 1
-    assert encode_slices.go_on(Paused(1, 1, 20 * MS)) == 5
-    assert encode_slices.go_on(Paused(1, 5, 125 * MS)) == 4, "25 ms each by now"
-    assert encode_slices.go_on(Paused(1, 4, 40 * MS)) == 4, "others like them may come"
+    assert encode_slices.take_pause(Paused(1, 1, 20 * MS)) == 5
+    assert encode_slices.take_pause(Paused(1, 5, 125 * MS)) == 4, "25 ms each by now"
+    assert encode_slices.take_pause(Paused(1, 4, 40 * MS)) == 4, "others like them may come"
     assert encode_slices.busy_ns == 185 * MS
     assert encode_slices.end()
     assert encode_slices.begin(batch(2, 50, 50)).layers == 8, "half the tokens"
     assert encode_slices.begin(batch(3, 100_000)).layers == 1
     assert encode_slices.begin(batch(4, 100, time_slice_ms=1000)).layers == 80
-    assert encode_slices.go_on(Paused(4, 80, 400 * MS)) == 200, "another batch, another cost"
+    assert encode_slices.take_pause(Paused(4, 80, 400 * MS)) == 200, "another batch, another cost"
     encoded = EncodeDecision(5, [EncodeTask(b"", 200, Extent(0, 8), [0], encoded=True)], MS)
     assert encode_slices.begin(encoded) == encoded, "nothing to compute"
     assert not encode_slices.end()
@@ -228,7 +228,7 @@ async def test_leader_deadline_of_a_hook() -> None:
 async def test_leader_result_is_no_answer_to_the_hook_at_a_place_of_the_same_number() -> None:
     led, seq = led_with_a_hook()
     led.receive(0, said(0, seq))
-    assert led.lost == ["generate: rank 0 sent a result of no step that is out"]
+    assert led.lost == ["generate: rank 0 sent a result, but no step is due"]
 
 
 async def test_leader_runs_a_due_hook_before_a_step_and_not_after_a_result() -> None:

@@ -65,7 +65,7 @@ async def test_leader_encode_ranks_are_compared_by_outcome() -> None:
     assert led.lost == ["encode-1: rank 1 has another result of step 2 than rank 0 (RankDesync)"]
 
 
-NO_STEP = "sent a result of no step that is out"
+NO_STEP = "sent a result, but no step is due"
 
 
 @pytest.mark.parametrize(
@@ -75,8 +75,8 @@ NO_STEP = "sent a result of no step that is out"
         (1, 1, said(0, 1), NO_STEP),
         (1, 0, StepCheck(1, b""), NO_STEP),
         (1, 0, EncodeResult(1, None, 0), NO_STEP),
-        (2, 0, said(0, 2), "sent the result of step 2, due was 1"),
-        (1, 2, StepCheck(2, b""), "sent the result of step 2, due was 1"),
+        (2, 0, said(0, 2), "sent the result of step 2, but step 1 is due"),
+        (1, 2, StepCheck(2, b""), "sent the result of step 2, but step 1 is due"),
         (
             1,
             1,
@@ -240,7 +240,7 @@ async def test_leader_asks_ranks_that_voted_differently_to_meet_again() -> None:
             led.receive(rank, Sized(outcome, "", rank_memory()))  # type: ignore[arg-type]
         assert [vote.outcome for vote in await sizing] == list(votes)
     orders = [entry for entry in led.entries() if isinstance(entry, SizeKv)]
-    assert [one.renew for one in orders] == [False, True, False]
+    assert [one.reset_peers for one in orders] == [False, True, False]
 
 
 async def test_leaders_of_the_same_processes_share_one_order() -> None:

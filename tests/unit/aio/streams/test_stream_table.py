@@ -226,7 +226,7 @@ def test_prompt_report_keeps_earlier_values() -> None:
     assert [one.logprob for one in found] == [-1, -2, -3.5, -4]
 
 
-def test_prompt_report_is_read_when_it_is_whole() -> None:
+def test_prompt_report_is_read_when_it_is_complete() -> None:
     report = PromptReport(PROMPT, 2)
     report.take(prompt_piece(1, 1))
     with pytest.raises(ValueError, match="position 3 of a prompt is reported before 2"):

@@ -324,7 +324,7 @@ def test_front_that_fits_joins_before_any_prefill_gives_way() -> None:
     cluster.submit(make_request("large", words(45, start=500), max_tokens=2))
     with observed() as reached:
         cluster.run_encode()
-    assert reached["kernel.stall_favoured"] == 1
+    assert reached["kernel.stall_unblocked"] == 1
     assert generate_statistics(cluster)["preemptions"] == 0
     cluster.drain()
     assert joined(cluster) == ["p0", "front", "large"]

@@ -202,7 +202,7 @@ def joins(cluster: ModelCluster) -> list[Join]:
 
 def writes(cluster: ModelCluster) -> list[tuple[int, int]]:
     return [
-        (write.end, write.place)
+        (write.end, write.snapshot_slot)
         for decision in cluster.decisions
         for chunk in decision.chunks
         for write in chunk.writes
