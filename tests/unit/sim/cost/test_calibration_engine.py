@@ -63,7 +63,7 @@ class SimulatedDresser(RequestTexts):
         found = []
         for part in arrival.images:
             image = Image(arrival.key_of(part), part.tokens)
-            self._world.appearances[key_of(image, arrival.tenant)] = appearance_of(image)
+            self._world.appearances[key_of(image, arrival.salt)] = appearance_of(image)
             found.append(data_url(image))
         return found
 
