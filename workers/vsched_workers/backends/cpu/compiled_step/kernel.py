@@ -176,7 +176,7 @@ def _product(tags: Any, tables: Tables, index: int, rows_at: int, rows: int, out
     weight, kernels = tables.weights[index : index + 1], tables.multiply[index]
     kernel = kernels[MANY if rows >= kernels[MANY_MIN] else FEW]
     outputs, passes = weight[0].outputs, (rows + PASS_ROWS - 1) // PASS_ROWS
-    pool = 0 if outputs * weight[0].given * passes < ALONE_MAX else tables.model[0].pool
+    pool = 0 if outputs * weight[0].inputs_unpadded * passes < ALONE_MAX else tables.model[0].pool
     _multiply(kernel, pool, tags, weight, rows_at, rows, outputs, out_at)
 
 

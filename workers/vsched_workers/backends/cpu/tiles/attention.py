@@ -57,7 +57,7 @@ from vsched_workers.backends.cpu.tiles.kernel import (
     TILE_ROWS,
     TOGETHER,
     configure_tiles,
-    lay_out_row,
+    pack_row,
     multiply_tiles,
     next_line,
     release_tiles,
@@ -242,7 +242,7 @@ def _attend_block(task: int, given: PrefillArguments) -> None:
     sums_at = scores_at + BLOCK * 4 * score_values
     given_at = given.query_at + head * given.query_head_bytes + start * size
     for row in range(rows):
-        lay_out_row(row, given_at, head_dim, query_at)
+        pack_row(row, given_at, head_dim, query_at)
     configure_tiles(rows)
     for half in range(steps):
         multiply_tiles(
