@@ -263,10 +263,10 @@ def _attend_chunks(
     for chunk in range(len(chunks.bounds)):
         first, stop = chunks.bounds[chunk, 0], chunks.bounds[chunk, 1]
         position, begin = chunks.bounds[chunk, 2], chunks.bounds[chunk, 3]
-        unseen = max(position + 1 - heads.window, 0) if heads.window else 0
-        seen = chunks.slots[begin + unseen : begin + position + stop - first]
-        padded_keys = (len(seen) + PANEL - 1) // PANEL * PANEL
-        given = PrefillArguments(
+        first_visible = max(position + 1 - heads.window, 0) if heads.window else 0
+        visible_slots = chunks.slots[begin + first_visible : begin + position + stop - first]
+        padded_keys = (len(visible_slots) + PANEL - 1) // PANEL * PANEL
+        arguments = PrefillArguments(
             chunks.heads_at + first * size,
             prefilling * size,
             heads.queries,
@@ -278,7 +278,7 @@ def _attend_chunks(
             kv_heads * size,
             size,
             kv_heads,
-            seen,
+            visible_slots,
             chunks.packed_at,
             padded_keys,
             1,
@@ -289,7 +289,7 @@ def _attend_chunks(
             chunks.tag,
         )
         scores = (stop - first) * heads.queries * padded_keys
-        _attend(kernels[ATTEND], chunks.pool if scores >= PARALLEL_SCORES_MIN else 0, given)
+        _attend(kernels[ATTEND], chunks.pool if scores >= PARALLEL_SCORES_MIN else 0, arguments)
 
 
 @compiled()
