@@ -54,9 +54,9 @@ from vsched_workers.batching.kv_cache import (
 from vsched_workers.batching.packed_step import (
     Images,
     PromptPositions,
+    bidirectional_spans_of,
     fetch_images,
     has_prompt_logprobs,
-    mutual_spans,
     pack,
     prompt_logprobs,
     sampling_rows,
@@ -115,7 +115,8 @@ class LanguageModel:
         shares_head: Whether this rank computes the logits of a part of the vocabulary only.
         ruled: Whether layers have score rules, or values of another size than keys.
         states: Recurrent states of the layers; None if they keep only keys and values.
-        mutual: Return the spans of a sequence with bidirectional attention; None if attention is causal throughout.
+        bidirectional_spans: Return the spans of a sequence with bidirectional attention; None if attention is causal
+            throughout.
         adapt: Make its layers able to take LoRA adapters.
     """
 
@@ -129,7 +130,7 @@ class LanguageModel:
     shares_head: bool = False
     ruled: bool = False
     states: RecurrentStates | None = None
-    mutual: Callable[[SequenceState], Spans] | None = None
+    bidirectional_spans: Callable[[SequenceState], Spans] | None = None
 
 
 class LanguageWorker(RankWorker, GenerateWorker):
@@ -280,7 +281,11 @@ class LanguageWorker(RankWorker, GenerateWorker):
             assert self._cache is not None, "build_kv comes before the first step"
             assert self._attention is not None, "it comes with the cache"
             token_ids, positions, step = pack(
-                batch, self._cache, self._attention, self._backend, self._language.mutual
+                batch,
+                self._cache,
+                self._attention,
+                self._backend,
+                self._language.bidirectional_spans,
             )
             if self._language.states is not None:
                 self._language.states.begin(step, batch, self._backend.send)
@@ -559,7 +564,7 @@ def _load_any(
         first_layers=None if found.layers is None else found.layers.first,
         ruled=not found.plain,
         states=found.states if info.state_bytes else None,
-        mutual=mutual_spans(info),
+        bidirectional_spans=bidirectional_spans_of(info),
         adapt=functools.partial(AdaptedModule, model, cuts=ranks.cuts, only=found.adaptable),
     )
     return language, group

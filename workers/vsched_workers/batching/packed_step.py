@@ -77,7 +77,7 @@ def special_rows(batch: Batch) -> list[SpecialRow]:
     ]
 
 
-def mutual_spans(info: ModelInfo) -> Callable[[SequenceState], Spans] | None:
+def bidirectional_spans_of(info: ModelInfo) -> Callable[[SequenceState], Spans] | None:
     """Return a function for a sequence's spans with bidirectional attention; None if there are none."""
     if info.prompt_atomic:
         return lambda sequence: ((0, sequence.prompt_length),)
@@ -125,11 +125,11 @@ def pack(
     cache: KvCache,
     attention: AttentionKernels,
     inputs: DeviceInputs,
-    mutual: Callable[[SequenceState], Spans] | None = None,
+    bidirectional_spans: Callable[[SequenceState], Spans] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, PagedStep]:
     """Build token ids [rows], positions [4, 1, rows] and the attention metadata of a step.
 
-    `mutual` returns the spans of a sequence with bidirectional attention; None if there are none.
+    `bidirectional_spans` returns the spans of a sequence with bidirectional attention; None if there are none.
     """
     size = cache.block_size
     decode_rows = len(batch.decode_slots)
@@ -166,7 +166,9 @@ def pack(
                 device=inputs.device,
                 keeps_indices=inputs.keeps_indices,
                 prompt_length=chunk.sequence.prompt_length,
-                mutual=() if mutual is None else mutual(chunk.sequence),
+                bidirectional_spans=bidirectional_spans(chunk.sequence)
+                if bidirectional_spans
+                else (),
             )
         )
         row = end

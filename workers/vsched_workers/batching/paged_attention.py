@@ -1,20 +1,23 @@
 """Attention over a paged KV cache.
 
 The modelling code calls `attend` through transformers' attention interface, once per layer, with the queries, keys and
-values of one packed batch: first the decode rows, one token each, then the tokens of each prefill chunk. `attend`
-writes keys and values into their slots of the cache and reads each sequence's context back through its block table.
+values of one packed batch. `attend` writes keys and values into their slots of the cache and reads each sequence's
+context back through its block table.
+
+  rows   | d0 | d1 | d2 | a0 a1 .. | b0 b1 b2 .. |      d: decode rows, one token of a sequence each
+  decode_rows = 3         segments = [A, B]              A, B: prefill chunks
 
 No mask function is registered under the same name, so transformers builds no mask: visibility follows from a token's
 position in its sequence.
 
 The metadata of a step is computed once, in `PagedStep`, and shared by all layers. It is passed to the attention
-function in a context variable (`running`), as not every model passes keyword arguments on. So two models can run in one
-process.
+function in a context variable (`running`), as not every model passes keyword arguments on; a context variable, not a
+global, so that two models can run in one process.
 
-Layers with sliding windows, logit soft-capping, sinks, or values of another size than keys use `attend_ruled`, with
-torch alone, for every device and type; others the kernels of the backend. There, scores and softmax are float32, tokens
-before a window are not read, and a long chunk is split, so that temporary memory stays within `PART_BYTES` or is that
-of one row.
+Layers with sliding windows, logit soft-capping, sinks, bidirectional spans, or values of another size than keys use
+`attend_by_rule`: the backend's kernels if they support the rule, otherwise torch. In torch, scores and softmax are
+float32, tokens before a window are not read, and a chunk is split so that temporary memory stays within `PART_BYTES`
+(or that of one row).
 """
 
 from __future__ import annotations
@@ -46,6 +49,7 @@ class ScoreRule(NamedTuple):
     """Variants of the attention scores.
 
     Attributes:
+        scaling: Factor of the scores.
         window: Tokens that a row attends to, itself included; None without a sliding window.
         softcap: Bound of logit soft-capping; None without it.
         sinks: [heads], attention sinks: scores in the softmax without a value; None without them.
@@ -61,7 +65,7 @@ class ContextIndex(NamedTuple):
     """Contexts of decode rows: slots int64 [rows, longest], and the mask of valid ones, [rows, longest]."""
 
     slots: torch.Tensor
-    seen: torch.Tensor
+    is_visible: torch.Tensor
 
     @classmethod
     def of(
@@ -77,11 +81,12 @@ class ContextIndex(NamedTuple):
         starts = np.zeros_like(contexts) if window is None else np.maximum(contexts - window, 0)
         longest = int((contexts - starts).max())
         positions = starts[:, None] + np.arange(longest)
-        seen = positions < contexts[:, None]
-        positions = np.where(seen, positions, 0)  # slots of the first token exist, and are masked
+        is_visible = positions < contexts[:, None]
+        # Slots of the first token exist, and are masked.
+        positions = np.where(is_visible, positions, 0)
         blocks = np.take_along_axis(tables, positions // block_size, axis=1).astype(np.int64)
         slots = blocks * block_size + positions % block_size
-        return cls(sent(slots, device), sent(seen, device))
+        return cls(sent(slots, device), sent(is_visible, device))
 
 
 def decode_by_rule(
@@ -98,11 +103,11 @@ def decode_by_rule(
     out = query.new_empty(rows, heads, kept.value_dim)
     for start in range(0, rows, count):
         part = slice(start, start + count)
-        slots, seen = index.slots[part], index.seen[part]
+        slots, is_visible = index.slots[part], index.is_visible[part]
         grouped = query[part].reshape(len(slots), kv_heads, heads // kv_heads, -1)
         keys, values = kept.read(slots, query.dtype)
         scores = grouped @ keys.permute(0, 2, 3, 1)
-        weights = _weights(scores, seen[:, None, None], rule, (kv_heads, -1, 1))
+        weights = _weights(scores, is_visible[:, None, None], rule, (kv_heads, -1, 1))
         out[part] = (weights @ values.transpose(1, 2)).flatten(1, 2)
     return out
 
@@ -112,11 +117,11 @@ def prefill_by_rule(
     kept: LayerKv,
     slots: torch.Tensor,
     rule: ScoreRule,
-    mutual: Spans = (),
+    bidirectional_spans: Spans = (),
 ) -> torch.Tensor:
     """Attend for the tokens of a chunk, the last ones of a context, each to the tokens up to itself.
 
-    Attention is bidirectional within each span of `mutual`; the spans are within the context.
+    Attention is bidirectional within each span of `bidirectional_spans`; the spans are within the context.
 
     Shape: query [heads, rows, key dim]; `slots` int64 [context]. Returns [rows, heads, value dim].
     """
@@ -124,20 +129,24 @@ def prefill_by_rule(
     kv_heads = kept.keys.shape[1]
     out = query.new_empty(rows, heads, kept.value_dim)
     before = len(slots) - rows
-    for first, last, low, causal in _parts(rows, len(slots), heads, rule.window):
-        spans = [each for each in mutual if each[0] < causal and each[1] > before + first]
-        high = max([causal, *(end for _, end in spans)])
+    for first, last, low, causal_high in _parts(rows, len(slots), heads, rule.window):
+        spans = [
+            each
+            for each in bidirectional_spans
+            if each[0] < causal_high and each[1] > before + first
+        ]
+        high = max([causal_high, *(end for _, end in spans)])
         keys, values = kept.read(slots[low:high], query.dtype)
         grouped = query[:, first:last].reshape(kv_heads, heads // kv_heads, last - first, -1)
         scores = grouped @ keys.permute(1, 2, 0)[:, None]
         position = torch.arange(before + first, before + last, device=query.device)[:, None]
         other = torch.arange(low, high, device=query.device)
-        seen = other <= position
+        is_visible = other <= position
         for start, end in spans:
-            seen |= (position >= start) & (position < end) & (other >= start) & (other < end)
+            is_visible |= (position >= start) & (position < end) & (other >= start) & (other < end)
         if rule.window is not None:
-            seen &= other > position - rule.window
-        weights = _weights(scores, seen, rule, (kv_heads, -1, 1, 1))
+            is_visible &= other > position - rule.window
+        weights = _weights(scores, is_visible, rule, (kv_heads, -1, 1, 1))
         attended = weights @ values.transpose(0, 1)[:, None]
         out[first:last] = attended.permute(2, 0, 1, 3).flatten(1, 2)
     return out
@@ -146,7 +155,7 @@ def prefill_by_rule(
 def _parts(
     rows: int, context: int, heads: int, window: int | None
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Yield rows [first, last) of a chunk with the range of tokens [low, high) that they attend to."""
+    """Yield rows [first, last) of a chunk with the range of tokens [low, causal_high) that they attend to causally."""
     before = context - rows
     first = 0
     while first < rows:
@@ -158,13 +167,13 @@ def _parts(
 
 
 def _weights(
-    scores: torch.Tensor, seen: torch.Tensor, rule: ScoreRule, sinks_shape: tuple[int, ...]
+    scores: torch.Tensor, is_visible: torch.Tensor, rule: ScoreRule, sinks_shape: tuple[int, ...]
 ) -> torch.Tensor:
-    """Return the softmax of scores [..., keys] over the tokens that are seen; `sinks_shape` broadcasts the sinks."""
+    """Return the softmax of scores [..., keys] over the visible tokens; `sinks_shape` broadcasts the sinks."""
     exact = scores.float() * rule.scaling
     if rule.softcap is not None:
         exact = torch.tanh(exact / rule.softcap) * rule.softcap
-    exact = exact.masked_fill(~seen, -torch.inf)
+    exact = exact.masked_fill(~is_visible, -torch.inf)
     if rule.sinks is None:
         return exact.softmax(dim=-1).to(scores.dtype)
     sinks = rule.sinks.float().reshape(sinks_shape)
@@ -268,16 +277,17 @@ Shape: query, key and value [heads, sequences, rows, head dim]; `out` [sequences
 
 
 class Segment:
-    """One chunk of the packed batch: rows [start, stop), the last of which has `context` tokens up to itself.
+    """One chunk: positions [first, last) of its sequence, rows [start, stop) of the packed batch.
 
-    `whole` means that the chunk is its whole context: nothing is read from the cache, and attention is plain causal.
+    `context` is `last`, the tokens up to its last row. `whole` means that the chunk is its whole context: nothing is
+    read from the cache, and attention is plain causal.
 
     If `keeps_indices` is set, as on a GPU, slots and mask are computed once per step and shared by the layers.
     Otherwise every layer computes them again: on the host that takes a fiftieth of the layer's time, while keeping them
     for all chunks would take more memory than anything else in a step.
 
     `prompt_length` is the number of prompt tokens of its sequence. Attention is bidirectional within each span of
-    `mutual`; a chunk that overlaps a span contains its end.
+    `bidirectional_spans`; a chunk that overlaps a span contains its end.
     """
 
     def __init__(
@@ -291,7 +301,7 @@ class Segment:
         device: str,
         keeps_indices: bool = False,
         prompt_length: int = 0,
-        mutual: Spans = (),
+        bidirectional_spans: Spans = (),
     ) -> None:
         self.start = start
         self.stop = start + last - first
@@ -299,7 +309,9 @@ class Segment:
         self.context = last
         self.whole = first == 0
         self.prompt_length = prompt_length
-        self.mutual = tuple(span for span in mutual if span[0] < last and span[1] > first)
+        self.bidirectional_spans = tuple(
+            span for span in bidirectional_spans if span[0] < last and span[1] > first
+        )
         self.table = table
         self.blocks = -(-last // block_size)
         self._block_size = block_size
@@ -362,7 +374,7 @@ class PagedStep:
         slots: int64 [rows], the slot for each row's key and value.
         tables: int32 [decode rows, blocks], the block tables of the decode rows, cut to the longest.
         contexts: int32 [decode rows], tokens that each decode row attends to, itself included.
-        on_device: tables and contexts on a GPU, once they have been copied; a captured step has these alone.
+        on_device: tables and contexts on a GPU, once copied; a step captured in a CUDA graph has only these.
     """
 
     cache: KvCache
@@ -467,14 +479,14 @@ def attend(
     if sliding_window is not None and step.longest <= sliding_window:
         sliding_window = None
     plain = sliding_window is None and softcap is None and s_aux is None
-    plain = plain and not any(segment.mutual for segment in step.segments)
+    plain = plain and not any(segment.bidirectional_spans for segment in step.segments)
     if plain and key.shape[-1] == value.shape[-1]:
-        return attend_plainly(query[0], key, value, layer, step, scale)[None], None
+        return attend_with_kernels(query[0], key, value, layer, step, scale)[None], None
     rule = ScoreRule(scale, sliding_window, softcap, s_aux)
     return attend_by_rule(query[0], layer, step, rule)[None], None
 
 
-def attend_plainly(
+def attend_with_kernels(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -504,8 +516,8 @@ def attend_plainly(
     for segment in step.segments:
         part = slice(segment.start, segment.stop)
         # One segment at a time, so that its temporary memory is reused by the next.
-        seen = query[:, part], key[:, part], value[:, part]
-        out[part] = step.prefill(*seen, layer, segment, step, scaling).transpose(0, 1)
+        own = query[:, part], key[:, part], value[:, part]
+        out[part] = step.prefill(*own, layer, segment, step, scaling).transpose(0, 1)
     return out
 
 
@@ -528,7 +540,7 @@ def attend_by_rule(
         out[:rows] = kernel.by_rule(query[:, :rows].transpose(0, 1), layer, step, rule)
     elif rows:
         if len(step.contexts) < rows:
-            raise RuntimeError("no kernel that can be captured attends by rules here")
+            raise RuntimeError("no kernel for this score rule can be captured in a CUDA graph")
         decoding, index = (
             query[:, :rows].transpose(0, 1),
             step.context_index(rule.window, query.device),
@@ -539,11 +551,13 @@ def attend_by_rule(
         prefill = None
     for segment in step.segments:
         part = slice(segment.start, segment.stop)
-        if prefill is not None and not segment.mutual:
+        if prefill is not None and not segment.bidirectional_spans:
             found = prefill.in_window(query[:, part], layer, segment, step, rule)
             out[part] = found.transpose(0, 1)
         else:
-            out[part] = prefill_by_rule(query[:, part], kept, segment.slots(), rule, segment.mutual)
+            out[part] = prefill_by_rule(
+                query[:, part], kept, segment.slots(), rule, segment.bidirectional_spans
+            )
     return out
 
 

@@ -35,8 +35,8 @@ from vsched_workers.backends.cpu.quantized.kernel import (
     FEW_ROWS_MAX,
     PANEL,
     PASS_ROWS,
-    TILE_PANELS,
-    UNTILED_BYTES,
+    RESULT_PANELS,
+    WHOLE_ROWS_BYTES,
 )
 from vsched_workers.backends.cpu.threads import pool_of
 from vsched_workers.quantized.weights import QuantizedWeight, quantize
@@ -152,10 +152,10 @@ def test_product_equals_that_by_the_dequantized_weight(kind: str, shape: tuple[i
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "int4 32+"])
-def test_tiles_of_the_result_do_not_change_its_bits(kind: str) -> None:
-    """Rows that do not fit into the cache, and outputs that are no whole number of tiles."""
-    inputs, outputs = 2 * BLOCK + 32, (TILE_PANELS + 1) * PANEL - 3
-    rows = drawn(UNTILED_BYTES // (4 * inputs) + 1, inputs)
+def test_result_blocks_do_not_change_its_bits(kind: str) -> None:
+    """Rows that do not fit into the cache, and outputs that are no whole number of result blocks."""
+    inputs, outputs = 2 * BLOCK + 32, (RESULT_PANELS + 1) * PANEL - 3
+    rows = drawn(WHOLE_ROWS_BYTES // (4 * inputs) + 1, inputs)
     weight = (
         drawn(outputs, inputs).bfloat16()
         if kind == "bfloat16"

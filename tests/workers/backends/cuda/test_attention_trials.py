@@ -30,7 +30,7 @@ from vsched_workers.batching.paged_attention import (
     PagedStep,
     ScoreRule,
     attend_by_rule,
-    attend_plainly,
+    attend_with_kernels,
     decode_by_rule,
 )
 
@@ -265,14 +265,14 @@ def test_flash_prefill_takes_several_chunks_in_one_call(monkeypatch: pytest.Monk
         for mine, held in zip(own, (step.cache.keys, step.cache.values), strict=True):
             mine[:, segment.start : segment.stop] = held[1][slots].transpose(0, 1)
     query = torch.randn(6, rows, 16, generator=torch.Generator().manual_seed(1))
-    wanted = attend_plainly(query, own[0], own[1], 1, step, 0.3)
+    wanted = attend_with_kernels(query, own[0], own[1], 1, step, 0.3)
     step.prefill = kernel = FlashPrefill()
     calls = counting(kernel)
     for limit, expected in ((1 << 20, 1), (0, 2)):
         monkeypatch.setattr(attention, "GATHERED_BYTES", limit)
         step.scratch.clear()
         calls.clear()
-        found = attend_plainly(query, own[0], own[1], 1, step, 0.3)
+        found = attend_with_kernels(query, own[0], own[1], 1, step, 0.3)
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
         assert len(calls) == expected
 

@@ -112,11 +112,11 @@ class QuantizedProduct(KernelProduct):
         self._order = weight.order
         self.has_order = weight.order is not None
         self._kind, self._dtype = weight.kind, weight.dtype
-        outputs, given = weight.shape
-        whole = weight.group >= given
+        outputs, inputs_unpadded = weight.shape
+        whole = weight.group >= inputs_unpadded
         fits = weight.kind in FORMATS and (whole or weight.group % ROW_BLOCK == 0)
         multiple = ROW_BLOCK if fits else INPUTS
-        inputs = -(-given // multiple) * multiple
+        inputs = -(-inputs_unpadded // multiple) * multiple
         group = inputs if whole else weight.group
         assert not group % INPUTS, "groups must be multiples of INPUTS"
         unscaled = weight.kind in {"bfloat16", "float32"}
@@ -132,7 +132,7 @@ class QuantizedProduct(KernelProduct):
         super().__init__(
             threads,
             PANEL,
-            given=given,
+            inputs_unpadded=inputs_unpadded,
             inputs=inputs,
             input_bytes=self._panels[0].nbytes // inputs,
             weight_at=self._panels.data_ptr(),
@@ -166,15 +166,15 @@ class QuantizedProduct(KernelProduct):
         assert self._kind in FORMATS or self._kind == "fp8", "unquantized weights have no scales"
         assert self._order is None, "embeddings must not be permuted"
         panel, place = indices // PANEL, indices % PANEL
-        given, zero_point = self.shape[1], float(self.weight["zero_point"][0])
-        groups = torch.arange(given) // int(self.weight["group"][0])
+        inputs, zero_point = self.shape[1], float(self.weight["zero_point"][0])
+        groups = torch.arange(inputs) // int(self.weight["group"][0])
         together = 4 if self._kind in FORMATS else 1
         values = self._panels.view(len(self._panels), -1, PANEL, together)[panel, :, place]
         scales = self._scales[panel, :, place].float()[:, groups]
         offsets = None if self._offsets is None else self._offsets[panel, :, place].float()
         if self._kind == "int4":
             values = torch.stack((values & 15, values >> 4), -2)
-        values = values.flatten(1)[:, :given]
+        values = values.flatten(1)[:, :inputs]
         if self._kind == "fp8":
             values, scales = values.view(torch.float8_e4m3fn), scales / FP8_FACTOR
         rows = (values.float() - zero_point) * scales
@@ -202,10 +202,10 @@ def widens_in_tiles(settings: WorkerSettings, dtype: torch.dtype) -> bool:
 
 
 def _block_of(group: int) -> int:
-    """Inputs of a block: the maximum that divides a group, or if nothing does (one group per row), the maximum."""
+    """Inputs of a block: the largest divisor of a group up to `BLOCK` that is a multiple of `INPUTS`, as groups are."""
     if group <= BLOCK:
         return group
-    return next(each for each in range(BLOCK, 0, -INPUTS) if not group % each or each == INPUTS)
+    return next(each for each in range(BLOCK, 0, -INPUTS) if not group % each)
 
 
 def _unscaled(weight: torch.Tensor) -> QuantizedWeight:
@@ -249,7 +249,7 @@ def _pack_values(weight: QuantizedWeight, inputs: int, threads: int) -> torch.Te
 def _pack_int4(pairs: torch.Tensor) -> torch.Tensor:
     """Repack bytes of two neighbouring inputs, [..., in / 2], into words of eight.
 
-      given:   byte j         high: input 2 j + 1    low: input 2 j
+      before:  byte j         high: input 2 j + 1    low: input 2 j
       packed:  byte j of 4    high: input j + 4      low: input j
 
     The four low nibbles of a word are its first four inputs.
@@ -287,7 +287,7 @@ class PanelProduct(KernelProduct):
         if bias is not None:
             self._bias[:outputs] = bias
         places = {"weight_at": self._panels.data_ptr(), "bias_at": self._bias.data_ptr()}
-        super().__init__(threads, PAIR_PANEL, given=inputs, outputs=outputs, **places)
+        super().__init__(threads, PAIR_PANEL, inputs_unpadded=inputs, outputs=outputs, **places)
         self.kernel = self.many_rows_kernel = multiply_in_tiles if tiles else multiply_pairs
 
     def multiply_rows(self, dtype: torch.dtype, rows_at: int, count: int, result_at: int) -> None:

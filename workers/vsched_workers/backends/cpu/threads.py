@@ -335,14 +335,14 @@ class ThreadPool:
             thread.start()
             self._others.append(thread)
         self.threads = max(self.threads, threads)
-        layout.use(self.state_at, threads)
+        layout.set_active_threads(self.state_at, threads)
 
     def stop(self) -> None:
         """End the other threads: their code and the state must not be freed while they run."""
         for thread in self._others:
             while thread.is_alive():  # one that was about to sleep misses a wake
                 self._set(layout.STOP_AT, 1)
-                layout.use(self.state_at, 1)
+                layout.set_active_threads(self.state_at, 1)
                 thread.join(0.01)
 
     def adapt(self, *, torch_threads: int) -> None:
@@ -364,7 +364,7 @@ class ThreadPool:
         choice = self._choices[stage]
         threads = choice.next_threads
         if threads != self._get(layout.ACTIVE_AT):
-            layout.use(self.state_at, threads)
+            layout.set_active_threads(self.state_at, threads)
             torch.set_num_threads(min(threads, self._torch_threads))
         started_s = time.perf_counter()
         yield

@@ -23,7 +23,7 @@ from torch.nn import functional
 from vsched_workers.backends.base import Product
 from vsched_workers.backends.cuda.products import RowProduct, power_of_two, with_row_kernel
 from vsched_workers.backends.reference.layers import MergedAttention, angles_of, merged
-from vsched_workers.batching.paged_attention import PagedStep, attend_plainly
+from vsched_workers.batching.paged_attention import PagedStep, attend_with_kernels
 
 if TYPE_CHECKING:
     from vsched_workers.batching.packed_step import Images
@@ -169,7 +169,9 @@ class FusedLayers:
         if step.segments:
             parts = qkv.view(count, heads + 2 * kv_heads, head_dim).transpose(0, 1)
             own = parts[heads : heads + kv_heads], parts[heads + kv_heads :]
-        return attend_plainly(turned, *own, attention.index, step, attention.scaling).flatten(1)
+        return attend_with_kernels(turned, *own, attention.index, step, attention.scaling).flatten(
+            1
+        )
 
     def _add_norm(self, run: _Buffers, added: torch.Tensor | None, norm: GpuNorm) -> None:
         """Add to the hidden states of a step, and normalize them into its buffer."""

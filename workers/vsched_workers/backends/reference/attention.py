@@ -52,7 +52,7 @@ def decode_by_gather(
         query.reshape(rows, kv_heads, heads // kv_heads, head_dim),
         keys.transpose(1, 2),
         values.transpose(1, 2),
-        attn_mask=index.seen[:, None, None],
+        attn_mask=index.is_visible[:, None, None],
         scale=scaling,
     )
     return attended.reshape(rows, heads, head_dim)

@@ -157,7 +157,7 @@ def test_a_caller_that_finds_the_pool_busy_computes_alone(pool: ThreadPool) -> N
 def test_a_thread_that_never_comes_delays_nothing(pool: ThreadPool) -> None:
     """Other threads steal its pieces."""
     pool.use(2)
-    layout.use(pool.state_at, 5)
+    layout.set_active_threads(pool.state_at, 5)
     assert (counted(pool.state_at, 1000, calls=500) == 500).all()
 
 

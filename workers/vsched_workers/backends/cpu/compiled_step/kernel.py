@@ -176,7 +176,7 @@ def _product(tags: Any, tables: Tables, index: int, rows_at: int, rows: int, out
     weight, kernels = tables.weights[index : index + 1], tables.multiply[index]
     kernel = kernels[MANY if rows >= kernels[MANY_MIN] else FEW]
     outputs, passes = weight[0].outputs, (rows + PASS_ROWS - 1) // PASS_ROWS
-    pool = 0 if outputs * weight[0].given * passes < ALONE_MAX else tables.model[0].pool
+    pool = 0 if outputs * weight[0].inputs_unpadded * passes < ALONE_MAX else tables.model[0].pool
     _multiply(kernel, pool, tags, weight, rows_at, rows, outputs, out_at)
 
 
@@ -263,10 +263,10 @@ def _attend_chunks(
     for chunk in range(len(chunks.bounds)):
         first, stop = chunks.bounds[chunk, 0], chunks.bounds[chunk, 1]
         position, begin = chunks.bounds[chunk, 2], chunks.bounds[chunk, 3]
-        unseen = max(position + 1 - heads.window, 0) if heads.window else 0
-        seen = chunks.slots[begin + unseen : begin + position + stop - first]
-        padded_keys = (len(seen) + PANEL - 1) // PANEL * PANEL
-        given = PrefillArguments(
+        first_visible = max(position + 1 - heads.window, 0) if heads.window else 0
+        visible_slots = chunks.slots[begin + first_visible : begin + position + stop - first]
+        padded_keys = (len(visible_slots) + PANEL - 1) // PANEL * PANEL
+        arguments = PrefillArguments(
             chunks.heads_at + first * size,
             prefilling * size,
             heads.queries,
@@ -278,7 +278,7 @@ def _attend_chunks(
             kv_heads * size,
             size,
             kv_heads,
-            seen,
+            visible_slots,
             chunks.packed_at,
             padded_keys,
             1,
@@ -289,7 +289,7 @@ def _attend_chunks(
             chunks.tag,
         )
         scores = (stop - first) * heads.queries * padded_keys
-        _attend(kernels[ATTEND], chunks.pool if scores >= PARALLEL_SCORES_MIN else 0, given)
+        _attend(kernels[ATTEND], chunks.pool if scores >= PARALLEL_SCORES_MIN else 0, arguments)
 
 
 @compiled()

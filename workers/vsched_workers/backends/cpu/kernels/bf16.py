@@ -135,7 +135,7 @@ def ordered(builder: Any, value: Any) -> Any:
 
 
 @emits(numba.float32, numba.float32, numba.float32)
-def larger(builder: Any, one: Any, other: Any) -> Any:
+def maximum(builder: Any, one: Any, other: Any) -> Any:
     """Maximum of two float32. numba's own `max` handles NaN, one value at a time."""
     single = ir.FloatType()
     declared = ir.FunctionType(single, [single, single])
@@ -164,7 +164,7 @@ def _taylor(series: Any, rest: Any) -> Any:
 @compiled()
 def exp2(value: Any) -> Any:
     """2**x for x <= 0 as 2**n * e**(f ln 2), n integer, |f| <= 1/2, by the series to its sixth power."""
-    power = larger(value, _EXPONENT_MIN)
+    power = maximum(value, _EXPONENT_MIN)
     whole = np.floor(power + np.float32(0.5))
     rest = (power - whole) * _LN_2
     return _taylor(np.float32(1 / 720), rest) * power_of_two(whole)
@@ -181,7 +181,7 @@ def exp(value: Any) -> Any:
 
 
 @compiled()
-def bend(scores: Any, count: int, factor: Any, softcap: Any) -> None:
+def soft_cap(scores: Any, count: int, factor: Any, softcap: Any) -> None:
     """Soft-cap: replace scores s by c tanh(factor s / c)."""
     doubled = np.float32(2.0) * factor / softcap
     for index in range(count):

@@ -34,11 +34,11 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from vsched.types import KV_SCALE_BYTES
 from vsched_workers.backends.cpu.kernels.bf16 import (
     LOG2_E,
-    bend,
     bf16_array,
     exp2,
-    larger,
+    maximum,
     narrow,
+    soft_cap,
     widen,
 )
 from vsched_workers.backends.cpu.kernels.compilation import array_of, compiled, emits, kernel
@@ -98,20 +98,20 @@ class RowContext(NamedTuple):
 def softmax(scores: Any, head: int, first: int, length: int, factor: Any) -> None:
     """Replace a head's scores s by their softmax 2**(factor (s_t - max s)) / sum; those before `first` by 0."""
     # Slices: numba checks an index with an arbitrary start for negative values, one at a time.
-    unseen, seen = scores[head][:first], scores[head][first:length]
-    for index in range(len(unseen)):
-        unseen[index] = np.float32(0.0)
-    highest = seen[0]
-    for index in range(1, len(seen)):
-        highest = larger(highest, seen[index])
+    masked, attended = scores[head][:first], scores[head][first:length]
+    for index in range(len(masked)):
+        masked[index] = np.float32(0.0)
+    highest = attended[0]
+    for index in range(1, len(attended)):
+        highest = maximum(highest, attended[index])
     total = np.float32(0.0)
-    for index in range(len(seen)):
-        weight = exp2((seen[index] - highest) * factor)
-        seen[index] = weight
+    for index in range(len(attended)):
+        weight = exp2((attended[index] - highest) * factor)
+        attended[index] = weight
         total += weight
     share = np.float32(1.0) / total
-    for index in range(len(seen)):
-        seen[index] *= share
+    for index in range(len(attended)):
+        attended[index] *= share
 
 
 @compiled()
@@ -301,7 +301,7 @@ def attend_float(query: Any, context: RowContext, summed: Any) -> None:
     _score(query, context, scores)
     for head in range(heads):
         if context.softcap > np.float32(0.0):
-            bend(scores[head], context.length, np.float32(1.0), context.softcap)
+            soft_cap(scores[head], context.length, np.float32(1.0), context.softcap)
         softmax(scores, head, context.first, context.length, LOG2_E)
     _combine(scores, context, summed)
 
@@ -312,9 +312,9 @@ def attend_widened(query_at: int, context: RowContext, scaling: Any, summed: Any
     heads, head_dim = summed.shape
     query = np.empty((heads, head_dim), dtype=np.float32)
     for head in range(heads):
-        given = bf16_array(query_at + head * 2 * head_dim, head_dim)
+        source = bf16_array(query_at + head * 2 * head_dim, head_dim)
         for index in range(head_dim):
-            query[head, index] = widen(given[index]) * scaling
+            query[head, index] = widen(source[index]) * scaling
     attend_float(query, context, summed)
 
 
@@ -509,7 +509,7 @@ def _attend_pairs(query_at: int, context: RowContext, scaling: Any, summed: Any)
     factor = scaling * LOG2_E
     for head in range(heads):
         if context.softcap > np.float32(0.0):
-            bend(scores[head], context.length, scaling, context.softcap)
+            soft_cap(scores[head], context.length, scaling, context.softcap)
             factor = LOG2_E
         softmax(scores, head, context.first, context.length, factor)
         for index in range(0, width, LANES):
@@ -555,12 +555,12 @@ class _Decode(NamedTuple):
 
 
 @compiled()
-def _write_row(row: int, given: _Decode, kv_first: int, kv_stop: int) -> None:
+def _write_row(row: int, arguments: _Decode, kv_first: int, kv_stop: int) -> None:
     """Write a row's keys and values of some KV heads into the cache."""
-    heads, rows, keys, values = given.heads[0], given.rows, given.keys, given.values
+    heads, rows, keys, values = arguments.heads[0], arguments.rows, arguments.keys, arguments.values
     kv_heads, head_dim = keys.shape[1], 2 * rows.cos.shape[1]
     slot, size = rows.slots[row], 2 * head_dim
-    row_at = given.qkv_at + row * (heads.queries + 2 * kv_heads) * size
+    row_at = arguments.qkv_at + row * (heads.queries + 2 * kv_heads) * size
     turned = np.empty(head_dim, dtype=np.uint16)
     for kv_head in range(kv_first, kv_stop):
         at = row_at + (heads.queries + kv_head) * size
@@ -588,35 +588,40 @@ def _sees_another(rows: RopeRows, tables: Any, contexts: Any, block_size: int) -
 
 
 @compiled()
-def _decode_share(task: int, given: _Decode) -> None:
+def _decode_share(task: int, arguments: _Decode) -> None:
     """Attend for the queries of a row that share some of the KV heads; see `decode`."""
-    heads, rows, contexts, block_size = given.heads[0], given.rows, given.contexts, given.block_size
-    kv_heads, head_dim = given.keys.shape[1], 2 * rows.cos.shape[1]
-    share = kv_heads // given.shares
-    row, kv_first = task // given.shares, task % given.shares * share
+    heads, rows, contexts, block_size = (
+        arguments.heads[0],
+        arguments.rows,
+        arguments.contexts,
+        arguments.block_size,
+    )
+    kv_heads, head_dim = arguments.keys.shape[1], 2 * rows.cos.shape[1]
+    share = kv_heads // arguments.shares
+    row, kv_first = task // arguments.shares, task % arguments.shares * share
     if contexts[row] == 0:
         return
-    unseen = contexts[row] - heads.window if 0 < heads.window < contexts[row] else 0
-    skipped = unseen // block_size
+    first_visible = contexts[row] - heads.window if 0 < heads.window < contexts[row] else 0
+    skipped = first_visible // block_size
     context = RowContext(
-        given.keys,
-        given.values,
-        given.tables[row][skipped:],
-        unseen - skipped * block_size,
+        arguments.keys,
+        arguments.values,
+        arguments.tables[row][skipped:],
+        first_visible - skipped * block_size,
         contexts[row] - skipped * block_size,
         block_size,
         kv_first,
         kv_first + share,
         heads.softcap,
     )
-    if not given.is_written:
-        _write_row(row, given, kv_first, kv_first + share)
+    if not arguments.is_written:
+        _write_row(row, arguments, kv_first, kv_first + share)
     size, group = 2 * head_dim, heads.queries // kv_heads
     first, count = kv_first * group, share * group
     summed = np.zeros((count, head_dim), dtype=np.float32)
     # Rotated queries use the space of the output.
-    source_at = given.qkv_at + (row * (heads.queries + 2 * kv_heads) + first) * size
-    to = given.out_at + (row * heads.queries + first) * size
+    source_at = arguments.qkv_at + (row * (heads.queries + 2 * kv_heads) + first) * size
+    to = arguments.out_at + (row * heads.queries + first) * size
     for head in range(count):
         at = source_at + head * size
         rope_head(at, to + head * size, rows, row, heads.query_norm_at, heads)
@@ -671,12 +676,12 @@ def decode(
     """
     count = len(rows.slots)
     is_written = 1 if _sees_another(rows, tables, contexts, block_size) else 0
-    given = _Decode(
+    arguments = _Decode(
         qkv_at, out_at, heads, rows, keys, values, tables, contexts, block_size, shares, is_written
     )
     if is_written:
-        spread(pool, count, 4, _write_row, (given, 0, keys.shape[1]))
-    spread(pool, count * shares, 1, _decode_share, (given,))
+        spread(pool, count, 4, _write_row, (arguments, 0, keys.shape[1]))
+    spread(pool, count * shares, 1, _decode_share, (arguments,))
 
 
 @compiled()
@@ -748,5 +753,5 @@ def decode_queries(
     Shape: query, out float32 [rows, heads, head_dim]; keys, values float32, bfloat16 or int8 [slots, kv heads, width
     of a head]; tables int32 [rows, blocks]; contexts int32 [rows]. `shares` as in `decode`.
     """
-    given = query, keys, values, tables, contexts, block_size, scaling, shares, out
-    spread(pool, len(query) * shares, 1, _attend_share, given)
+    arguments = query, keys, values, tables, contexts, block_size, scaling, shares, out
+    spread(pool, len(query) * shares, 1, _attend_share, arguments)

@@ -69,7 +69,7 @@ _AHEAD_LINES = 2
 
 WEIGHT = np.dtype(
     [
-        ("given", np.int64),
+        ("inputs_unpadded", np.int64),
         ("inputs", np.int64),
         ("input_bytes", np.int64),
         ("weight_at", np.int64),
@@ -86,10 +86,10 @@ WEIGHT = np.dtype(
 )
 """A packed weight, an array of one record.
 
-`given` inputs (K) are padded to `inputs`, and an input takes `input_bytes` of a panel, of `vectors` vectors. The bias
-of the `outputs` (N) is padded to whole panels. The rest is for quantized weights: inputs of a block and of a group,
-bytes of a panel's scales of one group (0 if all inputs share the scale 1), addresses of scales and of offsets, 0 if
-there are none, and the zero point.
+`inputs_unpadded` (K) are padded to `inputs`, and an input takes `input_bytes` of a panel, of `vectors` vectors. The
+bias of the `outputs` (N) is padded to whole panels. The rest is for quantized weights: inputs of a block and of a
+group, bytes of a panel's scales of one group (0 if all inputs share the scale 1), addresses of scales and of offsets, 0
+if there are none, and the zero point.
 """
 PRODUCT = numba.int64, None, array_of(WEIGHT), *[numba.int64] * 4
 """Types of the parameters of all kernels of products."""
@@ -275,7 +275,7 @@ def _multiply_piece(
     panel: int, rows_at: int, rows: int, weight: Any, outputs: int, out_at: int
 ) -> None:
     """Multiply all rows by a panel, without the padding of the last one."""
-    pairs, column, out_bytes = weight[0].given // 2, panel * PANEL, 2 * outputs
+    pairs, column, out_bytes = weight[0].inputs_unpadded // 2, panel * PANEL, 2 * outputs
     panel_at = weight[0].weight_at + panel * pairs * _PAIR_BYTES
     bias_at, at = weight[0].bias_at + 2 * column, out_at + 2 * column
     if column + PANEL <= outputs:
@@ -294,8 +294,10 @@ def multiply(
     """Multiply bfloat16 rows by a weight in panels, on the threads of a pool (`thread_pool.spread`).
 
     Shape: rows [rows, inputs]; weight `WEIGHT` [1], with a bfloat16 bias; out [rows, outputs]. `outputs` are those of
-    the weight, or in a sparse run fewer.
+    the weight, or fewer while memory is measured.
     """
     panels = (outputs + PANEL - 1) // PANEL
-    given = rows_at, rows, weight, outputs, out_at
-    spread(pool, panels, panels_together(rows, weight[0].given), _multiply_piece, given)
+    arguments = rows_at, rows, weight, outputs, out_at
+    spread(
+        pool, panels, panels_together(rows, weight[0].inputs_unpadded), _multiply_piece, arguments
+    )

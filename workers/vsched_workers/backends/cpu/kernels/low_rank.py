@@ -123,5 +123,5 @@ def add_low_rank(
     Shape: rows bfloat16 [rows, inputs], made bfloat16 [rows, width]; order, owners int64 [n], the row and its
     adapter; parts `PART` [adapters, parts of the product].
     """
-    given = rows_at, inputs, made_at, width, order, owners, parts
-    spread(pool, len(order), 1, _add_row, given)
+    arguments = rows_at, inputs, made_at, width, order, owners, parts
+    spread(pool, len(order), 1, _add_row, arguments)

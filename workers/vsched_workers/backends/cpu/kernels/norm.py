@@ -71,8 +71,8 @@ def add_norm(
 
     Shape: hidden, delta, out [rows, width]; weight [width]. A `delta_at` of 0 adds nothing.
     """
-    given = hidden_at, delta_at, weight_at, width, eps, out_at
-    spread(pool, rows, rows_together(width), _add_norm_row, given)
+    arguments = hidden_at, delta_at, weight_at, width, eps, out_at
+    spread(pool, rows, rows_together(width), _add_norm_row, arguments)
 
 
 NORM = np.dtype([("weight_at", np.int64), ("eps", np.float32), ("once", np.int64)])
@@ -150,8 +150,8 @@ def add_normed(
     Shape: hidden, delta, out [rows, width]; `delta` is overwritten; the norms are `NORM`. A `delta_at` of 0 adds
     nothing. Without a norm, rows are used unchanged.
     """
-    given = hidden_at, delta_at, added_norm, factor, norm, width, out_at
-    spread(pool, rows, rows_together(width), _add_normed_row, given)
+    arguments = hidden_at, delta_at, added_norm, factor, norm, width, out_at
+    spread(pool, rows, rows_together(width), _add_normed_row, arguments)
 
 
 @compiled()
@@ -163,8 +163,8 @@ def _norm_part(row: int, rows_at: int, row_bytes: int, width: int, norm: Any) ->
 @kernel(*[LONG] * 4, _NORMS, LONG)
 def norm_parts(pool: int, rows_at: int, row_bytes: int, width: int, norm: Any, rows: int) -> None:
     """Replace the first `width` values of each row by their norm; rows are `row_bytes` apart."""
-    given = rows_at, row_bytes, width, norm
-    spread(pool, rows, rows_together(width), _norm_part, given)
+    arguments = rows_at, row_bytes, width, norm
+    spread(pool, rows, rows_together(width), _norm_part, arguments)
 
 
 def norm_of(weight_at: int, eps: float, *, once: bool) -> npt.NDArray[Any]:

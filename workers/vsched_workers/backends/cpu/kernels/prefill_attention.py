@@ -2,10 +2,10 @@
 
 For a query row q and its visible keys,
 
-    s_t = q . k_t,   w_t = 2**(factor (s_t - max s)),   out = sum_t w_t v_t / sum_t w_t
+    s_t = q . k_t,   w_t = 2**(factor (s_t - max s)),   out = sum_t w_t v_t / sum_t w_t      (factor = scaling log2 e)
 
 With bfloat16 operands (VDPBF16PS) scores and weights are rounded to bfloat16, as in transformers' eager attention;
-with float32 operands only the result is rounded.
+with float32 operands only the result is rounded. Packed keys and values are bfloat16 in both cases.
 
 **Packing.** Keys and values are packed once, straight from the paged cache, into GEMM panels (see `gemm.py`), for
 each KV head and sequence:
@@ -20,7 +20,9 @@ each KV head and sequence:
 
 Keys are padded to whole panels. Then 24 query rows at a time are multiplied by all visible keys, the softmax is taken
 while the scores are in the cache, and the weights are multiplied by the values. Nothing is compiled for a specific
-shape. The result of a row depends neither on the chunking of its prompt nor on other rows in the batch.
+shape. The result of a row depends neither on the chunking of its prompt nor on other rows in the batch: masked keys add
+exact zeros, and keys are summed in one order. With a sliding window this holds for float32 operands: bfloat16 pairs are
+counted from the first key that the chunk sees.
 """
 
 # numba compiles these functions: to a type checker they are untyped, and their loops are meant to be loops.
@@ -37,11 +39,11 @@ from llvmlite import ir  # type: ignore[import-untyped]
 
 from vsched_workers.backends.cpu.kernels.bf16 import (
     as_type_of,
-    bend,
     bf16_array,
     exp2,
-    larger,
+    maximum,
     narrow,
+    soft_cap,
     widen,
 )
 from vsched_workers.backends.cpu.kernels.compilation import compiled, emits, kernel
@@ -84,12 +86,12 @@ class PrefillArguments(NamedTuple):
         kv_heads: KV heads.
         slots: Slots of a sequence's keys, int64 [keys].
         packed_at: Buffer for packed keys and values, `4 * kv_heads * sequences * padded_keys * head_dim` bytes, at a
-            multiple of 64; with tiles, of padded heads.
+            multiple of 64; AMX kernels pad `head_dim` to 32.
         padded_keys: Keys of a sequence, padded to whole panels.
         causal: 1: the last row sees all keys, and each row one key less than the next. 0: all rows see all keys.
         window: Sliding window: maximum keys that a row sees, its own included; 0 for no limit.
-        factor: float32 by which scores become logarithms to the base 2.
-        softcap: Logit soft-cap of these logarithms; 0 for none.
+        factor: float32, scaling log2(e): scores times this are base-2 exponents.
+        softcap: Logit soft-cap of these exponents; 0 for none.
         out_at: Result, [sequences, rows, heads, head_dim].
         tag: Dtype tag of the operands.
     """
@@ -202,39 +204,44 @@ def _pack_values(
 # Inlined: as a call it would copy all arguments for each pair of keys, 5 % of the time of short
 # sequences.
 @compiled(inline="always")
-def two_keys(given: PrefillArguments, start: int, index: int, padding_at: int) -> Any:
+def two_keys(arguments: PrefillArguments, start: int, index: int, padding_at: int) -> Any:
     """Addresses of a key and the next one, and of their values; `padding_at` beyond the last key.
 
     `start` is the offset of the keys of the sequence.
     """
     first_key = second_key = first_value = second_value = padding_at
-    if index < len(given.slots):
-        offset = start + given.slots[index] * given.slot_bytes
-        first_key, first_value = given.keys_at + offset, given.values_at + offset
-    if index + 1 < len(given.slots):
-        offset = start + given.slots[index + 1] * given.slot_bytes
-        second_key, second_value = given.keys_at + offset, given.values_at + offset
+    if index < len(arguments.slots):
+        offset = start + arguments.slots[index] * arguments.slot_bytes
+        first_key, first_value = arguments.keys_at + offset, arguments.values_at + offset
+    if index + 1 < len(arguments.slots):
+        offset = start + arguments.slots[index + 1] * arguments.slot_bytes
+        second_key, second_value = arguments.keys_at + offset, arguments.values_at + offset
     return first_key, second_key, first_value, second_value
 
 
 @compiled()
-def _pack_panel(task: int, given: PrefillArguments) -> None:
+def _pack_panel(task: int, arguments: PrefillArguments) -> None:
     """Pack the keys of one panel and their values, with zeros for padded keys."""
-    panels, size = given.padded_keys // PANEL, 2 * given.head_dim
-    which, panel = task // panels, task % panels
-    head, sequence = which // given.sequences, which % given.sequences
-    start = head * given.head_bytes + sequence * len(given.slots) * given.slot_bytes
-    packed_at = given.packed_at + which * 2 * given.padded_keys * size
-    padding = np.zeros(given.head_dim, dtype=np.uint16)
+    panels, row_bytes = arguments.padded_keys // PANEL, 2 * arguments.head_dim
+    packed, panel = task // panels, task % panels
+    head, sequence = packed // arguments.sequences, packed % arguments.sequences
+    start = head * arguments.head_bytes + sequence * len(arguments.slots) * arguments.slot_bytes
+    keys_at = arguments.packed_at + packed * 2 * arguments.padded_keys * row_bytes
+    padding = np.zeros(arguments.head_dim, dtype=np.uint16)
     for index in range(panel * PANEL, (panel + 1) * PANEL, 2):
         first_key, second_key, first_value, second_value = two_keys(
-            given, start, index, padding.ctypes.data
+            arguments, start, index, padding.ctypes.data
         )
-        column_at = packed_at + panel * PANEL * size + index % PANEL * 4
-        _pack_keys(first_key, second_key, given.head_dim, column_at)
-        values_at = packed_at + given.padded_keys * size
+        column_at = keys_at + panel * PANEL * row_bytes + index % PANEL * 4
+        _pack_keys(first_key, second_key, arguments.head_dim, column_at)
+        values_at = keys_at + arguments.padded_keys * row_bytes
         _pack_values(
-            first_value, second_value, given.head_dim, index // 2, given.padded_keys, values_at
+            first_value,
+            second_value,
+            arguments.head_dim,
+            index // 2,
+            arguments.padded_keys,
+            values_at,
         )
 
 
@@ -242,20 +249,20 @@ def _pack_panel(task: int, given: PrefillArguments) -> None:
 
 
 @compiled()
-def _softmax(scores: Any, unseen: int, seen: int, width: int, factor: Any) -> Any:
+def _softmax(scores: Any, first: int, stop: int, padded_visible: int, factor: Any) -> Any:
     """Replace the visible scores of a row by weights 2**(factor (s_t - max s)), masked ones by zero.
 
-    Scores before `unseen` and from `seen` on are masked. Returns the divisor of the weights.
+    Scores before `first` and from `stop` on are masked. Returns the divisor of the weights.
     """
-    before, behind = scores[:unseen], scores[seen:width]
+    before, behind = scores[:first], scores[stop:padded_visible]
     for index in range(len(before)):
         before[index] = 0
     for index in range(len(behind)):
         behind[index] = 0
-    scores = scores[unseen:seen]
+    scores = scores[first:stop]
     highest = widen(scores[0])
     for index in range(len(scores)):
-        highest = larger(highest, widen(scores[index]))
+        highest = maximum(highest, widen(scores[index]))
     total = np.float32(0.0)
     for index in range(len(scores)):
         weight = exp2((widen(scores[index]) - highest) * factor)
@@ -265,11 +272,11 @@ def _softmax(scores: Any, unseen: int, seen: int, width: int, factor: Any) -> An
 
 
 @compiled()
-def _score(queries: Any, keys_at: int, width: int, scores: Any) -> None:
-    """Write Q K^T for whole passes of queries and `width` keys."""
+def _score(queries: Any, keys_at: int, keys: int, scores: Any) -> None:
+    """Write Q K^T for whole passes of queries and whole panels of keys."""
     padded_rows, head_dim = queries.shape
     kind, key_bytes = queries[0, 0], 2 * head_dim
-    for key in range(0, width, PANEL):
+    for key in range(0, keys, PANEL):
         for row in range(0, padded_rows, PASS_ROWS):
             _multiply(
                 kind,
@@ -286,9 +293,9 @@ def _score(queries: Any, keys_at: int, width: int, scores: Any) -> None:
 
 @compiled()
 def _combine(
-    weights: Any, first: int, width: int, values_at: int, padded_keys: int, summed: Any
+    weights: Any, first: int, keys: int, values_at: int, padded_keys: int, summed: Any
 ) -> None:
-    """Write P V for whole passes of weights and the values of `width` keys from `first` on."""
+    """Write P V for whole passes of weights and the values of `keys` keys from `first` on."""
     padded_rows, head_dim = summed.shape
     column = 0
     while column < head_dim:
@@ -301,7 +308,7 @@ def _combine(
                 weights[row].ctypes.data,
                 weights.strides[0],
                 values_at + padded_keys * column * 2 + first // 2 * vectors * LINE,
-                width // 2,
+                keys // 2,
                 summed[row].ctypes.data + column * summed.itemsize,
                 summed.strides[0],
             )
@@ -311,9 +318,9 @@ def _combine(
 @compiled()
 def _read_row(row_at: int, inputs: Any) -> None:
     """Convert a bfloat16 row to the type of the operands."""
-    given = bf16_array(row_at, len(inputs))
+    source = bf16_array(row_at, len(inputs))
     for index in range(len(inputs)):
-        inputs[index] = as_type_of(inputs[0], widen(given[index]))
+        inputs[index] = as_type_of(inputs[0], widen(source[index]))
 
 
 @compiled()
@@ -326,25 +333,47 @@ def _read_rows(rows_at: int, rows: int, head_dim: int, tag: Any) -> Any:
     return copied
 
 
-@compiled()
-def block_of(given: PrefillArguments, task: int, block: int, panel: int) -> Any:
-    """Rows and visible keys of a task of up to `block` rows.
+class QueryBlock(NamedTuple):
+    """Rows of a task, and their visible keys: those up to the row itself, within its window.
 
-    Returns the query head; the first row, counted over all sequences; the number of rows; the keys that the first row
-    sees, without skipped ones; the skipped keys, whole panels that no row sees; the keys that any row sees, padded to
-    whole panels; and the index of the packed keys.
+      keys   0  1  2  3 | 4  5  6  7 | 8  9 10 11        4 keys per panel, window = 6;  x visible, . masked
+      row 0     skipped | x  x  x  x | x  x  .  .        visible = 6
+      row 1             | .  x  x  x | x  x  x  .        padded_visible = 8
+      row 2             | .  .  x  x | x  x  x  x
+
+    Attributes:
+        head: Query head.
+        start: First row, counted over all sequences.
+        rows: Number of rows.
+        visible: Keys up to the last one of the first row, without skipped ones.
+        skipped: Keys in panels before the windows of all rows.
+        padded_visible: Keys up to the last one of any row, without skipped ones, padded to whole panels.
+        packed: Index of the packed keys: of the KV head and sequence.
     """
-    blocks = (given.rows + block - 1) // block
-    which, first = task // blocks, task % blocks * block
-    head, sequence = which // given.sequences, which % given.sequences
-    start, rows = sequence * given.rows + first, min(block, given.rows - first)
-    seen = len(given.slots) - (given.rows - 1 - first) * given.causal
+
+    head: int
+    start: int
+    rows: int
+    visible: int
+    skipped: int
+    padded_visible: int
+    packed: int
+
+
+@compiled()
+def block_of(arguments: PrefillArguments, task: int, block: int, panel: int) -> QueryBlock:
+    """Rows and visible keys of a task of up to `block` rows."""
+    blocks = (arguments.rows + block - 1) // block
+    query, first = task // blocks, task % blocks * block
+    head, sequence = query // arguments.sequences, query % arguments.sequences
+    start, rows = sequence * arguments.rows + first, min(block, arguments.rows - first)
+    visible = len(arguments.slots) - (arguments.rows - 1 - first) * arguments.causal
     # No row of the block sees keys before the first row's window.
-    skipped = (max(seen - given.window, 0) // panel * panel) if given.window else 0
-    seen -= skipped
-    width = (seen + (rows - 1) * given.causal + panel - 1) // panel * panel
-    packed = head // (given.heads // given.kv_heads) * given.sequences + sequence
-    return head, start, rows, seen, skipped, width, packed
+    skipped = (max(visible - arguments.window, 0) // panel * panel) if arguments.window else 0
+    visible -= skipped
+    padded_visible = (visible + (rows - 1) * arguments.causal + panel - 1) // panel * panel
+    packed = head // (arguments.heads // arguments.kv_heads) * arguments.sequences + sequence
+    return QueryBlock(head, start, rows, visible, skipped, padded_visible, packed)
 
 
 @compiled()
@@ -356,46 +385,48 @@ def write_attended(out_at: int, summed: Any, total: Any) -> None:
 
 
 @compiled()
-def _attend_block(task: int, given: PrefillArguments) -> None:
+def _attend_block(task: int, arguments: PrefillArguments) -> None:
     """Attend for one block of query rows, of one head and sequence."""
-    head_dim, size = given.head_dim, 2 * given.head_dim
-    head, start, rows, seen, skipped, width, packed = block_of(given, task, BLOCK, PANEL)
-    keys_at = given.packed_at + packed * 2 * given.padded_keys * size
-    query_at = given.query_at + head * given.query_head_bytes + start * size
-    queries = _read_rows(query_at, rows, head_dim, given.tag)
+    head_dim, row_bytes = arguments.head_dim, 2 * arguments.head_dim
+    head, start, rows, visible, skipped, padded_visible, packed = block_of(
+        arguments, task, BLOCK, PANEL
+    )
+    keys_at = arguments.packed_at + packed * 2 * arguments.padded_keys * row_bytes
+    query_at = arguments.query_at + head * arguments.query_head_bytes + start * row_bytes
+    queries = _read_rows(query_at, rows, head_dim, arguments.tag)
     # Rows are padded by one vector: with a power of two between them, the rows of a pass would
     # share few cache sets.
-    scores = np.empty((len(queries), width + LANES), dtype=given.tag.dtype)
-    _score(queries, keys_at + skipped * size, width, scores)
-    factor = given.factor
-    if given.softcap > np.float32(0.0):
+    scores = np.empty((len(queries), padded_visible + LANES), dtype=arguments.tag.dtype)
+    _score(queries, keys_at + skipped * row_bytes, padded_visible, scores)
+    factor = arguments.factor
+    if arguments.softcap > np.float32(0.0):
         factor = np.float32(1.0)
         for row in range(rows):
-            bend(scores[row], width, given.factor, given.softcap)
+            soft_cap(scores[row], padded_visible, arguments.factor, arguments.softcap)
     totals = np.empty(rows, dtype=np.float32)
     for row in range(rows):
-        stop = seen + row * given.causal
-        unseen = max(stop - given.window, 0) if given.window else 0
-        totals[row] = _softmax(scores[row], unseen, stop, width, factor)
+        stop = visible + row * arguments.causal
+        first = max(stop - arguments.window, 0) if arguments.window else 0
+        totals[row] = _softmax(scores[row], first, stop, padded_visible, factor)
     summed = np.empty((len(queries), head_dim), dtype=np.float32)
-    values_at = keys_at + given.padded_keys * size
-    _combine(scores, skipped, width, values_at, given.padded_keys, summed)
+    values_at = keys_at + arguments.padded_keys * row_bytes
+    _combine(scores, skipped, padded_visible, values_at, arguments.padded_keys, summed)
     for row in range(rows):
-        out_at = given.out_at + ((start + row) * given.heads + head) * size
+        out_at = arguments.out_at + ((start + row) * arguments.heads + head) * row_bytes
         write_attended(out_at, summed[row], totals[row])
 
 
 @kernel(numba.int64, None)
-def attend(pool: int, given: PrefillArguments) -> None:
-    """Attend for all rows and heads of `given`, on the threads of a pool."""
-    pieces = given.kv_heads * given.sequences * (given.padded_keys // PANEL)
-    spread(pool, pieces, 4, _pack_panel, (given,))
-    blocks = given.heads * given.sequences * ((given.rows + BLOCK - 1) // BLOCK)
-    spread(pool, blocks, 1, _attend_block, (given,))
+def attend(pool: int, arguments: PrefillArguments) -> None:
+    """Attend for all rows and heads, on the threads of a pool."""
+    pieces = arguments.kv_heads * arguments.sequences * (arguments.padded_keys // PANEL)
+    spread(pool, pieces, 4, _pack_panel, (arguments,))
+    blocks = arguments.heads * arguments.sequences * ((arguments.rows + BLOCK - 1) // BLOCK)
+    spread(pool, blocks, 1, _attend_block, (arguments,))
 
 
 def any_arguments(tag: npt.NDArray[Any]) -> PrefillArguments:
     """Return arguments of the types for a dtype tag, for compilation."""
     zero = np.float32(0.0)
-    given = [*[0] * 11, np.empty(0, dtype=np.int64), *[0] * 4, zero, zero, 0, tag]
-    return PrefillArguments._make(given)
+    values = [*[0] * 11, np.empty(0, dtype=np.int64), *[0] * 4, zero, zero, 0, tag]
+    return PrefillArguments._make(values)

@@ -28,7 +28,7 @@ from vsched_workers.backends.cpu.kernels.bf16 import (
     bf16_array,
     copy,
     float32_array,
-    larger,
+    maximum,
     narrow,
     through_bf16,
     widen,
@@ -178,7 +178,7 @@ def _write_int8(head_at: int, cached: Any, slot: int, kv_head: int) -> None:
     head = bf16_array(head_at, head_dim)
     largest = np.float32(0.0)
     for index in range(head_dim):
-        largest = larger(largest, np.abs(widen(head[index])))
+        largest = maximum(largest, np.abs(widen(head[index])))
     scale = through_bf16(largest * np.float32(1 / LEVELS))
     at = cached.ctypes.data + (slot * kv_heads + kv_head) * width + head_dim
     bf16_array(at, 1)[0] = narrow(scale)
@@ -239,8 +239,8 @@ def rope_prefill(
     the address of the first of these rows; keys, values [slots, kv heads, width of a head]; `heads` as of `heads_of`.
     """
     width = (heads[0].queries + 2 * keys.shape[1]) * 2 * rows.cos.shape[1]
-    given = qkv_at, out_at, out_rows, heads, rows, keys, values
-    spread(pool, len(rows.slots), rows_together(width), _rope_row, given)
+    arguments = qkv_at, out_at, out_rows, heads, rows, keys, values
+    spread(pool, len(rows.slots), rows_together(width), _rope_row, arguments)
 
 
 @compiled()
@@ -272,5 +272,5 @@ def rope_patches(
     Shape: qkv [rows, 3 * heads, head_dim], with `qkv_at` the address that row 0 would have; cos, sin float32 [rows,
     head_dim / 2]; out [3 * heads, rows, head_dim].
     """
-    given = qkv_at, first, heads, cos, sin, out_at
-    spread(pool, stop - first, rows_together(6 * heads * cos.shape[1]), _rope_patch, given)
+    arguments = qkv_at, first, heads, cos, sin, out_at
+    spread(pool, stop - first, rows_together(6 * heads * cos.shape[1]), _rope_patch, arguments)

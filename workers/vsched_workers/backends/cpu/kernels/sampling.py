@@ -29,7 +29,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from vsched_workers.backends.cpu.kernels.bf16 import (
     LOG2_E,
     bf16_array,
-    larger,
+    maximum,
     ordered,
     power_of_two,
     widen,
@@ -239,11 +239,11 @@ def _fill(source: Any, buffers: Buffers) -> Any:
         for index in range(len(read)):
             value = widen(read[index])
             values[index] = value
-            top = larger(top, value)
+            top = maximum(top, value)
             # A sum of flags is vectorized, a search is not.
             odd += np.float32(1.0) if value != value else np.float32(0.0)
         buffers.tops[block] = top
-        highest = larger(highest, top)
+        highest = maximum(highest, top)
     return np.float32(np.nan) if odd > np.float32(0.0) else highest
 
 
@@ -255,10 +255,10 @@ def _find_tops(buffers: Buffers) -> Any:
         part = buffers.values[block * BLOCK : (block + 1) * BLOCK]
         top = part[0]
         for index in range(BLOCK):
-            top = larger(top, part[index])
+            top = maximum(top, part[index])
             odd += np.float32(1.0) if part[index] != part[index] else np.float32(0.0)
         buffers.tops[block] = top
-        highest = larger(highest, top)
+        highest = maximum(highest, top)
     return np.float32(np.nan) if odd > np.float32(0.0) else highest
 
 

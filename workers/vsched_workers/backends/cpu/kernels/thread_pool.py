@@ -1,12 +1,13 @@
 """Thread pool of a rank, with work stealing: it divides the pieces of a kernel among threads.
 
-A kernel passes a function and a number of pieces to `spread`. Every thread owns a range of pieces, the same in every
-call, so that it finds its weights in its own cache. A thread that has used up its range steals pieces from the end of
-another thread's range. So a preempted thread delays only the piece that it is computing. Results do not depend on the
-thread that computed them. The caller is thread 0.
+A kernel passes a function and a number of pieces to `spread`. A *unit* is `grain` pieces. Every thread owns a *share*
+of the units, the same in calls of equal size, so that it finds its weights in its own cache. A thread that has used up
+its share steals units from the end of another one. So a preempted thread delays only the unit that it computes.
+Results do not depend on the thread that computed them. The caller is thread 0.
 
-Pieces are claimed with compare-and-swap, in units of `grain` pieces. The range of a thread is one 64-bit word; its
-upper half is the number of the call (the *epoch*). A late thread finds another epoch there and claims nothing.
+Units are claimed with compare-and-swap. The *range* of a share, its unclaimed units, is one 64-bit word; the upper half
+is the number of the call (the *epoch*). A late thread finds another epoch and claims nothing; a claimed unit keeps its
+call open until DONE counts it, so the call's arguments do not change.
 
    63                 32 31        16 15         0
   +---------------------+------------+------------+
@@ -48,7 +49,7 @@ EPOCH_AT, SLEEPERS_AT, DONE_AT, WAITING_AT, BUSY_AT, ACTIVE_AT, STOP_AT = (
     LINE * place for place in range(7)
 )
 """Offsets of the words of the state, in bytes. Each has a cache line of its own to avoid false sharing."""
-CALL_AT, GIVEN_AT, PIECES_AT, GRAIN_AT, UNITS_AT, SHARES_AT = (
+CALL_AT, ARGUMENTS_AT, PIECES_AT, GRAIN_AT, UNITS_AT, SHARES_AT = (
     LINE * 7 + 8 * place for place in range(6)
 )
 """Offsets of the arguments of the current call, in one cache line: written by the caller only."""
@@ -91,8 +92,8 @@ def add(builder: Any, address: Any, value: Any) -> Any:
 
 
 @emits(numba.boolean, numba.intp, numba.intp, numba.intp)
-def swap(builder: Any, address: Any, expected: Any, value: Any) -> Any:
-    """Compare and swap: replace a word if it equals `expected`; returns True if it was replaced."""
+def compare_and_swap(builder: Any, address: Any, expected: Any, value: Any) -> Any:
+    """Replace a word if it equals `expected`; returns True if it was replaced."""
     found = builder.cmpxchg(_at(builder, address), expected, value, ordering="seq_cst")
     return builder.extract_value(found, 1)
 
@@ -169,18 +170,18 @@ def _borrowed(context: Any, builder: Any, kind: Any, value: Any) -> Any:
     return value
 
 
-def _closing(context: Any, function: Any, given: Any) -> Any:
+def _closure_signature(context: Any, function: Any, arguments: Any) -> Any:
     """Numba intrinsic: the address of a closure's code and of its arguments, as integers.
 
-    Every piece function gets the same C signature, `void pieces(given, first, stop)`, so that `run` is compiled once
-    and calls it through a pointer. The emitted function unpacks the tuple of arguments, which lives on the stack of
-    the caller of `spread`, and calls the compiled overload.
+    Every piece function gets the same C signature, `void pieces(arguments, first, stop)`, so that `run_call` is
+    compiled once and calls it through a pointer. The emitted function unpacks the tuple of arguments, which lives on
+    the stack of the caller of `spread`, and calls the compiled overload.
     """
-    by_range = function.dispatcher.py_func.__code__.co_argcount == len(given.types) + 2
+    by_range = function.dispatcher.py_func.__code__.co_argcount == len(arguments.types) + 2
     places = [numba.intp] * (1 + by_range)
-    of_function = function.get_call_type(context, (*places, *given.types), {})
+    of_function = function.get_call_type(context, (*places, *arguments.types), {})
 
-    def close(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+    def make_closure(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         overload = function.dispatcher.overloads[of_function.args]
         context.add_linking_libs([overload.library])
         module = builder.module
@@ -190,10 +191,10 @@ def _closing(context: Any, function: Any, given: Any) -> Any:
         call.attributes.add("noinline")
         kept = cgutils.alloca_once_value(builder, values[1])
         inner = ir.IRBuilder(call.append_basic_block("entry"))
-        all_given = inner.load(inner.inttoptr(call.args[0], values[1].type.as_pointer()))
+        all_arguments = inner.load(inner.inttoptr(call.args[0], values[1].type.as_pointer()))
         each = [
-            _borrowed(context, inner, kind, inner.extract_value(all_given, place))
-            for place, kind in enumerate(given.types)
+            _borrowed(context, inner, kind, inner.extract_value(all_arguments, place))
+            for place, kind in enumerate(arguments.types)
         ]
         _, first, stop = call.args
 
@@ -211,15 +212,15 @@ def _closing(context: Any, function: Any, given: Any) -> Any:
         found = [builder.ptrtoint(each, _LONG) for each in (call, kept)]
         return context.make_tuple(builder, numba.types.UniTuple(numba.intp, 2), found)
 
-    return numba.types.UniTuple(numba.intp, 2)(function, given), close
+    return numba.types.UniTuple(numba.intp, 2)(function, arguments), make_closure
 
 
-_close: Any = numba.extending.intrinsic(_closing)
+_closure_of: Any = numba.extending.intrinsic(_closure_signature)
 
 
 @emits(numba.void, *[numba.intp] * 4)
-def _call(builder: Any, function: Any, given: Any, first: Any, stop: Any) -> None:
-    builder.call(builder.inttoptr(function, _PIECES.as_pointer()), [given, first, stop])
+def _call(builder: Any, function: Any, arguments: Any, first: Any, stop: Any) -> None:
+    builder.call(builder.inttoptr(function, _PIECES.as_pointer()), [arguments, first, stop])
 
 
 @compiled()
@@ -230,19 +231,19 @@ def _claim(range_at: int, epoch: int, from_end: bool) -> int:
         first, stop = (word >> 16) & 0xFFFF, word & 0xFFFF
         if word >> 32 != epoch or first >= stop:
             return -1
-        if swap(range_at, word, word - 1 if from_end else word + (1 << 16)):
+        if compare_and_swap(range_at, word, word - 1 if from_end else word + (1 << 16)):
             return stop - 1 if from_end else first
 
 
 @compiled()
-def _take_part(state: int, me: int, epoch: int) -> int:
-    """Compute units of a call, first of the thread's own range, then of other ranges, until all are claimed.
+def _compute_units(state: int, me: int, epoch: int) -> int:
+    """Compute units of a call, first of the thread's own share, then of other shares, until all are claimed.
 
     Returns the number of computed units.
     """
     count = 0
     shares = load(state + SHARES_AT)
-    for step in range(shares + 1):
+    for step in range(shares + 1):  # + 1: a thread without a share steals from all
         other = me if step == 0 else (me + step) % shares
         range_at = state + RANGES_AT + other * LINE
         while True:
@@ -251,22 +252,23 @@ def _take_part(state: int, me: int, epoch: int) -> int:
                 break
             grain, pieces = load(state + GRAIN_AT), load(state + PIECES_AT)
             first = unit * grain
-            _call(load(state + CALL_AT), load(state + GIVEN_AT), first, min(first + grain, pieces))
+            arguments = load(state + ARGUMENTS_AT)
+            _call(load(state + CALL_AT), arguments, first, min(first + grain, pieces))
             count += 1
     return count
 
 
 @compiled()
-def run(state: int, call: int, given: int, pieces: int, grain: int) -> None:
+def run_call(state: int, call: int, arguments: int, pieces: int, grain: int) -> None:
     """Compute all pieces on the active threads; on the calling thread alone if another call is in progress."""
     grain = max(grain, (pieces + UNITS_MAX - 1) // UNITS_MAX)
     units = (pieces + grain - 1) // grain
     shares = min(load(state + ACTIVE_AT), units)
-    if shares < 2 or not swap(state + BUSY_AT, 0, 1):
-        _call(call, given, 0, pieces)
+    if shares < 2 or not compare_and_swap(state + BUSY_AT, 0, 1):
+        _call(call, arguments, 0, pieces)
         return
     store(state + CALL_AT, call)
-    store(state + GIVEN_AT, given)
+    store(state + ARGUMENTS_AT, arguments)
     store(state + PIECES_AT, pieces)
     store(state + GRAIN_AT, grain)
     store(state + UNITS_AT, units)
@@ -280,7 +282,7 @@ def run(state: int, call: int, given: int, pieces: int, grain: int) -> None:
     store(state + EPOCH_AT, epoch)
     if load(state + SLEEPERS_AT):
         wake(state + EPOCH_AT, shares - 1)
-    count = _take_part(state, 0, epoch)
+    count = _compute_units(state, 0, epoch)
     add(state + DONE_AT, count)
     if load(state + DONE_AT) < units:
         _join(state, units)
@@ -337,7 +339,7 @@ def work(state: int, me: int) -> None:
         epoch = _next_epoch(state, me, epoch)
         if epoch < 0:
             return
-        count = _take_part(state, me, epoch)
+        count = _compute_units(state, me, epoch)
         if count:
             units = load(state + UNITS_AT)
             if add(state + DONE_AT, count) + count >= units and load(state + WAITING_AT):
@@ -345,32 +347,32 @@ def work(state: int, me: int) -> None:
 
 
 @compiled()
-def use(state: int, threads: int) -> None:
+def set_active_threads(state: int, threads: int) -> None:
     """Set the number of active threads from the next call on, and wake all sleeping threads."""
     store(state + ACTIVE_AT, threads)
-    # All: threads that stay inactive may sleep here ahead of newly active ones, and all must see STOP.
+    # Wake all: inactive threads may sleep here ahead of active ones, and all must see STOP (set by `threads.py`).
     wake(state + ACTIVE_AT, _ALL)
     wake(state + EPOCH_AT, _ALL)
 
 
 # Compiled into each kernel, and stored on disk with it.
 @numba.njit(nogil=True, error_model="numpy")
-def spread(state: int, pieces: int, grain: int, function: Any, given: Any) -> None:
+def spread(state: int, pieces: int, grain: int, function: Any, arguments: Any) -> None:
     """Compute all pieces on the threads of a pool, or on the calling thread if `state` is 0.
 
     Args:
         state: Address of the pool's state.
         pieces: Number of pieces.
-        grain: Pieces that are claimed at once: about 10 microseconds or more.
-        function: Called with the index of each piece, and `given`; if it has one parameter more, once for all pieces
-            that are claimed at once, with the index of the first one, that after the last one, and `given`.
-        given: Tuple of further arguments.
+        grain: Pieces of a unit: about 10 microseconds or more.
+        function: Called with the index of each piece, and `arguments`; if it has one parameter more, once for each
+            unit, with the index of its first piece, that after its last piece, and `arguments`.
+        arguments: Tuple of further arguments.
     """
-    call, at = _close(function, given)
+    call, at = _closure_of(function, arguments)
     if state == 0 or pieces <= grain:
         _call(call, at, 0, pieces)
     else:
-        run(state, call, at, pieces, grain)
+        run_call(state, call, at, pieces, grain)
 
 
 @compiled()

@@ -116,8 +116,8 @@ class BlockSums:
             for row, at in enumerate(rows_at):
                 inputs = [self._row(at, 4 * (words * step + each)) for each in range(words)]
                 for place, operands in enumerate(weights, row * len(vectors)):
-                    for given, operand in zip(inputs, operands, strict=True):
-                        found[place] = self._add(found[place], operand, given)
+                    for each, operand in zip(inputs, operands, strict=True):
+                        found[place] = self._add(found[place], operand, each)
         if not short:
             return found
         starts = [each for each in first for _ in vectors]
@@ -161,11 +161,11 @@ class BlockSums:
             name = f"llvm.x86.avx512.vpdpbusd.{_BITS}"
             return call_llvm(builder, name, SUMS, total, weights, inputs)
         for place in range(4):
-            weight, given = (builder.bitcast(each, SUMS) for each in (weights, inputs))
+            weight, value = (builder.bitcast(each, SUMS) for each in (weights, inputs))
             weight = builder.and_(builder.lshr(weight, splat(SUMS, 8 * place)), splat(SUMS, 255))
-            given = builder.shl(given, splat(SUMS, 24 - 8 * place))
-            given = builder.ashr(given, splat(SUMS, 24))
-            total = builder.add(total, builder.mul(weight, given))
+            value = builder.shl(value, splat(SUMS, 24 - 8 * place))
+            value = builder.ashr(value, splat(SUMS, 24))
+            total = builder.add(total, builder.mul(weight, value))
         return total
 
     def _signed(self, inputs: Any, signs: Any) -> Any:
@@ -176,10 +176,10 @@ class BlockSums:
         negative = builder.icmp_signed("<", signs, none)
         return builder.select(negative, builder.sub(none, inputs), inputs)
 
-    def _of_shorts(self, given: Any) -> Any:
+    def _of_shorts(self, shorts: Any) -> Any:
         """Add pairs of 16-bit sums to 32-bit sums."""
         name = "avx2.pmadd.wd" if _BITS == 256 else "avx512.pmaddw.d.512"
-        return call_llvm(self._builder, f"llvm.x86.{name}", SUMS, given, splat(_SHORTS, 1))
+        return call_llvm(self._builder, f"llvm.x86.{name}", SUMS, shorts, splat(_SHORTS, 1))
 
     def _load(self, at: Any, place: int, kind: Any) -> Any:
         return self._writer.load(self._writer.offset(at, place), kind, 1)

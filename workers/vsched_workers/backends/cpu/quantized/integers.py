@@ -1,8 +1,8 @@
 """GEMM of a quantized weight with dynamic int8 activation quantization, in blocks of inputs.
 
-    s[r, b] = max_(i in b) |rows[r, i]| / 127,   n[r, i] = round(rows[r, i] / s[r, b])
-    out[r, o] = bias[o] + sum_b s[r, b] * (scale[g, o] * sum_(i in b) n[r, i] * (q[o, i] - z)
-                                           + offset[g, o] * sum_(i in b) n[r, i])
+    s[m, b] = max_(k in b) |A[m, k]| / 127,   a[m, k] = round(A[m, k] / s[m, b])
+    C[m, n] = bias[n] + sum_b s[m, b] * (scale[g, n] * sum_(k in b) a[m, k] * (q[n, k] - z)
+                                         + offset[g, n] * sum_(k in b) a[m, k])
 
 A block b has `ROW_BLOCK` inputs and lies within one group g of the weight. The int32 accumulators of a block are
 exact; blocks are added in float32, one by one. Every row has its own scales and sums, so its result has the same bits
@@ -12,7 +12,7 @@ whatever other rows are in the batch: one decode row, a prefill chunk, or all ro
 the operand format of byte dot products (`block_sums.py`). Quantized activations are int8 [rows, inputs], with 8 bytes
 per block:
 
-  row_scales [rows, blocks, 2]:   float32 scale s[r, b]  |  int32 zero-point correction, -z * sum_(i in b) n[r, i]
+  row_scales [rows, blocks, 2]:   float32 scale s[m, b]  |  int32 zero-point correction, -z * sum_(k in b) a[m, k]
 
 The correction is the initial value of the block's accumulators, since weights enter the dot product as unsigned bytes
 (z is 128 for int8, 8 for int4).
@@ -136,8 +136,9 @@ def _multiply_pass(
 
     Emits one variant for each number of rows, with and without offsets.
     """
-    given = builder.zext(builder.icmp_signed("!=", chunk.offset_at, ir.Constant(LONG, 0)), LONG)
-    number = builder.add(builder.mul(rows.count, ir.Constant(LONG, 2)), given)
+    has_offsets = builder.icmp_signed("!=", chunk.offset_at, ir.Constant(LONG, 0))
+    number = builder.mul(rows.count, ir.Constant(LONG, 2))
+    number = builder.add(number, builder.zext(has_offsets, LONG))
     for case in cases(builder, number, range(2, 2 * PASS_ROWS + 2)):
         one = _Pass(builder, (kind, scale_kind, tag), case // 2, has_offsets=bool(case % 2))
         one.write(chunk, rows)
@@ -226,7 +227,7 @@ class _Pass:
 
     def _block(
         self,
-        given: Sequence[Any],
+        carried: Sequence[Any],
         weight_at: Sequence[Any],
         rows_at: Sequence[Any],
         row_scales_at: Sequence[Any],
@@ -240,10 +241,8 @@ class _Pass:
         taken = [writer.load(writer.offset(at, 4), WORD, 4) for at in row_scales_at]
         first = [writer.broadcast(each, OUTPUTS) for each in taken]
         first = first if self._dots.has_correction else [None] * self._count
-        sums, totals = (
-            self._dots.sums(weight_at[0], vectors, rows_at, first, *weight_at[1:]),
-            list(given),
-        )
+        sums = self._dots.sums(weight_at[0], vectors, rows_at, first, *weight_at[1:])
+        totals = list(carried)
         for row, row_scale_at in enumerate(row_scales_at):
             factor = writer.broadcast(writer.load(row_scale_at, _SINGLE, 4), OUTPUTS)
             for at, vector in enumerate(vectors, row * self._together):
@@ -339,15 +338,15 @@ def _quantize_blocks(
 
 @compiled()
 def _quantize_row(
-    row: int, row_tag: Any, kind: Any, rows_at: int, given: int, taken: Any, row_scales: Any
+    row: int, row_tag: Any, kind: Any, rows_at: int, inputs: int, taken: Any, row_scales: Any
 ) -> None:
-    """Quantize a row of `given` inputs to int8; the last block is padded with zeros."""
-    row_at = rows_at + row * given * row_tag.itemsize
+    """Quantize a row of unpadded inputs to int8; the last block is padded with zeros."""
+    row_at = rows_at + row * inputs * row_tag.itemsize
     out_at, row_scales_at = taken[row].ctypes.data, row_scales[row].ctypes.data
-    whole = given // ROW_BLOCK
+    whole = inputs // ROW_BLOCK
     if whole:
         _quantize_blocks(row_tag[0], kind[0], row_at, whole, out_at, row_scales_at)
-    rest = given - whole * ROW_BLOCK
+    rest = inputs - whole * ROW_BLOCK
     if rest:
         last = np.zeros(ROW_BLOCK, dtype=row_tag.dtype)
         if row_tag.itemsize == 4:
@@ -433,13 +432,13 @@ def multiply_int8(
 
     The last tag selects the instructions (`block_sums.py`).
     """
-    given, row_bytes = weight[0].given, weight[0].inputs
+    inputs, row_bytes = weight[0].inputs_unpadded, weight[0].inputs
     taken = np.empty((rows, row_bytes), dtype=np.int8)
     row_scales = np.empty((rows, 2 * (row_bytes // ROW_BLOCK)), dtype=np.float32)
-    quantized = tags[0], tags[1], rows_at, given, taken, row_scales
+    quantized = tags[0], tags[1], rows_at, inputs, taken, row_scales
     spread(pool, rows, OWN_ROWS_MAX, _quantize_row, quantized)
     panels = (outputs + PANEL - 1) // PANEL
     work = tags, taken.ctypes.data, row_bytes, row_scales, weight, outputs, out_at
-    grain = panels_together(rows, given) * _INT8_PANELS
+    grain = panels_together(rows, inputs) * _INT8_PANELS
     spread(pool, panels, grain, _multiply_panels, work)
     taken[0, 0] = np.int8(0)  # keeps the buffer alive: only its address is used above

@@ -1,9 +1,9 @@
 """GEMM of float activations and a quantized weight, dequantized in registers, or for many rows once into the cache.
 
-    out[r, o] = bias[o] + sum_g scale[g, o] * (sum_(i in g) rows[r, i] * (q[o, i] - z)) + offset[g, o] * sum[r, g]
+    C[m, n] = bias[n] + sum_g scale[g, n] * (sum_(k in g) A[m, k] * (q[n, k] - z)) + offset[g, n] * sum[m, g]
 
 `scale` and `offset` belong to a group g of inputs, and z is the zero point of the packed format. (`offset`, of
-asymmetric formats, is minus scale times their own zero point.) sum[r, g] is the sum of a row's inputs in group g.
+asymmetric formats, is minus scale times their own zero point.) sum[m, g] is the sum of a row's inputs in group g.
 Accumulators are float32; the result is float32 or rounded to bfloat16.
 
 **Packing.** A weight [out, in] is packed into panels of `PANEL` outputs, [out / PANEL, in, PANEL], in one of the
@@ -23,22 +23,28 @@ it is subtracted once per block, not from each value. Scales and offsets are pac
 [out / PANEL, groups, PANEL], as float32 or float16. Outputs are padded with zeros to whole panels, inputs to a
 multiple of `INPUTS`.
 
-**Parts.** Activations are widened once and packed into parts of up to `BLOCK` inputs, [parts, rows, BLOCK], and a
-panel is multiplied part by part, with a part of the panel and the rows of a pass in the L1 cache. Rows are next to
-each other because rows a power of two apart would share cache sets. Each pass over a part prefetches its share of the
-panel's next part, so memory reads overlap with the products.
+**Subdivisions of K**, with groups of 32 and of 192 inputs:
 
-**Few rows.** A pass multiplies up to `PASS_ROWS` rows by a block of inputs of a part: accumulators stay in registers
-while weights are read and widened. 16 registers of 256 bits hold the accumulators of six rows for half of a panel, so
-its halves follow each other; with one or two rows both fit. For one row, reading a byte or half a byte per
-weight is the longest part of the work.
+  groups   | g0 | g1 | g2 | g3 | g4 ..  |        g0         | ..    one scale and offset per output
+  blocks   | b0 | b1 | b2 | b3 | b4 ..  |   b0    |   b1    | ..    the group, or a divisor of it up to `BLOCK` inputs
+  parts    |        p0         | p1 ..  |   p0    |   p1    | ..    as many whole blocks as `BLOCK` inputs hold
 
-**Many rows.** A part is widened into the L1 cache once, and all rows are multiplied by it. If the rows do not fit into
-the L3 cache, the result is computed in tiles: a part of `TILE_ROWS` rows stays in the L2 cache while it is multiplied
-by `TILE_PANELS` panels. With other programs in the L3 cache, 400 rows of 4096 inputs take 0.6 to 0.9 of the time.
+Activations are widened once and packed by parts, [parts, rows, BLOCK], and a panel is multiplied part by part, with
+that part of the panel and of the rows of a pass in the L1 cache. Rows are next to each other because rows a power of
+two apart would share cache sets. Each pass prefetches its share of the weights that are read next, so memory reads
+overlap with the products.
 
-All add up in the same order: inputs of a block one by one, then block by block. So the result of a row has the same
-bits whatever other rows are in the batch. A group of more than `BLOCK` inputs is several blocks with one scale.
+**Few rows.** A pass multiplies up to `PASS_ROWS` rows by a block: accumulators stay in registers while weights are
+read and widened. 16 registers of 256 bits hold the accumulators of six rows for half of a panel, so its halves follow
+each other; with one or two rows both fit. For one row, reading the weights takes most of the time.
+
+**Many rows.** A part of the panel is widened into the L1 cache once, and all rows are multiplied by it. If the rows do
+not fit into the L3 cache, the result is computed in result blocks: a part of `RESULT_ROWS` rows stays in the L2 cache
+while it is multiplied by `RESULT_PANELS` panels. With other programs in the L3 cache, 400 rows of 4096 inputs take 0.6
+to 0.9 of the time without result blocks.
+
+All paths add up in the same order: inputs of a block one by one, then block by block. So the result of a row has the
+same bits whatever other rows are in the batch.
 """
 
 # numba compiles these functions: to a type checker they are untyped, and their loops are meant to be loops.
@@ -75,11 +81,11 @@ from vsched_workers.backends.cpu.kernels.thread_pool import rows_together, sprea
 _WIDE = has_avx512()
 _VECTORS = 4 if _WIDE else 2
 PANEL = _VECTORS * LANES
-"""Outputs of a panel: four vectors with 512-bit registers, otherwise four of 256 bits."""
+"""Outputs of a panel: 64 with AVX-512 (four vectors), otherwise 32 (four registers of 256 bits)."""
 PASS_ROWS = 6
 """Maximum rows of a pass: their accumulators leave registers for weights and inputs."""
 INT4_CENTRE = 8
-"""Zero point of int4, as in `quantized/weights.py`; repeated here since kernel sources key the kernel store."""
+"""Zero point of int4, as in `quantized/weights.py`; repeated, as the kernel store is keyed by kernel sources alone."""
 INPUTS = 16
 """Inputs are padded to a multiple of this, and groups are multiples of it."""
 BLOCK = 128
@@ -87,11 +93,11 @@ BLOCK = 128
 FEW_ROWS_MAX = 4 * PASS_ROWS
 """Maximum rows for which each pass widens the weights again; the choice matters little up to three times this number.
 """
-TILE_ROWS, TILE_PANELS = 192, 8
-"""Rows and panels of a tile: a part of its rows, 96 KiB, and its accumulators, 192 or with AVX-512 384, are in the
-L2 cache."""
-UNTILED_BYTES = 1 << 22
-"""Maximum bytes of float32 activations without tiles: a share of the L3 cache that other programs leave."""
+RESULT_ROWS, RESULT_PANELS = 192, 8
+"""Rows and panels of a result block: a part of its rows, 96 KiB, and its accumulators, 192 KiB (AVX-512: 384), stay in
+the L2 cache."""
+WHOLE_ROWS_BYTES = 1 << 22
+"""Maximum bytes of float32 activations without result blocks: a share of the L3 cache that other programs leave."""
 _ROW_BYTES = 4 * BLOCK
 """Bytes between rows of a part."""
 _UNROLLED = 4
@@ -250,10 +256,10 @@ def _multiply_block(
     -zero_point * sum, which subtracts the zero point from all weights of the block.
     """
     writer = InstructionWriter(builder)
-    given = builder.zext(builder.icmp_signed("!=", offset_at, ir.Constant(LONG, 0)), LONG)
-    number = builder.add(builder.mul(rows, ir.Constant(LONG, 2)), given)
+    has_offsets = builder.zext(builder.icmp_signed("!=", offset_at, ir.Constant(LONG, 0)), LONG)
+    number = builder.add(builder.mul(rows, ir.Constant(LONG, 2)), has_offsets)
     for case in cases(builder, number, range(2, 2 * PASS_ROWS + 2)):
-        count, has_offset = case // 2, case % 2
+        count, with_offsets = case // 2, case % 2
         sums = [
             writer.load(writer.offset(sums_at, 4 * row), ir.FloatType(), 4) for row in range(count)
         ]
@@ -264,21 +270,21 @@ def _multiply_block(
             for of_row in sums:
                 start = writer.broadcast(builder.fneg(builder.fmul(of_row, zero_point)))
                 initial += [start] * len(vectors)
-            places = rows_at, weight_at, inputs, ahead_at, ahead_bytes
-            added = _sum_inputs(builder, kind, places, vectors, initial)
-            offsets = offset_at if has_offset else None
+            operands = rows_at, weight_at, inputs, ahead_at, ahead_bytes
+            added = _sum_inputs(builder, kind, operands, vectors, initial)
+            offsets = offset_at if with_offsets else None
             _add_scaled(builder, scale_kind, (scale_at, offsets), vectors, sums, added, totals_at)
 
 
 def _sum_inputs(
     builder: Any,
     kind: Any,
-    given: tuple[Any, Any, Any, Any, Any],
+    operands: tuple[Any, Any, Any, Any, Any],
     vectors: range,
     initial: Sequence[Any],
 ) -> Sequence[Any]:
     """Emit the loop over a block; returns the accumulators: `initial` plus the products, `vectors` per row."""
-    rows_at, weight_at, inputs, ahead_at, ahead_bytes = given
+    rows_at, weight_at, inputs, ahead_at, ahead_bytes = operands
     writer, reader = InstructionWriter(builder), Reader(builder, kind)
     count = len(initial) // len(vectors)
     loop = Loop(builder, initial)
@@ -291,15 +297,15 @@ def _sum_inputs(
         here = writer.offset(at, first * PANEL * reader.nibbles // 2)
         loaded = [reader.load(here, vector) for vector in vectors]
         for index in range(step):
-            places = [
+            addresses = [
                 writer.offset(inputs_at, row * _ROW_BYTES + 4 * (first + index))
                 for row in range(count)
             ]
-            values = [writer.broadcast(writer.load(each, ir.FloatType(), 4)) for each in places]
-            for place, words in enumerate(loaded):
+            values = [writer.broadcast(writer.load(each, ir.FloatType(), 4)) for each in addresses]
+            for vector, words in enumerate(loaded):
                 weight = reader.widened(words, index)
                 for row, value in enumerate(values):
-                    at_sum = row * len(vectors) + place
+                    at_sum = row * len(vectors) + vector
                     added[at_sum] = writer.multiply_add(added[at_sum], value, weight)
     loop.end(added, builder.sdiv(inputs, ir.Constant(LONG, unrolled)))
     return added
@@ -323,20 +329,19 @@ def _fetch_ahead(
 def _add_scaled(
     builder: Any,
     kind: Any,
-    places: tuple[Any, Any],
+    scales_at: tuple[Any, Any],
     vectors: range,
     sums: Sequence[Any],
     added: Sequence[Any],
     totals_at: Any,
 ) -> None:
     """Emit the epilogue of a block: totals += accumulators * scales, plus sums of rows * offsets, if any."""
-    writer, (scale_at, offset_at) = InstructionWriter(builder), places
+    writer, (scale_at, offset_at) = InstructionWriter(builder), scales_at
     for vector in vectors:
         scale = scale_vector(builder, kind, scale_at, vector)
         offset = None if offset_at is None else scale_vector(builder, kind, offset_at, vector)
         for row, of_row in enumerate(sums):
-            place = 4 * (row * PANEL + vector * LANES)
-            at = writer.offset(totals_at, place)
+            at = writer.offset(totals_at, 4 * (row * PANEL + vector * LANES))
             total = writer.load(at, FLOATS, 4)
             of_block = added[row * len(vectors) + vector - vectors.start]
             total = writer.multiply_add(total, of_block, scale)
@@ -364,13 +369,13 @@ def _widen(builder: Any, kind: Any, weight_at: Any, inputs: Any, out_at: Any) ->
 def _passes_of(rows: int, input_bytes: int) -> Any:
     """Passes for M rows: their number, minimum rows per pass, passes with one more row, and prefetched bytes.
 
-    The prefetched bytes are a pass's share of the panel's next part, per `_UNROLLED` inputs; an input of the panel has
-    `input_bytes`.
+    The prefetched bytes are a pass's share of the weights that are read next, per `_UNROLLED` inputs; an input of the
+    panel has `input_bytes`.
     """
     number = (rows + PASS_ROWS - 1) // PASS_ROWS
-    least = rows // max(number, 1)
+    rows_min = rows // max(number, 1)
     ahead_bytes = (_UNROLLED * input_bytes + number - 1) // max(number, 1)
-    return number, least, rows - least * number, ahead_bytes
+    return number, rows_min, rows - rows_min * number, ahead_bytes
 
 
 @compiled()
@@ -389,18 +394,19 @@ def _multiply_part(
 ) -> None:
     """Multiply some rows by the inputs `start` to `stop` of a panel, which begin at `weight_at`, `input_bytes` each.
 
-    Shape: rows [rows, BLOCK], for these inputs. The next part is at `ahead_at`; each pass prefetches its share of it.
+    Shape: rows [rows, BLOCK], for these inputs. The weights that are read next are at `ahead_at`; each pass prefetches
+    its share of them.
     For `passes` see `_passes_of`.
     """
     block, group = product.block, product.group
-    number, least, larger, ahead_bytes = passes
+    number, rows_min, larger, ahead_bytes = passes
     offsets_at, zero_point = panel.offsets_at, product.zero_point
     first = 0
     for index in range(number):
-        count = least + int(index < larger)
+        count = rows_min + int(index < larger)
         at = start
         while at < stop:
-            scale = at // group * product.scale_row_bytes
+            scale_offset = at // group * product.scale_row_bytes
             _multiply_block(
                 kind[0],
                 scale_kind[0],
@@ -408,8 +414,8 @@ def _multiply_part(
                 rows_at + first * _ROW_BYTES + 4 * (at - start),
                 weight_at + (at - start) * input_bytes,
                 min(block, stop - at),
-                panel.scales_at + scale,
-                offsets_at + scale if offsets_at else 0,
+                panel.scales_at + scale_offset,
+                offsets_at + scale_offset if offsets_at else 0,
                 panel.sums_at + at // block * panel.sums_bytes + 4 * first,
                 panel.totals_at + first * PANEL * 4,
                 ahead_at + (index * (stop - start) + at - start) // _UNROLLED * ahead_bytes,
@@ -421,10 +427,10 @@ def _multiply_part(
 
 
 @compiled()
-def _multiply_tile(
+def _multiply_result_block(
     tags: Any, product: Any, rows: Any, sums: Any, totals: Any, widened: Any, first: int
 ) -> None:
-    """Multiply some rows by the panels from `first` on, part by part, and add to their accumulators.
+    """Multiply the rows of a result block by its panels, from `first` on, part by part; add to their accumulators.
 
     Shape: rows [parts, rows, BLOCK], sums [blocks, rows], totals [panels, rows, PANEL]; `widened` [BLOCK, PANEL] is the
     buffer for parts that are widened into the cache, or empty.
@@ -440,16 +446,17 @@ def _multiply_tile(
         stop = min(start + length, product.inputs)
         rows_at = rows.ctypes.data + part * rows.strides[0]
         for index in range(panels):
-            scale = (first + index) * scale_bytes
+            scale_offset = (first + index) * scale_bytes
             panel = _Panel(
-                product.scales_at + scale,
-                product.offsets_at + scale if product.offsets_at else 0,
+                product.scales_at + scale_offset,
+                product.offsets_at + scale_offset if product.offsets_at else 0,
                 sums.ctypes.data,
                 sums.strides[0],
                 totals.ctypes.data + index * totals.strides[0],
             )
             weight_at = product.weight_at + (first + index) * panel_bytes
             at = weight_at + start * input_bytes
+            # Read next: this part of the next panel, or after the last one the next part of the first.
             ahead_at = weight_at + panel_bytes + start * input_bytes
             if index + 1 == panels:
                 ahead_at = weight_at - index * panel_bytes + stop * input_bytes
@@ -469,20 +476,20 @@ def _multiply_tile(
 
 @compiled()
 def _read_row(
-    row: int, tag: Any, rows_at: int, given: int, block: int, packed_rows: Any, by_row: Any
+    row: int, tag: Any, rows_at: int, inputs: int, block: int, packed_rows: Any, by_row: Any
 ) -> None:
-    """Convert a row of `given` inputs to float32, write it to its parts, padded with zeros, and sum up its blocks.
+    """Convert a row of unpadded inputs to float32, write it to its parts, padded with zeros, and sum up its blocks.
 
     The used length of a part is a whole number of blocks. `by_row` [rows, blocks] is empty if no sums are needed.
     """
-    row_at = rows_at + row * given * tag.itemsize
+    row_at = rows_at + row * inputs * tag.itemsize
     parts_at = packed_rows.ctypes.data + row * _ROW_BYTES
     part_bytes = packed_rows.shape[1] * _ROW_BYTES
     length = BLOCK // block * block
-    for start in range(0, given, length):
+    for start in range(0, inputs, length):
         # By address: a slice of the array would have an unknown stride, which is not vectorized.
         part = float32_array(parts_at + start // length * part_bytes, BLOCK)
-        count = min(length, given - start)
+        count = min(length, inputs - start)
         if tag.itemsize == 4:
             singles = float32_array(row_at + 4 * start, count)
             for place in range(count):
@@ -516,20 +523,20 @@ def write_rows(tag: Any, totals: Any, out_at: int, outputs: int, count: int) -> 
 
 
 @compiled()
-def _tile_of(rows: int, inputs: int) -> Any:
-    """Maximum rows and panels of a tile of the result.
+def _result_block(rows: int, inputs: int) -> Any:
+    """Maximum rows and panels of a result block.
 
     Activations that fit into the L3 cache are multiplied by one panel at a time. Of larger ones, a part stays in the
     L2 cache while it is multiplied by several panels: otherwise each panel would read all rows from memory.
     """
-    if rows * inputs * 4 <= UNTILED_BYTES:
+    if rows * inputs * 4 <= WHOLE_ROWS_BYTES:
         return rows, 1
-    tiles = (rows + TILE_ROWS - 1) // TILE_ROWS
-    return (rows + tiles - 1) // tiles, TILE_PANELS
+    count = (rows + RESULT_ROWS - 1) // RESULT_ROWS
+    return (rows + count - 1) // count, RESULT_PANELS
 
 
 @compiled()
-def _multiply_tiles(
+def _multiply_result_blocks(
     first: int,
     stop: int,
     tags: Any,
@@ -539,17 +546,17 @@ def _multiply_tiles(
     outputs: int,
     out_at: int,
 ) -> None:
-    """Compute the tiles `first` to `stop` of the result, which are numbered along the outputs first."""
+    """Compute the result blocks `first` to `stop`, which are numbered along the outputs first."""
     tag, product = tags[0], weight[0]
     rows = packed_rows.shape[1]
-    tile_rows, tile_panels = _tile_of(rows, product.inputs)
+    rows_max, panels_max = _result_block(rows, product.inputs)
     panels = (outputs + PANEL - 1) // PANEL
-    tiles = (panels + tile_panels - 1) // tile_panels
-    accumulators = np.empty(tile_panels * min(tile_rows, rows) * PANEL, dtype=np.float32)
+    across = (panels + panels_max - 1) // panels_max
+    accumulators = np.empty(panels_max * min(rows_max, rows) * PANEL, dtype=np.float32)
     widened = np.empty((BLOCK if rows > FEW_ROWS_MAX else 0, PANEL), dtype=np.float32)
-    for tile in range(first, stop):
-        panel, row = tile % tiles * tile_panels, tile // tiles * tile_rows
-        panels_stop, rows_stop = min(panel + tile_panels, panels), min(row + tile_rows, rows)
+    for number in range(first, stop):
+        panel, row = number % across * panels_max, number // across * rows_max
+        panels_stop, rows_stop = min(panel + panels_max, panels), min(row + rows_max, rows)
         shape = panels_stop - panel, rows_stop - row, PANEL
         totals = accumulators[: shape[0] * shape[1] * PANEL].reshape(shape)
         for index in range(len(totals)):
@@ -558,7 +565,7 @@ def _multiply_tiles(
             for each in range(totals.shape[1]):
                 for place in range(PANEL):
                     totals[index, each, place] = bias[place]
-        _multiply_tile(
+        _multiply_result_block(
             tags, product, packed_rows[:, row:rows_stop], sums[:, row:rows_stop], totals, widened, panel
         )  # fmt: skip
         for index in range(len(totals)):
@@ -573,9 +580,9 @@ def multiply(
 ) -> None:
     """Multiply rows by a weight in panels, on the threads of a pool (`thread_pool.spread`).
 
-    Shape: rows [rows, given inputs] and out [rows, outputs], of the type of the first tag; weight `WEIGHT` [1], with a
-    float32 bias. `outputs` are those of the weight, or in a sparse run fewer. The tags are those of the rows, of the
-    weight, of its scales, and of instructions, which is not used here.
+    Shape: rows [rows, unpadded inputs] and out [rows, outputs], of the type of the first tag; weight `WEIGHT` [1], with
+    a float32 bias. `outputs` are those of the weight, or fewer while memory is measured. The tags are those of the
+    rows, of the weight, of its scales, and of instructions, which is not used here.
     """
     product = weight[0]
     inputs, block = product.inputs, product.block
@@ -585,10 +592,10 @@ def multiply(
     # A sum is a chain of additions, a tenth of the time of narrow products.
     has_sums = product.zero_point != 0 or product.offsets_at != 0
     by_row = sums.T if has_sums else sums.T[:0]
-    read = tags[0], rows_at, product.given, block, packed_rows, by_row
+    read = tags[0], rows_at, product.inputs_unpadded, block, packed_rows, by_row
     spread(pool, rows, rows_together(inputs), _read_row, read)
-    tile_rows, tile_panels = _tile_of(rows, inputs)
+    rows_max, panels_max = _result_block(rows, inputs)
     panels = (outputs + PANEL - 1) // PANEL
-    tiles = (panels + tile_panels - 1) // tile_panels * ((rows + tile_rows - 1) // tile_rows)
+    count = (panels + panels_max - 1) // panels_max * ((rows + rows_max - 1) // rows_max)
     work = tags, weight, packed_rows, sums, outputs, out_at
-    spread(pool, tiles, panels_together(rows, inputs), _multiply_tiles, work)
+    spread(pool, count, panels_together(rows, inputs), _multiply_result_blocks, work)

@@ -1,6 +1,6 @@
 """AMX GEMM of many rows and a quantized weight: a panel, or a part of it, is dequantized to bfloat16 first.
 
-    out[r, o] = bias[o] + sum_i rows[r, i] * bfloat16(scale[g, o] * (q[o, i] - z) + offset[g, o])
+    C[m, n] = bias[n] + sum_k A[m, k] * bfloat16(scale[g, n] * (q[n, k] - z) + offset[g, n])
 
 Activations stay bfloat16. AMX multiplies bytes twice as fast, but each group of inputs has its own scales, so
 accumulators would have to leave their tiles after each group, which costs more than it saves. From `ROWS_MIN` rows
@@ -68,10 +68,10 @@ from vsched_workers.backends.cpu.tiles.kernel import (
     ResultC,
     configure_tiles,
     halves_together,
-    laid_out_bytes,
-    lay_out_row,
     multiply_half,
     next_line,
+    pack_row,
+    packed_bytes,
     parts_of,
     release_tiles,
     turn_of,
@@ -101,8 +101,8 @@ def _widen_group(
       panel [in / 4, 64, 4] or words of int4     ->    half-panel 0: outputs 0 .. 31    [in / 2, 32, 2] bfloat16
                                                        half-panel 1: outputs 32 .. 63   [in / 2, 32, 2] bfloat16
     """
-    given = builder.zext(builder.icmp_signed("!=", offset_at, ir.Constant(LONG, 0)), LONG)
-    for has_offsets in cases(builder, given, (0, 1)):
+    number = builder.zext(builder.icmp_signed("!=", offset_at, ir.Constant(LONG, 0)), LONG)
+    for has_offsets in cases(builder, number, (0, 1)):
         one = _Widening(builder, kind, scale_kind)
         scales_at = (scale_at, offset_at) if has_offsets else (scale_at,)
         one.write(inputs, weight_at, scales_at, (out_at, half_panel_bytes))
@@ -211,19 +211,19 @@ def _multiply_panels(
     (_, kind, scale_kind, _), product = tags, weight[0]
     inputs, group, input_bytes = product.inputs, product.group, product.input_bytes
     weight_at, scales_at, offsets_at = product.weight_at, product.scales_at, product.offsets_at
-    given, scale_row_bytes = product.given, product.scale_row_bytes
+    inputs_unpadded, scale_row_bytes = product.inputs_unpadded, product.scale_row_bytes
     c = ResultC(FLOAT32, product.bias_at, out_at, outputs)
     groups = (inputs + group - 1) // group
     configure_tiles(rows)
-    parts = parts_of(rows, given, stop - first, 2)
+    parts = parts_of(rows, inputs_unpadded, stop - first, 2)
     buffer = np.empty(max(parts.sums_bytes * parts.together, PASS_BYTES) + LINE, dtype=np.uint8)
     half_panel_bytes = parts.size * STEP_BYTES
     widened = np.empty(2 * half_panel_bytes + LINE, dtype=np.uint8)
     for turn in range((stop - first) * parts.number):
-        piece, index, kept = turn_of(turn, stop - first, parts)
+        piece, index, sums_index = turn_of(turn, stop - first, parts)
         panel = first + piece
-        start, behind = index * parts.size, min((index + 1) * parts.size, parts.steps)
-        at, until = start * STEP_INPUTS, min(behind * STEP_INPUTS, inputs)
+        start_step, stop_step = index * parts.size, min((index + 1) * parts.size, parts.steps)
+        at, until = start_step * STEP_INPUTS, min(stop_step * STEP_INPUTS, inputs)
         to_at = next_line(widened)
         while at < until:
             count = min((at // group + 1) * group, until) - at
@@ -235,16 +235,18 @@ def _multiply_panels(
             )  # fmt: skip
             at += count
             to_at += count // 2 * PAIR_BYTES
-        missing = (behind * STEP_INPUTS - at) * HALF
-        a = PackedA(rows, rows_at + start * TILE_BYTES, parts.steps * TILE_BYTES)
+        missing = (stop_step * STEP_INPUTS - at) * HALF
+        a = PackedA(rows, rows_at + start_step * TILE_BYTES, parts.steps * TILE_BYTES)
         # All outputs of the last panel may be in its first half-panel.
         for half in range(min(2, (outputs - panel * PANEL + HALF - 1) // HALF)):
             bf16_array(to_at + half * half_panel_bytes, missing)[:] = np.uint16(0)
             b = HalfPanel(
-                2 * panel + half, next_line(widened) + half * half_panel_bytes, behind - start, 0,
-                start == 0, behind == parts.steps, 0, 0,
+                2 * panel + half, next_line(widened) + half * half_panel_bytes, stop_step - start_step, 0,
+                start_step == 0, stop_step == parts.steps, 0, 0,
             )  # fmt: skip
-            sums_at = next_line(buffer) + kept * parts.sums_bytes + half * (parts.sums_bytes // 2)
+            sums_at = (
+                next_line(buffer) + sums_index * parts.sums_bytes + half * (parts.sums_bytes // 2)
+            )
             multiply_half(a, b, c, sums_at)
     release_tiles()
 
@@ -257,10 +259,10 @@ def multiply_widened(
 
     Same arguments as `kernel.multiply`, but rows are bfloat16.
     """
-    given = weight[0].given
-    packed_rows = np.empty(laid_out_bytes(rows, given) + LINE, dtype=np.uint8)
-    spread(pool, rows, OWN_ROWS_MAX, lay_out_row, (rows_at, given, next_line(packed_rows)))
+    inputs = weight[0].inputs_unpadded
+    packed_rows = np.empty(packed_bytes(rows, inputs) + LINE, dtype=np.uint8)
+    spread(pool, rows, OWN_ROWS_MAX, pack_row, (rows_at, inputs, next_line(packed_rows)))
     panels = (outputs + PANEL - 1) // PANEL
     work = tags, rows, next_line(packed_rows), weight, outputs, out_at
-    spread(pool, panels, halves_together(rows, given, panels, 2), _multiply_panels, work)
+    spread(pool, panels, halves_together(rows, inputs, panels, 2), _multiply_panels, work)
     packed_rows[0] = np.uint8(0)  # keeps the buffer alive: only its address is used above

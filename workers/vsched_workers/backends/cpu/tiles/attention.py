@@ -12,7 +12,8 @@ each KV head and sequence:
 Head dimension and number of keys are padded with zeros to whole tiles. Then each block of 32 query rows is multiplied
 by all visible keys. Its scores stay in the cache, the softmax writes the weights of a row as A tiles, and these are
 multiplied by the values. Nothing is compiled for a specific shape. The result of a row depends neither on the
-chunking of its prompt nor on other rows in the batch.
+chunking of its prompt nor on other rows in the batch, except with a sliding window: tiles are counted from the first
+key that the chunk sees.
 """
 
 # numba compiles these functions: to a type checker they are untyped, and their loops are meant to be loops.
@@ -27,7 +28,7 @@ import numba
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 
-from vsched_workers.backends.cpu.kernels.bf16 import bend, bf16_array, float32_array
+from vsched_workers.backends.cpu.kernels.bf16 import bf16_array, float32_array, soft_cap
 from vsched_workers.backends.cpu.kernels.compilation import compiled, emits, kernel
 from vsched_workers.backends.cpu.kernels.prefill_attention import (
     PrefillArguments,
@@ -57,9 +58,9 @@ from vsched_workers.backends.cpu.tiles.kernel import (
     TILE_ROWS,
     TOGETHER,
     configure_tiles,
-    lay_out_row,
     multiply_tiles,
     next_line,
+    pack_row,
     release_tiles,
 )
 
@@ -106,24 +107,26 @@ def _pack_values(
 
 
 @compiled()
-def _pack_half(task: int, given: PrefillArguments) -> None:
+def _pack_half(task: int, arguments: PrefillArguments) -> None:
     """Pack 32 keys and their values, with zeros for padded keys."""
-    halves, head_dim = given.padded_keys // HALF, given.head_dim
-    which, half = task // halves, task % halves
-    head, sequence = which // given.sequences, which % given.sequences
-    start = head * given.head_bytes + sequence * len(given.slots) * given.slot_bytes
-    of_all = 2 * given.padded_keys * padded_head(head_dim)
-    keys_at = given.packed_at + which * 2 * of_all
+    halves, head_dim = arguments.padded_keys // HALF, arguments.head_dim
+    packed, half = task // halves, task % halves
+    head, sequence = packed // arguments.sequences, packed % arguments.sequences
+    start = head * arguments.head_bytes + sequence * len(arguments.slots) * arguments.slot_bytes
+    of_all = 2 * arguments.padded_keys * padded_head(head_dim)
+    keys_at = arguments.packed_at + packed * 2 * of_all
     half_at = keys_at + half * (of_all // halves)
     padding = np.zeros(head_dim, dtype=np.uint16)
     for pair in range(half * HALF // 2, (half + 1) * HALF // 2):
         first_key, second_key, first_value, second_value = two_keys(
-            given, start, 2 * pair, padding.ctypes.data
+            arguments, start, 2 * pair, padding.ctypes.data
         )
         column_at = half_at + 2 * pair % HALF * 4
         _pack_key(first_key, head_dim, column_at)
         _pack_key(second_key, head_dim, column_at + 4)
-        _pack_values(first_value, second_value, head_dim, pair, given.padded_keys, keys_at + of_all)
+        _pack_values(
+            first_value, second_value, head_dim, pair, arguments.padded_keys, keys_at + of_all
+        )
 
 
 # --- attending ---
@@ -135,7 +138,7 @@ class _SoftmaxWriter(InstructionWriter):
     LLVM's own vectorization would use vectors of 8, and reduce the sum of weights in each step.
     """
 
-    def larger(self, one: Any, other: Any) -> Any:
+    def maximum(self, one: Any, other: Any) -> Any:
         """Elementwise maximum."""
         return self.builder.select(self.builder.fcmp_ordered(">", one, other), one, other)
 
@@ -166,9 +169,9 @@ def _highest(builder: Any, scores_at: Any, steps: Any) -> Any:
     at = writer.advance(scores_at, loop.index, 2 * LINE)
     loaded = [writer.load(writer.offset(at, each), FLOATS, LINE) for each in (0, LINE)]
     pairs = zip(loaded, loop.carried, strict=True)
-    loop.end(found := [writer.larger(*pair) for pair in pairs], steps)
+    loop.end(found := [writer.maximum(*pair) for pair in pairs], steps)
     return call_llvm(
-        builder, f"llvm.vector.reduce.fmax.v{LANES}f32", ir.FloatType(), writer.larger(*found)
+        builder, f"llvm.vector.reduce.fmax.v{LANES}f32", ir.FloatType(), writer.maximum(*found)
     )
 
 
@@ -186,9 +189,9 @@ def _weigh(
         score = writer.load(writer.offset(at, place), FLOATS, LINE)
         power = builder.fmul(builder.fsub(score, top), factors)
         # 2**-126 is not zero, and masked keys must not count at all.
-        weight = writer.exp2(writer.larger(power, _constant(-126.0)))
-        seen = builder.fcmp_ordered(">", score, _constant(float(SCORE_MIN)))
-        weights.append(builder.select(seen, weight, ZEROS))
+        weight = writer.exp2(writer.maximum(power, _constant(-126.0)))
+        is_visible = builder.fcmp_ordered(">", score, _constant(float(SCORE_MIN)))
+        weights.append(builder.select(is_visible, weight, ZEROS))
         sums.append(builder.fadd(total, weights[-1]))
     both = writer.narrow_both(*weights)
     writer.store(both, writer.advance(weights_at, loop.index, TILE_BYTES), LINE)
@@ -200,13 +203,13 @@ def _weigh(
 
 @compiled()
 def _softmax(
-    scores: Any, unseen: int, seen: int, factor: Any, row: int, steps: int, weights_at: int
+    scores: Any, first: int, stop: int, factor: Any, row: int, steps: int, weights_at: int
 ) -> Any:
     """Write the weights 2**(factor (s_t - max s)) of a row's scores into A tiles, and zeros for masked keys.
 
-    Keys before `unseen` and from `seen` on are masked. Returns the divisor of the weights.
+    Keys before `first` and from `stop` on are masked. Returns the divisor of the weights.
     """
-    before, behind = scores[:unseen], scores[seen : steps * STEP_INPUTS]
+    before, behind = scores[:first], scores[stop : steps * STEP_INPUTS]
     for index in range(len(before)):
         before[index] = SCORE_MIN
     for index in range(len(behind)):
@@ -217,19 +220,21 @@ def _softmax(
 
 
 @compiled()
-def _attend_block(task: int, given: PrefillArguments) -> None:
+def _attend_block(task: int, arguments: PrefillArguments) -> None:
     """Attend for one block of query rows, of one head and sequence."""
-    head_dim, size = given.head_dim, 2 * given.head_dim
-    head, start, rows, seen, skipped, width, packed = block_of(given, task, BLOCK, HALF)
-    steps = width // HALF
+    head_dim, row_bytes = arguments.head_dim, 2 * arguments.head_dim
+    head, start, rows, visible, skipped, padded_visible, packed = block_of(
+        arguments, task, BLOCK, HALF
+    )
+    steps = padded_visible // HALF
     inputs, tiles = padded_head(head_dim), (rows + TILE_ROWS - 1) // TILE_ROWS
-    of_all = 2 * given.padded_keys * inputs
-    keys_at = given.packed_at + packed * 2 * of_all
+    of_all = 2 * arguments.padded_keys * inputs
+    keys_at = arguments.packed_at + packed * 2 * of_all
     values_at = keys_at + of_all
     query_bytes = inputs // STEP_INPUTS * TILE_BYTES
     # Rows are padded by one vector: with a power of two between them, the lines of a tile would
     # share few cache sets.
-    score_values, sum_values = width + LANES, inputs + LANES
+    score_values, sum_values = padded_visible + LANES, inputs + LANES
     room = np.empty(
         LINE
         + TOGETHER * (query_bytes + steps * TILE_BYTES)
@@ -240,9 +245,9 @@ def _attend_block(task: int, given: PrefillArguments) -> None:
     weights_at = query_at + TOGETHER * query_bytes
     scores_at = weights_at + TOGETHER * steps * TILE_BYTES
     sums_at = scores_at + BLOCK * 4 * score_values
-    given_at = given.query_at + head * given.query_head_bytes + start * size
+    rows_at = arguments.query_at + head * arguments.query_head_bytes + start * row_bytes
     for row in range(rows):
-        lay_out_row(row, given_at, head_dim, query_at)
+        pack_row(row, rows_at, head_dim, query_at)
     configure_tiles(rows)
     for half in range(steps):
         multiply_tiles(
@@ -252,32 +257,32 @@ def _attend_block(task: int, given: PrefillArguments) -> None:
         )  # fmt: skip
     totals = np.empty(rows, dtype=np.float32)
     for row in range(rows):
-        scores = float32_array(scores_at + row * 4 * score_values, width)
-        factor = given.factor
-        if given.softcap > np.float32(0.0):
+        scores = float32_array(scores_at + row * 4 * score_values, padded_visible)
+        factor = arguments.factor
+        if arguments.softcap > np.float32(0.0):
             factor = np.float32(1.0)
-            bend(scores, width, given.factor, given.softcap)
-        stop = seen + row * given.causal
-        unseen = max(stop - given.window, 0) if given.window else 0
-        totals[row] = _softmax(scores, unseen, stop, factor, row, steps, weights_at)
+            soft_cap(scores, padded_visible, arguments.factor, arguments.softcap)
+        stop = visible + row * arguments.causal
+        first = max(stop - arguments.window, 0) if arguments.window else 0
+        totals[row] = _softmax(scores, first, stop, factor, row, steps, weights_at)
     for half in range(inputs // HALF):
         multiply_tiles(
             tiles, steps, weights_at, steps * TILE_BYTES,
-            values_at + (half * given.padded_keys + skipped) // 2 * PAIR_BYTES, 0,
+            values_at + (half * arguments.padded_keys + skipped) // 2 * PAIR_BYTES, 0,
             sums_at + half * HALF * 4, 4 * sum_values, 0, 0, 0,
         )  # fmt: skip
     release_tiles()
     for row in range(rows):
         summed = float32_array(sums_at + row * 4 * sum_values, head_dim)
-        out_at = given.out_at + ((start + row) * given.heads + head) * size
+        out_at = arguments.out_at + ((start + row) * arguments.heads + head) * row_bytes
         write_attended(out_at, summed, totals[row])
     room[0] = np.uint8(0)  # keeps the buffer alive: only its address is used above
 
 
 @kernel(numba.int64, None)
-def attend_in_tiles(pool: int, given: PrefillArguments) -> None:
-    """Attend for all rows and heads of `given`, on the threads of a pool."""
-    pieces = given.kv_heads * given.sequences * (given.padded_keys // HALF)
-    spread(pool, pieces, 4, _pack_half, (given,))
-    blocks = given.heads * given.sequences * ((given.rows + BLOCK - 1) // BLOCK)
-    spread(pool, blocks, 1, _attend_block, (given,))
+def attend_in_tiles(pool: int, arguments: PrefillArguments) -> None:
+    """Attend for all rows and heads, on the threads of a pool."""
+    pieces = arguments.kv_heads * arguments.sequences * (arguments.padded_keys // HALF)
+    spread(pool, pieces, 4, _pack_half, (arguments,))
+    blocks = arguments.heads * arguments.sequences * ((arguments.rows + BLOCK - 1) // BLOCK)
+    spread(pool, blocks, 1, _attend_block, (arguments,))

@@ -20,12 +20,12 @@ of A, two tiles of B. So each loaded tile is used in two products.
   inputs 30, 31  | n0 n0 n1 n1 .. n15 n15 | n16 n16 .. n31 n31 |
 
 **Packing of A.** [M / 16, K / 32, 16, 32]: each A tile is 1 KiB of consecutive cache lines, independent of the row
-stride of A (`lay_out_row`).
+stride of A (`pack_row`).
 
 **Blocking.** All rows are multiplied by one half-panel, 32 rows per pass. The first pass reads the half-panel from
-memory, later passes find it in the L2 cache. A single pass prefetches weights a few lines ahead of their use;
-prefetching the whole next half-panel instead would read a quarter more. With several passes, each prefetches its
-share of the next half-panel, so memory reads overlap with the products.
+memory, later passes find it in the L2 cache. A single pass prefetches weights `AHEAD_BYTES` ahead, two K steps: with
+few rows weights are read a quarter faster than with the whole next half-panel prefetched. With several passes, each
+prefetches its share of the next half-panel, so memory reads overlap with the products.
 
 K is split into parts if the packed A exceeds the L2 cache, and, with several passes, at 2,048 inputs. The
 accumulators of a part are stored and reloaded for the next part.
@@ -144,10 +144,10 @@ def _requested(_process: int) -> bool:
 class _TileWriter(InstructionWriter):
     """Emits tile instructions. Tile registers are numbers."""
 
-    def tiles(self, name: str, tiles: Sequence[int], *given: Any) -> None:
+    def tiles(self, name: str, tiles: Sequence[int], *operands: Any) -> None:
         """Emit an instruction with these tile registers and operands."""
-        assert has_amx(), "a product has tiles where the processor does"
-        arguments = [*(ir.Constant(BYTE, tile) for tile in tiles), *given]
+        assert has_amx(), "tile instructions need AMX"
+        arguments = [*(ir.Constant(BYTE, tile) for tile in tiles), *operands]
         call_llvm(self.builder, f"llvm.x86.{name}", ir.VoidType(), *arguments)
 
     def load_tile(self, tile: int, at: Any, line_bytes: Any) -> None:
@@ -233,38 +233,38 @@ def multiply_tiles(
     rest_at: Any,
     sums_at: Any,
     sums_bytes: Any,
-    goes_on: Any,
-    lines: Any,
+    accumulate: Any,
+    fetch_lines: Any,
     fetch_at: Any,
 ) -> None:
     """Multiply one or two A tiles by a half-panel and store the float32 accumulators, `sums_bytes` between rows.
 
-    `rest_at` is a last K step of fewer inputs, padded with zeros, or 0 if there is none. `goes_on` is 1 to start from
-    the stored accumulators, 0 to start from zero. `lines` is the number of cache lines to prefetch per K step, the
-    first ones at `fetch_at`: 0 or one of `_FETCHED_LINES` (with one A tile the maximum of these).
+    `rest_at` is a last K step of fewer inputs, padded with zeros, or 0 if there is none. `accumulate` is 1 to start
+    from the stored accumulators, 0 to start from zero. `fetch_lines` is the number of cache lines to prefetch per K
+    step, the first ones at `fetch_at`: 0 or one of `_FETCHED_LINES` (with one A tile the maximum of these).
 
     Emits a switch with one unrolled loop for each combination of A tiles and prefetched lines, since tile registers
     are immediate operands.
     """
     writer = _TileWriter(builder)
-    most = 2 * _STEP_LINES
-    number = builder.add(builder.mul(row_tiles, ir.Constant(LONG, most)), lines)
+    lines_max = 2 * _STEP_LINES
+    number = builder.add(builder.mul(row_tiles, ir.Constant(LONG, lines_max)), fetch_lines)
     known = [(1, 0), (1, _STEP_LINES), (2, 0), *((2, each) for each in _FETCHED_LINES)]
-    for case in cases(builder, number, [count * most + each for count, each in known]):
-        count, fetched = divmod(case, most)
+    for case in cases(builder, number, [count * lines_max + each for count, each in known]):
+        count, fetched = divmod(case, lines_max)
         tiles = [2 * row + vector for row in range(count) for vector in (0, 1)]
-        places = [
+        addresses = [
             writer.offset(
                 writer.advance(sums_at, sums_bytes, tile // 2 * TILE_ROWS), tile % 2 * LINE
             )
             for tile in tiles
         ]
-        with builder.if_else(builder.icmp_signed("!=", goes_on, ir.Constant(LONG, 0))) as both:
-            goes, begins = both
-            with goes:
-                for tile, place in zip(tiles, places, strict=True):
-                    writer.load_tile(tile, place, sums_bytes)
-            with begins:
+        with builder.if_else(builder.icmp_signed("!=", accumulate, ir.Constant(LONG, 0))) as both:
+            from_stored, from_zero = both
+            with from_stored:
+                for tile, address in zip(tiles, addresses, strict=True):
+                    writer.load_tile(tile, address, sums_bytes)
+            with from_zero:
                 for tile in tiles:
                     writer.tiles("tilezero", [tile])
         with builder.if_then(builder.icmp_signed(">", steps, ir.Constant(LONG, 0))):
@@ -279,8 +279,8 @@ def multiply_tiles(
         with builder.if_then(builder.icmp_signed("!=", rest_at, ir.Constant(LONG, 0))):
             at = writer.advance(rows_at, steps, TILE_BYTES)
             writer.add_products(count, at, row_tile_bytes, rest_at)
-        for tile, place in zip(tiles, places, strict=True):
-            writer.tiles("tilestored64", [tile], writer.pointer(place), sums_bytes)
+        for tile, address in zip(tiles, addresses, strict=True):
+            writer.tiles("tilestored64", [tile], writer.pointer(address), sums_bytes)
 
 
 @emits(numba.void, None, *[numba.intp] * 5)
@@ -314,7 +314,7 @@ def next_line(space: Any) -> int:
 
 
 @compiled()
-def lay_out_row(row: int, rows_at: int, inputs: int, tiles_at: int) -> None:
+def pack_row(row: int, rows_at: int, inputs: int, tiles_at: int) -> None:
     """Pack a row of A, bfloat16, into its A tiles, padded with zeros.
 
     row r of A      | k0 .. k31 | k32 .. k63 | ..
@@ -326,16 +326,16 @@ def lay_out_row(row: int, rows_at: int, inputs: int, tiles_at: int) -> None:
     at = tiles_at + row // TILE_ROWS * steps * TILE_BYTES + row % TILE_ROWS * LINE
     for step in range(steps):
         count = min(STEP_INPUTS, inputs - step * STEP_INPUTS)
-        given = bf16_array(rows_at + 2 * (row * inputs + step * STEP_INPUTS), count)
-        taken = bf16_array(at + step * TILE_BYTES, STEP_INPUTS)
+        source = bf16_array(rows_at + 2 * (row * inputs + step * STEP_INPUTS), count)
+        target = bf16_array(at + step * TILE_BYTES, STEP_INPUTS)
         for index in range(count):
-            taken[index] = given[index]
+            target[index] = source[index]
         for index in range(count, STEP_INPUTS):
-            taken[index] = np.uint16(0)
+            target[index] = np.uint16(0)
 
 
 @compiled()
-def laid_out_bytes(rows: int, inputs: int) -> int:
+def packed_bytes(rows: int, inputs: int) -> int:
     """Bytes of packed A."""
     tiles = (rows + TILE_ROWS - 1) // TILE_ROWS
     return tiles * ((inputs + STEP_INPUTS - 1) // STEP_INPUTS) * TILE_BYTES
@@ -343,24 +343,31 @@ def laid_out_bytes(rows: int, inputs: int) -> int:
 
 @compiled()
 def fetched_by(index: int, tiles: int, fetches: int) -> Any:
-    """Lines of the next weights that a K step of a pass prefetches, and lines prefetched by earlier passes.
+    """Lines of the next half-panel that each K step of pass `index` prefetches, and those of the passes before.
 
-    Args:
-        index: Index of the pass.
-        tiles: A tiles. A pass of one tile prefetches nothing.
-        fetches: 1 if the first pass prefetches its own weights, else 0.
+    They are shared by the passes of two A tiles, without the first one if `fetches` is 1 (`fetches_itself`):
+
+      rows    fetches   pass 0        pass 1          pass 2          pass 3
+      16, 48  1         its own       -
+      64      1         its own       lines 0 .. 31
+      64      0         lines 0..15   lines 16 .. 31
+      128     1         its own       lines 0 .. 15   lines 16 .. 31  -
+      128     0         lines 0..7    lines 8 .. 15   lines 16 .. 23  lines 24 .. 31
     """
-    place, passes = index - fetches, tiles // TOGETHER - fetches
-    if 0 <= place < passes:
+    number, passes = index - fetches, tiles // TOGETHER - fetches
+    if 0 <= number < passes:
         for lines in _FETCHED_LINES:
             if lines * passes >= _STEP_LINES:
-                return (lines, place * lines) if place * lines < _STEP_LINES else (0, 0)
+                return (lines, number * lines) if number * lines < _STEP_LINES else (0, 0)
     return 0, 0
 
 
 @compiled()
 def fetches_itself(turn: int, rows: int) -> int:
-    """Return 1 if the first pass prefetches its own weights, 0 if the previous turn has prefetched them."""
+    """Return 1 if the first pass prefetches its own weights, 0 if the previous turn (`Parts`) has prefetched them.
+
+    It does in the first turn, and if no other pass has two A tiles (up to 48 rows).
+    """
     return 1 if turn == 0 or rows <= (2 * TOGETHER - 1) * TILE_ROWS else 0
 
 
@@ -458,7 +465,9 @@ def multiply_half(a: PackedA, b: HalfPanel, c: ResultC, sums_at: int) -> None:
 
 
 class Parts(NamedTuple):
-    """Order of a thread's work: one part of K for some pieces of the weight, then the next part for these.
+    """Order of a thread's work: one part of K for some weight pieces, then the next part for these.
+
+    A weight piece is a half-panel here, a panel in `quantized/widened.py`; a turn multiplies a piece by a part of K.
 
       turn        0        1        2        3        4   ..      together = 2, number = 2
       piece       0        1        0        1        2
@@ -468,7 +477,7 @@ class Parts(NamedTuple):
         steps: K steps.
         size: K steps of a part, except the last one.
         number: Parts of K.
-        together: Pieces whose accumulators are stored from one part to the next.
+        together: Weight pieces whose accumulators are stored from one part to the next.
         sums_bytes: Bytes of the stored accumulators of a piece; 0 with one part.
     """
 
@@ -481,9 +490,9 @@ class Parts(NamedTuple):
 
 @compiled()
 def parts_of(rows: int, inputs: int, pieces: int, halves: int) -> Parts:
-    """Split K into parts for `pieces` pieces of `halves` half-panels each."""
+    """Split K into parts for `pieces` weight pieces of `halves` half-panels: 1 here, 2 in `quantized/widened.py`."""
     steps = (inputs + STEP_INPUTS - 1) // STEP_INPUTS
-    count = max((laid_out_bytes(rows, inputs) + _CACHE_BYTES - 1) // _CACHE_BYTES, 1)
+    count = max((packed_bytes(rows, inputs) + _CACHE_BYTES - 1) // _CACHE_BYTES, 1)
     if rows > TOGETHER * TILE_ROWS:
         count = max(count, (steps + _PART_STEPS - 1) // _PART_STEPS)
     size = (steps + count - 1) // count
@@ -498,7 +507,7 @@ def parts_of(rows: int, inputs: int, pieces: int, halves: int) -> Parts:
 
 @compiled()
 def halves_together(rows: int, inputs: int, pieces: int, halves: int) -> int:
-    """Number of pieces, of `halves` half-panels each, that a thread claims at once."""
+    """Number of weight pieces, of `halves` half-panels each, that a thread claims at once."""
     parts = parts_of(rows, inputs, pieces, halves)
     if parts.number > 1:
         together: int = max(min(parts.together, pieces // _CLAIMS), 1)
@@ -508,7 +517,7 @@ def halves_together(rows: int, inputs: int, pieces: int, halves: int) -> int:
 
 @compiled()
 def turn_of(turn: int, pieces: int, parts: Parts) -> Any:
-    """Index of a turn's piece, of its K part, and of its accumulators among the stored ones."""
+    """Index of a turn's weight piece, of its K part, and of its accumulators among the stored ones."""
     group = turn // (parts.together * parts.number)
     size = min(parts.together, pieces - group * parts.together)
     within = turn - group * parts.together * parts.number
@@ -526,7 +535,7 @@ def _multiply_panels(
     out_at: int,
 ) -> None:
     """Multiply all packed rows by the half-panels `first` to `stop`."""
-    pairs, weight_at = weight[0].given // 2, weight[0].weight_at
+    pairs, weight_at = weight[0].inputs_unpadded // 2, weight[0].weight_at
     c = ResultC(BF16, weight[0].bias_at, out_at, outputs)
     configure_tiles(rows)
     half_bytes, whole = pairs * PAIR_BYTES, 2 * pairs // STEP_INPUTS
@@ -536,22 +545,22 @@ def _multiply_panels(
     room = np.empty(max(parts.sums_bytes * parts.together, PASS_BYTES) + LINE, dtype=np.uint8)
     padded = np.zeros(STEP_BYTES + LINE, dtype=np.uint8)
     for turn in range(turns):
-        piece, index, kept = turn_of(turn, stop - first, parts)
-        start, behind = index * parts.size, min((index + 1) * parts.size, parts.steps)
+        piece, index, sums_index = turn_of(turn, stop - first, parts)
+        start_step, stop_step = index * parts.size, min((index + 1) * parts.size, parts.steps)
         at, rest_at, next_at = first_at + piece * half_bytes, 0, 0
-        if behind > whole:
+        if stop_step > whole:
             rest_at = next_line(padded)
             rest = pairs - whole * STEP_INPUTS // 2
             copy(at + whole * STEP_BYTES, rest_at, rest * 2 * HALF)
         if turn + 1 < turns:
             next_piece, next_index, _ = turn_of(turn + 1, stop - first, parts)
             next_at = first_at + next_piece * half_bytes + next_index * parts.size * STEP_BYTES
-        a = PackedA(rows, rows_at + start * TILE_BYTES, parts.steps * TILE_BYTES)
+        a = PackedA(rows, rows_at + start_step * TILE_BYTES, parts.steps * TILE_BYTES)
         b = HalfPanel(
-            first + piece, at + start * STEP_BYTES, min(behind, whole) - start, rest_at,
-            start == 0, behind == parts.steps, fetches_itself(turn, rows), next_at,
+            first + piece, at + start_step * STEP_BYTES, min(stop_step, whole) - start_step, rest_at,
+            start_step == 0, stop_step == parts.steps, fetches_itself(turn, rows), next_at,
         )  # fmt: skip
-        multiply_half(a, b, c, next_line(room) + kept * parts.sums_bytes)
+        multiply_half(a, b, c, next_line(room) + sums_index * parts.sums_bytes)
     release_tiles()
 
 
@@ -563,10 +572,10 @@ def multiply_in_tiles(
 
     Same arguments as `gemm.multiply`.
     """
-    inputs = weight[0].given
-    taken = np.empty(laid_out_bytes(rows, inputs) + LINE, dtype=np.uint8)
-    spread(pool, rows, OWN_ROWS_MAX, lay_out_row, (rows_at, inputs, next_line(taken)))
+    inputs = weight[0].inputs_unpadded
+    packed = np.empty(packed_bytes(rows, inputs) + LINE, dtype=np.uint8)
+    spread(pool, rows, OWN_ROWS_MAX, pack_row, (rows_at, inputs, next_line(packed)))
     halves = (outputs + HALF - 1) // HALF
-    work = rows, next_line(taken), weight, outputs, out_at
+    work = rows, next_line(packed), weight, outputs, out_at
     spread(pool, halves, halves_together(rows, inputs, halves, 1), _multiply_panels, work)
-    taken[0] = np.uint8(0)  # keeps the buffer alive: only its address is used above
+    packed[0] = np.uint8(0)  # keeps the buffer alive: only its address is used above
