@@ -168,6 +168,21 @@ def test_result_blocks_do_not_change_its_bits(kind: str) -> None:
         assert torch.equal(product(rows[part]), found[part])
 
 
+def test_inputs_of_a_block_are_summed_in_one_order() -> None:
+    """With all weights at the minimum of int4 the result is minus the sum, which is in four chains.
+
+    With fastmath, LLVM chose the order, in a process that compiled otherwise than in those that loaded.
+    """
+    weight = quantize(torch.full((PANEL, 32), -1.0), "int4", group=32)
+    rows = drawn(9, 32) * 10 ** drawn(9, 32, seed=3)
+    chains = torch.zeros(9, 4)
+    for step in rows.view(9, 8, 4).unbind(1):
+        chains += step
+    wanted = (chains[:, 0] + chains[:, 1]) + (chains[:, 2] + chains[:, 3])
+    found = QuantizedProduct(weight, None, threads=1)(rows)
+    assert torch.equal(found, -wanted[:, None].expand(9, PANEL))
+
+
 @pytest.mark.parametrize("kind", ["int8", "int4 32"])
 def test_product_of_bfloat16_rows_is_rounded_once(kind: str) -> None:
     weight = weight_of(kind, 3 * PANEL, 96)
