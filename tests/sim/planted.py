@@ -101,8 +101,8 @@ PLANTS = (
     Plant(
         "a lost terminal reply",
         "vsched.aio.streams:StreamTable.finish",
-        "generation.finish(finish)",
-        "generation.finish(finish) if self._by_number else None",
+        "stream.finish(finish)",
+        "stream.finish(finish) if self._by_number else None",
         seed=0,
     ),
     Plant(
