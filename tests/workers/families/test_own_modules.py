@@ -262,6 +262,7 @@ def test_text_models_equal_those_of_transformers(
         check_language(family, library, path, dtype, torch.randint(0, 512, (1, 40)))
 
 
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "mrope_section": [2, 3, 3]}
 
 
@@ -273,11 +274,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "mrope_section": [2, 3, 3]}
         (NAME, {"vision_config": {"hidden_act": "gelu"}}, {}),
         (NAME, {"text_config": {"rope_parameters": YARN}}, {}),
         (NAME, {"vision_config": {"window_size": None}}, {}),
-        (
-            "llama",
-            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
-            {},
-        ),
+        ("llama", {"rope_parameters": LINEAR}, {}),
         ("llama", {"rope_scaling": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, {}),
         ("llama", {"hidden_act": "gelu"}, {}),
         ("llama", {"num_key_value_heads": None}, {}),

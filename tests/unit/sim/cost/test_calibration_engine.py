@@ -79,7 +79,6 @@ async def watched_engine() -> AsyncIterator[tuple[ObservedEngine, SimulatedDress
 
 
 def requests(count: int) -> Workload:
-    """Return requests with images and without."""
     rng = Random(7)
     arrivals = []
     for number in range(count):

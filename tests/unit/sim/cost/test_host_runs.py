@@ -168,7 +168,6 @@ def recording(trace: Path) -> AbstractContextManager[HostRecorder]:
 
 
 def begin(recorder: HostRecorder, number: int, at_ns: int, tokens: int) -> Plain:
-    """Note the arrival of a request."""
     request = Plain(number, at_ns, tokens)
     recorder.note_arrival(request, at_ns + 30)
     return request
