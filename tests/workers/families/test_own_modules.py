@@ -204,13 +204,8 @@ def test_positions_equal_transformers(checkpoints: Checkpoints, name: str, seed:
     stand_in.get_vision_position_ids = functools.partial(model.get_vision_position_ids, stand_in)
     types = torch.from_numpy(np.concatenate(kinds)[None])
     given = {key: torch.tensor(value) for key, value in grids.items() if value}
-    unpruned, _ = model.get_rope_index(
-        stand_in,
-        torch.zeros_like(types),
-        types,
-        second_per_grid_ts=torch.tensor(intervals),
-        **given,
-    )
+    given["second_per_grid_ts"] = torch.tensor(intervals)
+    unpruned, _ = model.get_rope_index(stand_in, torch.zeros_like(types), types, **given)
     expected = unpruned[:, 0].numpy()[:, np.concatenate(kept)]
     found, delta = family.positions(family.model_config(path), np.zeros(here, np.int32), pruned)
     assert np.array_equal(found, expected)
