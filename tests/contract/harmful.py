@@ -20,10 +20,8 @@ from vsched.testing.cluster import SEATS, default_policies, seats_of
 KINDS = sorted(kind for kind, decision in DECISIONS.items() if decision.remembers)
 """The kinds of policy whose method gets a view from the kernel."""
 
-MUTABLE, IMMUTABLE = (
-    (list, dict, set, deque, bytearray),
-    (tuple, frozenset, bytes, MappingProxyType),
-)
+MUTABLE = (list, dict, set, deque, bytearray)
+IMMUTABLE = (tuple, frozenset, bytes, MappingProxyType)
 MUTATORS = {name for kind in MUTABLE for name in dir(kind) if not name.startswith("__")}
 MUTATORS -= {name for kind in IMMUTABLE for name in dir(kind)}
 MUTATORS |= {"__setitem__", "__delitem__"}
@@ -103,7 +101,6 @@ def wrapped(cls: type[Policy], around: Callable[[Callable[[Any], Any], Any], Any
 
 
 def default_of(kind: str) -> type[Policy]:
-    """Return the class of the default policy of a kind."""
     return type(default_policies().by_table[SEATS[seats_of(kind)[0]]])
 
 
@@ -146,7 +143,6 @@ class AngryError(BaseException):
 
 
 def endless(value: object) -> Iterator[object]:
-    """Yield a value for ever."""
     while True:
         yield value
 
@@ -189,7 +185,6 @@ ODD = [
 
 
 def recurse() -> None:
-    """Recurse without an end."""
     recurse()
 
 
@@ -199,7 +194,6 @@ def exhaust() -> None:
 
 
 def throw(error: BaseException) -> None:
-    """Raise an error."""
     raise error
 
 

@@ -43,8 +43,6 @@ calls: list[int] = []
 
 
 class CountedFifo(Fifo, frozen=True, kw_only=True):
-    """Notes its calls."""
-
     def admit(self, view: AdmissionView) -> Admission:
         calls.append(len(view.waiting))
         return super().admit(view)

@@ -40,15 +40,8 @@ def ask(
     policy: RequestPolicy, waiting: list[Item], *, divisible: bool = False, **view: Any
 ) -> Admission:
     """Call a policy with these entries, of the generate stage if divisible, else of the encode stage."""
-    usual = {
-        "now_ns": 0,
-        "tokens_free": 0,
-        "entries_free": 100,
-        "blocks_free": 0,
-        "running": 0,
-        "default_tokens": 2048,
-        "measured": Measurements(),
-    }
+    usual: dict[str, Any] = {"now_ns": 0, "tokens_free": 0, "entries_free": 100, "running": 0}
+    usual |= {"blocks_free": 0, "default_tokens": 2048, "measured": Measurements()}
     stage = "generate" if divisible else "encode"
     return policy.admit(
         AdmissionView(stage=stage, waiting=waiting, divisible=divisible, **{**usual, **view})
@@ -123,9 +116,6 @@ def test_fifo_fills_the_room() -> None:
     assert admit(Fifo(), []) == ([], [])
 
 
-# --- priority ---
-
-
 def test_priority_is_strict_and_first_come_within_a_level() -> None:
     waiting = [Item(1, priority=level) for level in (0, 5, -1, 5, 1)]
     assert list(ask(Priority(), waiting).indices) == [1, 3, 4, 0, 2]
@@ -165,13 +155,19 @@ def of(tenants: str, tokens: int = 10) -> list[Item]:
     return [Item(tokens, tenant=tenant) for tenant in tenants]
 
 
-def test_tenant_fair_takes_tenants_in_turn() -> None:
-    assert chosen(TenantFair(), of("aaabb"), state=ServedTokens()) == [0, 3, 1, 4, 2]
-
-
-def test_tenant_fair_counts_the_tokens_of_admitted_requests() -> None:
-    waiting = [Item(100, tenant="a"), Item(100, tenant="a"), *of("bbb", 30)]
-    assert chosen(TenantFair(), waiting, state=ServedTokens()) == [0, 2, 3, 4, 1]
+@pytest.mark.parametrize(
+    ("waiting", "running", "order"),
+    [
+        (of("aaabb"), {}, [0, 3, 1, 4, 2]),
+        ([*of("aa", 100), *of("bbb", 30)], {}, [0, 2, 3, 4, 1]),
+        (of("aabbb"), {"a": 25}, [2, 3, 4, 0, 1]),
+    ],
+)
+def test_tenant_fair_takes_tenants_in_turn_by_tokens_of_admitted_and_running_requests(
+    waiting: list[Item], running: dict[str, int], order: list[int]
+) -> None:
+    measured = Measurements(tokens_running=running)
+    assert chosen(TenantFair(), waiting, state=ServedTokens(), measured=measured) == order
 
 
 def test_tenant_fair_counts_ended_requests_once() -> None:
@@ -181,15 +177,6 @@ def test_tenant_fair_counts_ended_requests_once() -> None:
         picked = chosen(TenantFair(), of("ab"), state=state, measured=measured, entries_free=1)
         assert picked == [1]
     assert state.tokens == {"a": 50.0, "b": 0.0}
-
-
-def test_tenant_fair_counts_running_requests() -> None:
-    measured = Measurements(tokens_running={"a": 25})
-    assert chosen(TenantFair(), of("aabbb"), state=ServedTokens(), measured=measured)[:3] == [
-        2,
-        3,
-        4,
-    ]
 
 
 def test_tenant_fair_raises_the_counter_of_late_tenants() -> None:

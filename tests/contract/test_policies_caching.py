@@ -42,12 +42,8 @@ def select(
 @pytest.mark.parametrize(
     ("chunk", "chosen"),
     [
-        ((0, 10), []),
-        ((0, 11), [0]),
-        ((19, 30), [0]),
-        ((20, 30), []),
-        ((12, 41), [0, 2]),
-        ((50, 60), []),
+        *(((0, 10), []), ((0, 11), [0]), ((19, 30), [0])),
+        *(((20, 30), []), ((12, 41), [0, 2]), ((50, 60), [])),
     ],
 )
 def test_chunk_aware_selects_items_of_the_chunk(chunk: tuple[int, int], chosen: list[int]) -> None:
@@ -121,7 +117,6 @@ def test_s3_fifo_takes_a_ghost_back_into_the_main_queue() -> None:
 
 
 def test_s3_fifo_forgets_ghosts() -> None:
-    """The number of remembered keys is bounded."""
     order = S3Fifo(ghosts=1, small_share=0.5).build_order()
     for key in "abcd":
         order.add(key, 1)

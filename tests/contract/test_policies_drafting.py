@@ -70,22 +70,24 @@ def steps(*busy_ns: int, drafted: int = 0, accepted: int = 0, start: int = 1) ->
     ]
 
 
+def judged(
+    policy: TriedDrafts, last: Draft, count: int, reported: list[StepTime]
+) -> tuple[Draft, Trials]:
+    """Return the grant after so many steps by the last one, with a token accepted in each, and the state."""
+    state = Trials()
+    proved = {"drafted": count * last.tokens, "accepted": count}
+    measured = Measurements(steps=reported)
+    return policy.grant(view(last=last, state=state, measured=measured, **proved)), state
+
+
 @pytest.mark.parametrize("policy", GUESSES)
 @pytest.mark.parametrize(("drafted_ns", "goes_on"), [(1900, True), (2000, False)])
 def test_drafts_go_on_while_tokens_are_measured_to_come_faster(
     policy: TriedDrafts, drafted_ns: int, goes_on: bool
 ) -> None:
     """Twice the tokens in less than twice the time."""
-    state = Trials()
     reported = steps(*[1000] * 5) + steps(*[drafted_ns] * 5, drafted=4, accepted=1, start=9)
-    requested = view(
-        last=policy.guess,
-        drafted=5 * policy.tokens,
-        accepted=5,
-        state=state,
-        measured=Measurements(steps=reported),
-    )
-    found = policy.grant(requested)
+    found, state = judged(policy, policy.guess, 5, reported)
     assert (found == policy.guess) == goes_on
     assert state.failed == (0 if goes_on else 1)
     assert state.speedup(1) == pytest.approx(2000 / drafted_ns)
@@ -105,30 +107,19 @@ def test_drafts_are_not_judged_by_steps_with_prefill_or_seen_before() -> None:
 @pytest.mark.parametrize("at", [1, 8])
 def test_one_step_that_was_held_up_does_not_end_drafts(at: int) -> None:
     """Twice the tokens in 1.6 times the time; a neighbour, a garbage collection or a page fault in between."""
-    state, busy_ns = Trials(), [1600] * 9
+    policy, busy_ns = PromptLookup(), [1600] * 9
     busy_ns[at] = 50_000
     reported = steps(*[1000] * 9) + steps(*busy_ns, drafted=4, accepted=1, start=10)
-    policy = PromptLookup()
-    requested = view(
-        last=policy.guess,
-        drafted=72,
-        accepted=9,
-        state=state,
-        measured=Measurements(steps=reported),
-    )
-    assert policy.grant(requested) == policy.guess
+    found, _ = judged(policy, policy.guess, 9, reported)
+    assert found == policy.guess
 
 
 def test_drafts_pay_again_in_the_first_trial_after_a_slow_stretch() -> None:
     """All steps with draft tokens were five times slower, then come some without and one trial at full speed."""
-    policy, state = PromptLookup(), Trials()
     reported = steps(*[5000] * 40, drafted=4, accepted=1) + steps(*[1000] * 20, start=41)
     reported += steps(*[1100] * 4, drafted=4, accepted=1, start=61)
-    requested = view(
-        last=TRIAL, drafted=16, accepted=4, state=state, measured=Measurements(steps=reported)
-    )
-    assert policy.grant(requested) == policy.guess
-    assert state.failed == 0
+    found, state = judged(LOOKUP, TRIAL, 4, reported)
+    assert (found, state.failed) == (LOOKUP.guess, 0)
 
 
 def test_drafts_are_tried_by_ever_fewer_requests_while_trials_fail() -> None:

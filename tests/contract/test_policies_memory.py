@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.unit.memory.views import attempted, rank_memory, requested, reserved
-from vsched.policy import Attempt, Build, Probe
+from vsched.policy import Attempt, Build, MemoryPolicy, Probe
 from vsched_policies.memory import AutoProfile, Pinned
 
 PLAIN = AutoProfile(mem_fraction=1.0, headroom_bytes=0)
@@ -24,23 +26,45 @@ def in_order(text: str, *words: str) -> bool:
     return -1 not in places and places == sorted(places)
 
 
-# --- the probe ---
+AUTO, SOME = AutoProfile(), AutoProfile(mem_fraction=0.9, headroom_bytes=50_000)
+PROBE = attempted("probe", 8192)
+NEARLY_FULL = [rank_memory(available_bytes=50_000)]
+GROWTH = [reserved(30_000), reserved(20_000, rank=1)]
+HELD = [reserved(30_000, held=True), reserved(20_000, pool="another device")]
 
 
 @pytest.mark.parametrize(
-    ("batch_tokens", "slots", "tokens"),
-    [(2048, 64, 8192), (8192, 0, 8192), (8192, 1, 8208), (10_000, 100, 10_112)],
+    ("policy", "attempts", "view", "answer"),
+    [
+        # The probe has `max(batch tokens + slots, 8192)` tokens, in whole blocks, whatever the context.
+        (AUTO, [], {"batch_tokens": 2048, "slots": 64}, Probe(8192)),
+        (AUTO, [], {"batch_tokens": 8192, "slots": 0}, Probe(8192)),
+        (AUTO, [], {"batch_tokens": 8192, "slots": 1}, Probe(8208)),
+        (AUTO, [], {"batch_tokens": 10_000, "slots": 100}, Probe(10_112)),
+        (AUTO, [], {"context_tokens": 60_000}, Probe(8192)),
+        # If that exceeds the free memory, the probe takes what is free, less the needs of encoders.
+        (AUTO, [], {"ranks": NEARLY_FULL}, Probe(4992)),
+        (AUTO, [], {"ranks": NEARLY_FULL, "reservations": [reserved(20_000)]}, Probe(2992)),
+        # The rest: 1,000,000 less 250,000 that is not KV, 100,000 of peers and the headroom, times the fraction.
+        (PLAIN, [PROBE], {"context_tokens": 60_000}, Build(64_992)),
+        (SOME, [PROBE], {}, Build(54_000, profile=True, headroom_bytes=50_000)),
+        # Growth of encoders that is not held is kept free; held memory counts among the peers already.
+        (PLAIN, [PROBE], {"reservations": GROWTH}, Build(60_000)),
+        (PLAIN, [PROBE], {"reservations": HELD}, Build(64_992)),
+        # Neither memory other than KV nor memory of peers is ever negative.
+        (PLAIN, [attempted("probe", 8192, peak_bytes=10_000)], {}, Build(90_000)),
+        (PLAIN, [attempted("probe", 8192, available_bytes=900_000)], {}, Build(74_992)),
+        # The size that held is accepted.
+        (PLAIN, [PROBE, attempted("build", 60_000)], {}, None),
+        (Pinned(tokens=100), [], {}, Build(100)),
+        (Pinned(bytes=1_009), [], {}, Build(100)),
+        (Pinned(tokens=100, headroom_bytes=9), [], {}, Build(100, headroom_bytes=9)),
+    ],
 )
-def test_auto_profile_probes_the_largest_step(batch_tokens: int, slots: int, tokens: int) -> None:
-    """`max(batch tokens + slots, 8192)` tokens, in whole blocks, no more."""
-    assert requested(AutoProfile(), batch_tokens=batch_tokens, slots=slots) == Probe(tokens)
-
-
-def test_auto_profile_probes_less_than_is_free() -> None:
-    """If 8,192 tokens exceed the free memory, the probe takes that, less the needs of encoders."""
-    ranks = [rank_memory(available_bytes=50_000)]
-    assert requested(AutoProfile(), ranks=ranks) == Probe(4992)
-    assert requested(AutoProfile(), ranks=ranks, reservations=[reserved(20_000)]) == Probe(2992)
+def test_memory_policies_request_probe_and_build(
+    policy: MemoryPolicy, attempts: list[Attempt], view: dict[str, Any], answer: object
+) -> None:
+    assert requested(policy, *attempts, **view) == answer
 
 
 def test_auto_profile_refuses_a_full_device() -> None:
@@ -50,11 +74,8 @@ def test_auto_profile_refuses_a_full_device() -> None:
 
 def test_auto_profile_ignores_the_context_until_it_knows_the_rest() -> None:
     """The probe need not hold a whole request, the build must."""
-    assert requested(AutoProfile(), context_tokens=60_000) == Probe(8192)
-    probe = attempted("probe", 8192)
-    assert requested(PLAIN, probe, context_tokens=60_000) == Build(65_000 // 16 * 16)
     policy = AutoProfile(headroom_bytes=100_000)
-    message = refused(requested(policy, probe, context_tokens=60_000))
+    message = refused(requested(policy, PROBE, context_tokens=60_000))
     assert "value 52240 tokens (510.2 KiB) next to headroom of 97.7 KiB" in message
     assert "limit at least 60000 tokens" in message
     assert in_order(
@@ -76,17 +97,6 @@ def test_auto_profile_probes_with_little_when_much_does_not_fit() -> None:
     assert "a probe of 1024 tokens" in message
     assert "limit 976.6 KiB in all" in message
     assert in_order(message, "generate.max_batch_tokens", "generate.slots", "encode.admission")
-
-
-# --- the target ---
-
-
-def test_auto_profile_builds_the_rest_of_the_memory() -> None:
-    """1,000,000 in all, less 250,000 that is not KV, 100,000 of peers, 50,000 of headroom, times 0.9."""
-    policy = AutoProfile(mem_fraction=0.9, headroom_bytes=50_000)
-    assert requested(policy, attempted("probe", 8192)) == Build(
-        54_000 // 16 * 16, profile=True, headroom_bytes=50_000
-    )
 
 
 def test_auto_profile_takes_the_minimum_over_ranks() -> None:
@@ -116,39 +126,6 @@ def test_auto_profile_counts_ranks_on_one_device_once() -> None:
     assert requested(PLAIN, probe, ranks=ranks) == Build(20_000)
 
 
-def test_auto_profile_leaves_memory_that_encoders_do_not_hold_yet() -> None:
-    """Growth that is not held is kept free; held memory counts among the peers already."""
-    probe = attempted("probe", 8192)
-    both = [reserved(30_000), reserved(20_000, rank=1)]
-    assert requested(PLAIN, probe, reservations=both) == Build(60_000)
-    held = [reserved(30_000, held=True), reserved(20_000, pool="another device")]
-    assert requested(PLAIN, probe, reservations=held) == Build(65_000 // 16 * 16)
-
-
-@pytest.mark.parametrize(
-    ("changes", "tokens"),
-    [
-        ({"peak_bytes": 10_000}, 90_000),  # less than the KV: other memory is 0, not negative
-        ({"available_bytes": 900_000}, 75_000),  # more than possible: peers are 0, not negative
-    ],
-)
-def test_auto_profile_clamps_at_nothing(changes: dict[str, int], tokens: int) -> None:
-    """Neither memory other than KV nor memory of peers is ever negative."""
-    assert requested(PLAIN, attempted("probe", 8192, **changes)) == Build(tokens // 16 * 16)
-
-
-# --- after a build ---
-
-
-def test_auto_profile_accepts_the_size_that_held() -> None:
-    assert (
-        requested(
-            AutoProfile(headroom_bytes=0), attempted("probe", 8192), attempted("build", 60_000)
-        )
-        is None
-    )
-
-
 def test_auto_profile_shrinks_by_a_share() -> None:
     """5 % less each time, 4 attempts in all."""
     attempts = [attempted("probe", 8192)]
@@ -163,7 +140,6 @@ def test_auto_profile_shrinks_by_a_share() -> None:
 
 
 def test_auto_profile_reports_all_when_it_gives_up() -> None:
-    """Initial, final, peak, total, headroom, and the settings in the order to try."""
     builds = [attempted("build", tokens, "out_of_memory") for tokens in (4096, 3888, 3680, 3488)]
     policy = AutoProfile(headroom_bytes=1024, mem_fraction=0.9)
     message = refused(requested(policy, attempted("probe", 8192), *builds))
@@ -180,15 +156,6 @@ def test_auto_profile_reports_all_when_it_gives_up() -> None:
         "encode.admission.max_tokens",
         "free the device",
     )
-
-
-# --- pinned ---
-
-
-def test_pinned_takes_tokens_or_bytes() -> None:
-    assert requested(Pinned(tokens=100)) == Build(100)
-    assert requested(Pinned(bytes=1_009)) == Build(100)
-    assert requested(Pinned(tokens=100, headroom_bytes=9)) == Build(100, headroom_bytes=9)
 
 
 def test_pinned_refuses_sizes_that_did_not_hold() -> None:

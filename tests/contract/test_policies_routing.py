@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from vsched.policy import ReplicaView, RoutingView
+from vsched.policy import ReplicaView, RoutingPolicy, RoutingView
 from vsched_policies.routing import ImageAffinity, LeastLoaded, RoundRobin
 
 LIMIT = 1000
@@ -47,18 +47,21 @@ def image(number: int) -> bytes:
     return number.to_bytes(32, "big")
 
 
-# --- round-robin ---
-
-
 @pytest.mark.parametrize(
-    ("down", "turns"), [((), [0, 1, 2, 0]), ((1,), [0, 2, 0, 2]), ((0, 1, 2), [0, 1, 2, 0])]
+    ("policy", "of", "turns"),
+    [
+        (RoundRobin(), replicas(9, 0, 5), [0, 1, 2, 0]),
+        (RoundRobin(), replicas(9, 0, 5, down=[1]), [0, 2, 0, 2]),
+        (RoundRobin(), replicas(9, 0, 5, down=[0, 1, 2]), [0, 1, 2, 0]),
+        (LeastLoaded(), replicas(0, 7, 0, 0, down=[3]), [0, 2, 0, 2]),
+        (ImageAffinity(), replicas(30, 20, 20), [1, 2, 1, 2]),
+    ],
 )
-def test_round_robin_takes_the_healthy_in_turn(down: Sequence[int], turns: list[int]) -> None:
-    of = replicas(9, 0, 5, down=down)
-    assert [RoundRobin().choose(routing_view(of, routed=routed)) for routed in range(4)] == turns
-
-
-# --- least-loaded ---
+def test_replicas_take_turns_all_or_those_of_equal_load(
+    policy: RoutingPolicy, of: list[ReplicaView], turns: list[int]
+) -> None:
+    """Otherwise an idle server would use its first replica only."""
+    assert [policy.choose(routing_view(of, routed=routed)) for routed in range(4)] == turns
 
 
 @pytest.mark.parametrize(
@@ -77,16 +80,6 @@ def test_least_loaded_by_tokens(loads: tuple[int, ...], down: Sequence[int], cho
     for routed in range(3):
         view = routing_view(replicas(*loads, down=down), routed=routed)
         assert LeastLoaded().choose(view) == chosen
-
-
-def test_least_loaded_equals_take_turns() -> None:
-    """Otherwise an idle server would use its first replica only."""
-    idle = replicas(0, 7, 0, 0, down=[3])
-    chosen = [LeastLoaded().choose(routing_view(idle, routed=routed)) for routed in range(4)]
-    assert chosen == [0, 2, 0, 2]
-
-
-# --- image-affinity ---
 
 
 @pytest.mark.parametrize(
@@ -120,12 +113,6 @@ def test_image_affinity_is_bounded_by_load(imbalance: float, load: int, chosen: 
     policy = ImageAffinity(imbalance=imbalance)
     assert policy.choose(routing_view(of, items=[image(1)])) == chosen
     assert policy.choose(routing_view(of)) == chosen
-
-
-def test_image_affinity_without_images_falls_back_to_least_loaded() -> None:
-    of = replicas(30, 20, 20)
-    chosen = [ImageAffinity().choose(routing_view(of, routed=routed)) for routed in range(3)]
-    assert chosen == [1, 2, 1]
 
 
 def first_choice(number: int, count: int, *, down: Sequence[int] = (), loads: int = 0) -> int:

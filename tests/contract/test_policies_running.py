@@ -70,15 +70,9 @@ def long_view(
     tokens: int, *, shared: int = 0, free: int = 1000, measured: Measurements | None = None
 ) -> PreemptionView:
     """A view of an old request, and of a young one with this number of tokens in blocks of 16."""
-    young = RunningView(
-        tokens=tokens,
-        blocks=-(-tokens // 16),
-        outputs=1,
-        priority=0,
-        arrived_ns=1,
-        blocks_shared=shared,
-    )
     old = RunningView(tokens=9000, blocks=563, outputs=1, priority=0, arrived_ns=0)
+    sizes = {"tokens": tokens, "blocks": -(-tokens // 16), "blocks_shared": shared}
+    young = msgspec.structs.replace(old, arrived_ns=1, **sizes)
     return PreemptionView(
         now_ns=9,
         running=[old, young],
@@ -151,13 +145,8 @@ def test_tenant_fair_shares_a_step_between_tenants() -> None:
 def test_tenant_fair_goes_on_with_the_tenant_that_computed_less() -> None:
     policy = TenantFair(quantum_tokens=100)
     measured = Measurements(tokens_running={"a": 100})
-    requested = view(
-        request(500, "a"),
-        request(500, "b"),
-        tokens_free=100,
-        state=ServedTokens(),
-        measured=measured,
-    )
+    facts = {"tokens_free": 100, "state": ServedTokens(), "measured": measured}
+    requested = view(request(500, "a"), request(500, "b"), **facts)
     assert list(policy.share(requested).order) == [1]
 
 

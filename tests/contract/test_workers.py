@@ -38,10 +38,8 @@ INFO = fake_plugin.model_info()
 
 
 def fake_image(tokens: int) -> SampleImage:
-    arrays = {
-        "pixels": np.zeros((4 * tokens, 4), np.float32),
-        "mask": np.ones((1, tokens), np.bool_),
-    }
+    pixels, mask = np.zeros((4 * tokens, 4), np.float32), np.ones((1, tokens), np.bool_)
+    arrays = {"pixels": pixels, "mask": mask}
     specs = tuple(ArraySpec(name, one.dtype.name, one.shape) for name, one in arrays.items())
     return SampleImage(ImagePlan(specs, tokens, metadata=bytes([2 * tokens])), arrays)
 
@@ -158,7 +156,6 @@ class Scribbling(FakeGenerator):
     ],
 )
 def test_check_worker_refuses_generators(generator: type[FakeGenerator], complaint: str) -> None:
-    """Leaks, and other faults of a generate worker."""
     with pytest.raises(ContractBroken, match=complaint):
         check_worker(plugin_of(generator=generator), INFO, images=IMAGES, seeds=range(20))
 

@@ -65,7 +65,6 @@ async def strike(sim_engine: Engines, *faults: AnyFault, ranks: int = 1) -> SimE
 
 
 def losses(engine: SimEngine) -> list[str]:
-    """Return the reasons of lost groups."""
     assert engine.observer is not None
     return [f"{loss.group}: {loss.reason}" for loss in engine.observer.losses]
 
@@ -103,10 +102,9 @@ class Case(NamedTuple):
 
 DAMAGES = [
     Case(
-        lasting(MessageFault, 0.05, direction=direction, effect=effect),
-        "" if effect == "delay" else ANY,
+        lasting(MessageFault, 0.05, direction=way, effect=effect), "" if effect == "delay" else ANY
     )
-    for effect, direction in zip(get_args(Effect), cycle(get_args(Direction)), strict=False)
+    for effect, way in zip(get_args(Effect), cycle(get_args(Direction)), strict=False)
 ]
 """Links are ordered and reliable: violations are detected, and cost a restart."""
 OFTEN = [
@@ -137,10 +135,7 @@ OTHERS = [
     Case(lasting(Partition)),
     Case(lasting(Partition, 10, frames="lost"), ANY),
     Case(TiePermutation(at_ns=SECOND_NS, seed=3)),
-    *(
-        Case(Disconnect(at_ns=SECOND_NS, phase=phase), "", "left")
-        for phase in get_args(RequestPhase)
-    ),
+    *(Case(Disconnect(at_ns=SECOND_NS, phase=one), "", "left") for one in get_args(RequestPhase)),
     Case(FetchStall(at_ns=SECOND_NS, duration_ns=SECOND_NS)),
     Case(MissedDecision(at_ns=SECOND_NS, group="encode", rank=1), DESYNC, ranks=2),
     Case(OutOfMemory(at_ns=SECOND_NS, group="encode")),

@@ -84,10 +84,8 @@ def test_encode_equals_the_whole_model(
         )
     for index, job in enumerate(jobs):
         rows = rows_of(stage, job, embeddings)
-        wanted = [
-            out.pooler_output[index],
-            *(x[index] for x in getattr(out, "deepstack_features", ())),
-        ]
+        deepstack = getattr(out, "deepstack_features", ())
+        wanted = [out.pooler_output[index], *(level[index] for level in deepstack)]
         assert rows.shape[1] == len(wanted)
         for level, tensor in enumerate(wanted):
             np.testing.assert_allclose(rows[:, level], tensor.numpy(), rtol=1e-4, atol=1e-5)

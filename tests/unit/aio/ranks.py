@@ -455,12 +455,10 @@ def streams_of(
 def image_stream(
     played: ShellHarness, name: str = "image", item: tuple[int, int, bytes] = ITEM
 ) -> Stream:
-    """Submit a request of an image and a token."""
     return Stream(played.shell, make_request(name, [7], [item]))
 
 
 async def check_image_tokens(image: Stream) -> None:
-    """Assert that the request of an image has its tokens."""
     assert await image.tokens() == expected_tokens([5] * 6 + [7], 10)
 
 

@@ -104,7 +104,6 @@ class Bench:
         return sorted(one.name for one in folder.iterdir()) if folder.exists() else []
 
     def loading(self, name: str = "a") -> asyncio.Task[None]:
-        """Begin to load an adapter."""
         return asyncio.create_task(self.table.load(name, "somewhere"))
 
 

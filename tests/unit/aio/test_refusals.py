@@ -50,7 +50,6 @@ PROMPT, STOP_TOKEN = "a token id of the prompt", "a stop token id"
     ],
 )
 def test_check_numbers_refuses(name: str, limit: str, values: list[Any]) -> None:
-    """With the value, the limit and the remedy."""
     for value in values:
         token_ids, sampling = [1, 2], {name: value}
         if name == PROMPT:
@@ -87,7 +86,6 @@ def test_check_numbers_accepts_the_limits_themselves(
 
 
 def test_prompt_values_are_as_many_as_the_setting_says() -> None:
-    """The error names the setting."""
     check_prompt_values(6, 6)
     with pytest.raises(RequestRefused, match=r"value 7, limit 6\. .*server\.prompt_logprobs_max"):
         check_prompt_values(7, 6)

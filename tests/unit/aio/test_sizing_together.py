@@ -139,7 +139,6 @@ async def test_sizing_together_restarts_keep_to_their_shares() -> None:
 
 
 async def test_sizing_together_that_does_not_fit_names_all_and_the_remedy() -> None:
-    """The error has the needs of each group, the limit, and the remedies; fewer groups is one of them."""
     device = OneDevice(144 * MIB)
     groups = groups_on(device)
     sizing = sizing_of(policy=Pinned(tokens=8192, headroom_bytes=HEADROOM))

@@ -421,7 +421,6 @@ OTHERS: dict[str, list[Maker]] = {
 
 
 def random_policies(rng: random.Random) -> SeatPolicies:
-    """Return any combination."""
     drafts = ADVERSARIES[:1]
     return default_policies(
         encode_admission=random_admission(rng),

@@ -43,7 +43,6 @@ ROOMY = SchedulerLimits(
 
 
 def make_limits(**changes: Any) -> SchedulerLimits:
-    """Return ample limits with changes."""
     return msgspec.structs.replace(ROOMY, **changes)
 
 
@@ -74,7 +73,6 @@ def image_request(name: str, *images: tuple[bytes, int], **changes: Any) -> Requ
 
 
 def request_state(request: Request, number: int) -> RequestState:
-    """Return the state of a request that has just arrived."""
     return RequestState(
         request=request,
         number=number,
@@ -137,7 +135,6 @@ def answering(decision: str, answer: Any, views: list[Any] | None = None) -> Pol
 
 
 def encode_statistics(cluster: ModelCluster) -> dict[str, int]:
-    """Counters of the encode stage."""
     statistics = cluster.kernel.statistics()["encode"]
     assert isinstance(statistics, dict)
     return statistics
@@ -150,7 +147,6 @@ def generate_statistics(cluster: ModelCluster) -> dict[str, int]:
 
 
 def outcome(cluster: ModelCluster) -> list[object]:
-    """All that the kernel decided."""
     names = ("decisions", "encoded", "outputs", "ended", "refused", "rejected", "drained")
     return [getattr(cluster, name) for name in names]
 
@@ -161,7 +157,6 @@ def tight(**changes: object) -> SchedulerLimits:
 
 
 def crash(cluster: ModelCluster, group: str = "generate") -> None:
-    """Lose a group, and bring it back."""
     cluster.lose(group)
     cluster.restore_group(group)
 

@@ -17,7 +17,6 @@ from vsched.types import Request
 
 
 def rows(cluster: ModelCluster, most: int = 100) -> dict[str, RequestRow]:
-    """Rows by request."""
     found = cluster.kernel.live_requests(most, cluster.now_ns)
     return {row.request_id: row for row in found}
 

@@ -64,6 +64,15 @@ def submit(cluster: ModelCluster, count: int = 4) -> None:
         cluster.submit(make_request(f"r{len(cluster.requests)}", [number, 2, 3], max_tokens=30))
 
 
+def check_restored(cluster: ModelCluster) -> None:
+    """Check that a snapshot keeps the policies and their states."""
+    restored = restore_snapshot(
+        Scheduler(LIMITS, default_policies()), encode_snapshot(cluster.kernel)
+    )
+    assert restored.policy_states() == cluster.kernel.policy_states()
+    assert restored.statistics() == cluster.kernel.statistics()
+
+
 def running(cluster: ModelCluster) -> int:
     return sum(group.slots_held for group in cluster.kernel.generators)
 
@@ -135,11 +144,7 @@ def test_one_policy_takes_several_seats_with_one_state() -> None:
     assert "encode.admission" not in states
     install(cluster, arrival={"use": "open"})
     assert "arrival" not in cluster.kernel.policy_states()
-    restored = restore_snapshot(
-        Scheduler(LIMITS, default_policies()), encode_snapshot(cluster.kernel)
-    )
-    assert restored.policy_states() == cluster.kernel.policy_states()
-    assert restored.statistics() == cluster.kernel.statistics()
+    check_restored(cluster)
 
 
 @pytest.mark.parametrize(("name", "cached"), [("s3-fifo", 6), ("none", 0)])
@@ -224,8 +229,6 @@ def test_a_record_of_replacements_is_replayed_from_any_segment(
 
 
 class Fails(RequestPolicy, frozen=True, kw_only=True):
-    """Raises errors of a kind."""
-
     kind: str
 
     def admit(self, view: AdmissionView) -> Admission:
@@ -233,7 +236,6 @@ class Fails(RequestPolicy, frozen=True, kw_only=True):
 
 
 def test_failures_of_a_policy_that_is_installed_again_are_noticed() -> None:
-    """Notices after the installation of a corrected policy, independent of earlier failures."""
     cluster = ModelCluster(LIMITS, default_policies(generate_admission=Fails(kind="old")))
     for number in range(200):
         complete(cluster, make_request(f"r{number}", [number, 2], max_tokens=1))
@@ -254,8 +256,7 @@ class KeepsSeats(RequestPolicy, frozen=True, kw_only=True):
     seats: int
 
     def admit(self, view: AdmissionView) -> Admission:
-        room = view.entries_free - self.seats if view.running else 1
-        return Admission(range(min(max(room, 0), len(view.waiting))))
+        return Admission(range(0 if view.running else view.entries_free - self.seats))
 
 
 def test_a_policy_may_have_a_field_seats() -> None:
@@ -265,10 +266,7 @@ def test_a_policy_may_have_a_field_seats() -> None:
     for group in ("generate-0", "generate-1"):
         cluster.run_generate(group)
     assert running(cluster) == 2
-    restored = restore_snapshot(
-        Scheduler(LIMITS, default_policies()), encode_snapshot(cluster.kernel)
-    )
-    assert restored.statistics() == cluster.kernel.statistics()
+    check_restored(cluster)
     install(cluster, generate__admission={"use": "fifo"})
     assert cluster.kernel.statistics()["policy_tables"] == {"generate.admission": {"use": "fifo"}}
     cluster.drain()
@@ -281,18 +279,12 @@ def test_a_later_policy_leaves_the_other_seats_to_the_one_before() -> None:
     second = {"use": f"{HERE}:OneAtATime", "hold_s": 0, "seats": ["arrival"]}
     install(cluster, policy=first)
     install(cluster, policy=second)
-    assert cluster.kernel.statistics()["policy_tables"] == {
-        "arrival": second,
-        "generate.admission": first,
-    }
+    decide = {"arrival": second, "generate.admission": first}
+    assert cluster.kernel.statistics()["policy_tables"] == decide
     cluster.arrive(make_request("a", [1, 2, 3]))
-    restored = restore_snapshot(
-        Scheduler(LIMITS, default_policies()), encode_snapshot(cluster.kernel)
-    )
-    assert restored.policy_states() == cluster.kernel.policy_states()
-    assert restored.statistics() == cluster.kernel.statistics()
+    check_restored(cluster)
     install(cluster, policy={**first, "seats": ["generate.admission"]})
-    assert cluster.kernel.statistics()["policy_tables"].keys() == {"arrival", "generate.admission"}
+    assert cluster.kernel.statistics()["policy_tables"].keys() == decide.keys()
 
 
 def test_tenant_fair_counts_on_when_another_policy_decides_at_arrival() -> None:

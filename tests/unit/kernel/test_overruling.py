@@ -52,6 +52,16 @@ def overruled(cluster: ModelCluster, seat: str) -> dict[str, int]:
     return found.get(seat, {})
 
 
+def passing_over(slots: int, limit_s: int) -> ModelCluster:
+    """Return a cluster whose policy passes the oldest request over."""
+    return make_cluster(
+        slots=slots,
+        waiting=1000,
+        passed_over_ns=limit_s * SECOND_NS,
+        generate_admission=answering("admission", youngest),
+    )
+
+
 def served_for(cluster: ModelCluster, seconds: int, *, slots: int = 1) -> None:
     """Let two requests come a second and one be served; each takes a second of a slot."""
     for _ in range(seconds):
@@ -69,12 +79,7 @@ def served_for(cluster: ModelCluster, seconds: int, *, slots: int = 1) -> None:
 def test_admission_passes_no_request_over_for_too_long(limit_s: int) -> None:
     """The oldest goes first once the limit is over; the others follow, one at a time."""
     OVERDUE.clear()
-    cluster = make_cluster(
-        slots=1,
-        waiting=1000,
-        passed_over_ns=limit_s * SECOND_NS,
-        generate_admission=answering("admission", youngest),
-    )
+    cluster = passing_over(1, limit_s)
     served_for(cluster, limit_s + 5)
     statistics = cluster.kernel.statistics()
     assert limit_s <= statistics["passed_over_s"]["generate"] <= limit_s + 3
@@ -116,12 +121,7 @@ def test_admission_keeps_no_request_waiting_for_too_long_with_empty_answers() ->
 
 def test_requests_that_are_passed_over_take_one_slot_at_a_time() -> None:
     """A policy that keeps slots for others keeps all but one."""
-    cluster = make_cluster(
-        slots=4,
-        waiting=1000,
-        passed_over_ns=5 * SECOND_NS,
-        generate_admission=answering("admission", youngest),
-    )
+    cluster = passing_over(4, 5)
     for index in range(20):
         cluster.submit(make_request(f"old{index}", words(4, start=9 * index), max_tokens=50))
     for second in range(12):

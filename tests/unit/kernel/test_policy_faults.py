@@ -155,28 +155,20 @@ def test_guard_eviction_takes_out_the_keys_that_were_added() -> None:
     assert not faults.counts
 
 
-class PreemptionMode(str):
-    __slots__ = ()
-
-
-class Reason(str):
+class Word(str):
     __slots__ = ()
 
 
 @pytest.mark.parametrize(
     ("decision", "facts", "answer"),
     [
-        (
-            "admission",
-            (WAITING[:1], 1, 0, 7, 60),
-            Admission([], np.int64(9)),  # type: ignore[arg-type]
-        ),
-        ("preemption", (2,), Preemption(np.int8(1), PreemptionMode("swap"))),  # type: ignore[arg-type]
+        ("admission", (WAITING[:1], 1, 0, 7, 60), Admission([], np.int64(9))),  # type: ignore[arg-type]
+        ("preemption", (2,), Preemption(np.int8(1), Word("swap"))),  # type: ignore[arg-type]
         ("drafting", (), Draft(np.int64(2), np.int64(3), np.int64(2), np.True_)),  # type: ignore[arg-type]
         ("step", (2,), StepShares(np.array([1, 0]), np.array([3, 4]), np.int64(9))),  # type: ignore[arg-type]
         ("arrival", (7, 5, 60), Hold(np.int64(9))),  # type: ignore[arg-type]
-        ("arrival", (7, 5, 60), Shed(Reason("full"), np.int64(3), np.int64(503))),  # type: ignore[arg-type]
-        ("arrival", (7, 5, 60), Redirect(Reason("http://other:8000"))),
+        ("arrival", (7, 5, 60), Shed(Word("full"), np.int64(3), np.int64(503))),  # type: ignore[arg-type]
+        ("arrival", (7, 5, 60), Redirect(Word("http://other:8000"))),
         ("dispatch", (1, {}, 1), Dispatch(None, [np.int8(0)])),  # type: ignore[list-item]
     ],
     ids=lambda one: type(one).__name__,

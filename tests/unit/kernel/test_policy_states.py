@@ -146,15 +146,12 @@ class Colour(enum.Enum):
 
 
 class Node(msgspec.Struct):
-    """A recursive struct."""
-
     children: list[Node] = []
     colour: Colour = Colour.RED
     pair: tuple[int, float] | None = None
 
 
 def class_with(state_type: Any, decision: str = "admission") -> type[Policy]:
-    """Return a policy class with this type of state."""
     made = type(answering(decision, Admission([0])))
     made.state_type = state_type
     return made

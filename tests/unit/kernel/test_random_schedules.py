@@ -95,13 +95,7 @@ BREAKS = (
         "return shortened + 1",
     ),
     Plant("lost claims", MOVES + "drop_claims", "self._cache.release(state, index)", "pass"),
-    Plant(
-        "cached prompts",
-        REQUEST + "wants_prompt_logprobs",
-        "return ",
-        "return False and ",
-        seed=158,
-    ),
+    Plant("cached", REQUEST + "wants_prompt_logprobs", "return ", "return False and ", seed=158),
     Plant("deaf answers", MOVES + "_release_prompt", "if state.phase is PROMPT:", "if False:"),
     Plant(
         "sleepy queue",

@@ -51,9 +51,6 @@ def claims(cluster: ModelCluster, key: bytes) -> int:
     return sum(len(one.claims) for one in cluster.kernel.embeddings if one.item.key == key)
 
 
-# --- claims ---
-
-
 def preempted_prefill(limits: SchedulerLimits, *items: tuple[int, int, bytes]) -> ModelCluster:
     """A cluster in which a prefill was preempted while the step that read its first image was in flight."""
     cluster = ModelCluster(limits, default_policies(encode_eviction=KeepNothing()))
@@ -138,11 +135,7 @@ def test_request_suspended_by_a_draining_group_claims_nothing() -> None:
     assert_served(cluster, "old", "young")
 
 
-# --- times and loads ---
-
-
 def test_times_of_a_request_are_those_of_the_first_time() -> None:
-    """A later loss does not change the times of ready images, admission or the first token."""
     cluster = make_cluster(image_request("r", (b"a", 16), max_tokens=6), generate_depth=1)
     cluster.wait(SECOND_NS)
     cluster.run_encode()
@@ -201,9 +194,6 @@ def test_limit_of_a_step_is_shorter_the_more_requests_decode_for_a_waiting_one()
     assert found[0] == pytest.approx(50_000_000 * 5 / 8, rel=0.01)
 
 
-# --- policy calls ---
-
-
 def test_waiting_request_is_shown_with_the_tokens_that_its_cached_prefix_leaves() -> None:
     tokens: list[list[int]] = []
 
@@ -248,9 +238,6 @@ def test_policy_decides_which_request_joins_first_after_a_restart() -> None:
         cluster.drain()
     assert joined(cluster) == ["r2", "r1", "r0"]
     assert not reached["kernel.stall_unblocked"]
-
-
-# --- groups that drain, are lost, or both ---
 
 
 def test_drain_of_a_lost_group_changes_nothing() -> None:

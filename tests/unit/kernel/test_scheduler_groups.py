@@ -44,9 +44,6 @@ def text(name: str, *, start: int = 10, length: int = 6, max_tokens: int = 9) ->
     return make_request(name, words(length, start=start), max_tokens=max_tokens)
 
 
-# --- encoders ---
-
-
 def test_encoders_share_one_line() -> None:
     cluster = make_cluster(encoders=2, encode_items=4)
     cluster.lose("encode-0")
@@ -60,9 +57,6 @@ def test_encoders_share_one_line() -> None:
     cluster.run_encode("encode-1")
     assert [task.key for task in cluster.encode_logs["encode-1"][0].tasks] == [b"8", b"9"]
     assert_served(cluster, "r")
-
-
-# --- routing ---
 
 
 def test_router_shows_loads_in_tokens() -> None:
@@ -88,9 +82,6 @@ def test_router_shows_prefixes_and_images_that_a_replica_has_seen() -> None:
     facts, _ = SEEN[-1]
     assert [(prefix, items) for _, prefix, items in facts] == [(0, 0), (8, 1)]
     cluster.drain()
-
-
-# --- losses ---
 
 
 def test_lost_generator_keeps_running_requests_and_gives_waiting_ones_away() -> None:
@@ -138,7 +129,6 @@ def test_last_retired_group_ends_everything(stage: str) -> None:
 
 
 def pages_out(cluster: ModelCluster, group: str) -> set[int]:
-    """Return the pages of the encode step in flight at a group."""
     return {page for task in cluster.encode_logs[group][0].tasks for page in task.pages}
 
 
@@ -184,9 +174,6 @@ def test_group_serves_all_its_requests_with_fewer_blocks_until_it_comes_back_wit
     assert blocks_of(cluster.kernel) == [limits.blocks] * 2
 
 
-# --- draining ---
-
-
 def test_draining_the_only_generator_holds_requests_until_it_is_back() -> None:
     """No request is refused for it; waiting ones wait a little longer."""
     cluster = make_cluster(image_request("runs", (b"a", 8), max_tokens=5), slots=1)
@@ -223,9 +210,6 @@ def test_draining_encoder_finishes_its_batch() -> None:
     cluster.drain()
     assert cluster.drained == ["encode-0"]
     assert_served(cluster, "r", "s")
-
-
-# --- expiry ---
 
 
 def test_waiting_requests_expire_by_number_wherever_they_stand() -> None:

@@ -32,7 +32,6 @@ def tell(
     *,
     decodes: int = DECODES,
 ) -> None:
-    """Report the time of a step to the model."""
     budget = model.budget_for(1_000_000, decodes=decodes)
     budget.take(start, tokens)
     model.note(step, decodes, budget)

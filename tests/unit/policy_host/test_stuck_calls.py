@@ -41,7 +41,6 @@ VIEW = StepView(now_ns=0, prefilling=(), waiting=0, decodes=0, tokens_free=1)
 
 
 def loop() -> None:
-    """Compute for ever."""
     while True:
         pass
 

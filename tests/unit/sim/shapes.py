@@ -42,7 +42,6 @@ COST = CostModel(
 
 
 def read_json(path: Path) -> list[SimulationOutcome]:
-    """Read the output of `write_json`."""
     return msgspec.json.decode(path.read_bytes(), type=list[SimulationOutcome])
 
 

@@ -89,9 +89,6 @@ async def test_loop_carries_sockets_within_the_process() -> None:
     assert current().time() == 0
 
 
-# --- hangs ---
-
-
 def test_loop_reports_a_hang_with_the_wait_of_every_task() -> None:
     """A cancelled timer is no hope."""
 
@@ -113,9 +110,6 @@ def test_loop_reports_a_hang_with_the_wait_of_every_task() -> None:
     idler = message.index("idler waits in")
     assert idler < message.index("wait_for_nothing") < message.index("reader waits in")
     assert "queues.py" in message
-
-
-# --- ties ---
 
 
 async def race(tasks: int = 6) -> tuple[list[int], list[int]]:

@@ -35,12 +35,10 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def worker(saved: Path) -> Any:
-    """Return a language model with space for two adapters."""
     return load_generator(inspect(saved), adapters=2, adapter_rank_max=RANK)
 
 
 def spoilt(saved: Path, folder: Path, **config: Any) -> Path:
-    """Return a copy of an adapter with other fields."""
     fields = json.loads((saved / "plain" / CONFIG_FILE).read_text())
     (folder / CONFIG_FILE).write_text(json.dumps({**fields, **config}))
     (folder / WEIGHTS_FILE).write_bytes((saved / "plain" / WEIGHTS_FILE).read_bytes())

@@ -153,7 +153,6 @@ def test_swap_area_is_no_memory_of_the_process() -> None:
 
 
 def test_swap_area_is_refused_if_the_host_has_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error names the setting; nothing was allocated."""
     monkeypatch.setattr(kv_cache, "host_available", lambda: 4096)
     with pytest.raises(DeviceOutOfMemory, match=r"generate\.swap_memory.*4096 bytes.*lower"):
         SwapArea(make_cache(), 1000)

@@ -208,7 +208,6 @@ def shard(path: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("size", ["nano25", "nano3"])
 def test_each_stage_reads_its_own_weights_only(copy: Copy, size: str) -> None:
-    """The encode worker does not need the language model's file, and vice versa."""
     path = copy(size)
     shard(path)
     for stage, other in (("generate", "vision"), ("encode", "language")):
@@ -220,7 +219,6 @@ def test_each_stage_reads_its_own_weights_only(copy: Copy, size: str) -> None:
 
 
 def test_make_checkpoint_is_reproducible(tmp_path: Path, checkpoints: Checkpoints) -> None:
-    """The same size and seed give the same files; another seed gives other weights."""
     make_checkpoint(str(tmp_path / "again"), "nano25", dtype="float32")
     make_checkpoint(str(tmp_path / "other"), "nano25", dtype="float32", seed=1)
     for name in (WEIGHTS, "tokenizer.json", "config.json"):
@@ -336,9 +334,6 @@ def answer(path: Path) -> tuple[list[int], int]:
     return said, stage.generator.weights_bytes
 
 
-# --- weights ---
-
-
 def test_a_tied_head_may_be_stored_next_to_its_embedding_or_under_its_own_name(
     checkpoints: Checkpoints, copy: Copy
 ) -> None:
@@ -370,9 +365,6 @@ def test_a_head_that_differs_from_the_embedding_is_not_tied(
     write_tensors(path, {**held, "lm_head.weight": head})
     stages = [Stage.load(each) for each in (path, checkpoints("nano25"))]
     assert stages[0].generator.weights_bytes == stages[1].generator.weights_bytes + head.nbytes
-
-
-# --- chat templates ---
 
 
 def template(name: str) -> str:
@@ -446,9 +438,6 @@ def test_a_checkpoint_without_chat_template_completes_prompts(untold: Path) -> N
     with pytest.raises(RequestRefused, match="no chat template. Remedy: .*/v1/completions") as no:
         loaded.render(MESSAGES)
     assert no.value.code == "chat_template_missing"
-
-
-# --- tokenizers ---
 
 
 def test_a_tokenizer_is_made_from_vocabulary_and_merges(
@@ -533,9 +522,6 @@ def test_ranks_read_the_numbers_that_python_writes_into_json(copy: Copy) -> None
     assert isinstance(language_family("qwen2_5_vl", str(path), WorkerSettings()), OwnQwen25Vl)
 
 
-# --- image processors ---
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -563,9 +549,6 @@ def test_image_processor_settings_of_older_layouts(
         assert made.plan_image(*size) == known.plan_image(*size)
     found, wanted = (each.process_image(drawn_image(1, 90, 60)) for each in (made, known))
     assert (found[PIXEL_VALUES] == wanted[PIXEL_VALUES]).all()
-
-
-# --- families ---
 
 
 def test_a_family_is_known_by_its_class_if_its_name_is_not(

@@ -54,7 +54,6 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return a Llama of random weights."""
     path = tmp_path_factory.mktemp("llama")
     sizes = {"vocab_size": 384, "num_hidden_layers": LAYERS, "tie_word_embeddings": True}
     make_checkpoint("llama", path, rope_parameters=ROPE, initializer_range=0.05, **sizes)
@@ -280,14 +279,10 @@ LINEAR = {"rope_type": "linear", "rope_theta": 1e5, "factor": 8.0}
 
 def divisors(rope: dict[str, Any]) -> Any:
     """Return the tensor that llama.cpp writes for Llama 3: plain frequencies divided by scaled ones."""
+    sizes: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4}
+    sizes |= {"max_position_embeddings": 512}
     plain, scaled = (
-        transformers.LlamaConfig(
-            hidden_size=64,
-            num_attention_heads=4,
-            max_position_embeddings=512,
-            rope_parameters=dict(each),
-        )
-        for each in (ROPE, rope)
+        transformers.LlamaConfig(**sizes, rope_parameters=dict(each)) for each in (ROPE, rope)
     )
     made: Any = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding
     return (made(plain).inv_freq / made(scaled).inv_freq).numpy()

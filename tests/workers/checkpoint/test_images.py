@@ -72,7 +72,6 @@ def front(made: Copy) -> Front:
 
 @pytest.fixture
 def copied(made: Copy, tmp_path: Path) -> Copy:
-    """Return a copy of a checkpoint for a test to modify."""
     return lambda name: copy_of(made(name), tmp_path)
 
 
@@ -85,7 +84,6 @@ def loaded(request: pytest.FixtureRequest, front: Front) -> Any:
 
 
 def requested(preprocessor: AnyPreprocessor, count: int) -> str:
-    """Return the text of a request with `count` images."""
     images = [{"type": "image"} for _ in range(count)]
     text = {"type": "text", "text": "what is it?"}
     return preprocessor.render([{"role": "user", "content": [*images, text]}])

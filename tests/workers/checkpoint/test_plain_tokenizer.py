@@ -18,13 +18,8 @@ from vsched_workers.checkpoint.chat_templates import render_template
 from vsched_workers.checkpoint.plain_tokenizer import _QWEN_STEPS, load_plain
 
 TEXT = "<|im_start|>It's 12 é€😀\n\n<|vision_start|><|image_pad|> two<|im_end|>"
-ADDED = {
-    "content": "<|im_end|>",
-    "lstrip": False,
-    "rstrip": False,
-    "normalized": False,
-    "single_word": False,
-}
+FLAGS = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False)
+ADDED = {"content": "<|im_end|>", **FLAGS}
 
 
 @pytest.fixture

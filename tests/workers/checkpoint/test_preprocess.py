@@ -123,7 +123,6 @@ def processor_of(path: Path) -> Any:
     ],
 )
 def test_plan_image_refuses(load: Load, width: int, height: int, code: str) -> None:
-    """The refusal contains value, limit and remedy."""
     with pytest.raises(RequestRefused, match=r"value .*, limit .*\. Remedy: ") as refusal:
         load("nano25", 64).plan_image(width, height)
     assert refusal.value.code == code
@@ -132,7 +131,6 @@ def test_plan_image_refuses(load: Load, width: int, height: int, code: str) -> N
 
 @pytest.mark.parametrize("mode", ["L", "RGBA", "P", "1", "CMYK", "I;16"])
 def test_process_image_takes_other_modes(front: Preprocessor, mode: str) -> None:
-    """Unusual modes are converted."""
     image = Image.new(mode, (60, 60), 1)
     found, wanted = (front.process_image(one)[PIXELS] for one in (image, image.convert("RGB")))
     assert np.array_equal(found, wanted)
@@ -186,7 +184,6 @@ def test_render_replaces_image_data_by_a_placeholder(front: Preprocessor) -> Non
 def test_render_refuses_requests_that_the_template_rejects(
     front: Preprocessor, content: Any
 ) -> None:
-    """A refusal with a code, without paths or reprs."""
     with pytest.raises(RequestRefused) as refusal:
         front.render([{"role": "user", "content": content}])
     assert refusal.value.code == "invalid_messages"

@@ -204,13 +204,8 @@ def test_positions_equal_transformers(checkpoints: Checkpoints, name: str, seed:
     stand_in.get_vision_position_ids = functools.partial(model.get_vision_position_ids, stand_in)
     types = torch.from_numpy(np.concatenate(kinds)[None])
     given = {key: torch.tensor(value) for key, value in grids.items() if value}
-    unpruned, _ = model.get_rope_index(
-        stand_in,
-        torch.zeros_like(types),
-        types,
-        second_per_grid_ts=torch.tensor(intervals),
-        **given,
-    )
+    given["second_per_grid_ts"] = torch.tensor(intervals)
+    unpruned, _ = model.get_rope_index(stand_in, torch.zeros_like(types), types, **given)
     expected = unpruned[:, 0].numpy()[:, np.concatenate(kept)]
     found, delta = family.positions(family.model_config(path), np.zeros(here, np.int32), pruned)
     assert np.array_equal(found, expected)
@@ -262,6 +257,7 @@ def test_text_models_equal_those_of_transformers(
         check_language(family, library, path, dtype, torch.randint(0, 512, (1, 40)))
 
 
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "mrope_section": [2, 3, 3]}
 
 
@@ -273,11 +269,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "mrope_section": [2, 3, 3]}
         (NAME, {"vision_config": {"hidden_act": "gelu"}}, {}),
         (NAME, {"text_config": {"rope_parameters": YARN}}, {}),
         (NAME, {"vision_config": {"window_size": None}}, {}),
-        (
-            "llama",
-            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
-            {},
-        ),
+        ("llama", {"rope_parameters": LINEAR}, {}),
         ("llama", {"rope_scaling": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, {}),
         ("llama", {"hidden_act": "gelu"}, {}),
         ("llama", {"num_key_value_heads": None}, {}),

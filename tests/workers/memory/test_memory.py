@@ -158,7 +158,6 @@ def test_worst_batches_use_the_budget_up(batches: Callable[..., list[list[ImageP
     ],
 )
 def test_typed_out_of_memory_is_one_type(error: Exception) -> None:
-    """All errors of allocators become one exception type."""
     with (
         pytest.raises(DeviceOutOfMemory, match="while testing. Remedy"),
         typed_out_of_memory("testing"),
@@ -172,7 +171,6 @@ def test_typed_out_of_memory_lets_other_errors_pass() -> None:
 
 
 def test_require_available_gives_value_limit_and_remedy() -> None:
-    """The message has value, limit and remedy."""
     memory = HostMemory()
     require_available(memory, 1, "a byte")
     with pytest.raises(

@@ -108,7 +108,6 @@ class Wire:
         return True
 
     def reach_server(self) -> None:
-        """Deliver all frames to the host."""
         while self.engine.frames:
             self.server.receive(b"peer", self.engine.frames.popleft())
 
@@ -225,8 +224,7 @@ async def test_server_gives_memory_of_a_start_back_at_its_end(wire: Wire) -> Non
         wire.deliver()
         await asyncio.gather(*wire.server.ending)
         assert arenas() == before - 1
-        assert len(os.listdir("/proc/self/fd")) == descriptors - 2, (
-            "its own, and that of the mapping"
-        )
+        both = 2  # its own, and that of the mapping
+        assert len(os.listdir("/proc/self/fd")) == descriptors - both
     finally:
         gc.enable()

@@ -76,13 +76,11 @@ class Search:
         return connect
 
     async def found(self) -> End:
-        """Have the host found."""
         self.address.set_result("there")
         await until(lambda: self.ends)
         return self.ends[0]
 
     def answer(self, end: End) -> None:
-        """Have the host answer."""
         there = Side()
         there.stream.put(Opened())
         end.say(there.frames[0])

@@ -143,7 +143,6 @@ class LeaderHarness:
         self.link.on_frame(rank_identity(rank), encode_report(report))
 
     def pulse(self, *ranks: int) -> None:
-        """Deliver the pulse of these ranks."""
         for rank in ranks:
             for report in (Hello(rank, "sesame"), Pulse()):
                 self.link.on_frame(pulse_identity(rank), encode_report(report))

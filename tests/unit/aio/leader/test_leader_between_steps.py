@@ -32,7 +32,6 @@ def batch(step: int, *tokens: int, time_slice_ms: int = 100) -> EncodeDecision:
 
 
 def layers(entries: list[LogEntry]) -> list[int]:
-    """Number of layers in each entry."""
     return [one.layers for one in entries if isinstance(one, EncodeDecision | Continue)]
 
 

@@ -66,6 +66,7 @@ async def test_leader_encode_ranks_are_compared_by_outcome() -> None:
 
 
 NO_STEP = "sent a result, but no step is due"
+HA = RankFailed(ErrorKind.DESYNC, "RankDesync", "ha")
 
 
 @pytest.mark.parametrize(
@@ -77,12 +78,7 @@ NO_STEP = "sent a result, but no step is due"
         (1, 0, EncodeResult(1, None, 0), NO_STEP),
         (2, 0, said(0, 2), "sent the result of step 2, but step 1 is due"),
         (1, 2, StepCheck(2, b""), "sent the result of step 2, but step 1 is due"),
-        (
-            1,
-            1,
-            RankFailed(ErrorKind.OUT_OF_MEMORY, "Full", "no room"),
-            "stopped with Full: no room",
-        ),
+        (1, 1, HA, "stopped with RankDesync: ha"),
     ],
 )
 async def test_leader_gives_up_a_rank_that_is_out_of_order(
@@ -132,9 +128,6 @@ async def test_leader_pulse_does_not_stand_for_an_answer() -> None:
         assert waited_s < 100
     assert led.lost[0].startswith("generate: rank 1 was silent for ")
     assert waited_s > LIMITS.rank_timeout_s
-
-
-HA = RankFailed(ErrorKind.DESYNC, "RankDesync", "ha")
 
 
 async def test_leader_hears_nothing_but_life_from_a_pulse() -> None:

@@ -197,7 +197,6 @@ async def test_generation_held_text_goes_out_at_the_end() -> None:
     ],
 )
 async def test_error_reaches_the_reader(reason: FinishReason, code: str, status: int) -> None:
-    """The failure reaches the caller, once."""
     made = Made()
     made.push(0)
     made.finish(reason, message="why", code=code)

@@ -75,7 +75,6 @@ def test_embedding_claims_end_with_the_forward() -> None:
 
 
 def test_embedding_of_an_image_that_chunks_split_stays_until_the_last() -> None:
-    """Pages are held from the first chunk that overlaps the image to the last."""
     cluster = make_cluster(pages=8, chunk_tokens=8, generate_depth=1)
     cluster.submit(image_request("r", (b"a", 20)))
     cluster.run_encode()

@@ -51,11 +51,8 @@ def test_encode_refused_items_keep_the_front(
 ) -> None:
     Watching.queues.clear()
     cluster = make_cluster(encode_items=permits, encode_admission=Watching(max_tokens=budget))
-    complete(
-        cluster,
-        image_request("r", *((b"image%d" % index, count) for index, count in enumerate(images))),
-    )
     tokens = {b"image%d" % index: count for index, count in enumerate(images)}
+    complete(cluster, image_request("r", *tokens.items()))
     assert [[tokens[key] for key in batch] for batch in cluster.encoded] == batches
     remaining = list(images)
     for batch, queue in zip(batches, Watching.queues, strict=True):
@@ -300,7 +297,6 @@ def _fresh_views() -> None:
 
 
 def out(cluster: ModelCluster) -> dict[str, list[bytes]]:
-    """Keys of the images that each group encodes."""
     return {
         name: [task.key for decision in log for task in decision.tasks]
         for name, log in cluster.encode_logs.items()

@@ -143,6 +143,7 @@ def _chunks(cluster: ModelCluster) -> list[tuple[int, int]]:
 
 CROPS = make_request("r", words(5), [(3, 14, b"crops")], row_tokens={b"crops": 7})
 IMAGES = make_request("r", words(7), [(3, 9, b"first"), (5, 6, b"second")])
+ATOMIC: dict[str, Any] = {"chunk_tokens": 4, "item_atomic": True}
 
 
 @pytest.mark.parametrize(
@@ -155,18 +156,10 @@ IMAGES = make_request("r", words(7), [(3, 9, b"first"), (5, 6, b"second")])
         (make_request("r", words(8)), {"chunk_tokens": 4}, [(0, 4), (4, 8)]),
         (IMAGES, {"chunk_tokens": 4}, [(0, 4), (4, 8), (8, 12), (12, 16), (16, 20), (20, 22)]),
         # A bidirectional span is in one chunk, which ends before it or contains it whole.
-        (
-            IMAGES,
-            {"chunk_tokens": 4, "item_atomic": True},
-            [(0, 3), (3, 12), (12, 14), (14, 20), (20, 22)],
-        ),
+        (IMAGES, ATOMIC, [(0, 3), (3, 12), (12, 14), (14, 20), (20, 22)]),
         (IMAGES, {"chunk_tokens": 4, "prompt_atomic": True}, [(0, 22)]),
         # Separator tokens, of crops for example, split it; so a run is never longer than an image.
-        (
-            CROPS,
-            {"chunk_tokens": 4, "batch_tokens": 12, "item_atomic": True},
-            [(0, 3), (3, 10), (10, 11), (11, 18), (18, 20)],
-        ),
+        (CROPS, ATOMIC | {"batch_tokens": 12}, [(0, 3), (3, 10), (10, 11), (11, 18), (18, 20)]),
     ],
 )
 def test_prompt_is_split_into_chunks(

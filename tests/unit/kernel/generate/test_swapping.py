@@ -59,7 +59,6 @@ def run_growing(
 
 
 def run_until_swapped(cluster: ModelCluster) -> None:
-    """Run steps until some request is swapped out and in the queue."""
     while not generate_statistics(cluster)["swapped"] or cluster.kernel.statistics()["waiting"] < 1:
         cluster.run_generate()
 

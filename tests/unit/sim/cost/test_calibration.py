@@ -129,7 +129,6 @@ class Scene:
 
 
 def rounds(*slow: float, noise: float = 0.0, company: float | None = None) -> Scene:
-    """Return a scene with a round for each slowdown."""
     scene = Scene(noise=noise)
     for one in slow:
         scene.round(one)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -41,13 +42,8 @@ WORDS = " ".join(map(str, range(100, 200)))
 
 
 def settings() -> Config:
-    generate = {
-        "max_batch_tokens": 512,
-        "chunk_tokens": 256,
-        "slots": 8,
-        "context_tokens": 1024,
-        "memory": {"use": "pinned", "tokens": 2048},
-    }
+    generate: dict[str, Any] = {"slots": 8, "max_batch_tokens": 512, "chunk_tokens": 256}
+    generate |= {"context_tokens": 1024, "memory": {"use": "pinned", "tokens": 2048}}
     arena = {"pixel_bytes": 1 << 20, "embedding_bytes": 1 << 20}
     return small_config(generate=generate, arena=arena)
 
@@ -79,7 +75,6 @@ async def watched_engine() -> AsyncIterator[tuple[ObservedEngine, SimulatedDress
 
 
 def requests(count: int) -> Workload:
-    """Return requests with images and without."""
     rng = Random(7)
     arrivals = []
     for number in range(count):

@@ -6,6 +6,7 @@ import random
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, closing
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -62,22 +63,19 @@ def write_run(
         now_ns += 300_000 + busy_ns
         named = dict(zip(SIZES, sizes[1:], strict=True))
         lines.append(HostStep(ended_ns=now_ns, busy_ns=busy_ns, **named))
-    for number, tenant in enumerate(["a", "b", "b"]):
-        lines.append(
-            HostRequest(
-                request_id=str(number),
-                tenant=tenant,
-                ended_ns=now_ns,
-                prepared_ns=2_000_000 + 1000 * number,
-                queued_ns=1,
-                ttft_ns=(number + 1) * 1_000_000,
-                total_ns=9_000_000,
-                prompt_tokens=number,
-                output_tokens=4,
-                cached_tokens=0,
-                preemptions=0,
-            )
+    same: dict[str, Any] = {"ended_ns": now_ns, "queued_ns": 1, "total_ns": 9_000_000}
+    same |= {"output_tokens": 4, "cached_tokens": 0, "preemptions": 0}
+    lines += [
+        HostRequest(
+            request_id=str(number),
+            tenant=tenant,
+            prepared_ns=2_000_000 + 1000 * number,
+            ttft_ns=(number + 1) * 1_000_000,
+            prompt_tokens=number,
+            **same,
         )
+        for number, tenant in enumerate(["a", "b", "b"])
+    ]
     path.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
     return path
 
@@ -168,7 +166,6 @@ def recording(trace: Path) -> AbstractContextManager[HostRecorder]:
 
 
 def begin(recorder: HostRecorder, number: int, at_ns: int, tokens: int) -> Plain:
-    """Note the arrival of a request."""
     request = Plain(number, at_ns, tokens)
     recorder.note_arrival(request, at_ns + 30)
     return request
@@ -204,17 +201,8 @@ def test_arrivals_come_in_order_with_their_tenants(tmp_path: Path) -> None:
     )
     assert header == TRACE_HEADER
     assert {one.prepared_ns for one in noted if isinstance(one, HostRequest)} == {30}
-    assert step == HostStep(
-        ended_ns=5,
-        busy_ns=4,
-        decodes=2,
-        context_tokens=70,
-        prefill_tokens=1,
-        pairs=0.5,
-        images=2,
-        image_tokens=7,
-        image_pairs=25,
-    )
+    sizes: dict[str, Any] = dict(zip(SIZES, (2, 70, 1, 0.5, 2, 7, 25), strict=True))
+    assert step == HostStep(ended_ns=5, busy_ns=4, **sizes)
 
 
 def test_prompts_share_as_many_first_tokens_as_blocks(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from vsched.sim.workload.requests import Image, Text, workload_of
 from vsched.testing.cluster import TICK_NS, ModelCluster
 
 MS = 1_000_000
+TOGETHER = 'placement="together"'
 
 
 def slowed_down(*contention: float) -> CostModel:
@@ -75,11 +76,7 @@ def test_simulation_slows_decoding_while_images_are_prepared(images: int) -> Non
         (GroupOutage(group="encode", at_ns=10 * MS, duration_ns=90 * MS), [], set()),
         (GroupOutage(group="generate", at_ns=30 * MS), [], {"given_up"}),
         (GroupOutage(group="generate-1", at_ns=30 * MS), ["generate.replicas=2"], set()),
-        (
-            GroupOutage(group="encode", at_ns=30 * MS, duration_ns=20 * MS),
-            ['placement="together"'],
-            set(),
-        ),
+        (GroupOutage(group="encode", at_ns=30 * MS, duration_ns=20 * MS), [TOGETHER], set()),
     ],
     ids=["generate", "encode", "the only group for good", "one of two for good", "shared process"],
 )
@@ -104,7 +101,7 @@ def test_outage_takes_time() -> None:
 
 def test_overlapping_outages_are_one() -> None:
     """Of two groups that share a process as well: both are lost, once."""
-    settings = config(*SCARCE, 'placement="together"', "encode.replicas=2", "generate.replicas=2")
+    settings = config(*SCARCE, TOGETHER, "encode.replicas=2", "generate.replicas=2")
     overlapping = [
         GroupOutage(group=group, at_ns=at_ms * MS, duration_ns=30 * MS)
         for group, at_ms in (("generate-1", 60), ("encode-1", 50), ("generate-1", 10))

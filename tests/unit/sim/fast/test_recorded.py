@@ -31,8 +31,6 @@ SMALL = (
 
 
 class Observed:
-    """Records a simulation."""
-
     def __init__(self, configured: LoadedConfig) -> None:
         self.configured = configured
         self.recorder: Recorder | None = None
@@ -63,7 +61,6 @@ def record(
 
 
 def again(run: RecordedRun, *sets: str, **options: object) -> SimulationOutcome:
-    """Simulate a recorded run."""
     configured = load_config(None, sets=sets, environ={}, base=run.config)
     return simulate(configured, run.workload, **{"cost": COST, **options})  # type: ignore[arg-type]
 

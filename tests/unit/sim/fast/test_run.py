@@ -47,8 +47,6 @@ PLAIN = CostModel(
 
 
 class Seen:
-    """Keeps events by request."""
-
     def __init__(self) -> None:
         self.finishes: dict[str, tuple[Finish, int]] = {}
         self.steps: list[Stepped] = []
@@ -65,7 +63,6 @@ class Seen:
                 self.finishes[command.request_id] = (command, now_ns - START_NS)
 
     def gaps_ns(self) -> list[int]:
-        """Times from one step to the next."""
         return [after - before for before, after in pairwise(self.stepped_ns)]
 
     def ttft_ns(self, name: str) -> int:
@@ -81,9 +78,6 @@ class Seen:
 def run(workload: Workload, *sets: str, cost: CostModel = PLAIN) -> tuple[SimulationOutcome, Seen]:
     seen = Seen()
     return simulate(config(*sets), workload, cost=cost, observers=[seen], oracles=True), seen
-
-
-# --- times ---
 
 
 def test_run_times_of_a_text_are_those_of_its_steps() -> None:
@@ -123,36 +117,26 @@ def test_run_lets_a_step_on_ranks_that_were_idle_take_longer() -> None:
 
 
 def test_run_stages_that_share_a_process_take_turns() -> None:
-    arrivals = [
-        arrival(1, 0, Text(1, 20), outputs=30),
-        arrival(2, 1, Image("a", 500), Text(2, 5), outputs=1),
-    ]
-    _, apart = run(workload_of("two", arrivals))
-    _, together = run(workload_of("two", arrivals), 'placement="together"')
+    image = arrival(2, 1, Image("a", 500), Text(2, 5), outputs=1)
+    two = workload_of("two", [arrival(1, 0, Text(1, 20), outputs=30), image])
+    (_, apart), (_, together) = run(two), run(two, 'placement="together"')
     encode_ns = 2_000_000 + 2000 * 1000
     assert together.end_ns("r1") == pytest.approx(apart.end_ns("r1") + encode_ns, abs=1)
 
 
 def test_run_encoding_pauses_for_the_steps_of_its_process() -> None:
     """No request waits much longer for a token than a time slice and a step; the work is the same."""
-    arrivals = [
-        arrival(1, 0, Text(1, 20), outputs=30),
-        arrival(2, 20, Image("a", 1500), Text(2, 5), outputs=1),
-    ]
+    image = arrival(2, 20, Image("a", 1500), Text(2, 5), outputs=1)
+    two = workload_of("two", [arrival(1, 0, Text(1, 20), outputs=30), image])
     sets = ('placement="together"', "generate.step_target_ratio=1.5")
-    _, whole = run(workload_of("two", arrivals), *sets, "generate.step_target_ms=0")
-    _, cut = run(workload_of("two", arrivals), *sets, "generate.step_target_ms=4")
+    _, whole = run(two, *sets, "generate.step_target_ms=0")
+    _, cut = run(two, *sets, "generate.step_target_ms=4")
     encode_ns, decode_ns = 2_000_000 + 6000 * 1000, 3_100_000
     assert max(whole.gaps_ns()) > encode_ns
     assert max(cut.gaps_ns()) < 2.5 * decode_ns < encode_ns
     assert cut.ttft_ns("r2") > whole.ttft_ns("r2")
-    _, elsewhere = run(
-        workload_of("two", arrivals), *sets, "generate.step_target_ms=4", 'encode.device="cuda:0"'
-    )
+    _, elsewhere = run(two, *sets, "generate.step_target_ms=4", 'encode.device="cuda:0"')
     assert max(elsewhere.gaps_ns()) > encode_ns, "nothing pauses there"
-
-
-# --- conversations, limits ---
 
 
 def test_run_sends_a_turn_after_the_answer_to_the_one_before() -> None:
@@ -259,9 +243,6 @@ def test_run_adapters_share_no_blocks_and_images_where_they_do_not_change_them(
     assert figures.images_encoded == encoded
 
 
-# --- inputs ---
-
-
 def test_run_size_of_the_kv_cache() -> None:
     """As given, otherwise as pinned, otherwise from the cost model; otherwise unknown."""
     pinned = config('generate.memory={use="pinned", tokens=160}')
@@ -365,9 +346,6 @@ def test_a_video_is_prepared_by_one_thread_and_encoded_group_by_group() -> None:
     assert seen.ttft_ns("r1") <= prepared_ns + encoded_ns + step_ns
     assert seen.ttft_ns("r1") > prepared_ns + encoded_ns
     assert outcome.figures.images_encoded == 5
-
-
-# --- figures ---
 
 
 @each_case("seed", range(4))

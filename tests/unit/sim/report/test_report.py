@@ -24,18 +24,10 @@ from vsched.sim.workload.requests import workload_of
 
 @pytest.fixture(scope="module")
 def outcomes() -> list[SimulationOutcome]:
-    settings = {"chunk <aware>": 0, "ahead": 9}
+    key, sets = "encode.encoding.look_ahead_chunks", [*SCARCE, "generate.context_tokens=100"]
+    settings = {"chunk <aware>": f"{key}=0", "ahead": f"{key}=9"}
     return [
-        simulate(
-            config(
-                *SCARCE,
-                f"encode.encoding.look_ahead_chunks={chunks}",
-                "generate.context_tokens=100",
-            ),
-            scarce(3),
-            cost=COST,
-            label=label,
-        )
+        simulate(config(*sets, chunks), scarce(3), cost=COST, label=label)
         for label, chunks in settings.items()
     ]
 
@@ -197,14 +189,6 @@ def test_html_compares_tenants_by_percentile(outcomes: list[SimulationOutcome]) 
     values = data["tenants"]["[a]"]["ttft"][1]
     percentiles = data["percentiles"]
     assert [values[percentiles.index(percent)] for percent in (50, 51)] == [10.0, 20.0]
-
-
-def outcome_at(every_ms: float, *sets: str, requests: int = 300) -> SimulationOutcome:
-    """Return the outcome of equal requests that arrive at a rate; a slot serves one in 40 ms."""
-    arrivals = [arrival(number, number * every_ms, outputs=30) for number in range(requests)]
-    return simulate(
-        config("generate.slots=1", *sets), workload_of("steady", arrivals), cost=COST, label="one"
-    )
 
 
 @pytest.mark.parametrize(

@@ -291,9 +291,6 @@ def test_videos_have_the_published_lengths() -> None:
         assert statistics.mean(lengths) == pytest.approx(mean, rel=0.02)
 
 
-# --- generated requests ---
-
-
 def maker() -> RequestMaker:
     return RequestMaker(TINY, bytes_per_token=192, item_tokens_max=100)
 

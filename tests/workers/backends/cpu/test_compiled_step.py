@@ -146,7 +146,6 @@ def check(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def kernels_of(stage: Stage) -> set[Any]:
-    """Return the kernels of products in the layers of a model."""
     return {each.kernel for layer in layers_of(stage)._layers for each in _products(layer)}
 
 

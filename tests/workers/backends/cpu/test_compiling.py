@@ -61,7 +61,6 @@ worker.build_kv(blocks=8, block_size=16)
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Empty folder for kernels."""
     monkeypatch.setattr(compiling_module, "kernel_folder", lambda: tmp_path)
     return tmp_path
 

@@ -41,8 +41,6 @@ CHUNKS = (1000, 7, 64)
 
 @pytest.fixture(scope="module")
 def load(checkpoints: Checkpoints) -> Load:
-    """Return the loaded workers of a checkpoint in bfloat16."""
-
     @functools.cache
     def stage(name: str, threads: int = 1, *, deterministic: bool = True) -> Stage:
         path = TRAINED if name == "demo" else checkpoints(name)
@@ -59,7 +57,6 @@ def asked(text: str | Sequence[int], images: Sequence[Any] = (), count: int = 12
 
 
 def questions(count: int) -> list[Question]:
-    """Return questions of various lengths, some about images."""
     kinds = [
         asked("What is in the picture?", [drawn_image(1, 90, 61)]),
         asked("Why? " * 6),
@@ -191,7 +188,6 @@ def test_an_image_is_the_same_alone_and_among_others(load: Load, name: str, thre
 
 
 def encoded(stage: Stage, images: Sequence[Any]) -> list[bytes]:
-    """Return the embeddings of images encoded in one batch."""
     jobs = encode_jobs(stage.preprocessor, images, last_page=driver.PAGES - 1)
     shape = (driver.PAGES, driver.ROWS_A_PAGE, stage.info.embedding_row_bytes)
     embeddings = np.zeros(shape, dtype=np.uint8)

@@ -80,7 +80,6 @@ def test_fused_layers_equal_the_modules_without_the_bfloat16_instructions(
 
 
 def _exact_and_fused(checkpoint: Path) -> tuple[Stage, Stage]:
-    """Load transformers' modules and fused layers."""
     load = functools.partial(Stage.load, checkpoint, dtype="bfloat16")
     exact, fused = load(attention="exact"), load(attention="auto")
     assert isinstance(exact.generator._layers, ModuleLayers)  # type: ignore[attr-defined]
@@ -146,7 +145,6 @@ def test_fused_blocks_equal_the_modules(stages: Stages, sizes: list[tuple[int, i
 
 
 def _check_images(exact: Stage, fused: Stage, sizes: list[tuple[int, int]]) -> None:
-    """Encode images with both, and compare their rows."""
     images = [drawn_image(seed, *size) for seed, size in enumerate(sizes)]
     jobs = encode_jobs(exact.preprocessor, images, last_page=driver.PAGES - 1)
     rows = []

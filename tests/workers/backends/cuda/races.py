@@ -462,11 +462,8 @@ def check_not_used(
     right = attention_trials.load_kernels(kind)
     assert right is not None
     assert usable() is not None
-    for kernel, why in (
-        (Idle(), "which is slower: results are wrong by"),
-        (None, "which is slower"),
-    ):
-        given = right._replace(**{broken: kernel})
+    for one, why in ((Idle(), "which is slower: results are wrong by"), (None, "which is slower")):
+        given = right._replace(**{broken: one})
         monkeypatch.setattr(attention_trials, "load_kernels", lambda _, given=given: given)
         assert usable() is None
         assert why in caplog.text

@@ -46,7 +46,6 @@ def with_operand(operand: Operand, kernel: Callable[..., Any]) -> Callable[..., 
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
-    """Return random bfloat16."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
