@@ -70,9 +70,7 @@ async def test_metrics_count_with_labels() -> None:
 
 
 @pytest.mark.sim
-async def test_metrics_and_statistics_have_the_threads_of_each_rank(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_metrics_and_statistics_count_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """As soon as it serves, and after the step in which the number changed."""
     numbers = [2]
     monkeypatch.setattr(SymbolicGenerator, "threads_here", lambda _: numbers[0])
