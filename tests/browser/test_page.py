@@ -159,7 +159,7 @@ def test_page_changes_a_policy(page: Page, url: str, load: None) -> None:
 
 
 def test_page_saves_a_timeline_for_perfetto(page: Page, tmp_path: Path, load: None) -> None:
-    """The trace is in the format of `vsched replay --timeline`."""
+    """In the format of `vsched replay --timeline`, with all processes, steps and phases."""
     show(page, "Timeline")
     expect(page.get_by_role("img", name=re.compile(r"[1-9]\d* steps, [1-9]"))).to_be_visible()
     page.get_by_role("button", name="Pause").click()
@@ -168,12 +168,7 @@ def test_page_saves_a_timeline_for_perfetto(page: Page, tmp_path: Path, load: No
         page.get_by_role("button", name="Save for Perfetto").click()
     saved = tmp_path / "trace.json"
     download.value.save_as(saved)
-    check_trace(json.loads(saved.read_text()))
-
-
-def check_trace(trace: dict[str, Any]) -> None:
-    """Check that Perfetto reads the trace, and that it has all processes, steps and phases."""
-    events = trace["traceEvents"]
+    events = json.loads(saved.read_text())["traceEvents"]
     check_trace_events(events)
     names = {one["args"]["name"] for one in events if one["name"] == "process_name"}
     assert {"scheduler", "generate"} <= names
@@ -285,7 +280,11 @@ def luminance(colour: str) -> float:
 
 def test_playground_shows_waiting_and_reasoning(page: Page) -> None:
     held: list[Route] = []
-    page.route("**/v1/chat/completions", held.append)
+
+    def hold(route: Route) -> None:
+        held.append(route)
+
+    page.route("**/v1/chat/completions", hold)
     show(page, "Playground")
     page.get_by_role("button", name="Send").click()
     waiting = page.get_by_text("Waiting for the first token for")
