@@ -132,9 +132,7 @@ def test_page_reports_why_requests_wait(page: Page, load: None) -> None:
     page.get_by_label("Show").select_option("waiting")
     page.locator("button.row").last.click()
     expect(page.get_by_text(f"all {SLOTS} slots are taken").first).to_be_visible()
-    expect(
-        page.get_by_text(re.compile("What would help: more generate.slots")).first
-    ).to_be_visible()
+    expect(page.get_by_text("What would help: more generate.slots").first).to_be_visible()
     expect(page.get_by_text(re.compile(r"For [\d.]+ m?s: all")).first).to_be_visible()
     expect(
         page.get_by_role("img", name=re.compile("KV blocks of generate: .* held"))
@@ -161,7 +159,7 @@ def test_page_changes_a_policy(page: Page, url: str, load: None) -> None:
 
 
 def test_page_saves_a_timeline_for_perfetto(page: Page, tmp_path: Path, load: None) -> None:
-    """The trace is in the format of `vsched replay --timeline`."""
+    """In the format of `vsched replay --timeline`, with all processes, steps and phases."""
     show(page, "Timeline")
     expect(page.get_by_role("img", name=re.compile(r"[1-9]\d* steps, [1-9]"))).to_be_visible()
     page.get_by_role("button", name="Pause").click()
@@ -170,12 +168,7 @@ def test_page_saves_a_timeline_for_perfetto(page: Page, tmp_path: Path, load: No
         page.get_by_role("button", name="Save for Perfetto").click()
     saved = tmp_path / "trace.json"
     download.value.save_as(saved)
-    check_trace(json.loads(saved.read_text()))
-
-
-def check_trace(trace: dict[str, Any]) -> None:
-    """Check that Perfetto reads the trace, and that it has all processes, steps and phases."""
-    events = trace["traceEvents"]
+    events = json.loads(saved.read_text())["traceEvents"]
     check_trace_events(events)
     names = {one["args"]["name"] for one in events if one["name"] == "process_name"}
     assert {"scheduler", "generate"} <= names
@@ -231,8 +224,6 @@ def test_playground_takes_a_dropped_video(page: Page) -> None:
     page.get_by_role("button", name="Send").click()
     expect(page.get_by_text(re.compile(r"2 images\s+or frame groups encoded"))).to_be_visible()
     expect(page.locator("output.answer")).not_to_be_empty()
-    drop(page, "notes.txt", "text/plain", b"x")
-    expect(page.get_by_role("alert")).to_have_text("notes.txt is neither an image nor a video")
 
 
 def test_page_works_with_the_keyboard(page: Page, load: None) -> None:
@@ -283,9 +274,7 @@ def test_page_has_contrast(browser: Browser, url: str, scheme: Any) -> None:
 def luminance(colour: str) -> float:
     """Relative luminance of a colour, WCAG 2."""
     parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
-    linear = [
-        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
-    ]
+    linear = [one / 12.92 if one <= 0.04045 else ((one + 0.055) / 1.055) ** 2.4 for one in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
@@ -327,8 +316,6 @@ def test_page_fits_a_phone(page: Page) -> None:
         show(page, tab)
         expect(page.get_by_role("tab", name=tab)).to_have_attribute("aria-selected", "true")
         assert page.evaluate("document.documentElement.scrollWidth") <= 360, tab
-    box, chooser = page.locator(".drop").bounding_box(), page.locator("input[type=file]")
-    inner = chooser.bounding_box()
-    assert box is not None
-    assert inner is not None
-    assert inner["x"] + inner["width"] <= box["x"] + box["width"]
+    places = [page.locator(one).bounding_box() for one in ("input[type=file]", ".drop")]
+    chooser, box = [place["x"] + place["width"] for place in places if place is not None]
+    assert chooser <= box

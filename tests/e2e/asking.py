@@ -70,9 +70,8 @@ class Ask:
         requested: list[dict[str, Any]] = [
             {"role": "user", "content": [*urls, {"type": "text", "text": self.text}]}
         ]
-        return (
-            [{"role": "system", "content": self.system}, *requested] if self.system else requested
-        )
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return [*system, *requested]
 
     def prompt(self, preprocessor: Preprocessor) -> list[int]:
         """Return the prompt as transformers takes it: placeholders expanded."""

@@ -111,23 +111,19 @@ async def test_requests_with_and_without_adapters_answer_as_peft_does(
 ) -> None:
     """Concurrently in two replicas, the same prompts with each: neither blocks nor embeddings are shared."""
     await loaded(client)
-    engine, questions = adapting.engine, asks(100)
+    engine, asked = adapting.engine, asks(100)
     encoded = engine.statistics()["encode"]["items_encoded"]
-    wanted = {name: [adapted.tokens(engine, ask, name) for ask in questions] for name in ADAPTERS}
-    wanted[""] = generated("nano25", questions)
-    assert len({tuple(tokens[0]) for tokens in wanted.values()}) == 3, (
-        "each adapter changes the answer"
-    )
+    wanted = {name: [adapted.tokens(engine, ask, name) for ask in asked] for name in ADAPTERS}
+    wanted[""] = generated("nano25", asked)
+    assert len({tuple(tokens[0]) for tokens in wanted.values()}) == 3, "each changes the answer"
     for _ in range(2):  # the second time from the prefix cache
-        started = {
-            name: [await begin(engine, ask, adapter=name) for ask in questions] for name in wanted
-        }
-        for name, streams in started.items():
+        begun = {name: [await begin(engine, ask, adapter=name) for ask in asked] for name in wanted}
+        for name, streams in begun.items():
             found = await asyncio.gather(*map(read, streams))
             assert [one.token_ids for one in found] == wanted[name], name
     counts = engine.statistics()
     assert counts["generate"]["tokens_cached"] > 0
-    images = sum(len(ask.images) for ask in questions)
+    images = sum(len(ask.images) for ask in asked)
     assert counts["encode"]["items_encoded"] - encoded == images * len(wanted)
 
 
@@ -141,11 +137,11 @@ async def test_a_killed_rank_comes_back_with_its_adapters(
     await loaded(client, "passing", "passing")
     shutil.rmtree(adapted.folder / "passing")
     engine = adapting.engine
-    questions = [Ask(ask.text, ask.images, count=60) for ask in asks(300)]
-    wanted = [adapted.tokens(engine, ask, ADAPTERS[n % 2]) for n, ask in enumerate(questions)]
+    asked = [Ask(ask.text, ask.images, count=60) for ask in asks(300)]
+    wanted = [adapted.tokens(engine, ask, ADAPTERS[n % 2]) for n, ask in enumerate(asked)]
     names = ["one", "passing"]
-    started = [await begin(engine, ask, adapter=names[n % 2]) for n, ask in enumerate(questions)]
-    found = await answers_over_a_kill(engine, started, *engine.rank_pids[1:], tokens=30)
+    begun = [await begin(engine, ask, adapter=names[n % 2]) for n, ask in enumerate(asked)]
+    found = await answers_over_a_kill(engine, begun, *engine.rank_pids[1:], tokens=30)
     assert [one.token_ids for one in found] == wanted
     assert (await client.delete("/admin/adapters/passing")).json()["state"] == "unloaded"
 

@@ -81,11 +81,9 @@ async def test_combination_of_policies_equals_generate(
     gate = asyncio.Semaphore(CLIENTS)
 
     async def ask(engine: Engine, number: int) -> list[int]:
-        target_ms = 50 if number % 4 else None
+        target = 50 if number % 4 else None
         async with gate:
-            stream = await begin(
-                engine, asks[number], priority=number % 3, ttft_target_ms=target_ms
-            )
+            stream = await begin(engine, asks[number], priority=number % 3, ttft_target_ms=target)
             return (await read(stream)).token_ids
 
     async with Engine(configure(family, *settings)) as engine, patience():

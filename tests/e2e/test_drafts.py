@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import pytest
 import pytest_asyncio
+from msgspec.structs import replace
 
 from tests.e2e.asking import TEXTS, Answer, Ask, answer, begin, drawn_image
 from tests.e2e.conftest import assert_idle
@@ -51,12 +51,9 @@ ASKS = [
     (REPEATED, GREEDY),
     (Ask(TEXTS[3], [drawn_image(9100)]), DRAWN),
     (REPEATED, HELD),
-    (
-        Ask(TEXTS[4]),
-        msgspec.structs.replace(GREEDY, temperature=0.1, seed=9, frequency_penalty=0.2),
-    ),
+    (Ask(TEXTS[4]), replace(GREEDY, temperature=0.1, seed=9, frequency_penalty=0.2)),
     (Ask(TEXTS[0], [drawn_image(9101), drawn_image(9102)]), GREEDY),
-    (Ask(TEXTS[1]), msgspec.structs.replace(HELD, temperature=0.0)),
+    (Ask(TEXTS[1]), replace(HELD, temperature=0.0)),
 ]
 
 

@@ -126,6 +126,4 @@ async def test_examples_are_all_run_and_listed() -> None:
     assert files == sorted([*SERVED, *ALONE])
     page = (ROOT / "docs/examples.md").read_text()
     assert sorted(re.findall(r"\]\(examples/(\w+)\.py\)", page)) == files
-    assert all(
-        ast.get_docstring(ast.parse((EXAMPLES / f"{name}.py").read_text())) for name in files
-    )
+    assert all(ast.get_docstring(ast.parse((EXAMPLES / f"{one}.py").read_text())) for one in files)

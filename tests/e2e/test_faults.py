@@ -38,16 +38,12 @@ async def test_killed_generate_rank_loses_no_token(engine: Engine, generated: Ge
     started.append(await begin(engine, questions[1], DRAWN))
     found = await answers_over_a_kill(engine, started, generate_pid)
     assert [one.token_ids for one in found] == [*wanted, drawn]
-    assert [one.text for one in found[:-1]] == [
-        engine.preprocessor.detokenize(ids) for ids in wanted
-    ]
+    assert [one.text for one in found[:-1]] == list(map(engine.preprocessor.detokenize, wanted))
     assert engine.rank_pids[0] == encode_pid, "the encoder was not affected"
     assert engine.rank_pids[1] != generate_pid
 
 
-async def test_a_sampled_placeholder_stands_for_no_image(
-    engine: Engine, generated: Generated
-) -> None:
+async def test_sampled_placeholder_is_no_image(engine: Engine, generated: Generated) -> None:
     """Also when outputs are recomputed as a part of the context."""
     (ask,) = [one for one in asks(2500, 7) if one.images][:1]
     placeholder = engine.info.placeholder
@@ -71,9 +67,7 @@ async def test_killed_encode_rank_loses_no_image(engine: Engine, generated: Gene
     encode_pid, generate_pid = engine.rank_pids
     os.kill(encode_pid, signal.SIGSTOP)
     started = [await begin(engine, ask) for ask in questions]
-    await until(
-        lambda: engine.statistics()["encode"]["running_items"] > 0, "the encoder has a batch"
-    )
+    await until(lambda: engine.statistics()["encode"]["running_items"] > 0, "it has a batch")
     assert (await answer(engine, text)).token_ids == generated("nano25", [text])[0]
     assert not any(one.output_tokens for one in started)
     found = await answers_over_a_kill(engine, started, encode_pid, tokens=-1)

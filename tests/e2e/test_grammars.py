@@ -55,12 +55,9 @@ async def chat(client: Any, **options: Any) -> Any:
 
 async def test_chat_keeps_to_a_json_schema(sdk: Any) -> None:
     """Sampled and greedy, many at once together with an unconstrained one."""
-    requested = {
-        "type": "json_schema",
-        "json_schema": {"name": "l", "schema": LIST, "strict": True},
-    }
+    form = {"type": "json_schema", "json_schema": {"name": "l", "schema": LIST, "strict": True}}
     tasks = [
-        chat(sdk, response_format=requested, seed=seed, temperature=0.0 if seed == 0 else 1.5)
+        chat(sdk, response_format=form, seed=seed, temperature=0.0 if seed == 0 else 1.5)
         for seed in range(6)
     ]
     *held, free = await asyncio.gather(*tasks, chat(sdk, max_tokens=20))
@@ -91,8 +88,6 @@ async def test_plain_completions_keep_to_vllm_s_fields(
     assert reply.choices[0].text.strip() in texts
     assert reply.choices[0].finish_reason == "stop"
 
-
-# --- tool calls ---
 
 SMALL = {"id": ITEM["properties"]["id"], "note": {"type": "string", "maxLength": 9}}
 PARAMETERS = ITEM | {"properties": SMALL, "required": list(SMALL)}
@@ -138,9 +133,6 @@ async def test_stream_of_a_required_call_equals_the_response(sdk: Any) -> None:
     assert "".join(delta.function.arguments for delta in deltas) == whole.arguments
     check_arguments(whole.arguments)
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
-
-
-# --- documents that crash the library ---
 
 
 def linked(keyword: str, count: int) -> dict[str, Any]:

@@ -22,9 +22,7 @@ async def chat(client: Any, ask: Ask, **options: Any) -> Any:
     )
 
 
-async def test_chat_is_the_engine_s_text_whole_streamed_and_with_logprobs(
-    sdk: Any, engine: Engine
-) -> None:
+async def test_chat_has_the_engine_s_text_in_every_form(sdk: Any, engine: Engine) -> None:
     wanted = await answer(engine, ASK)
     stream = await chat(sdk, ASK, stream=True, stream_options={"include_usage": True})
     *body, last = [chunk async for chunk in stream]

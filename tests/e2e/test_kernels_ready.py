@@ -10,10 +10,11 @@ import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 from tests.e2e.asking import TEXTS, Ask, begin, drawn_image, read
+from tests.e2e.test_drafts import LOOKUP
 from tests.patience import until
 from vsched import Config, Engine, SamplingParams
 from vsched.api.structured_outputs import constraint_from_schema
@@ -26,23 +27,16 @@ pytestmark = [
 
 SCHEMA = {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 3}
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=12)
-DRAWN = msgspec.structs.replace(GREEDY, temperature=0.9, seed=3)
+DRAWN = replace(GREEDY, temperature=0.9, seed=3)
 SAMPLINGS = (
     GREEDY,
     DRAWN,
-    msgspec.structs.replace(DRAWN, top_k=5, top_p=0.9, min_p=0.01, logprobs=3),
-    msgspec.structs.replace(
-        DRAWN, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.3
-    ),
-    msgspec.structs.replace(
-        GREEDY, logit_bias=((7, 5.0), (9, -5.0)), bad_words=((11,),), min_tokens=4, logprobs=0
-    ),
-    msgspec.structs.replace(GREEDY, prompt_logprobs=2),
+    replace(DRAWN, top_k=5, top_p=0.9, min_p=0.01, logprobs=3),
+    replace(DRAWN, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.3),
+    replace(GREEDY, logit_bias=((7, 5.0), (9, -5.0)), bad_words=((11,),), min_tokens=4, logprobs=0),
+    replace(GREEDY, prompt_logprobs=2),
     SamplingParams(temperature=0.8, seed=5, max_tokens=40, grammar=constraint_from_schema(SCHEMA)),
     SamplingParams(temperature=0.0, max_tokens=40, grammar=constraint_from_schema(SCHEMA)),
-)
-LOOKUP = (
-    'generate.drafting={use="prompt-lookup", ngram=1, gain_min=0.01, speedup_min=0, pause_steps=4}'
 )
 SWAPPED = ("generate.preemption.mode=swap", "generate.swap_memory=64MiB")
 THREADS = ("encode.threads=2", "generate.threads=2")
@@ -69,7 +63,7 @@ def requests() -> Iterator[tuple[Ask, SamplingParams]]:
     for number, sampling in enumerate(SAMPLINGS):
         pictures = [drawn_image(6000 + number + k, (90 + 50 * k, 60)) for k in range(number % 3)]
         yield Ask(TEXTS[number % 5] * (1 + number % 4), pictures), sampling
-    yield Ask("one two three one two three " * 12), msgspec.structs.replace(GREEDY, max_tokens=60)
+    yield Ask("one two three one two three " * 12), replace(GREEDY, max_tokens=60)
 
 
 async def ask_all(engine: Engine, adapter: str = "") -> None:

@@ -37,9 +37,7 @@ async def test_long_temporary_path_is_an_error(
 
 
 @pytest.mark.slow
-async def test_drained_and_stopped_engine_leaves_nothing(
-    configure: Configure, temporary: Path
-) -> None:
+async def test_stopped_engine_leaves_nothing(configure: Configure, temporary: Path) -> None:
     """Live requests finish, new ones are refused, and then there is no process, no file and no memory."""
     engine = Engine(configure("nano3"))
     with pytest.raises(RequestRefused, match="loading"):
@@ -72,9 +70,7 @@ async def test_interrupted_server_drains(checkpoints: Checkpoints, temporary: Pa
     with ServeProcess(checkpoints("nano25")) as server:
         url = await asyncio.to_thread(lambda: server.url)
         children = server.children
-        assert len(children) == 4, (
-            "two ranks, and the servers that ranks and image processes fork from"
-        )
+        assert len(children) == 4, "two ranks, and the fork servers of ranks and of images"
         async with (
             httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client,
             client.stream("POST", "/v1/completions", json=body) as response,

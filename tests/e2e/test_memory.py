@@ -65,7 +65,7 @@ async def test_adversarial_load_within_a_hard_limit_loses_nothing(
 @pytest.mark.thorough
 @pytest.mark.parametrize("pages", ["on_use", "at_start"])
 @pytest.mark.usefixtures("own_fork_server")
-async def test_kv_pages_come_when_the_configuration_says(
+async def test_kv_pages_come_when_configured(
     pages: str, checkpoints: Callable[[str], Path]
 ) -> None:
     """The sizes follow from the limit either way; the resident memory differs by the cache."""
@@ -88,9 +88,7 @@ async def test_kv_pages_come_when_the_configuration_says(
         assert resident > kv_bytes if pages == "at_start" else resident < kv_bytes / 2
 
 
-def test_profile_shows_and_writes_the_ledger(
-    checkpoints: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_profile_writes_the_ledger(checkpoints: Callable[[str], Path], tmp_path: Path) -> None:
     """The procedure without serving; the table and the JSON agree."""
     limits = ["generate.memory_limit=1GiB", "generate.context_tokens=2048"]
     words = [word for each in limits for word in ("--set", each)]

@@ -46,13 +46,8 @@ async def split(configure: Callable[..., Config]) -> AsyncIterator[RunningServer
 
 
 def body(ask: Ask, **fields: Any) -> dict[str, Any]:
-    return {
-        "messages": ask.messages,
-        "max_tokens": ask.count,
-        "temperature": 0,
-        "ignore_eos": True,
-        **fields,
-    }
+    exact = {"max_tokens": ask.count, "temperature": 0, "ignore_eos": True}
+    return {"messages": ask.messages, **exact, **fields}
 
 
 def owner(server_port: int, client_port: int, pids: Sequence[int]) -> int:
@@ -245,9 +240,7 @@ async def test_processes_end_with_the_engine(
                 lines = response.aiter_lines()
                 await anext(lines)
                 served.process.send_signal(number)
-                events = [
-                    json.loads(line[6:]) async for line in lines if line.startswith("data: {")
-                ]
+                events = [json.loads(one[6:]) async for one in lines if one.startswith("data: {")]
         assert len(pids) == 2
         await until(lambda: not any(map(is_alive, pids)), "they end")
         with pytest.raises(httpx.ConnectError):

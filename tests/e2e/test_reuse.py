@@ -83,9 +83,7 @@ async def choose(engine: Engine, ask: Ask, count: int, **chosen: Any) -> list[Ge
     )
 
 
-async def test_choices_share_the_prompt_and_the_first_is_that_of_its_seed_alone(
-    engine: Engine,
-) -> None:
+async def test_choices_share_the_prompt_and_the_first_is_that_of_its_seed(engine: Engine) -> None:
     """Images are held until the last choice ends."""
     ask = Ask(TEXTS[3], [drawn_image(9102), drawn_image(9103, (112, 84))], count=24)
     seeded: dict[str, Any] = {"temperature": 1.5, "seed": 77}

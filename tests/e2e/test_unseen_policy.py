@@ -85,9 +85,7 @@ def test_unseen_policy_in_the_simulator(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio(loop_scope="package")
-async def test_unseen_policy_in_our_engine(
-    checkpoints: Callable[[str], Path], tmp_path: Path
-) -> None:
+async def test_unseen_policy_in_engine(checkpoints: Callable[[str], Path], tmp_path: Path) -> None:
     orders = {}
     for name, tables in configurations(tmp_path).items():
         sets = [one for one in SETTINGS if not one.startswith(IN_FILE)]

@@ -124,9 +124,7 @@ async def test_answers_equal_transformers_modules_with_the_same_mask(
     await assert_idle(engine)
 
 
-async def test_pruned_videos_share_embeddings_and_left_out_groups_are_not_encoded(
-    engine: Engine,
-) -> None:
+async def test_pruned_videos_share_embeddings_and_encode_only_kept_groups(engine: Engine) -> None:
     """The mask is no part of an embedding's key: other masks, and no mask, find it."""
 
     async def encoded(frames: Sequence[Image.Image]) -> int:

@@ -31,9 +31,8 @@ def drawn_frames(seed: int, count: int, size: tuple[int, int] = SIZE) -> list[Im
 
 def of_frames(frames: Sequence[Image.Image], fps: float = 2.0) -> MediaReference:
     """Return a video that is sent as its frames."""
-    return MediaReference(
-        tuple(map(data_url, frames)), is_video=True, sampling=VideoSampling(fps=fps)
-    )
+    sampling = VideoSampling(fps=fps)
+    return MediaReference(tuple(map(data_url, frames)), is_video=True, sampling=sampling)
 
 
 def reference_to(part: Image.Image | Clip | MediaReference) -> ImageReference:

@@ -59,16 +59,12 @@ TWO_BY_TWO = (
         (("placement=together",), [(["encode", "generate"], 1)]),
         (("encode.replicas=0",), [(["generate"], 1)]),
         (("encode.replicas=0", "placement=together"), [(["generate"], 1)]),
-        (
-            ("generate.replicas=2", "generate.tensor_parallel=4"),
-            [(["encode"], 1), (["generate-0"], 4), (["generate-1"], 4)],
-        ),
-        (
-            (*TWO_BY_TWO, "placement=together"),
-            [(["encode-0", "generate-0"], 2), (["encode-1", "generate-1"], 2)],
-        ),
+        (("generate.replicas=2", "generate.tensor_parallel=4"),
+         [(["encode"], 1), (["generate-0"], 4), (["generate-1"], 4)]),
+        ((*TWO_BY_TWO, "placement=together"),
+         [(["encode-0", "generate-0"], 2), (["encode-1", "generate-1"], 2)]),
     ],
-)
+)  # fmt: skip
 def test_worker_groups_follow_replicas_and_placement(
     sets: tuple[str, ...], expected: list[tuple[list[str], int]]
 ) -> None:
@@ -163,10 +159,9 @@ def test_rank_gets_its_share_of_the_kv_cache() -> None:
     config = config_of(*TWO_BY_TWO)
     policies = resolve_policies(config)
     specs = rank_specs(config, INFO, policies)
-    assert {spec.info.kv_bytes_per_token for spec in specs} == {INFO.kv_bytes_per_token // 2}
-    assert (
-        create_sizing(config, INFO, policies)._view.bytes_per_token == INFO.kv_bytes_per_token // 2
-    )
+    half = INFO.kv_bytes_per_token // 2
+    assert {spec.info.kv_bytes_per_token for spec in specs} == {half}
+    assert create_sizing(config, INFO, policies)._view.bytes_per_token == half
     statistics = {**NO_IMAGES, "generate": {"blocks_held": 3}}
     used = memory_in_use(statistics, None, config, INFO)
     one_cache = 3 * config.generate.block_size * INFO.kv_bytes_per_token
@@ -184,7 +179,7 @@ def test_rank_gets_its_share_of_the_kv_cache() -> None:
         (("generate.prefix_cache=false",), 0),
     ],
 )
-def test_model_with_a_state_has_a_prefix_cache_if_there_are_snapshots(
+def test_stateful_model_has_a_prefix_cache_with_snapshots(
     sets: tuple[str, ...], places: int
 ) -> None:
     config, info = config_of("generate.slots=8", *sets), with_state(9)
@@ -273,9 +268,7 @@ def test_int8_kv_cache_is_reported_everywhere(monkeypatch: pytest.MonkeyPatch) -
     assert inspect_checkpoint(plain, resolve_policies(plain)).kv_bytes_per_token == 256
 
 
-def test_swap_memory_of_a_plugin_that_cannot_swap_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_swap_memory_of_a_plugin_without_swaps_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without swap memory it is served: it never has to swap."""
     plugin = FakePlugin()
     monkeypatch.setattr("vsched.assembly.load_worker", lambda *_, **__: plugin)
@@ -285,8 +278,6 @@ def test_swap_memory_of_a_plugin_that_cannot_swap_is_refused(
         with pytest.raises(ConfigError, match="cannot swap") if refused else nullcontext():
             inspect_checkpoint(config, resolve_policies(config))
 
-
-# --- drafts ---
 
 SIMULATED = plugin.inspect("model", dtype="auto", item_tokens_max=0)
 STATEFUL = plugin.inspect(HYBRID, dtype="auto", item_tokens_max=0)
@@ -334,8 +325,6 @@ def test_draft_model_gets_a_prompt_chunk_by_chunk(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ConfigError, match=r"generate\.draft_model: ranks cannot run drafts"):
         inspect_draft(config, plugin, STATEFUL)
 
-
-# --- settings of the checkpoint ---
 
 DEMO = Path(__file__).parents[2] / "workers" / "demo-model"
 

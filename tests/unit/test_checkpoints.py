@@ -192,12 +192,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
 
 def test_hub_id_is_a_name_with_one_slash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in (
-        "Qwen/Qwen2.5-VL-3B-Instruct",
-        "org/model@v1.0",
-        "org/model:Q4_K_M",
-        f"org/{300 * 'm'}",
-    ):
+    for name in ("Qwen/Qwen2.5-VL-3B", "org/model@v1.0", "org/model:Q4_K_M", f"org/{300 * 'm'}"):
         assert is_hub_id(name)
     for name in ("", "model", "./org/model", "/org/model", "a/b/c", "../model"):
         assert not is_hub_id(name)
@@ -207,20 +202,15 @@ def test_hub_id_is_a_name_with_one_slash(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_download_takes_the_files_that_a_server_reads_and_once(hub: HubServer) -> None:
     folder = download("org/model")
-    assert sorted(file.name for file in folder.iterdir()) == [
-        "config.json",
-        "model.safetensors",
-        "tokenizer.json",
-    ]
+    names = sorted(file.name for file in folder.iterdir())
+    assert names == ["config.json", "model.safetensors", "tokenizer.json"]
     assert (folder / "model.safetensors").read_bytes() == FILES["model.safetensors"]
     hub.requests.clear()
     assert download("org/model") == folder
     assert not [one for one in hub.requests if "/cdn/" in one]
 
 
-def test_download_goes_on_after_a_lost_connection(
-    hub: HubServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_download_goes_on_after_a_loss(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the last piece that came, of 500 bytes here and 10 MB by default."""
     monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 500)
     monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda _: None)
@@ -246,10 +236,8 @@ def test_configuration_gets_folders_and_clients_the_hub_id(hub: HubServer) -> No
     assert local.model.served_name == "org/model"
     assert local.generate.draft_model == local.model.path
     adapter = Path(local.adapters.load["sql"])
-    assert sorted(file.name for file in adapter.iterdir()) == [
-        "adapter_config.json",
-        "adapter_model.safetensors",
-    ]
+    names = sorted(file.name for file in adapter.iterdir())
+    assert names == ["adapter_config.json", "adapter_model.safetensors"]
     assert with_local_checkpoints(Config()) == Config()
 
 
@@ -270,9 +258,7 @@ def test_refusals_of_a_hub_are_one_sentence(hub: HubServer, name: str, text: str
     assert "\n" not in str(error.value)
 
 
-def test_part_names_one_gguf_file_of_a_repository(
-    hub: HubServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_part_names_one_gguf_file(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The end of a name is preferred, and the language model to its vision part; other files are not downloaded."""
     names = ("Q4_K", "Q4_K_M", "Q4_K_S", "Q8_0")
     files = [f"model-{part}.gguf" for part in names]
@@ -328,9 +314,7 @@ def test_token_is_sent_and_named_if_absent(hub: HubServer, monkeypatch: pytest.M
     assert (download("org/model") / "config.json").exists()
 
 
-def test_earlier_download_serves_without_a_connection(
-    hub: HubServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_earlier_download_serves_offline(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = download("org/model")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert download("org/model") == folder
@@ -338,9 +322,7 @@ def test_earlier_download_serves_without_a_connection(
         download("org/adapter")
 
 
-def test_full_disk_is_found_before_the_download(
-    hub: HubServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_is_found_beforehand(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")  # noqa: PYI024
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1, 1, 1000))
     with pytest.raises(CheckpointError, match="does not fit on the disk.*HF_HOME"):

@@ -48,9 +48,8 @@ def test_cli_config_show_prints_toml_that_is_valid_and_loads(tmp_path: Path) -> 
 
 
 def test_cli_config_show_reports_origins() -> None:
-    output = run(
-        "config", "show", "--origin", "--set", "generate.slots=2", env={"VSCHED__MODEL__NAME": "x"}
-    )
+    environ = {"VSCHED__MODEL__NAME": "x"}
+    output = run("config", "show", "--origin", "--set", "generate.slots=2", env=environ)
     assert "slots = 2  # command line\n" in output
     assert 'name = "x"  # environment VSCHED__MODEL__NAME\n' in output
     assert "block_size = 16  # default\n" in output
@@ -89,7 +88,7 @@ def test_cli_policies_lists_names_fields_and_defaults() -> None:
         ),
     ],
 )
-def test_cli_policies_show_describes_a_registered_policy_or_a_class(
+def test_cli_policies_show_describes_names_and_classes(
     name: str, expected: tuple[str, ...]
 ) -> None:
     output = run("policies", "show", name)

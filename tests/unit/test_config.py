@@ -97,9 +97,7 @@ def test_config_precedence_is_command_line_environment_file_default(tmp_path: Pa
         (f"media.hosts={msgspec.json.encode(IMAGE_HOSTS).decode()}", "media", "hosts", IMAGE_HOSTS),
     ],
 )
-def test_config_set_parses_by_the_type_of_the_key(
-    assignment: str, section: str, key: str, value: object
-) -> None:
+def test_config_set_parses_by_type(assignment: str, section: str, key: str, value: object) -> None:
     assert getattr(getattr(config_of(assignment), section), key) == value
 
 
@@ -124,35 +122,27 @@ def test_config_set_parses_by_the_type_of_the_key(
             "generate.chunk_tokens: a chunk cannot be longer than a step (generate.max_batch_tokens):",
         ),
         ("deadlines.heartbeat_s=10", "deadlines.heartbeat_s: a rank must not time out over one"),
-        (
-            'generate.memory={use="pinned", tokens=1, bytes=1}',
-            "generate.memory: the size of the KV cache must be given once: value both of tokens",
-        ),
+        ('generate.memory={use="pinned", tokens=1, bytes=1}',
+         "generate.memory: the size of the KV cache must be given once: value both of tokens"),
         (
             "generate.memory.mem_fraction=1.01",
             "generate.memory.mem_fraction is not valid: value 1.01, limit number, above 0, at most 1. Remedy: set",
         ),
-        (
-            'cluster.hosts={far="10.0.0.2"}',
-            "cluster.hosts (from command line) is not valid: value {",
-        ),
+        ('cluster.hosts={far="10.0.0.2"}',
+         "cluster.hosts (from command line) is not valid: value {"),
         ('cluster.hosts={local = "tcp://h:1"}', "cluster.hosts: 'local' is this host"),
         ([KEY, THERE], "cluster.generate: there is no host 'far'. Remedy: name one of local"),
         ([HOSTS, THERE], "cluster.key_file: not set"),
-        (
-            [HOSTS, KEY, 'cluster.encode=["far"]', "placement=together"],
-            "cluster.encode: with placement = together",
-        ),
+        ([HOSTS, KEY, 'cluster.encode=["far"]', "placement=together"],
+         "cluster.encode: with placement = together"),
         ([*FAR, "adapters.count_max=2"], "adapters.count_max: ranks on other hosts"),
         ([RAY, "adapters.count_max=2"], "adapters.count_max: ranks on other hosts"),
         ('cluster.hosts={ray = "tcp://h:1"}', "cluster.hosts: 'ray' is Ray's"),
         ('cluster.encode=["ray"]', "cluster.encode: there is no host 'ray'"),
         ("cluster.ray=ray://head:1", "cluster.ray (from command line) is not valid: value 'ray:"),
         ([RAY, 'cluster.encode=["ray", "local"]'], "cluster.encode: ray, local: Ray"),
-        (
-            [RAY, "cluster.encode_resources={CPU=0}"],
-            "cluster.encode_resources.CPU: no amount of a resource: value 0",
-        ),
+        ([RAY, "cluster.encode_resources={CPU=0}"],
+         "cluster.encode_resources.CPU: no amount of a resource: value 0"),
         ([RAY, HOSTS, 'cluster.encode=["far"]'], "cluster.key_file: not set"),
         ("encode.reserved=auto", "encode.reserved (from command line) is not valid: value 'auto'"),
         *(
@@ -160,7 +150,7 @@ def test_config_set_parses_by_the_type_of_the_key(
             for size in ("4GB", "-1", "", "GiB", "1e3", "4 G iB", "nan")
         ),
     ],
-)
+)  # fmt: skip
 def test_config_refusal_has_the_key_and_the_limit(sets: str | list[str], expected: str) -> None:
     assert refusal([sets] if isinstance(sets, str) else sets).startswith(expected)
 
@@ -200,11 +190,8 @@ def test_config_reports_all_typos_at_once(tmp_path: Path) -> None:
 
 def test_config_conflicts_are_reported_together_once_each_value_is_legal() -> None:
     sets = ["generate.chunk_tokens=4096", "generate.slots=2048"]
-    reported = refusal(sets).splitlines()
-    assert [one.partition(":")[0] for one in reported] == [
-        "generate.chunk_tokens",
-        "generate.slots",
-    ]
+    lines = refusal(sets).splitlines()
+    assert [one.partition(":")[0] for one in lines] == ["generate.chunk_tokens", "generate.slots"]
     reported = refusal([*sets, "generate.max_batch_token=8192"]).splitlines()
     assert [one.partition(" ")[0] for one in reported] == ["generate.max_batch_token"]
 
@@ -218,11 +205,9 @@ def test_config_value_in_place_of_a_table_is_reported_next_to_a_key_of_the_table
 
 
 def test_config_refusals_of_files_name_the_file(tmp_path: Path) -> None:
-    missing = tmp_path / "missing.toml"
+    gone = tmp_path / "gone.toml"
     remedy = "Remedy: check the path of --config"
-    assert refusal(path=missing) == (
-        f"{missing}: cannot be read: No such file or directory. {remedy}"
-    )
+    assert refusal(path=gone) == f"{gone}: cannot be read: No such file or directory. {remedy}"
     assert refusal(path=tmp_path) == f"{tmp_path}: cannot be read: Is a directory. {remedy}"
     path = write(tmp_path, "[generate\n")
     assert refusal(path=path).startswith(f"{path}: not valid TOML: ")
@@ -257,9 +242,7 @@ def test_config_text_cannot_smuggle_further_keys() -> None:
 def test_config_layer_that_names_a_policy_replaces_the_table(
     tmp_path: Path, environ: dict[str, str], sets: list[str], expected: dict[str, object]
 ) -> None:
-    path = write(
-        tmp_path, '[encode.admission]\nuse = "token-budget"\nmax_tokens = 9\nmax_items = 3\n'
-    )
+    path = write(tmp_path, '[encode.admission]\nuse="token-budget"\nmax_tokens=9\nmax_items=3\n')
     loaded = load_config(
         path,
         sets=[f"encode.admission.{one}" for one in sets],
@@ -379,9 +362,7 @@ def test_config_threads_default_to_the_share_of_a_rank(
         (["encode.device=cuda", "encode.threads=1"], "encode.device", ""),
     ],
 )
-def test_config_names_the_setting_of_fixed_threads(
-    sets: list[str], encode: str, generate: str
-) -> None:
+def test_config_names_what_fixes_threads(sets: list[str], encode: str, generate: str) -> None:
     config = config_of(*sets)
     found = (config.threads_fixed_by("encode"), config.threads_fixed_by("generate"))
     assert found == (encode, generate)
@@ -391,19 +372,13 @@ def test_config_names_the_setting_of_fixed_threads(
     ("sets", "key", "said"),
     [
         (["generate.replicas=2"], "replicas", ": value 1, limit {}, which is 2"),
-        (
-            ["encode.tensor_parallel=4", "generate.tensor_parallel=2"],
-            "tensor_parallel",
-            ": value 4, limit {}, which is 2",
-        ),
+        (["encode.tensor_parallel=4", "generate.tensor_parallel=2"], "tensor_parallel",
+         ": value 4, limit {}, which is 2"),
         # A process has one current CUDA device, on which Triton starts kernels.
-        (
-            ["encode.device=cuda:1", "generate.device=cuda"],
-            "device",
-            ", each with one device: value cuda:1, limit {}, which is cuda",
-        ),
+        (["encode.device=cuda:1", "generate.device=cuda"], "device",
+         ", each with one device: value cuda:1, limit {}, which is cuda"),
     ],
-)
+)  # fmt: skip
 def test_config_stages_together_are_equally_placed(sets: list[str], key: str, said: str) -> None:
     """Worker group i serves encode-i and generate-i, so there are as many of both; apart they may differ."""
     together = "with placement = together both stages run in the same processes"

@@ -106,9 +106,7 @@ def resolve(*sets: str) -> Config:
     return devices.resolve_loaded(load(*sets)).config
 
 
-def test_host_without_a_gpu_surveys_nothing(
-    pretend: Pretend, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cpu_host_surveys_nothing(pretend: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
     """No torch, no process: the device files decide."""
     surveys = pretend(H200)
     monkeypatch.setattr(cheap, "DEVICE_FILES", ("/nowhere/nvidiactl",))
@@ -117,9 +115,8 @@ def test_host_without_a_gpu_surveys_nothing(
     assert devices.resolve_loaded(loaded) == loaded
     assert Engine(Config()).config == loaded.config
     assert loaded.devices is not None
-    assert loaded.devices.text == (
-        "cpu, because this host has no GPU: /nowhere/nvidiactl does not exist"
-    )
+    why = "cpu, because this host has no GPU: /nowhere/nvidiactl does not exist"
+    assert loaded.devices.text == why
     assert surveys == []
 
 
@@ -157,18 +154,15 @@ def test_settings_that_need_a_cpu_survey_nothing(
         ([OLD, H200, H200], [], ("cuda:1", "cuda:2", "separate")),
         ([H200] * 4, ["generate.tensor_parallel=2"], ("cuda:0", "cuda:2", "separate")),
         ([H200] * 2, ["generate.tensor_parallel=2"], ("cuda:0", "cuda:0", "separate")),
-        (
-            [H200] * 2,
-            ["generate.replicas=2", "encode.replicas=2"],
-            ("cuda:0", "cuda:0", "together"),
-        ),
+        ([H200] * 2, ["generate.replicas=2", "encode.replicas=2"],
+         ("cuda:0", "cuda:0", "together")),
         ([H200] * 2, ["encode.device=cuda:0"], ("cuda:1", "cuda:0", "separate")),
         ([H200] * 2, ["generate.device=cuda:1"], ("cuda:1", "cuda:0", "separate")),
         ([H200] * 2, ["generate.device=cpu"], ("cpu", "cuda:0", "separate")),
         ([H200] * 2, ["encode.replicas=0"], ("cuda:0", "cuda:0", "separate")),
         ([FULL, OLD], [], ("cpu", "cpu", "separate")),
     ],
-)
+)  # fmt: skip
 def test_stages_share_one_device_and_have_their_own_if_there_are_several(
     pretend: Pretend, found: list[CudaDevice], sets: list[str], expected: tuple[str, str, str]
 ) -> None:
@@ -191,13 +185,10 @@ def test_model_without_images_needs_no_second_device(pretend: Pretend) -> None:
         ([], "The NVIDIA driver on your system is too old", "driver on your system is too old"),
         ([FULL], "", "in use has 512.0 MiB of 140.00 GiB free, and a rank needs 8.00 GiB: end"),
         ([OLD], "", "Tesla K80: its compute capability 3.7 is not"),
-        (
-            [msgspec.structs.replace(T4, total_bytes=4 * GIB, free_bytes=4 * GIB)],
-            "",
-            "has 4.00 GiB, and a rank needs 8.00 GiB: share the model among more devices",
-        ),
+        ([msgspec.structs.replace(T4, total_bytes=4 * GIB, free_bytes=4 * GIB)], "",
+         "has 4.00 GiB, and a rank needs 8.00 GiB: share the model among more devices"),
     ],
-)
+)  # fmt: skip
 def test_unusable_gpu_is_a_warning_and_the_cpu_is_used(
     pretend: Pretend,
     caplog: pytest.LogCaptureFixture,
@@ -223,20 +214,14 @@ def test_unusable_gpu_is_a_warning_and_the_cpu_is_used(
             None,
             "devices that can be used: value 1 x 4, limit 2 devices. Remedy: lower generate.tensor_parallel or",
         ),
-        (
-            ["generate.replicas=3"],
-            "0,1",
-            "value 3 x 1, limit 2 devices with CUDA_VISIBLE_DEVICES=0,1",
-        ),
-        (
-            ["generate.device=cuda:1", "generate.tensor_parallel=2"],
-            None,
-            "generate.device: 2 ranks need the devices up to cuda:2: value cuda:1, limit 2 devices.",
-        ),
+        (["generate.replicas=3"], "0,1",
+         "value 3 x 1, limit 2 devices with CUDA_VISIBLE_DEVICES=0,1"),
+        (["generate.device=cuda:1", "generate.tensor_parallel=2"], None,
+         "generate.device: 2 ranks need the devices up to cuda:2: value cuda:1, limit 2 devices."),
         (["encode.device=cuda:2"], None, "encode.device: 1 ranks need the devices up to cuda:2"),
         (["encode.replicas=3", "generate.replicas=1"], None, "encode.tensor_parallel: more ranks"),
     ],
-)
+)  # fmt: skip
 def test_fewer_devices_than_ranks_are_an_error(
     pretend: Pretend, sets: list[str], visible: str | None, message: str
 ) -> None:
@@ -300,9 +285,7 @@ def test_data_type_follows_the_device(
     assert resolve(f"model.dtype={configured}").model.dtype == expected
 
 
-def test_engine_of_a_library_resolves_at_its_start(
-    pretend: Pretend, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engine_resolves_at_its_start(pretend: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(H200)
     engine = Engine(Config())
     assert engine.config.generate.device == "auto"
@@ -334,25 +317,21 @@ def test_check_names_the_devices_and_the_reason(pretend: Pretend) -> None:
 @pytest.mark.parametrize(
     ("failure", "cuda", "problem"),
     [
-        (
-            "The NVIDIA driver on your system is too old (found version 11040). Please update it.",
-            "13.0",
-            "The NVIDIA driver on your system is too old (found version 11040) (torch 2.11.0)",
-        ),
+        ("The NVIDIA driver on your system is too old (found version 11040). Please update it.",
+         "13.0",
+         "The NVIDIA driver on your system is too old (found version 11040) (torch 2.11.0)"),
         ("", None, "torch 2.11.0 is built without CUDA; install"),
         ("", "13.0", ""),
     ],
-)
+)  # fmt: skip
 def test_survey_reports_devices_and_reasons(
     tmp_path: Path, failure: str, cuda: str | None, problem: str
 ) -> None:
     """A child process, with a stand-in for torch."""
     (tmp_path / "torch.py").write_text(TORCH.format(failure=failure, cuda=cuda))
     command = [sys.executable, "-m", "vsched_workers.device_survey"]
-    path = os.pathsep.join([str(tmp_path), *sys.path])
-    ran = subprocess.run(
-        command, capture_output=True, check=True, env={**os.environ, "PYTHONPATH": path}
-    )
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    ran = subprocess.run(command, capture_output=True, check=True, env=environ)
     survey = msgspec.json.decode(ran.stdout.splitlines()[-1], type=DeviceSurvey)
     assert survey.problem.startswith(problem)
     if problem:

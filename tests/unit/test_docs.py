@@ -86,9 +86,6 @@ def headings(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title).lower().replace(" ", "-") for title in titles}
 
 
-# --- links, names and files ---
-
-
 def dead_links(page: Path) -> Iterator[str]:
     for match in LINK.finditer(prose(page)):
         target, _, heading = match["target"].partition("#")
@@ -111,9 +108,7 @@ def pages_without_a_line(index: Path) -> Iterator[str]:
 
 def test_docs_indexes_name_every_page() -> None:
     folders = [ROOT / name for name in ("docs", "docs/decisions", "docs/reference")]
-    indexes = [
-        page for page in PAGES if page.parent in folders and page.stem in {"index", "README"}
-    ]
+    indexes = [one for one in PAGES if one.parent in folders and one.stem in {"index", "README"}]
     assert sorted(page.parent for page in indexes) == folders
     check_pages(pages_without_a_line, indexes)
 
@@ -121,9 +116,7 @@ def test_docs_indexes_name_every_page() -> None:
 def test_docs_site_has_a_place_for_every_page() -> None:
     """Decision records are reached through their index."""
     named = re.findall(r"^ +- (?:[^:\n]+: )?(\S+\.md)$", SITE.read_text(), re.MULTILINE)
-    pages = [
-        str(page.relative_to(ROOT / "docs")) for page in PAGES if ROOT / "docs" in page.parents
-    ]
+    pages = [str(one.relative_to(ROOT / "docs")) for one in PAGES if ROOT / "docs" in one.parents]
     records = [page for page in pages if page.startswith("decisions/0")]
     assert sorted(named) == sorted(set(pages) - set(records)), (
         "put each page into the nav of mkdocs.yml, once"
@@ -135,9 +128,7 @@ def test_docs_records_of_decisions_have_numbers_of_their_own_and_are_listed_in_o
     named = sorted(page.name for page in folder.glob("0*.md"))
     numbers = [name[:4] for name in named]
     assert len(set(numbers)) == len(numbers), "two records have the same number"
-    listed = re.findall(
-        r"^\| \[(\d{4})\]\(\1-\S+\.md\) \|", (folder / "README.md").read_text(), re.MULTILINE
-    )
+    listed = re.findall(r"(?m)^\| \[(\d{4})\]\(\1-\S+\.md\) \|", (folder / "README.md").read_text())
     assert listed == numbers, "list each record once, by its number"
     titles = [(folder / name).read_text().partition("\n")[0] for name in named]
     wrong = [
@@ -181,18 +172,13 @@ def is_setting(section: type, names: list[str]) -> bool:
     return not names[1:] or not is_section or is_setting(kind, names[1:])
 
 
-# --- commands ---
-
-
 def commands(page: Path) -> Iterator[list[str]]:
     """Yield the command lines of a page as words, without environment and comments."""
     for block in blocks(page):
         text = block.text.replace("\\\n", " ")
-        lines = (
-            text.splitlines()
-            if block.language == "sh"
-            else re.findall(r"^\$ (.+)$", text, re.MULTILINE)
-        )
+        lines = re.findall(r"^\$ (.+)$", text, re.MULTILINE)
+        if block.language == "sh":
+            lines = text.splitlines()
         for line in lines:
             words = shlex.split(line, comments=True)
             while words and ENVIRONMENT.match(words[0]):
@@ -211,17 +197,15 @@ def command_line() -> Any:
 
 
 def unknown_words(words: list[str]) -> Iterator[str]:
-    """Yield the subcommands and options of a `vsched` command line that do not exist."""
+    """Yield the inner and options of a `vsched` command line that do not exist."""
     command = command_line()
     rest = [word for word in words if word != "--help"]
-    while (
-        rest and not rest[0].startswith("-") and (subcommands := getattr(command, "commands", None))
-    ):
+    while rest and not rest[0].startswith("-") and (inner := getattr(command, "commands", None)):
         name = rest.pop(0)
-        if name not in subcommands:
+        if name not in inner:
             yield f"{name!r} is no command of {command.name}"
             return
-        command = subcommands[name]
+        command = inner[name]
     if isinstance(command, ServeCommand):
         rest = translate(rest).words
     known = {option for parameter in command.params for option in parameter.opts}
@@ -254,25 +238,18 @@ def test_docs_reference_lists_every_decision_of_a_policy() -> None:
     for named, decision, method, tables in row.findall(page):
         base = named or base
         listed[decision] = base, method, tuple(re.findall(r"`([\w.]+)`", tables))
-    assert listed == {
-        name: (one.base.__name__, one.method, one.tables) for name, one in DECISIONS.items()
-    }
+    made = {name: (one.base.__name__, one.method, one.tables) for name, one in DECISIONS.items()}
+    assert listed == made
 
 
 def test_docs_error_codes_exist() -> None:
     """Codes in the table of the HTTP API occur in the source."""
     table = (ROOT / "docs/http-api.md").read_text().partition("## Errors")[2]
-    codes = set(
-        re.findall(
-            r"`([a-z]+(?:_[a-z]+)*)`", "".join(re.findall(r"^\| \d.*$", table, re.MULTILINE))
-        )
-    )
+    rows = "".join(re.findall(r"^\| \d.*$", table, re.MULTILINE))
+    codes = set(re.findall(r"`([a-z]+(?:_[a-z]+)*)`", rows))
     source = "".join(path.read_text() for path in (ROOT / "vsched").rglob("*.py"))
     assert len(codes) > 20
     assert not {code for code in codes if f'"{code}"' not in source}
-
-
-# --- examples ---
 
 
 @pytest.fixture

@@ -108,9 +108,8 @@ def test_check_contract_accepts_other_names_and_optional_arguments() -> None:
 
 
 def test_resolve_policy_by_module_and_class() -> None:
-    policy = resolve_policy(
-        "admission", {"use": "vsched_policies.admission:TokenBudget", "max_tokens": 5}
-    )
+    table = {"use": "vsched_policies.admission:TokenBudget", "max_tokens": 5}
+    policy = resolve_policy("admission", table)
     assert type(policy).__name__ == "TokenBudget"
     assert policy == resolve_policy("admission", {"use": "token-budget", "max_tokens": 5})
 
@@ -125,10 +124,8 @@ def test_resolve_policy_by_module_and_class() -> None:
             {"use": "no_such_module:Class"},
             "a.b.use: cannot import 'no_such_module:Class': No module named 'no_such_module'. Remedy: install",
         ),
-        (
-            {"use": "vsched_policies.admission:Nope"},
-            "a.b.use: cannot import 'vsched_policies.admission:Nope': module",
-        ),
+        ({"use": "vsched_policies.admission:Nope"},
+         "a.b.use: cannot import 'vsched_policies.admission:Nope': module"),
         (
             {"use": "vsched_policies.admission:Fiffo"},
             (
@@ -141,7 +138,7 @@ def test_resolve_policy_by_module_and_class() -> None:
         ({"use": "fifo", "x": 1}, "a.b.x: unknown field of 'fifo'. Its fields: "),
         ({"use": "token-budget", "max_items": "8"}, "a.b.max_items is not valid: value '8', limit"),
     ],
-)
+)  # fmt: skip
 def test_resolve_policy_refusal_starts_with_the_key(table: dict[str, Any], expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve_policy("admission", table, path="a.b")
@@ -205,9 +202,6 @@ def test_list_policies_reports_kind_fields_and_summary() -> None:
     whole = describe_policy(f"{__name__}:Whole")
     required = [(field.name, field.required) for field in whole.fields]
     assert required == [("part", False), ("most", True)]
-
-
-# --- one policy that makes several decisions ---
 
 
 class Counts(msgspec.Struct):
@@ -279,8 +273,7 @@ def test_configuration_with_a_policy_table_is_written_and_read_again(tmp_path: A
 
 def test_answers_of_the_base_class_are_valid_for_the_kernel() -> None:
     """What a subclass does not override decides as the kernel's defaults do."""
-    policies = default_policies(
-        arrival=RequestPolicy(), step=RequestPolicy(), preemption=RequestPolicy()
-    )
+    base = RequestPolicy()
+    policies = default_policies(arrival=base, step=base, preemption=base)
     cluster = run_random(random.Random(3), policies)
     assert not cluster.kernel.statistics()["policy_faults"]

@@ -13,11 +13,7 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-PACKAGES = {
-    "vsched": ROOT,
-    "vsched_policies": ROOT / "policies",
-    "vsched_workers": ROOT / "workers",
-}
+SHIPPED = {"vsched": ROOT, "vsched_policies": ROOT / "policies", "vsched_workers": ROOT / "workers"}
 CLASS = re.compile(r"^ *class (\w+)(?:\[.*\])?(?:\(([^)]*)\))?:", re.MULTILINE)
 
 
@@ -25,7 +21,7 @@ def sources() -> list[Path]:
     """Every Python file of the shipped packages."""
     return [
         path
-        for name, base in PACKAGES.items()
+        for name, base in SHIPPED.items()
         for path in sorted((base / name).rglob("*.py"))
         if "__pycache__" not in path.parts
     ]
@@ -36,7 +32,7 @@ def shown(path: Path) -> str:
 
 
 def module_name(path: Path) -> str:
-    base = next(base / name for name, base in PACKAGES.items() if (base / name) in path.parents)
+    base = next(base / name for name, base in SHIPPED.items() if (base / name) in path.parents)
     parts = list(path.relative_to(base.parent).with_suffix("").parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 

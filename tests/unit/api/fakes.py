@@ -403,9 +403,7 @@ async def under_way(
 
 def choices_of(reply: Reply, *, stream: bool) -> list[dict[str, Any]]:
     """The choices of a reply, or of the events of a stream, one after the other."""
-    return [
-        choice for one in (reply.events if stream else [reply.json]) for choice in one["choices"]
-    ]
+    return [each for one in (reply.events if stream else [reply.json]) for each in one["choices"]]
 
 
 @contextlib.asynccontextmanager

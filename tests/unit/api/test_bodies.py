@@ -52,9 +52,7 @@ async def test_a_body_of_many_values_is_refused_before_it_is_decoded(
     assert f"limit {limit}" in error["message"]
 
 
-async def test_a_body_of_escapes_is_refused_before_it_is_decoded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_body_of_escapes_is_refused_before_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bodies, "ESCAPES_MAX", 200_000)
     text = "\b" * 210_000
     await accepted(CHAT, chat(user=text))
@@ -91,9 +89,8 @@ async def test_large_bodies_wait_for_room_and_get_a_retry_after() -> None:
     await until(lambda: len(engine.calls) == 2)
     engine.entering.set()
     assert [(await one).status for one in (first, small)] == [200, 200]
-    assert (
-        await Client(app).send("POST", CHAT, LARGE)
-    ).status == 200  # a client that left the queue no longer counts
+    # A client that left the queue no longer counts.
+    assert (await Client(app).send("POST", CHAT, LARGE)).status == 200
     alone = create_app(FakeEngine(), msgspec.structs.replace(ONE, bodies_bytes_max=1))
     assert (await Client(alone).send("POST", CHAT, LARGE)).status == 200
 
@@ -148,9 +145,7 @@ async def test_room_is_given_back_however_a_request_ends(ending: str) -> None:
     assert (await Client(app).send("POST", CHAT, LARGE)).status == 200
 
 
-async def test_large_bodies_are_read_one_by_one_off_the_loop(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_large_bodies_are_read_in_turn_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decoding holds the GIL: several at a time would block the event loop in turns."""
     decode, readers, most = parameters.decode_body, [], []
 
@@ -239,9 +234,7 @@ async def test_unknown_fields_of_messages_are_ignored() -> None:
         ([{"role": "user", "content": "hi"}, *HISTORY[1:]], "messages[1].provider_specific_fields"),
     ],
 )
-async def test_unknown_fields_are_named_if_the_settings_ask_for_it(
-    messages: list[Any], name: str
-) -> None:
+async def test_unknown_fields_are_named_if_the_settings_ask(messages: list[Any], name: str) -> None:
     error = await refusal(CHAT, chat(messages=messages), strict_fields=True)
     assert (error["code"], error["param"]) == ("unknown_parameter", name)
     assert "server.strict_fields" in error["message"]

@@ -235,7 +235,6 @@ async def test_disconnect_aborts_all_choices(stream: bool) -> None:
 
 
 async def test_disconnect_while_preparing_cancels_it() -> None:
-    """Images are still being prepared."""
     engine = FakeEngine()
     engine.entering = asyncio.Event()
     client = Client(create_app(engine, ApiSettings()))
@@ -255,20 +254,20 @@ async def test_disconnect_in_the_body_never_reaches_the_engine() -> None:
     assert engine.calls == []
 
 
-@each_case("path", [CHAT, "/v1/messages", "/v1/responses"])
-async def test_images_of_a_request_are_not_held_while_it_is_answered(path: str) -> None:
+@each_case(
+    ("path", "part", "tool"),
+    [
+        (CHAT, {"type": "image_url", "image_url": "data:kept"}, TOOLS[0]),
+        ("/v1/messages", {"type": "image", "source": {"type": "url", "url": "data:kept"}},
+         {"name": "f"}),
+        ("/v1/responses", {"type": "input_image", "image_url": "data:kept"},
+         {"type": "function", "name": "f"}),
+    ],
+)  # fmt: skip
+async def test_images_are_not_held_during_the_answer(path: str, part: object, tool: object) -> None:
     """Their memory was given back once they were prepared, also if the answer is parsed for tool calls."""
-    part = {
-        CHAT: {"type": "image_url", "image_url": "data:kept"},
-        "/v1/messages": {"type": "image", "source": {"type": "url", "url": "data:kept"}},
-        "/v1/responses": {"type": "input_image", "image_url": "data:kept"},
-    }[path]
-    turns = [{"role": "user", "content": [part]}]
-    body: dict[str, Any] = {
-        CHAT: chat(messages=turns, tools=[{"type": "function", "function": {"name": "f"}}]),
-        "/v1/messages": {"messages": turns, "tools": [{"name": "f"}]},
-        "/v1/responses": {"input": turns, "tools": [{"type": "function", "name": "f"}]},
-    }[path]
+    turns = "input" if path == "/v1/responses" else "messages"
+    body = {turns: [{"role": "user", "content": [part]}], "tools": [tool]}
     engine = FakeEngine(asyncio.Event())
     client, sending = await under_way(engine, path, body)
     engine.calls.clear()
@@ -409,9 +408,7 @@ async def test_n_answers_are_one_request_and_choices_of_one_reply(path: str) -> 
 
 
 @each_case("prompts", [["x", "y", "z"], [[1, 2], [3], [4, 5, 6]]])
-async def test_each_prompt_of_a_list_is_a_request_and_choices_follow_the_prompts(
-    prompts: list[Any],
-) -> None:
+async def test_each_prompt_of_a_list_is_a_request_with_its_choices(prompts: list[Any]) -> None:
     engine = engine_saying(*"abcdef")
     reply = (await post(engine, PLAIN, {"prompt": prompts, "n": 2})).json
     assert [call["prompt"] for call in engine.calls] == prompts

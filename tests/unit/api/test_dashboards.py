@@ -68,11 +68,6 @@ def check(expression: str, found: dict[str, set[str]]) -> None:
         assert labels <= found[name], f"{labels} of {name} in {expression}"
 
 
-def queries() -> list[str]:
-    dashboard = json.loads((DEPLOY / "grafana.json").read_text())
-    return [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
-
-
 def alerts() -> list[dict[str, Any]]:
     (group,) = yaml.safe_load(RULES.read_text())["groups"]
     rules: list[dict[str, Any]] = group["rules"]
@@ -83,7 +78,9 @@ def alerts() -> list[dict[str, Any]]:
 async def test_dashboard_and_alerts_read_metrics_that_exist() -> None:
     text = await scraped()
     found = series(text)
-    for expression in (*queries(), *(alert["expr"] for alert in alerts())):
+    panels = json.loads((DEPLOY / "grafana.json").read_text())["panels"]
+    queries = [target["expr"] for panel in panels for target in panel["targets"]]
+    for expression in (*queries, *(alert["expr"] for alert in alerts())):
         check(expression, found)
     families = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
     assert families >= LATE

@@ -97,9 +97,8 @@ async def test_logprobs_are_of_the_sampled_token_and_of_its_alternatives(
     if path == PLAIN:
         tops = [top for each in logprobs for top in each["top_logprobs"]]
         assert [list(top.items()) for top in tops] == [list(top.items()) for top in found]
-        assert [token for each in logprobs for token in each["tokens"]] == [
-            next(iter(top)) for top in found
-        ]
+        tokens = [token for each in logprobs for token in each["tokens"]]
+        assert tokens == [next(iter(top)) for top in found]
         assert engine.sampling.logprobs == fields["logprobs"]
     else:
         rows = [(row, *row["top_logprobs"]) for each in logprobs for row in each["content"]]
@@ -234,9 +233,7 @@ IN_VLLMS_FORM = [
 
 @each_case("stream", [False, True])
 @each_case(("prompt", "text"), [("Hi there", "Hi there"), (PROMPT, "Hi!")])
-async def test_echo_reports_the_prompt_and_its_log_probabilities(
-    prompt: Any, text: str, stream: bool
-) -> None:
+async def test_echo_has_the_prompt_and_its_logprobs(prompt: Any, text: str, stream: bool) -> None:
     """The text as it was sent, even if the tokens spell it differently."""
     engine = telling()
     body = {"prompt": prompt, "echo": True, "logprobs": 1, "stream": stream}

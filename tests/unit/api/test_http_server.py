@@ -161,12 +161,10 @@ async def test_connection_client_that_sends_all_of_its_body_gets_the_refusal(pat
     """Not a reset: most clients read no response before they have sent the request."""
 
     def send(port: int) -> int:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
-        with contextlib.closing(connection):
-            connection.request(
-                "POST", path, b" " * (64 << 20), {"Content-Type": "application/json"}
-            )
-            return connection.getresponse().status
+        client = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+        with contextlib.closing(client):
+            client.request("POST", path, b" " * (64 << 20), {"Content-Type": "application/json"})
+            return client.getresponse().status
 
     async with served(FakeEngine()) as port:
         assert await asyncio.to_thread(send, port) == (413 if path == CHAT else 404)
@@ -461,7 +459,7 @@ def refuse(protocol: BoundedProtocol) -> None:
     protocol.data_received(b"this is not HTTP\r\n\r\n")
 
 
-def answer_and_close(protocol: BoundedProtocol) -> None:
+def end_answer(protocol: BoundedProtocol) -> None:
     protocol.transport.close()
     protocol.on_response_complete()
 
@@ -472,9 +470,7 @@ def read_a_part(protocol: BoundedProtocol) -> None:
     protocol.resume_writing()
 
 
-@each_case(
-    "close", [refuse, answer_and_close, read_a_part, BoundedProtocol.timeout_keep_alive_handler]
-)
+@each_case("close", [refuse, end_answer, read_a_part, BoundedProtocol.timeout_keep_alive_handler])
 async def test_connection_that_closes_is_cut_off_when_its_rest_is_not_read(
     close: Callable[[BoundedProtocol], None],
 ) -> None:

@@ -29,10 +29,6 @@ def value(family: Any, **labels: str) -> float:
     return float(found)
 
 
-def _calls(found: dict[str, Any]) -> list[Any]:
-    return list(found["vsched_policy_call_seconds"].samples)
-
-
 @pytest.mark.sim
 async def test_metrics_count_with_labels() -> None:
     """Counters are counters, and no name has a group, a reason or a rank in it."""
@@ -56,7 +52,8 @@ async def test_metrics_count_with_labels() -> None:
         assert value(after[name], **labels) - value(before[name], **labels) == grown, name
         assert {one.name for one in after[name].samples} == {f"{name}_total"}
     assert value(after["vsched_requests_refused"], reason="context_exceeded") == 1
-    calls = {(one.name, one.labels["seat"]): one.value for one in _calls(after)}
+    samples = after["vsched_policy_call_seconds"].samples
+    calls = {(one.name, one.labels["seat"]): one.value for one in samples}
     assert calls["vsched_policy_call_seconds_count", "generate.admission"] >= 2
     assert value(after["vsched_policy_replaced"], seat="generate.admission") == 0
     assert value(after["vsched_group_busy_seconds"], **GROUP) > 0
@@ -70,9 +67,7 @@ async def test_metrics_count_with_labels() -> None:
 
 
 @pytest.mark.sim
-async def test_metrics_and_statistics_have_the_threads_of_each_rank(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_metrics_and_statistics_count_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """As soon as it serves, and after the step in which the number changed."""
     numbers = [2]
     monkeypatch.setattr(SymbolicGenerator, "threads_here", lambda _: numbers[0])

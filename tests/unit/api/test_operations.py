@@ -165,7 +165,7 @@ async def test_tokenize_while_it_loads_is_refused() -> None:
 
 
 @each_case(
-    ("path", "body", "message"),
+    ("path", "body", "words"),
     [
         ("/detokenize", {}, "`tokens` is missing"),
         ("/detokenize", {"tokens": [256]}, "value 256, limit below 256"),
@@ -181,18 +181,13 @@ async def test_tokenize_while_it_loads_is_refused() -> None:
         ("/tokenize", {"prompt": "x", "nonsense": 1}, "`nonsense` is not a known parameter"),
         ("/tokenize", {**CHAT, "tools": [{"type": "function"}]}, "value no function"),
         ("/tokenize", {**CHAT, "chat_template": "x"}, "`chat_template` is not supported"),
-        (
-            "/tokenize",
-            {**CHAT, "continue_final_message": True, "add_generation_prompt": True},
-            "exclude each other",
-        ),
+        ("/tokenize", {**CHAT, "continue_final_message": True, "add_generation_prompt": True},
+         "exclude each other"),
     ],
-)
-async def test_tokenize_and_detokenize_refuse(
-    path: str, body: dict[str, Any], message: str
-) -> None:
+)  # fmt: skip
+async def test_tokenize_and_detokenize_refuse(path: str, body: dict[str, Any], words: str) -> None:
     error = await refusal(path, body, 404 if "model" in body else 400)
-    assert message in error["message"]
+    assert words in error["message"]
 
 
 async def test_version_load_and_ping() -> None:
@@ -289,11 +284,7 @@ INSTEAD = [
             ("DELETE", path, "", "answers are not stored")
             for path in ("/v1/responses/resp_1", "/v1/chat/completions/chatcmpl-1")
         ),
-        *(
-            (method, path, "", remedy)
-            for path, remedy in INSTEAD
-            for method in ("GET", "POST", "DELETE")
-        ),
+        *((verb, path, "", words) for path, words in INSTEAD for verb in ("GET", "POST", "DELETE")),
         *(
             (method, path, methods, f"value {method}, limit {methods}. Remedy")
             for path, methods in TAKEN

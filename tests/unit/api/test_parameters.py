@@ -45,9 +45,7 @@ DEFAULTS = {
         (CHAT, {"prompt_cache_key": 5}, {"session": ""}),
     ],
 )  # fmt: skip
-async def test_fields_reach_the_engine(
-    path: str, fields: dict[str, Any], wanted: dict[str, Any]
-) -> None:
+async def test_fields_arrive(path: str, fields: dict[str, Any], wanted: dict[str, Any]) -> None:
     engine = await accepted(path, body_of(path, **fields))
     found = engine.calls[0] | msgspec.to_builtins(engine.sampling)
     assert {name: found[name] for name in wanted} == wanted
@@ -106,9 +104,7 @@ async def test_absent_sampling_fields_are_as_the_checkpoint_states() -> None:
         (PLAIN, {"prompt_logprobs": -1}),
     ],
 )
-async def test_logprobs_of_the_whole_vocabulary_need_the_setting(
-    path: str, fields: dict[str, Any]
-) -> None:
+async def test_logprobs_of_all_tokens_need_the_setting(path: str, fields: dict[str, Any]) -> None:
     """-1 means the size of the vocabulary, of the output or of the prompt."""
     error = await refusal(path, body_of(path, **fields))
     wanted = "value 256, limit 20. Remedy: ask for fewer or raise server.logprobs_max"

@@ -138,7 +138,7 @@ async def test_a_policy_that_can_be_built_only_once_is_installed(workload: Any) 
         assert "duplicated metric first" in reply.json()["error"]["message"]
 
 
-NO_LIMITS = """
+LIMITS = """
 from vsched.policy import RequestPolicy
 
 
@@ -152,11 +152,9 @@ class P(RequestPolicy):
 BROKEN = {
     "exits": "import sys\nsys.exit(3)\n",
     "fails": "1 / 0\n",
-    "limits": NO_LIMITS.format("raise SystemExit(4)"),
-    "none": NO_LIMITS.format("return None"),
-    "few": NO_LIMITS.format(
-        "from vsched.policy import EncodeLimits; return EncodeLimits(images=-1)"
-    ),
+    "limits": LIMITS.format("raise SystemExit(4)"),
+    "none": LIMITS.format("return None"),
+    "few": LIMITS.format("from vsched.policy import EncodeLimits; return EncodeLimits(images=-1)"),
 }
 
 

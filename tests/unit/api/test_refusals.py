@@ -33,7 +33,7 @@ def nested(depth: int) -> dict[str, Any]:
     return schema
 
 
-OUT_OF_BOUNDS: dict[str, list[object]] = {
+OUTSIDE: dict[str, list[object]] = {
     "n": [0, True, 129],
     "temperature": [-0.1, 2.1, "hot"],
     "top_p": [0, 1.01],
@@ -78,10 +78,7 @@ OUT_OF_BOUNDS: dict[str, list[object]] = {
 }
 
 
-@each_case(
-    ("field", "value"),
-    [(field, value) for field, values in OUT_OF_BOUNDS.items() for value in values],
-)
+@each_case(("field", "value"), [(name, one) for name, values in OUTSIDE.items() for one in values])
 async def test_parameters_out_of_bounds_are_refused(field: str, value: object) -> None:
     path = PLAIN if field == "prompt" else CHAT
     error = await refusal(path, body_of(path, **{field: value}))

@@ -117,9 +117,7 @@ def choice_id(reply: Reply) -> str:
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_client_reads_the_rest_of_a_stream_after_its_last_event(
-    tmp_path: Path, path: str
-) -> None:
+async def test_client_reads_the_rest_after_its_last_event(tmp_path: Path, path: str) -> None:
     """Both parts together are an undisturbed stream."""
     body = body_for(path, stream=True)
     first = Server(tmp_path)
@@ -159,9 +157,7 @@ async def test_client_reads_a_whole_answer(tmp_path: Path, path: str) -> None:
     assert ids(await second.get(f"{path}/{name}?stream=true"))
 
 
-async def test_answer_continues_after_its_recorded_part(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_answer_continues_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rest is kept with the request before another record begins, so it survives a start that fails."""
     first = Server(tmp_path)
     reply = await first.killed_in(CHAT, chat(stream=True))

@@ -16,15 +16,7 @@ from vsched.bench.fidelity.calibration import ROUND_COST_MIN, CalibrationLimits,
 from vsched.bench.fidelity.measure import RequestTexts, TraceClient
 from vsched.engine import Engine
 from vsched.errors import ConfigError
-from vsched.sim.workload.requests import (
-    Arrival,
-    Image,
-    PromptPart,
-    Reply,
-    Text,
-    Video,
-    workload_of,
-)
+from vsched.sim.workload.requests import Arrival, Image, PromptPart, Reply, Text, Video, workload_of
 
 LIMIT = 64
 """Maximum tokens of an image; a token is 8 pixels square."""

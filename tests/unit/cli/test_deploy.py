@@ -87,9 +87,7 @@ def entrypoint() -> list[str]:
 
 
 @each_case("words", [json.loads(of("CMD")[0]), service()["command"], entrypoint()])
-def test_command_of_the_image_is_understood(
-    words: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_image_command_is_understood(words: list[str], caplog: pytest.LogCaptureFixture) -> None:
     """The command line is valid: `vsched serve` stops only because the checkpoint is missing."""
     main.import_commands()
     assert json.loads(of("ENTRYPOINT")[0]) == ["vsched"]

@@ -107,9 +107,7 @@ def test_try_compares_a_policy_with_one_state_by_tenant(folder: Path) -> None:
 @pytest.mark.usefixtures("folder")
 def test_try_shows_the_traceback_of_a_failure_once() -> None:
     said = tried("tried_policies:Broken", status=1)
-    assert said.count("in admit") == 3, (
-        "in the message, and in the tracebacks of contract and swarm"
-    )
+    assert said.count("in admit") == 3, "in the message, and in both tracebacks"
     assert "vsched.testing.check_policy(Broken, seeds=[0])" in said
     assert "--swarm 1 --seed 0 '--set=policy.use=\"tried_policies:Broken\"'" in said
     assert "FAILED: mend the problems" in said

@@ -34,9 +34,7 @@ def profile(
     return CliRunner().invoke(app, words), json.loads(out.read_text())
 
 
-def test_profile_reports_the_threads_of_each_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_profile_reports_threads_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads in use once everything is loaded, which are fewer on a busy machine."""
     ledger = group_ledger(memory_view(), [attempted("build", 1_000)])
     threads = {"generate": {"0": {"active": 1, "total": 2}}}

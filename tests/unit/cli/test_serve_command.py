@@ -86,9 +86,7 @@ def test_serve_without_a_terminal_reports_its_life_in_log_lines(
     assert stopped == "Stopped."
 
 
-def test_serve_on_all_addresses_says_where_to_reach_it(
-    served: Served, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_serve_on_all_addresses_names_one(served: Served, caplog: pytest.LogCaptureFixture) -> None:
     """0.0.0.0 is no address to connect to."""
     serve("checkpoint", "--host", "0.0.0.0", "--port", "0")
     (ready,) = [text for text in caplog.messages if "is served at" in text]

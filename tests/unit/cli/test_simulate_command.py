@@ -49,9 +49,8 @@ def run(*words: str, status: int = 0) -> str:
 
 def test_simulate_compares_configurations(folder: Path) -> None:
     said = run("-c", "a.toml", "-c", "b.toml", "--trace", "trace.csv", "--json", "out.json")
-    assert (
-        "encode.encoding: ChunkAware(look_ahead_chunks=0) | ChunkAware(look_ahead_chunks=9)" in said
-    )
+    policies = "ChunkAware(look_ahead_chunks=0) | ChunkAware(look_ahead_chunks=9)"
+    assert f"encode.encoding: {policies}" in said
     assert "trace: 3 rows without output tokens were left out" in said
     assert "cost model test: made up" in said
     first, second = read_json(folder / "out.json")
@@ -61,9 +60,8 @@ def test_simulate_compares_configurations(folder: Path) -> None:
 
 def test_simulate_compares_a_record_with_another_policy(folder: Path) -> None:
     record(folder, load())
-    said = run(
-        "--trace", "run.vlog", "--set", "generate.admission.use=shortest-first", "--json", "o.json"
-    )
+    other = "generate.admission.use=shortest-first"
+    said = run("--trace", "run.vlog", "--set", other, "--json", "o.json")
     assert "generate.admission: Fifo" in said
     assert "| ShortestFirst" in said
     assert "run.vlog: measured in the recorded run: 90 of 90 requests finished" in said
@@ -174,9 +172,7 @@ def test_output_in_place_of_the_input_is_refused(tmp_path: Path) -> None:
     assert record.read_bytes() == b"record"
 
 
-def test_simulate_runs_a_swarm_with_the_policies_of_a_configuration(
-    folder: Path, broken: str
-) -> None:
+def test_simulate_runs_a_swarm_with_policies_of_a_configuration(folder: Path, broken: str) -> None:
     """It reports the location of a failure, the ignored keys, and the command that repeats it."""
     said = swarm("-c", broken, "--set", "generate.slots=3", status=1)
     assert "policy Broken failed:" in said
@@ -216,9 +212,6 @@ def test_simulate_reports_wrong_arguments(folder: Path, words: list[str], messag
         run(*words)
 
 
-# --- options of all commands that name a file to write ---
-
-
 @each_case(
     "words",
     [
@@ -233,9 +226,7 @@ def test_simulate_reports_wrong_arguments(folder: Path, words: list[str], messag
         ["tune", "nowhere", "--write"],
     ],
 )
-def test_output_that_cannot_be_written_is_refused_before_the_work(
-    words: list[str], tmp_path: Path
-) -> None:
+def test_output_that_cannot_be_written_is_refused_first(words: list[str], tmp_path: Path) -> None:
     import_commands()
     result = CliRunner().invoke(app, [*words, str(tmp_path / "none" / "out")])
     assert str(result.exception).startswith(f"{words[-1]} {tmp_path}/none/out: cannot be written")

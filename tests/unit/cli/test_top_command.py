@@ -117,16 +117,12 @@ def test_command_prints_one_state(monkeypatch: pytest.MonkeyPatch) -> None:
 @each_case(
     ("body", "content_type", "status", "words"),
     [
-        (
-            b'{"error": {"message": "the admin key is missing"}}',
-            "application/json",
-            401,
-            "status 401: the admin key is missing",
-        ),
+        (b'{"error": {"message": "the admin key is missing"}}', "application/json", 401,
+         "status 401: the admin key is missing"),
         (b"<html>", "text/html", 200, "is no server of this version of vsched"),
         (b"", "text/event-stream", 200, "sent no state"),
     ],
-)
+)  # fmt: skip
 def test_other_answers_are_errors(
     body: bytes, content_type: str, status: int, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -160,10 +160,8 @@ class FakePreprocessor(Preprocessor):
         count, height, width = companion
         assert count <= frames_max
         group = plan_of((1, height, width))
-        expansion = (50, *[VIDEO_PLACEHOLDER] * group.tokens)
-        groups = [
-            replace(group, metadata=repr(each).encode(), expansion=expansion) for each in seconds
-        ]
+        group = replace(group, expansion=(50, *[VIDEO_PLACEHOLDER] * group.tokens))
+        groups = [replace(group, metadata=repr(each).encode()) for each in seconds]
         return VideoPlan((), FrameSize(0, 0), tuple(groups))
 
     def process_image(self, image: Image.Image) -> Arrays:

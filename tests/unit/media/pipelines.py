@@ -21,6 +21,7 @@ from vsched.types import MediaItem
 
 ITEM_BYTES = 8 * 48 * 4
 """Pixels of an image of 16 x 8: 2 tokens, 8 patches."""
+Images = Sequence[ImageReference]
 
 
 class Bench:
@@ -58,15 +59,11 @@ class Bench:
             await self.all_back()
         self.pipeline.close()
 
-    def start(
-        self, prompt: str, images: Sequence[ImageReference]
-    ) -> asyncio.Future[PreparedRequest]:
+    def start(self, prompt: str, images: Images) -> asyncio.Future[PreparedRequest]:
         """Prepare a request in a task, and release its pixels."""
         return asyncio.ensure_future(self.prepare(prompt, images))
 
-    async def stuck(
-        self, prompt: str, images: Sequence[ImageReference]
-    ) -> asyncio.Future[PreparedRequest]:
+    async def stuck(self, prompt: str, images: Images) -> asyncio.Future[PreparedRequest]:
         """Prepare a request in a task, and wait until a thread is inside the image processor, which is held."""
         self.preprocessor.gate.clear()
         task = self.start(prompt, images)
@@ -74,16 +71,14 @@ class Bench:
         return task
 
     async def prepare(
-        self, prompt: str | list[int], images: Sequence[ImageReference] = (), salt: str = ""
+        self, prompt: str | list[int], images: Images = (), salt: str = ""
     ) -> PreparedRequest:
         """Prepare a request and release its pixels, which stay cached."""
         prepared = await self.pipeline.prepare(prompt, images, salt)
         prepared.lease.release()
         return prepared
 
-    async def refusal(
-        self, prompt: str, images: Sequence[ImageReference], salt: str = ""
-    ) -> RequestRefused:
+    async def refusal(self, prompt: str, images: Images, salt: str = "") -> RequestRefused:
         """Return the error of a refused request, which must leave nothing behind."""
         with pytest.raises(RequestRefused) as caught:
             await self.pipeline.prepare(prompt, images, salt)

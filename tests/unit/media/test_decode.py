@@ -139,9 +139,7 @@ BOMBS = [
         *((encoded, 413, r"limit 1000000 pixels.*image_pixels_max") for encoded in BOMBS),
     ],
 )
-def test_inspect_refuses_other_files_and_bombs_by_their_header(
-    encoded: bytes, status: int, text: str
-) -> None:
+def test_inspect_refuses_bombs_and_others_by_header(encoded: bytes, status: int, text: str) -> None:
     """The size is checked before any pixel is decoded; exactly the limit is accepted."""
     with pytest.raises(RequestRefused, match=text) as caught:
         inspect(encoded, LIMITS)

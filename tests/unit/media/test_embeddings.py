@@ -241,9 +241,7 @@ MALFORMED: dict[str, bytes] = {
          "cannot be served"),
     ],
 )  # fmt: skip
-async def test_bad_embedding_fails_its_request_alone(
-    brought: MediaReference, code: str, text: str
-) -> None:
+async def test_bad_embedding_fails_alone(brought: MediaReference, code: str, text: str) -> None:
     """The client's error has index, code, limit and remedy, and quotes nothing of the file.
 
     Another request is not affected, and nothing is kept.

@@ -83,9 +83,7 @@ async def test_items_have_the_spans_of_their_images() -> None:
         ({"item_atomic": True}, VIDEO, "video 0: .*frames of videos"),
     ],
 )
-async def test_spans_that_no_worker_honours_are_refused(
-    info: dict[str, bool], image: str, text: str
-) -> None:
+async def test_spans_not_honoured_are_refused(info: dict[str, bool], image: str, text: str) -> None:
     with pytest.raises(RequestRefused, match=text) as caught:
         await prepared(replace(as_reference(image), attention=((0, 1),)), **info)
     assert (caught.value.code, caught.value.status) == ("attention_spans_not_taken", 400)
@@ -99,9 +97,6 @@ def test_prefixes_with_other_spans_are_not_shared() -> None:
         tokens = int32(range(16))
         hashes.add(chain_hashes(tokens, (item,), block_size=8, parent=b"", start_block=0)[0])
     assert len(hashes) == len(kinds)
-
-
-# --- bounds of pixels ---
 
 
 URL = data_url(image_bytes(64, 8))

@@ -33,7 +33,6 @@ async def bench() -> AsyncIterator[Bench]:
 
 
 async def test_prepare_text_only_has_no_items(bench: Bench) -> None:
-    """No multimodal inputs at all."""
     prepared = await bench.prepare("hi")
     assert (prepared.token_ids, prepared.items) == ([104, 105], ())
     assert (await bench.prepare([5, 6])).token_ids == [5, 6]
@@ -87,9 +86,7 @@ def test_item_key_separates_every_part() -> None:
     assert len(keys) == len(parts)
     assert {len(key) for key in keys} == {32}
     stable = item_key(settings_digest=b"s", cache_salt="t", encoded=b"i").hex()
-    assert stable.startswith("a080f607e53f79ef"), (
-        "keys are equal across processes, hosts and releases"
-    )
+    assert stable.startswith("a080f607e53f79ef"), "equal on all hosts, in all releases"
 
 
 @each_case(
@@ -103,13 +100,10 @@ def test_item_key_separates_every_part() -> None:
         ("x" * 1000, [], "no room for an answer: value 1000 prompt tokens, limit 1000"),
         ("x" * 9000, [], "no room for an answer"),
         ("\x01" * 65, ["x"] * 65, "value 65 images, limit 64 images"),
-        (
-            "\x01\x01",
-            [IMAGE, data_url(image_bytes(24, 8))],
-            "image 1: .*value 3 tokens, limit 2 tokens. Remedy",
-        ),
+        ("\x01\x01", [IMAGE, data_url(image_bytes(24, 8))],
+         "image 1: .*value 3 tokens, limit 2 tokens. Remedy"),
     ],
-)
+)  # fmt: skip
 async def test_prepare_refuses_and_keeps_nothing(prompt: str, images: list[str], text: str) -> None:
     """Index, value, limit and remedy, before any pixel is decoded."""
     async with Bench(preprocessor=FakePreprocessor(model_info(item_tokens_max=2))) as bench:
@@ -168,9 +162,7 @@ async def test_waits_for_space_and_goes_on() -> None:
 
 
 @pytest.mark.parametrize("slow", ["space", "render", "tokenize"])
-async def test_deadline_is_a_503_that_keeps_nothing(
-    slow: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_missed_deadline_keeps_nothing(slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every wait has a deadline: for space, a template or a tokenizer, whose thread keeps nothing when it is done."""
     gate = threading.Event()
 
@@ -193,9 +185,7 @@ async def test_deadline_is_a_503_that_keeps_nothing(
         held.lease.release()
 
 
-async def test_long_texts_take_one_core_and_nothing_waits_for_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_long_texts_take_one_core_and_delay_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are tokenized one after the other, in a thread that yields, while images and short texts go on."""
     gate, inside, most = threading.Event(), [0], [0]
     nice: list[int] = []
@@ -285,9 +275,6 @@ async def test_image_by_a_name_that_stands_for_none_is_refused(bench: Bench) -> 
     assert error.message.startswith("image 0: no image is kept under this uuid")
 
 
-# --- encoded bytes that requests in preparation hold ---
-
-
 def test_held_bytes_of_several_requests_are_limited() -> None:
     held = HeldBytes(100)
     first, second = held.open(), held.open()
@@ -342,9 +329,7 @@ async def test_fetch_stops_where_the_bytes_end() -> None:
         await other
 
 
-async def test_cancelled_read_holds_its_bytes_until_the_thread_is_done(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_cancelled_read_holds_its_bytes_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     entered, gate = threading.Event(), threading.Event()
 
     def read(*_: object) -> bytes:

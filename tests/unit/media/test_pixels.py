@@ -71,7 +71,6 @@ async def test_acquire_waits_in_order_and_holds_nothing_meanwhile() -> None:
 
 
 async def test_cancelled_waiter_leaves_nothing_and_lets_the_next_in() -> None:
-    """Cancellation while waiting."""
     store = store_of(4)
     held = take(store, a=3)
     large = asyncio.ensure_future(store.acquire({b"b": 4 * UNIT}))
@@ -87,7 +86,6 @@ async def test_cancelled_waiter_leaves_nothing_and_lets_the_next_in() -> None:
 
 
 async def test_cancelled_just_after_the_grant_gives_it_back() -> None:
-    """The grant and the cancellation coincide."""
     store = store_of(1)
     held = take(store, a=1)
     waiter = asyncio.ensure_future(store.acquire({b"b": UNIT}))

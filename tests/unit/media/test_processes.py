@@ -38,9 +38,8 @@ class ArenaBench(Bench):
     def __init__(
         self, prepare_s: float, preprocessor: type[FaultyPreprocessor] = FaultyPreprocessor
     ) -> None:
-        self.arena = Arena.create(
-            ArenaLayout(pixel_bytes=PIXEL_BYTES, pages=0, page_rows=1, row_bytes=1)
-        )
+        layout = ArenaLayout(pixel_bytes=PIXEL_BYTES, pages=0, page_rows=1, row_bytes=1)
+        self.arena = Arena.create(layout)
         info = model_info(video_token_id=VIDEO_PLACEHOLDER)
         store = PixelStore(self.arena.pixels, self.arena.fd)
         super().__init__(MediaConfig(prepare_s=prepare_s), preprocessor(info), store=store)

@@ -103,9 +103,7 @@ LARGE = r"limit 3000 bytes.*image_bytes_max"
         ("file:///etc/hostname", 400, r"switched off.*media\.directory"),
     ],
 )
-def test_other_references_and_large_data_are_refused(
-    reference: str, status: int, text: str
-) -> None:
+def test_other_references_or_large_data_are_refused(reference: str, status: int, text: str) -> None:
     """Exactly the limit is accepted, and line breaks do not count."""
     with pytest.raises(RequestRefused, match=text) as caught:
         read_local(reference, SETTINGS)

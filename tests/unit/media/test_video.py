@@ -50,9 +50,7 @@ class Wrapped:
         return getattr(self._inner, name)
 
 
-def test_groups_of_pictures_without_a_sampled_frame_are_not_decoded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_groups_without_a_sampled_frame_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 10 groups of 8 frames, the decoder gets the packets of two."""
     file = video(80, g="8", bf="0", sc_threshold="0")
     sent: list[object] = []

@@ -58,10 +58,9 @@ def video(
 
 def _add_audio(container: Any) -> None:
     stream = container.add_stream("aac", rate=16000)
+    silence = np.zeros((1, 1024), np.float32)
     for index in range(4):
-        frame = av.AudioFrame.from_ndarray(
-            np.zeros((1, 1024), np.float32), format="fltp", layout="mono"
-        )
+        frame = av.AudioFrame.from_ndarray(silence, format="fltp", layout="mono")
         frame.sample_rate, frame.pts = 16000, 1024 * index
         container.mux(stream.encode(frame))
     container.mux(stream.encode())

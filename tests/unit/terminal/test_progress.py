@@ -11,9 +11,7 @@ from rich.console import Console
 from vsched.terminal.progress import LoadingLines, loading_progress
 
 
-def test_loading_is_reported_line_by_line_without_a_terminal(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_loading_is_reported_in_lines_without_a_terminal(caplog: pytest.LogCaptureFixture) -> None:
     """A line when a group begins something new, then one every five seconds."""
     now_s = 0.0
     report = LoadingLines(lambda: now_s)

@@ -180,7 +180,9 @@ def whole_message(reply: Reply, *, stream: bool) -> dict[str, Any]:
         match event["type"]:
             case "content_block_start":
                 assert (is_open, event["index"]) == (False, len(content))
-                content.append(_started(event["content_block"]))
+                block = event["content_block"]
+                assert not block[_text_of(block)], "text, or arguments, are still to come"
+                content.append({**block, _text_of(block): ""})
             case "content_block_delta":
                 assert (is_open, event["index"]) == (True, len(content) - 1)
                 (text,) = [value for key, value in event["delta"].items() if key != "type"]
@@ -199,12 +201,6 @@ def whole_message(reply: Reply, *, stream: bool) -> dict[str, Any]:
 
 def _text_of(block: dict[str, Any]) -> str:
     return "input" if block["type"] == "tool_use" else str(block["type"])
-
-
-def _started(block: dict[str, Any]) -> dict[str, Any]:
-    """A block whose text, or arguments, are still to come."""
-    assert not block[_text_of(block)]
-    return {**block, _text_of(block): ""}
 
 
 def _arguments(text: str) -> dict[str, Any]:

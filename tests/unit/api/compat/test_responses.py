@@ -61,9 +61,7 @@ async def test_cut_answers_are_incomplete(*, stream: bool) -> None:
 
 
 def reported(*tokens: str) -> list[TokenLogprob]:
-    return [
-        TokenLogprob(ord(token), -0.5, [(ord(token), -0.5), (120, -math.inf)]) for token in tokens
-    ]
+    return [TokenLogprob(ord(one), -0.5, [(ord(one), -0.5), (120, -math.inf)]) for one in tokens]
 
 
 @each_case("stream", [False, True])

@@ -32,9 +32,7 @@ LIMIT_BYTES = 1 << 20
         ServerLostError("lost", code="image_processing_failed"),
     ],
 )
-def test_link_carries_errors_with_all_fields_for_clients(
-    error: RequestRefused | RequestFailed,
-) -> None:
+def test_link_carries_errors_with_all_their_fields(error: RequestRefused | RequestFailed) -> None:
     """Failures of isolated processes stay failures: a client would take a refusal for an error of its request."""
     frame = msgspec.msgpack.encode(sent_error(error))
     found = received_error(msgspec.msgpack.decode(frame, type=SentError))

@@ -228,9 +228,7 @@ async def test_remote_answers_to_one_request_are_distinguished(joined: Joined) -
     assert [stream.request_id for stream in streams] == ["a", "b", "c"]
 
 
-async def test_remote_prompt_is_prepared_only_once_it_may_come_in(
-    joined: Joined, events: list[Event]
-) -> None:
+async def test_remote_prompt_is_prepared_once_admitted(joined: Joined, events: list[Event]) -> None:
     """The arrival policy decides first; a rejected request is never tokenized, and leaves nothing."""
 
     class Full(RequestPolicy, frozen=True, kw_only=True):
@@ -327,9 +325,7 @@ async def test_remote_client_that_leaves_before_its_acceptance_is_heard_of_harms
     assert len(tokens_of(await joined.read(other))) == 5
 
 
-async def test_remote_stop_string_ends_an_answer_where_it_is_found(
-    joined: Joined, events: list[Event]
-) -> None:
+async def test_remote_stop_string_ends_an_answer_there(joined: Joined, events: list[Event]) -> None:
     """The same text as in the engine's process, although the rank may be a token ahead by then."""
     (free,) = await ask(joined.engine, max_tokens=9)
     text = text_of(await joined.read(free))
@@ -403,9 +399,7 @@ async def test_remote_engine_that_is_gone_ends_every_request_once(joined: Joined
     await joined.turns()
 
 
-async def test_remote_process_that_is_gone_frees_all_that_it_held(
-    joined: Joined, events: list[Event]
-) -> None:
+async def test_remote_process_that_is_gone_frees_all(joined: Joined, events: list[Event]) -> None:
     """Running requests and those in flight; requests of other processes continue."""
     (other,) = await ask(joined.engine, names=("other",), max_tokens=5)
     await ask(joined.remote, names=("running",), max_tokens=50)

@@ -93,9 +93,7 @@ async def played(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Played]:
         await processes.stop()
 
 
-async def test_process_that_dies_is_started_until_it_is_there_and_has_the_state(
-    played: Played,
-) -> None:
+async def test_dead_process_is_started_until_it_is_there_and_has_the_state(played: Played) -> None:
     """Also if it was sent before the link was open: without it, the process would refuse every request."""
     played.failures = 2
     played.started[0].kill()
@@ -105,9 +103,7 @@ async def test_process_that_dies_is_started_until_it_is_there_and_has_the_state(
     assert [one.states for one in played.started] == [["ready"]] * 4
 
 
-async def test_process_that_does_not_load_ends_the_start_with_a_reason(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_process_that_cannot_load_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     def load_for_ever(_: PlayedProcess, config: Any, info: Any) -> None:
         """Take the arguments that the link finds in the signature."""
 

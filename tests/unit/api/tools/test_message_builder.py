@@ -107,16 +107,12 @@ async def test_reasoning_is_content_if_the_settings_say_so() -> None:
 
 
 @pytest.mark.parametrize("length", [1, 50_000])
-async def test_reasoning_that_the_prompt_began_goes_on(
-    monkeypatch: pytest.MonkeyPatch, length: int
-) -> None:
+async def test_begun_reasoning_goes_on(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
     """Also for a long prompt, which is rendered later; a grammar constrains the text after the reasoning."""
     requested = thinking("Let me see.</think>Yes.")
     front = requested.preprocessor
     render = front.render
-    monkeypatch.setattr(
-        front, "render", lambda *given, **more: render(*given, **more) + "<think>\n"
-    )
+    monkeypatch.setattr(front, "render", lambda *args, **more: render(*args, **more) + "<think>\n")
     messages = [{"role": "user", "content": "x" * length}]
     body = chat(messages=messages, guided_regex="Yes")
     message = (await post(requested, CHAT, body)).json["choices"][0]["message"]

@@ -214,9 +214,7 @@ def test_reader_holds_back_no_more_than_may_become_a_call(name: str, steps: list
 
 @each_case("name", ["deepseek", "deepseek-v3.1"])
 @each_case("forced", [False, True])
-def test_reader_shows_no_markup_of_a_call_that_is_cut_within_a_character(
-    name: str, forced: bool
-) -> None:
+def test_reader_shows_no_markup_of_a_call_cut_within_a_character(name: str, forced: bool) -> None:
     """A tokenizer without tokens for these tags writes their characters in parts."""
     answer = written_calls(CALL_FORMATS[name], [("f", {"a": "x"})])
     for end in (at for at, character in enumerate(answer) if not character.isascii()):
@@ -282,9 +280,7 @@ LOOK_AND_CALL = [("text", "Look."), ("call", "f", json.dumps(CALLS[0][1]))]
     ],
 )
 @each_case("choice", ["auto", "none"])
-async def test_stop_strings_count_outside_of_calls_alone(
-    stop: str, parts: list[Any], choice: str
-) -> None:
+async def test_stop_strings_count_outside_calls(stop: str, parts: list[Any], choice: str) -> None:
     """Without tools, they count everywhere."""
     engine = StreamingEngine()
     tools = [{"type": "function", "function": {"name": "f"}}]
@@ -517,9 +513,7 @@ def test_a_free_answer_that_ends_by_itself_loses_nothing(name: str) -> None:
         ("harmony", '<|channel|>commentary to=functions.f<|message|>{}', "", [("f", {})]),
     ],
 )  # fmt: skip
-def test_variants_that_models_write_are_parsed(
-    name: str, answer: str, content: str, calls: list[Any]
-) -> None:
+def test_models_variants_are_parsed(name: str, answer: str, content: str, calls: list[Any]) -> None:
     properties = {
         "a": {"type": "string"},
         "n": {"type": "integer"},
