@@ -42,8 +42,12 @@ def select(
 @pytest.mark.parametrize(
     ("chunk", "chosen"),
     [
-        *(((0, 10), []), ((0, 11), [0]), ((19, 30), [0])),
-        *(((20, 30), []), ((12, 41), [0, 2]), ((50, 60), [])),
+        ((0, 10), []),
+        ((0, 11), [0]),
+        ((19, 30), [0]),
+        ((20, 30), []),
+        ((12, 41), [0, 2]),
+        ((50, 60), []),
     ],
 )
 def test_chunk_aware_selects_items_of_the_chunk(chunk: tuple[int, int], chosen: list[int]) -> None:
