@@ -65,10 +65,10 @@ def test_simulate_compares_a_record_with_another_policy(folder: Path) -> None:
     assert "generate.admission: Fifo" in said
     assert "| ShortestFirst" in said
     assert "run.vlog: measured in the recorded run: 90 of 90 requests finished" in said
-    own, other = read_json(folder / "o.json")
-    assert (own.label, other.label) == ("as recorded", "changed")
+    own, changed = read_json(folder / "o.json")
+    assert (own.label, changed.label) == ("as recorded", "changed")
     assert own.figures.tenants.keys() == {"tenant 0", "tenant 1"}
-    assert other.figures.ttft_ms.p50 < own.figures.ttft_ms.p50
+    assert changed.figures.ttft_ms.p50 < own.figures.ttft_ms.p50
 
 
 def test_simulate_writes_the_requested_files(folder: Path) -> None:

@@ -360,8 +360,12 @@ def test_rows_of_one_sequence_see_each_other_on_all_threads() -> None:
         torch.bfloat16, kv_heads, head_dim, contexts=[405] * 3, block_size=block
     )
     tables = step.tables[[0, *[1] * (rows - 2), 2]]
-    both = zip(tables, contexts, strict=True)
-    slots = np.array([context_slots(table, length, block)[-1] for table, length in both])
+    slots = np.array(
+        [
+            context_slots(table, length, block)[-1]
+            for table, length in zip(tables, contexts, strict=True)
+        ]
+    )
     layer = (cache.keys[1], cache.values[1])
     for cached in layer:
         cached[slots] = torch.nan
@@ -369,10 +373,19 @@ def test_rows_of_one_sequence_see_each_other_on_all_threads() -> None:
 
     def attended(parts: list[slice], **given: int) -> list[torch.Tensor]:
         keys, values = (cached.clone() for cached in layer)
-        out = []
-        for part in parts:
-            own = qkv[part], angles[part], slots[part]
-            out.append(attend(*own, keys, values, tables[part], contexts[part], **given))
+        out = [
+            attend(
+                qkv[part],
+                angles[part],
+                slots[part],
+                keys,
+                values,
+                tables[part],
+                contexts[part],
+                **given,
+            )
+            for part in parts
+        ]
         return [torch.cat(out), keys, values]
 
     wanted = attended([slice(row, row + 1) for row in range(rows)])
