@@ -73,7 +73,7 @@ def steps(*busy_ns: int, drafted: int = 0, accepted: int = 0, start: int = 1) ->
 def judged(
     policy: TriedDrafts, last: Draft, count: int, reported: list[StepTime]
 ) -> tuple[Draft, Trials]:
-    """Return the grant after so many steps by the last one, with a token accepted in each, and the state."""
+    """Return the next grant and the state, after `count` steps with the last grant and one accepted token each."""
     state = Trials()
     proved = {"drafted": count * last.tokens, "accepted": count}
     measured = Measurements(steps=reported)

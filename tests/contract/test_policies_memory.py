@@ -42,7 +42,7 @@ HELD = [reserved(30_000, held=True), reserved(20_000, pool="another device")]
         (AUTO, [], {"batch_tokens": 8192, "slots": 1}, Probe(8208)),
         (AUTO, [], {"batch_tokens": 10_000, "slots": 100}, Probe(10_112)),
         (AUTO, [], {"context_tokens": 60_000}, Probe(8192)),
-        # If that exceeds the free memory, the probe takes what is free, less the needs of encoders.
+        # A probe larger than the free memory gets the free memory, minus the reservations of encoders.
         (AUTO, [], {"ranks": NEARLY_FULL}, Probe(4992)),
         (AUTO, [], {"ranks": NEARLY_FULL, "reservations": [reserved(20_000)]}, Probe(2992)),
         # The rest: 1,000,000 less 250,000 that is not KV, 100,000 of peers and the headroom, times the fraction.

@@ -1,4 +1,4 @@
-"""Clients of the simulated engine send what the arrivals of a workload say."""
+"""Simulated clients: tenant, session and patience of their arrivals."""
 
 from __future__ import annotations
 

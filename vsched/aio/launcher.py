@@ -328,7 +328,7 @@ class LocalLauncher(OwnLauncher):
             ConfigError: When the path of a new folder is too long for a socket's address.
         """
         super().__init__(run_dir or make_socket_folder())
-        # systemd-tmpfiles deletes what was not used for some days, such as copies of adapters, but in no locked folder.
+        # Lock against systemd-tmpfiles, which deletes files after some days without use, such as copies of adapters.
         folder = os.open(self.run_dir, os.O_RDONLY)
         self._locked = contextlib.ExitStack()
         self._locked.callback(os.close, folder)

@@ -487,7 +487,7 @@ class GenerateWorker(Worker):
         raise unsupported(self, "swapping")
 
     def swap(self, out: npt.NDArray[np.int32], back: npt.NDArray[np.int32]) -> None:
-        """Copy blocks to swap slots in host memory, then swap slots to blocks; called between two steps.
+        """Copy blocks to swap slots in host memory, then swap slots to blocks, between two steps.
 
         Shape: int32 [copies, 2]: (block, swap slot) in `out`, and (swap slot, block) in `back`. Slots of `out` are
         unique, as are blocks of `back`; a block may be in both.

@@ -198,7 +198,7 @@ class ModelBench:
 
 
 def _write(file: Path, name: str, before: Figures, rows: list[Row]) -> Figures:
-    """Write all results so far, because the next case may hang; those of other names are kept."""
+    """Write all results so far, since the next case may hang; keep the results under other names."""
     found = msgspec.json.decode(file.read_bytes()) if file.exists() else {}
     figures = msgspec.structs.replace(before, rows=[*before.rows, *rows])
     encoded = msgspec.json.encode({**found, name: figures})

@@ -27,7 +27,7 @@ START_S_MIN = 5.0
 """Minimum remaining time to start a step."""
 
 LOG = "steps.log"
-"""File of the output of all steps and of their servers; that of a step begins with `== NAME ==`."""
+"""Output of all steps and their servers, with a heading `== NAME ==` for each step."""
 
 Ending = Literal["done", "failed", "out of time", "not begun"]
 

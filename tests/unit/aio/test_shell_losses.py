@@ -120,7 +120,7 @@ async def test_shell_lost_while_it_resumes_restarts_again(played: ShellHarness) 
 
 
 def end_once_ready(played: ShellHarness, monkeypatch: pytest.MonkeyPatch, turns: int) -> None:
-    """Let the next generate rank end so many turns of the loop after it has reported that it is ready."""
+    """End the next generate rank `turns` turns of the loop after its report of readiness."""
     ranks, loop = played.ranks, asyncio.get_running_loop()
     said = ranks.say
 
@@ -143,7 +143,7 @@ def end_once_ready(played: ShellHarness, monkeypatch: pytest.MonkeyPatch, turns:
 async def test_shell_lost_as_soon_as_it_is_ready_restarts_again(
     played: ShellHarness, monkeypatch: pytest.MonkeyPatch, turns: int
 ) -> None:
-    """Whether the start, or what follows it, finds the rank gone."""
+    """Both during the start of the group and after it."""
     ranks = played.ranks
     streams = streams_of(played, 3, steps=3)
     starts = ranks.starts

@@ -264,7 +264,7 @@ def test_convert_gguf_that_is_interrupted_leaves_nothing(make: Make, tmp_path: P
 def test_convert_gguf_refuses_an_unknown_rule_of_words_or_scaling_and_a_file_without_some_weights(
     make: Make, tmp_path: Path, given: dict[str, Any], message: str
 ) -> None:
-    """Answers would differ from those of the model, and transformers gives weights random values."""
+    """Transformers would ignore the scaling, or initialize missing weights randomly."""
     with pytest.raises(CheckpointError, match=message):
         convert(make(**given), tmp_path / "made")
     assert not (tmp_path / "made").exists()

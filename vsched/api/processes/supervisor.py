@@ -483,7 +483,7 @@ class ApiProcesses:
                 logger.warning("%d API processes did not end in %g s", len(late), limit_s)
 
     async def stop(self) -> None:
-        """Stop all processes, and kill those that do not end.
+        """Stop all processes; kill the remaining ones.
 
         Blocks: for at most `END_S`.
         """

@@ -224,7 +224,7 @@ async def test_server_gives_memory_of_a_start_back_at_its_end(wire: Wire) -> Non
         wire.deliver()
         await asyncio.gather(*wire.server.ending)
         assert arenas() == before - 1
-        both = 2  # its own, and that of the mapping
+        both = 2  # the descriptor of the arena, and its duplicate in the mapping
         assert len(os.listdir("/proc/self/fd")) == descriptors - both
     finally:
         gc.enable()

@@ -169,9 +169,9 @@ def test_result_blocks_do_not_change_its_bits(kind: str) -> None:
 
 
 def test_inputs_of_a_block_are_summed_in_one_order() -> None:
-    """With all weights at the minimum of int4 the result is minus the sum, which is in four chains.
+    """Sums have four accumulators; with all weights at the minimum of int4, the result is the negative sum.
 
-    With fastmath, LLVM chose the order, in a process that compiled otherwise than in those that loaded.
+    With fastmath, LLVM chose the order: one order in the compiling process, another in processes that load the kernel.
     """
     weight = quantize(torch.full((PANEL, 32), -1.0), "int4", group=32)
     rows = drawn(9, 32) * 10 ** drawn(9, 32, seed=3)

@@ -394,9 +394,8 @@ def _multiply_part(
 ) -> None:
     """Multiply some rows by the inputs `start` to `stop` of a panel, which begin at `weight_at`, `input_bytes` each.
 
-    Shape: rows [rows, BLOCK], for these inputs. The weights that are read next are at `ahead_at`; each pass prefetches
-    its share of them.
-    For `passes` see `_passes_of`.
+    Shape: rows [rows, BLOCK], for these inputs. Each pass prefetches its share of the next weights, at `ahead_at`. For
+    `passes` see `_passes_of`.
     """
     block, group = product.block, product.group
     number, rows_min, larger, ahead_bytes = passes
@@ -476,9 +475,9 @@ def _multiply_result_block(
 
 @compiled(fastmath=False)
 def _sum_block(values: Any, first: int, stop: int) -> Any:
-    """Sum up a block, in the order that is written here.
+    """Sum of a block, in four accumulators.
 
-    LLVM may reorder a sum with fastmath, and did so otherwise in a process that compiles than in those that load.
+    No fastmath: LLVM would choose the order, one in the compiling process, another in processes that load the kernel.
     """
     one, two, three, four = (np.float32(0.0), np.float32(0.0), np.float32(0.0), np.float32(0.0))
     for place in range(first, stop, 4):
