@@ -40,6 +40,7 @@ LEAN_TORCH = "vsched_workers.lean_torch"
 RANK_MODULES = (
     "vsched_workers.backends.cpu.backend",
     "vsched_workers.batching.sliced_run",
+    "vsched_workers.checkpoint.grammars",
     "vsched_workers.language",
     "vsched_workers.memory.worst_case",
     "vsched_workers.vision",
@@ -116,7 +117,7 @@ class TransformersPlugin(WorkerPlugin, CheckpointTools):
 
     def load_grammars(self, info: ModelInfo) -> Grammars | None:
         """Return the grammar compiler for a checkpoint's vocabulary."""
-        from vsched_workers.checkpoint.preprocess.grammars import load_grammars
+        from vsched_workers.checkpoint.grammars import load_grammars
 
         return load_grammars(info)
 

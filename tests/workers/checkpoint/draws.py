@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from vsched.types import FinishReason
-from vsched_workers.checkpoint.preprocess.grammars import OutputMatcher, TokenGrammars
+from vsched_workers.checkpoint.grammars import OutputMatcher, TokenGrammars
 
 TOKENS_MAX = 600
 

@@ -24,8 +24,8 @@ from vsched.api.tools.choice import forced_calls
 from vsched.api.tools.formats import CALL_FORMATS
 from vsched.errors import RequestRefused
 from vsched.types import FinishReason, ModelInfo
-from vsched_workers.checkpoint.preprocess import grammars as grammars_module
-from vsched_workers.checkpoint.preprocess.grammars import RECENT_MAX, TokenGrammars, load_grammars
+from vsched_workers.checkpoint import grammars as grammars_module
+from vsched_workers.checkpoint.grammars import RECENT_MAX, TokenGrammars, load_grammars
 from vsched_workers.checkpoint.tokenize import TokenTable
 from vsched_workers.plugin import TRAINED, plugin
 

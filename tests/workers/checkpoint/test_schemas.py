@@ -15,8 +15,8 @@ from tests.fuzz.schemas import fits, random_schema
 from tests.workers.checkpoint.draws import allowed, encoded
 from vsched.errors import RequestRefused
 from vsched.types import FinishReason
-from vsched_workers.checkpoint.preprocess.grammars import TokenGrammars
-from vsched_workers.checkpoint.preprocess.schemas import rewrite_schema
+from vsched_workers.checkpoint.grammars import TokenGrammars
+from vsched_workers.checkpoint.schemas import rewrite_schema
 from vsched_workers.checkpoint.tokenize import TokenTable
 
 END = 256

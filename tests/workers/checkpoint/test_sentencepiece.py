@@ -18,7 +18,7 @@ from tests.workers.driver import inspect
 from vsched.api.structured_outputs import constraint_from_schema
 from vsched.errors import CheckpointError
 from vsched.types import FinishReason
-from vsched_workers.checkpoint.preprocess.grammars import TokenGrammars, load_grammars
+from vsched_workers.checkpoint.grammars import TokenGrammars, load_grammars
 from vsched_workers.checkpoint.random_init import SMALL_TEXT
 from vsched_workers.checkpoint.tokenize import (
     ByteDetokenizer,

@@ -13,24 +13,22 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import llguidance
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from llguidance.gbnf_to_lark import any_to_lark
 
 from vsched.errors import CheckpointError, RequestRefused
 from vsched.types import FinishReason, ModelInfo
 from vsched.worker.drafts import allows, foresee_with, only_token
 from vsched_workers.checkpoint.files import checkpoint_directory
-from vsched_workers.checkpoint.preprocess.schemas import SchemaError, patterns_of, rewrite_schema
+from vsched_workers.checkpoint.schemas import SchemaError, patterns_of, rewrite_schema
 from vsched_workers.checkpoint.tokenize import TokenTable
 from vsched_workers.checkpoint.tokenizer_files import TOKENIZER_JSON, load_tokenizer
-
-if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
-    from llguidance._lib import JsonCompileOptions
-
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +47,7 @@ FORCED_TOKENS_MIN = 16
 Encode = Callable[[str], list[int]]
 """Tokenizes a text."""
 
-_OPTIONS: JsonCompileOptions = {
+_OPTIONS: Any = {
     "whitespace_pattern": r"[ \n]{0,1}[ ]{0,16}",
     "coerce_one_of": True,  # `rewrite_schema` has checked that the options exclude each other
 }
@@ -146,11 +144,8 @@ class TokenGrammars:
         encode: Encode | None = None,
     ) -> None:
         """Take the tokens; `ends` are the stop tokens. Without `encode`, the longest tokens are preferred."""
-        import llguidance
-        from llguidance import TokenizerWrapper
-
         vocabulary = _Vocabulary(table, vocab_size, ends, encode or self._longest, self._longest)
-        self._tokenizer: LLTokenizer = llguidance.LLTokenizer(
+        self._tokenizer: LLTokenizer = LLTokenizer(
             TokenizerWrapper(vocabulary), eos_token=list(ends)
         )
         self._recent: dict[str, LLMatcher] = {}
@@ -188,14 +183,10 @@ class TokenGrammars:
 
     def _compiled(self, grammar: str) -> LLMatcher:
         """Compile a grammar, or copy the unused matcher of an equal one: 51 ms or 0.2 ms for 1,500 properties."""
-        import llguidance
-
         matcher = self._recent.pop(grammar, None)
         if matcher is None:
             written = _in_its_form(grammar)
-            matcher = llguidance.LLMatcher(
-                self._tokenizer, written, log_level=0, limits=self._limits
-            )
+            matcher = LLMatcher(self._tokenizer, written, log_level=0, limits=self._limits)
         self._recent[grammar] = matcher
         if len(self._recent) > RECENT_MAX:
             del self._recent[next(iter(self._recent))]
@@ -365,9 +356,6 @@ def _in_its_form(grammar: str) -> str:
     Raises:
         RequestRefused: When it is invalid.
     """
-    from llguidance import LLMatcher
-    from llguidance.gbnf_to_lark import any_to_lark
-
     try:
         ((kind, value),) = msgspec.json.decode(grammar, type=dict[str, Any]).items()
         match kind:
