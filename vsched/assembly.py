@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +15,7 @@ from vsched.aio.kv_sizing import Sizing
 from vsched.aio.launcher import Launcher
 from vsched.aio.worker_groups import ServedGroups, WorkerGroup, WorkerGroupEvents, rank_device
 from vsched.config import Config, ConfiguredPolicies
-from vsched.config.devices import placed
+from vsched.config.devices import PARTS, placed
 from vsched.config.sections import RAY_HOST, size_bytes
 from vsched.errors import ConfigError
 from vsched.kernel import SchedulerLimits
@@ -34,7 +34,7 @@ from vsched.worker.spec import (
     HostShare,
     RankSpec,
     StepLimits,
-    default_limit,
+    default_room,
 )
 
 logger = logging.getLogger(__name__)
@@ -503,12 +503,7 @@ def rank_specs(config: Config, info: ModelInfo, policies: ConfiguredPolicies) ->
         )
         for names in groups
     ]
-    return [
-        msgspec.structs.replace(
-            spec, memory_limit_bytes=_memory_limit(config, spec), share=_host_share(config, spec)
-        )
-        for spec in specs
-    ]
+    return [_with_memory(config, spec, specs) for spec in specs]
 
 
 def make_worker_groups(
@@ -528,27 +523,43 @@ def make_worker_groups(
     ]
 
 
-def _memory_limit(config: Config, spec: RankSpec) -> int:
-    """Memory limit of a process with these roles, in bytes; 0 for none."""
-    limits = [
-        default_limit(host_available(), ranks=config.ranks) if limit is None else limit
-        for limit in map(config.memory_limit, spec.roles)
-    ]
-    return sum(limits) if all(limits) else 0
-
-
-def _host_share(config: Config, spec: RankSpec) -> HostShare:
-    """The part of a process's limits that the host decides on which it runs."""
-    group = spec.groups[-1]
-    host = config.cluster.first_host(stage_of(group), replica_of(group))
-    limits = [*map(config.memory_limit, spec.roles)]
-    return HostShare(
+def _with_memory(config: Config, spec: RankSpec, specs: Sequence[RankSpec]) -> RankSpec:
+    """Fill in the memory limit of a process on the engine's host, and the share of any other host."""
+    host = _host_of(config, spec)
+    limits = [config.memory_limit(stage) for stage in spec.roles]
+    known = sum(
+        _weights_bytes(config, spec, stage) if limit is None else limit
+        for stage, limit in zip(spec.roles, limits, strict=True)
+    )
+    share = HostShare(
         # Each replica on Ray has its own resources.
         processes=spec.ranks if host == RAY_HOST else config.processes_on(host),
         threads=tuple(stage for stage in spec.roles if config.stage(stage).threads is None),
         memory=0 if 0 in limits else limits.count(None),
-        memory_bytes=sum(limit for limit in limits if limit is not None),
+        memory_bytes=known,
+        weights_bytes=sum(
+            one.ranks * _weights_bytes(config, one, stage)
+            for one in ([spec] if host == RAY_HOST else specs)
+            if _host_of(config, one) == host
+            for stage in one.roles
+        ),
     )
+    room = default_room(host_available() - share.weights_bytes, ranks=config.ranks)
+    limit = 0 if 0 in limits else known + share.memory * room
+    return msgspec.structs.replace(spec, memory_limit_bytes=limit, share=share)
+
+
+def _host_of(config: Config, spec: RankSpec) -> str:
+    group = spec.groups[-1]
+    return config.cluster.first_host(stage_of(group), replica_of(group))
+
+
+def _weights_bytes(config: Config, spec: RankSpec, stage: str) -> int:
+    """Approximate size of the weights of one rank's role, as served; 0 if the plug-in does not know it."""
+    info = spec.info
+    draft = info.draft.language_bytes if info.draft is not None else 0
+    size = info.vision_bytes if stage == "encode" else info.language_bytes + draft
+    return int(size * PARTS[config.stage(stage).weights]) // spec.ranks
 
 
 def create_sizing(config: Config, info: ModelInfo, policies: ConfiguredPolicies) -> Sizing:

@@ -17,11 +17,11 @@ import msgspec
 from vsched.config import Config, LoadedConfig, resolve_policies
 from vsched.config.checks import check_combinations
 from vsched.config.devices import (
+    PARTS,
     VISIBLE_DEVICES,
     DeviceChoice,
     is_open,
     settle,
-    weights_bytes,
     with_device_defaults,
     with_devices,
 )
@@ -30,6 +30,7 @@ from vsched.errors import ConfigError, VschedError
 from vsched.memory import size_text
 from vsched.types import ModelInfo
 from vsched.worker.contract import CudaDevice, DeviceSurvey
+from vsched.worker.memory import weights_bytes
 from vsched.worker.registry import load_worker
 
 logger = logging.getLogger(__name__)
@@ -37,8 +38,6 @@ SURVEY_S = 60.0
 """Limit on the survey, which imports torch and opens each device."""
 ROOM_BYTES = 1 << 30
 """Free memory that a rank needs next to its weights: CUDA context, smallest steps and smallest KV cache."""
-PARTS = {"auto": 1.0, "int8": 0.55, "int4": 0.32}
-"""Size of quantized weights with their scales, compared with 16 bits."""
 
 
 def resolve_loaded(loaded: LoadedConfig, *, only_serves: bool = False) -> LoadedConfig:

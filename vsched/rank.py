@@ -26,7 +26,7 @@ from vsched.logs import configure_logging
 from vsched.transport.arena import Arena
 from vsched.transport.zmq_link import PulseThread, RankLink, wait_readable
 from vsched.worker.member import PULSES_PER_TIMEOUT, Member, Rank
-from vsched.worker.memory import limit_process_memory, memory_errors, spare_memory
+from vsched.worker.memory import limit_process_memory, memory_errors, spare_memory, weights_bytes
 from vsched.worker.spec import RankSpec
 
 logger = logging.getLogger("vsched.rank")
@@ -50,7 +50,12 @@ def run(spec: RankSpec) -> None:
         pulse = PulseThread(members[0].link, spec.rank, spec.secret, every_s=every_s)
         try:
             # Before a plug-in imports its libraries.
-            limit_process_memory(spec.memory_limit_bytes, keys=spec.memory_keys)
+            paths = {one.path for one in (spec.info, spec.info.draft) if one is not None}
+            limit_process_memory(
+                spec.memory_limit_bytes,
+                keys=spec.memory_keys,
+                mapped_bytes=sum(map(weights_bytes, paths)),
+            )
             rank = Rank(spec, arena, members)
             with memory_errors("starting", remedy=f"raise {spec.memory_keys}"), spare_memory():
                 rank.load()

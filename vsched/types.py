@@ -262,6 +262,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         kv_heads_per_token: Heads of K and of V of one token over all layers; 0 if int8 is not supported for them.
         kv_dtype: `int8` if the KV cache is quantized with one scale for each head of a token; otherwise `auto`.
         shares_kv: Tensor-parallel ranks split the KV heads between them instead of replicating them.
+        vision_bytes: Size of the vision tower's weights in memory if loading does not quantize them; 0 if unknown.
+        language_bytes: Likewise of all other weights.
         state_bytes: Bytes of recurrent state per sequence, independent of its length; 0 without recurrent layers. The
             state is that of the last token, so cached blocks cannot be reused without a snapshot of it.
         item_tokens_max: Maximum number of tokens of one image after resizing.
@@ -287,6 +289,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_heads_per_token: int = 0
     kv_dtype: str = "auto"
     shares_kv: bool = True
+    vision_bytes: int = 0
+    language_bytes: int = 0
     state_bytes: int = 0
     item_tokens_max: int = 0
     item_atomic: bool = False

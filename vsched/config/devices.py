@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from vsched.config.sections import AUTO, CPU, Config
+from vsched.worker.memory import weights_bytes
 from vsched.worker.spec import usable_cores
 
 DEVICE_FILES: tuple[str, ...] = (
@@ -26,6 +27,8 @@ DEVICE_FILES: tuple[str, ...] = (
 )
 """Files of NVIDIA's driver, also in containers, and of WSL. Without any of them, no CUDA device can be used."""
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+PARTS = {"auto": 1.0, "int8": 0.55, "int4": 0.32}
+"""Size of quantized weights with their scales, compared with 16 bits."""
 
 
 class DeviceDefaults(NamedTuple):
@@ -228,8 +231,3 @@ def placement_here(config: Config) -> ChosenPlacement:
     """Placement of the configured checkpoint on this machine."""
     size = weights_bytes(config.model.path)
     return choose_placement(config, weights_bytes=size, cores=usable_cores())
-
-
-def weights_bytes(path: str) -> int:
-    """Size of the weight files in a checkpoint's folder; 0 if there are none."""
-    return sum(file.stat().st_size for file in Path(path).glob("*.safetensors")) if path else 0

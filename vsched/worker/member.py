@@ -55,7 +55,7 @@ from vsched.worker.contract import (
 )
 from vsched.worker.drafts import DraftModel, DraftWorker
 from vsched.worker.generate_rank import GenerateRank
-from vsched.worker.memory import status_bytes
+from vsched.worker.memory import mapped_weights, status_bytes
 from vsched.worker.registry import load_worker
 from vsched.worker.sizing import KvBuilder, image_for, reserve_encoder
 from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec, threads_of
@@ -281,7 +281,8 @@ class Rank(Generic[Link]):
     def _load_encoder(self, role: EncodeRole, member: Member[Link]) -> None:
         spec, arena, host = self._spec, self._arena, self._host
         plugin = host.load_worker(role.plugin)
-        worker = plugin.load_encoder(spec.info, role.settings, member.progress)
+        with mapped_weights():
+            worker = plugin.load_encoder(spec.info, role.settings, member.progress)
         adapters = _adapter_memory(worker, role.settings)
         member.progress("measuring the largest batch of images", 0.0)
         loaded, reservation = reserve_encoder(
@@ -297,8 +298,9 @@ class Rank(Generic[Link]):
         spec, host = self._spec, self._host
         plugin = host.load_worker(role.plugin)
         # Before the target model, whose process-wide settings, such as torch's threads, must prevail.
-        draft = _load_draft(plugin, role, member.progress)
-        worker = plugin.load_generator(spec.info, role.settings, member.progress)
+        with mapped_weights():
+            draft = _load_draft(plugin, role, member.progress)
+            worker = plugin.load_generator(spec.info, role.settings, member.progress)
         adapters = _adapter_memory(worker, role.settings)
         # Before memory is measured, because it needs some for a large vocabulary.
         grammars = plugin.load_grammars(spec.info)

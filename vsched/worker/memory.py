@@ -114,8 +114,15 @@ def spare_memory() -> Iterator[None]:
         yield
 
 
-def limit_process_memory(limit_bytes: int, *, keys: str) -> None:
+def weights_bytes(path: str) -> int:
+    """Size of the weight files in a checkpoint's folder; 0 if there are none."""
+    return sum(file.stat().st_size for file in Path(path).glob("*.safetensors")) if path else 0
+
+
+def limit_process_memory(limit_bytes: int, *, keys: str, mapped_bytes: int = 0) -> None:
     """Limit the private memory of this process permanently; 0 for no limit. `keys` are the settings of the limit.
+
+    `mapped_bytes` is the size of the weight files, for `mapped_weights`.
 
     Raises:
         DeviceOutOfMemory: When the process holds more already.
@@ -131,8 +138,24 @@ def limit_process_memory(limit_bytes: int, *, keys: str) -> None:
             remedy=f"raise {keys}",
         )
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    bound = limit_bytes if hard == resource.RLIM_INFINITY else min(limit_bytes, hard)
-    resource.setrlimit(resource.RLIMIT_DATA, (bound, bound))
+    if hard == resource.RLIM_INFINITY:
+        hard = limit_bytes + mapped_bytes
+    bounds = min(limit_bytes, hard), min(limit_bytes + mapped_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, bounds)
+
+
+@contextmanager
+def mapped_weights() -> Iterator[None]:
+    """Raise the limit of this process by the size of the weight files within the context.
+
+    torch maps them writable, so they count as private memory until they are loaded, although nobody writes to them.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 def process_limit() -> int | None:

@@ -93,14 +93,15 @@ class HostShare(msgspec.Struct, frozen=True, kw_only=True):
     Filled in by the engine for its own host, and by `vsched host` for another one (`vsched.worker.spec`).
 
     `processes` is the number of the engine's processes on the host. `threads` are the stages without a configured
-    number of threads; `memory` is the number of stages without a memory limit, and `memory_bytes` the sum of the
-    others.
+    number of threads; `memory` is the number of stages without a memory limit, and `memory_bytes` the sum of their
+    weights and of the limits of the others. `weights_bytes` are the weights of all processes on the host.
     """
 
     processes: int = 1
     threads: tuple[str, ...] = ()
     memory: int = 0
     memory_bytes: int = 0
+    weights_bytes: int = 0
 
 
 class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -186,13 +187,13 @@ def default_threads(cores: int, *, processes: int) -> int:
     return max(cores // max(processes, 1), 1)
 
 
-def default_limit(available_bytes: int, *, ranks: int) -> int:
-    """Return the default memory limit of a rank.
+def default_room(available_bytes: int, *, ranks: int) -> int:
+    """Return the default memory of a rank next to its weights, given the free memory that all weights leave.
 
-    An eighth of the host's free memory, or 2 GiB if that is more; but at most a quarter, and not so much that all
-    `ranks` together would leave nothing for other programs.
+    An eighth of it, or 2 GiB if that is more; but at most a quarter, and not so much that all `ranks` together would
+    leave nothing for other programs.
     """
-    return min(max(available_bytes // 8, 2 << 30), available_bytes // max(4, ranks + 1))
+    return max(min(max(available_bytes // 8, 2 << 30), available_bytes // max(4, ranks + 1)), 0)
 
 
 def shared_out(spec: RankSpec, *, cores: int, available_bytes: int) -> RankSpec:
@@ -205,7 +206,8 @@ def shared_out(spec: RankSpec, *, cores: int, available_bytes: int) -> RankSpec:
         settings = dataclasses.replace(role.settings, threads=threads)
         changes[stage] = msgspec.structs.replace(role, settings=settings)
     if share.memory:
-        each = default_limit(available_bytes, ranks=share.processes * len(spec.roles))
+        free_bytes = available_bytes - share.weights_bytes
+        each = default_room(free_bytes, ranks=share.processes * len(spec.roles))
         changes["memory_limit_bytes"] = share.memory_bytes + share.memory * each
     return msgspec.structs.replace(spec, **changes)
 

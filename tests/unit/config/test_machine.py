@@ -6,6 +6,7 @@ import os
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.machines import pretend_cores
@@ -15,11 +16,12 @@ from vsched import assembly
 from vsched.assembly import rank_specs
 from vsched.config import Config, resolve_policies
 from vsched.config.devices import HEAVY_BYTES, choose_placement, placed, placement_here
+from vsched.types import ModelInfo
 from vsched.worker import memory
 from vsched.worker.spec import (
     RankSpec,
     cores_text,
-    default_limit,
+    default_room,
     shared_out,
     threads_of,
     usable_cores,
@@ -179,21 +181,23 @@ GIB = 1 << 30
 INFO = model_info()
 
 
-def specs_of(config: Config) -> list[RankSpec]:
-    return rank_specs(config, INFO, resolve_policies(config))
+def specs_of(config: Config, info: ModelInfo = INFO) -> list[RankSpec]:
+    return rank_specs(config, info, resolve_policies(config))
 
 
-def limits(*sets: str) -> list[int]:
-    return [spec.memory_limit_bytes for spec in specs_of(config_of(*sets))]
+def limits(*sets: str, info: ModelInfo = INFO) -> list[int]:
+    return [spec.memory_limit_bytes for spec in specs_of(config_of(*sets), info)]
 
 
 @pytest.mark.parametrize(
     ("available_gib", "ranks", "expected_gib"),
-    [(4, 2, 1.0), (8, 2, 2.0), (64, 2, 8.0), (64, 7, 8.0), (18, 8, 2.0), (9, 8, 1.0)],
+    [(4, 2, 1.0), (8, 2, 2.0), (64, 2, 8.0), (64, 7, 8.0), (18, 8, 2.0), (9, 8, 1.0), (-1, 1, 0)],
 )
-def test_default_limit_leaves_room(available_gib: int, ranks: int, expected_gib: float) -> None:
+def test_default_room_is_a_part_of_the_host(
+    available_gib: int, ranks: int, expected_gib: float
+) -> None:
     """All ranks together leave the share of one; two of them half of the host."""
-    assert default_limit(available_gib * GIB, ranks=ranks) == expected_gib * GIB
+    assert default_room(available_gib * GIB, ranks=ranks) == expected_gib * GIB
 
 
 def test_memory_limit_is_per_process_and_adds_up_if_one_process_does_both(
@@ -206,6 +210,27 @@ def test_memory_limit_is_per_process_and_adds_up_if_one_process_does_both(
     assert limits("generate.memory_limit=4096", 'encode.memory_limit="4096"') == [4096, 4096]
     assert limits("generate.memory_limit=3GiB", "placement=together") == [11 * GIB]
     assert limits("generate.memory_limit=0", "placement=together") == [0]
+
+
+@pytest.mark.parametrize(
+    ("sets", "expected_gib"),
+    [
+        ((), [1 + 5, 16 + 5]),
+        (("placement=together",), [17 + 2 * 5]),
+        (("generate.tensor_parallel=2", "generate.memory_limit=30GiB"), [1 + 5, 30]),
+        (("generate.tensor_parallel=2",), [1 + 5, 8 + 5]),
+        (("generate.weights=int4", "encode.memory_limit=2GiB"), [2, 5.12 + (57 - 1 - 5.12) / 8]),
+    ],
+)
+def test_default_memory_limit_holds_the_weights(
+    monkeypatch: pytest.MonkeyPatch, sets: tuple[str, ...], expected_gib: list[float]
+) -> None:
+    """Of one rank as served, and a part of the memory that the weights of all ranks leave."""
+    monkeypatch.setattr(assembly, "host_available", lambda: 57 * GIB)
+    info = msgspec.structs.replace(INFO, vision_bytes=GIB, language_bytes=16 * GIB)
+    assert limits(*sets, info=info) == pytest.approx(
+        [each * GIB for each in expected_gib], rel=1e-9
+    )
 
 
 def test_memory_limit_of_a_gpu_rank_is_none_by_default() -> None:

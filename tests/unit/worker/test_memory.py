@@ -55,6 +55,27 @@ def test_limit_process_memory_of_zero_is_none() -> None:
     assert process_limit() == before
 
 
+@pytest.mark.slow
+def test_mapped_weights_are_allowed_while_they_are_loaded() -> None:
+    """The C library cannot allocate the size of the weight files before and afterwards."""
+    script = """
+import mmap
+from vsched.worker.memory import limit_process_memory, mapped_weights, process_limit, status_bytes
+held = status_bytes("VmData")
+limit_process_memory(held + (64 << 20), keys="", mapped_bytes=256 << 20)
+def fits():
+    try:
+        mmap.mmap(-1, 256 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+    except OSError:
+        return False
+    return True
+with mapped_weights():
+    inside = fits()
+print(fits(), inside, process_limit() - held)
+"""
+    assert printed_by(script).split() == ["False", "True", str(64 << 20)]
+
+
 @pytest.mark.parametrize(
     "error",
     [

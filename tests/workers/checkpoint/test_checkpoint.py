@@ -33,6 +33,7 @@ from vsched.worker.contract import Preprocessor, WorkerSettings
 from vsched_workers.checkpoint.facts import sampling_defaults, stop_token_ids
 from vsched_workers.checkpoint.random_init import make_checkpoint
 from vsched_workers.checkpoint.tokenizer_files import chat_templates, tokenizer_files
+from vsched_workers.checkpoint.whole_model import load_whole
 from vsched_workers.families import OwnQwen25Vl, language_family
 from vsched_workers.families.qwen_image import PIXELS as PIXEL_VALUES
 from vsched_workers.plugin import plugin
@@ -64,6 +65,9 @@ def load(path: Path, stage: str) -> object:
 
 def test_inspect_reports_the_facts(checkpoints: Checkpoints) -> None:
     info = inspect(checkpoints("nano3"), item_tokens_max=100)
+    sizes = {True: 0, False: 0}
+    for name, values in tensors(checkpoints("nano3")).items():
+        sizes["visual" in name] += values.nbytes
     assert info == ModelInfo(
         family="qwen3_vl",
         path=str(checkpoints("nano3")),
@@ -74,6 +78,8 @@ def test_inspect_reports_the_facts(checkpoints: Checkpoints) -> None:
         context_tokens=32768,
         kv_bytes_per_token=2 * 3 * 2 * 16 * 4,
         kv_heads_per_token=2 * 3 * 2,
+        vision_bytes=sizes[True],
+        language_bytes=sizes[False],
         item_tokens_max=100,
         image_token_id=6,
         video_token_id=7,
@@ -82,7 +88,26 @@ def test_inspect_reports_the_facts(checkpoints: Checkpoints) -> None:
     budgets = {0: 1280, 64: 64, 5000: 1280}  # that of the checkpoint, a tighter one, a looser one
     for budget, most in budgets.items():
         assert inspect(checkpoints("nano25"), item_tokens_max=budget).item_tokens_max == most
+    halved = inspect(checkpoints("nano3"), dtype="bfloat16")
+    assert (halved.vision_bytes, halved.language_bytes) == (sizes[True] / 2, sizes[False] / 2)
     assert inspect(checkpoints("nano25"), dtype="bfloat16").kv_bytes_per_token == 256
+
+
+def test_memory_that_runs_out_in_a_conversion_of_weights_is_told_as_such() -> None:
+    """Transformers hides the cause in a report; the checkpoint is not broken."""
+
+    class Model:
+        config = None
+
+        @classmethod
+        def from_pretrained(cls, *_: object, **__: object) -> None:
+            try:
+                raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+            except RuntimeError:
+                raise RuntimeError("issues during automatic conversion of the weights")  # noqa: B904
+
+    with pytest.raises(MemoryError):
+        load_whole(Model(), "", dtype=torch.float32, device="cpu", progress=lambda *_: None)
 
 
 def test_inspect_reads_the_flat_layout_of_older_checkpoints(

@@ -204,11 +204,12 @@ def test_quantized_weights_weigh_less(checkpoints: Checkpoints, size: str) -> No
 def test_quantized_models_of_any_architecture_answer_as_their_twins(
     tmp_path: Path, name: str
 ) -> None:
-    """On the generic path and for decoder-only models; experts stay unquantized."""
+    """On the generic path, with its experts, and for decoder-only models."""
     source = tmp_path / name
     make_checkpoint(name, source)
     stage = Stage.load(source, attention="auto", weights="int8", weights_group=32)
     plain = Stage.load(source)
     questions = [Question(range(3, 3 + length), count=4) for length in (5, 21)]
     assert 0 < run_both(plain, stage, questions).apart < 0.1
-    assert stage.generator.weights_bytes < plain.generator.weights_bytes
+    share = 0.5 if name == "qwen3_moe" else 1
+    assert stage.generator.weights_bytes < share * plain.generator.weights_bytes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
@@ -14,7 +13,7 @@ from vsched.errors import CheckpointError
 from vsched_workers.checkpoint.facts import video_processor_of
 from vsched_workers.checkpoint.files import checkpoint_directory, read_json
 from vsched_workers.checkpoint.tokenizer_files import chat_templates, tokenizer_files
-from vsched_workers.checkpoint.weights import weight_files
+from vsched_workers.checkpoint.weights import VALUE_BYTES, is_vision, tensor_headers, weight_files
 from vsched_workers.families import FAMILIES, language_family, model_type_of
 from vsched_workers.families.decoders import SLIDING
 from vsched_workers.families.generic import read_config
@@ -22,11 +21,7 @@ from vsched_workers.families.video_processors import REFUSED
 from vsched_workers.quantized.schemes import FORMATS, GROUPS
 from vsched_workers.quantized.schemes import stated as stated_quantization
 
-_VISION = re.compile(
-    r"(?:^|\.)(?:visual|vision\w*|image_\w+|mm_\w+|multi_modal_projector|connector|aligner)\."
-)
 _DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "I8": 1, "U8": 1, "F8_E4M3": 1}
 GROUP_SIZES = range(16, 129, 16)
 """Values of `weights_group` other than 0."""
 _ENDS = ("embed_tokens.weight", "lm_head.weight")
@@ -59,12 +54,12 @@ def describe_checkpoint(path: str) -> CheckpointDescription:
     files = weight_files(directory)
     bits: dict[str, Counter[str]] = {"vision": Counter(), "language": Counter()}
     is_quantized = stated_quantization(config) is not None
-    for name, shape, dtype in _tensors(files):
-        part, count = "vision" if _VISION.search(name) else "language", prod(shape)
+    for name, shape, dtype in tensor_headers(files):
+        part, count = "vision" if is_vision(name) else "language", prod(shape)
         parameters[part] += count
         types[_DTYPES.get(dtype, dtype)] += count
         if is_quantized:
-            bits[part]["auto"] += 8 * count * _BYTES.get(dtype, 2)
+            bits[part]["auto"] += 8 * count * VALUE_BYTES.get(dtype, 2)
         for kind in FORMATS:
             bits[part][kind] += quantized_bits(name, shape, kind)
             for group in GROUP_SIZES:
@@ -100,10 +95,11 @@ def quantized_bits(name: str, shape: Sequence[int], kind: str, *, group: int = 0
     `group` is the group size of the scales, 0 for the default.
     """
     count = prod(shape)
-    if len(shape) != 2:
+    if len(shape) not in {2, 3}:  # a matrix, or the matrices of experts
         return 16 * count
     kind = "int8" if name.endswith(_ENDS) else kind
-    outputs, inputs = shape
+    inputs = shape[-1]
+    outputs = count // inputs if inputs else 0
     scales = outputs * -(-inputs // (group or GROUPS[kind]))
     return count * int(kind.removeprefix("int")) + 16 * scales
 
@@ -131,20 +127,6 @@ def _windows(model_type: str, directory: Path) -> tuple[int, int]:
     kinds = getattr(text, "layer_types", None)
     layers = kinds.count(SLIDING) if kinds else text.num_hidden_layers
     return (window, layers) if layers else (0, 0)
-
-
-def _tensors(files: list[Path]) -> Iterator[tuple[str, Sequence[int], str]]:
-    """Yield name, shape and type of every tensor, from the headers of the files."""
-    from safetensors import SafetensorError, safe_open
-
-    for file in files:
-        try:
-            with safe_open(file, framework="numpy") as content:
-                for name in content.keys():  # noqa: SIM118 - it is no mapping
-                    part = content.get_slice(name)
-                    yield name, part.get_shape(), str(part.get_dtype())
-        except (SafetensorError, OSError):
-            continue  # loading the checkpoint reports the error
 
 
 def _unsupported(directory: Path, config: Mapping[str, Any]) -> Iterator[str]:

@@ -24,7 +24,13 @@ from vsched_workers.checkpoint.images import (
     token_range,
 )
 from vsched_workers.checkpoint.tokenizer_files import load_part, tokenizer_files
-from vsched_workers.checkpoint.weights import WeightIndex
+from vsched_workers.checkpoint.weights import (
+    VALUE_BYTES,
+    WeightIndex,
+    is_vision,
+    tensor_headers,
+    weight_files,
+)
 from vsched_workers.families import (
     FAMILIES,
     Family,
@@ -270,14 +276,27 @@ def inspect_checkpoint(path: str, *, dtype: str, item_tokens_max: int) -> ModelI
     directory = checkpoint_directory(path)
     config = read_json(directory, "config.json")
     try:
-        if model_type_of(config) not in FAMILIES:
-            return _inspect_any(directory, config, dtype, item_tokens_max)
-        return _inspect(directory, config, family_of(config), dtype, item_tokens_max)
+        if model_type_of(config) in FAMILIES:
+            info = _inspect(directory, config, family_of(config), dtype, item_tokens_max)
+        else:
+            info = _inspect_any(directory, config, dtype, item_tokens_max)
+        vision, language = _weights_bytes(directory, config, info.itemsize)
+        return msgspec.structs.replace(info, vision_bytes=vision, language_bytes=language)
     except (TypeError, ValueError, ZeroDivisionError, AttributeError) as error:
         raise CheckpointError(
             "config.json or the processor settings hold a value of the wrong type "
             f"({type(error).__name__}). Remedy: download the checkpoint again."
         ) from error
+
+
+def _weights_bytes(directory: Path, config: dict[str, Any], itemsize: int) -> tuple[int, int]:
+    """Return the size of the vision tower's weights and of all others, if loading does not quantize them."""
+    quantized = scheme_of(config) is not None
+    sizes = {True: 0, False: 0}
+    for name, shape, dtype in tensor_headers(weight_files(directory)):
+        size = VALUE_BYTES.get(dtype, 2) if quantized else itemsize
+        sizes[is_vision(name)] += math.prod(shape) * size
+    return sizes[True], sizes[False]
 
 
 def _inspect(

@@ -7,6 +7,7 @@ pickles, and loading one executes its code.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -30,6 +31,11 @@ SINGLE_FILE = "model.safetensors"
 EMBEDDING = "embed_tokens.weight"
 HEAD = "lm_head.weight"
 COMPARED_ROWS = 4096
+VALUE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "I8": 1, "U8": 1, "F8_E4M3": 1}
+"""Bytes of a value by its type in a file; 2 for others."""
+_VISION = re.compile(
+    r"(?:^|\.)(?:visual|vision\w*|image_\w+|mm_\w+|multi_modal_projector|connector|aligner)\."
+)
 
 
 @contextmanager
@@ -120,6 +126,25 @@ def weight_files(directory: Path) -> list[Path]:
         named = None
     names = set(map(str, named.values())) if isinstance(named, dict) else {SINGLE_FILE}
     return [file for file in sorted(directory.glob("*.safetensors")) if file.name in names]
+
+
+def tensor_headers(files: Iterable[Path]) -> Iterator[tuple[str, Sequence[int], str]]:
+    """Yield name, shape and type of every tensor, from the headers of the files."""
+    from safetensors import SafetensorError, safe_open
+
+    for file in files:
+        try:
+            with safe_open(file, framework="numpy") as content:
+                for name in content.keys():  # noqa: SIM118 - it is no mapping
+                    part = content.get_slice(name)
+                    yield name, part.get_shape(), str(part.get_dtype())
+        except (SafetensorError, OSError):
+            continue  # loading the checkpoint reports the error
+
+
+def is_vision(name: str) -> bool:
+    """Return True if a tensor of this name is part of the vision tower."""
+    return _VISION.search(name) is not None
 
 
 def _read_index(directory: Path) -> dict[str, str]:

@@ -176,6 +176,9 @@ def load_whole(
             ignore_mismatched_sizes=True,  # reported below by name
         )
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+        cause = error.__context__
+        if isinstance(cause, MemoryError) or "allocate memory" in str(cause):
+            raise MemoryError from error  # transformers reports an error about a conversion instead
         if isinstance(error, RuntimeError) and "conversion" not in str(error):
             raise  # possibly out of memory
         if isinstance(error, OSError) and error.errno == errno.ENOMEM:

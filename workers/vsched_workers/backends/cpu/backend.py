@@ -43,6 +43,7 @@ from vsched_workers.backends.cpu.vision_layers import fuse_blocks
 from vsched_workers.backends.reference.attention import prefill_by_gather
 from vsched_workers.backends.reference.backend import Backend
 from vsched_workers.backends.reference.layers import fuse
+from vsched_workers.backends.reference.packed_experts import expert_names
 from vsched_workers.backends.reference.packed_weights import PackedLinear, packed_names
 from vsched_workers.batching.kv_cache import KvCache
 from vsched_workers.batching.paged_attention import AttentionKernels
@@ -233,7 +234,9 @@ class CpuBackend(Backend):
         return size
 
     def lays_out(self, module: nn.Module) -> Collection[str]:
-        return packed_names(module) if self.make_product is not None else ()
+        if self.make_product is None:
+            return ()
+        return [*packed_names(module), *expert_names(module)]
 
     def prepare_adapters(self) -> MakeSums:
         if self.dtype != torch.bfloat16:

@@ -28,8 +28,10 @@ from vsched_workers.backends.base import CapturedSteps, RunModel, RunnableLangua
 from vsched_workers.backends.reference.attention import decode_by_gather, prefill_by_gather
 from vsched_workers.backends.reference.host_memory import HostMemory, mapped_pieces, zeroed_pages
 from vsched_workers.backends.reference.layers import ModuleLayers, stored_bytes
+from vsched_workers.backends.reference.packed_experts import pack_experts
 from vsched_workers.backends.reference.packed_weights import (
     MakeProduct,
+    PackedProduct,
     block_activations,
     flatten_patches,
     pack_linears,
@@ -124,8 +126,7 @@ class Backend:
             return RunnableLanguage(layers, product, stored_bytes(head, *model.parameters()))
         # A tied head is packed too: it is the largest product of a step. The embedding needs the unpacked weight.
         packed_head = self.make_head(head, None)
-        size = pack_linears(model, self.make_product) + packed_head.size_bytes
-        warm_up(model, self.dtype, packed_head)
+        size = self._pack(model, packed_head) + packed_head.size_bytes
         return RunnableLanguage(layers, packed_head, size + stored_bytes(*model.parameters()))
 
     def prepare_tower(self, tower: nn.Module) -> int:
@@ -149,13 +150,17 @@ class Backend:
         block_activations(model)
         return size + stored_bytes(*model.parameters())
 
-    def _pack(self, module: nn.Module) -> int:
-        """Pack the linear layers below a module, if weights are packed; return their bytes."""
+    def _pack(self, module: nn.Module, *others: PackedProduct) -> int:
+        """Pack the linear layers and experts below a module, if weights are packed; return their bytes.
+
+        Compile the kernels of these and of other products.
+        """
         if self.make_product is None:
             return 0
         size = pack_linears(module, self.make_product)
-        warm_up(module, self.dtype)
-        return size
+        experts = pack_experts(module, self.make_product)
+        warm_up(module, self.dtype, *others, *(one for each in experts for one in each.products))
+        return size + sum(each.size_bytes for each in experts)
 
     def lays_out(self, module: nn.Module) -> Collection[str]:
         """Return the names of a module's parameters that are repacked, and thus copied, when it is prepared.

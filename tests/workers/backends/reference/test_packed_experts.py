@@ -1,0 +1,79 @@
+"""Mixtures of experts over packed weights, against transformers' forward pass of the same modules."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers.integrations.moe import use_experts_implementation
+
+from vsched_workers.backends.reference.packed_experts import expert_names, pack_experts
+
+pytest.importorskip("numba")
+from vsched_workers.backends.cpu.products import make_product
+
+EXPERTS, CHOICES, HIDDEN, INNER = 5, 2, 48, 32
+TRAITS = [
+    {},
+    {"has_gate": False},
+    {"has_bias": True, "is_transposed": True},
+    {"has_post_expert_norm": True},
+]
+
+
+def drawn(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.3
+
+
+def experts_with(dtype: torch.dtype, **traits: bool) -> Any:
+    """Return an experts module as transformers declares them."""
+
+    class Experts(nn.Module):
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            self.num_experts = EXPERTS
+            outputs = 2 * INNER if traits.get("has_gate", True) else INNER
+            name = "gate_up_proj" if traits.get("has_gate", True) else "up_proj"
+            for seed, (each, rows, columns) in enumerate(
+                [(name, outputs, HIDDEN), ("down_proj", HIDDEN, INNER)]
+            ):
+                weight = drawn(EXPERTS, rows, columns, seed=seed)
+                weight = weight.transpose(1, 2) if traits.get("is_transposed") else weight
+                setattr(self, each, nn.Parameter(weight.contiguous()))
+                if traits.get("has_bias"):
+                    bias = drawn(EXPERTS, rows, seed=7 + seed)
+                    setattr(self, f"{each}_bias", nn.Parameter(bias))
+            self.act_fn = nn.SiLU()
+            self.post_expert_norm = nn.RMSNorm(HIDDEN)
+
+    declare: Any = use_experts_implementation
+    config = SimpleNamespace(_experts_implementation="grouped_mm")
+    return declare(**traits)(Experts)(config).to(dtype).requires_grad_(requires_grad=False)
+
+
+@pytest.mark.parametrize("traits", TRAITS)
+@pytest.mark.parametrize(("dtype", "apart"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
+def test_packed_experts_compute_what_transformers_does(
+    traits: dict[str, bool], dtype: torch.dtype, apart: float
+) -> None:
+    """An expert without rows included; and a row alone has the same bits as among others."""
+    model = nn.ModuleDict({"mlp": nn.ModuleDict({"experts": experts_with(dtype, **traits)})})
+    experts: Any = model["mlp"]["experts"]  # type: ignore[index]
+    rows = drawn(9, HIDDEN, seed=11).to(dtype)
+    chosen = torch.tensor([[0, 3], [3, 4], [4, 0], [0, 3], [3, 0], [4, 3], [0, 4], [3, 4], [4, 3]])
+    weights = drawn(9, CHOICES, seed=12).abs().to(dtype)
+    expected = experts(rows, chosen, weights)
+    names = expert_names(model)
+    assert names == [name for name, one in model.named_parameters() if one.dim() == 3]
+    (packed,) = pack_experts(model, lambda weight, bias: make_product(weight, bias, threads=2))
+    found = experts(rows, chosen, weights)
+    assert found.dtype == dtype
+    assert (found - expected).abs().max() <= apart * expected.abs().max()
+    for row in range(len(rows)):
+        some = slice(row, row + 1)
+        assert torch.equal(experts(rows[some], chosen[some], weights[some]), found[some])
+    assert packed.size_bytes > 0
+    assert not {*names} & {name for name, _ in model.named_parameters()}
