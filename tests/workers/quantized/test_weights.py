@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
@@ -45,6 +46,21 @@ def test_quantize_int4_is_better_than_the_scale_that_holds_the_largest_value() -
     plain = ((groups / scales).round() * scales - groups).square().sum()
     found = (quantize(weight, "int4").dequantized() - weight.float()).square().sum()
     assert found < plain
+
+
+@needs_numba
+@pytest.mark.parametrize("group", [16, 32, 48])
+def test_kernel_quantizes_to_int4_as_torch_does(group: int) -> None:
+    """Also groups of zeros, of tiny values, filled up with zeros, and of two values of the largest magnitude."""
+    from vsched_workers.backends.cpu.products import round_groups  # needs numba
+
+    weight = drawn(40, 200)
+    weight[1], weight[2] = 0, 1e-30
+    weight[3, :200:2], weight[3, 1:200:2] = 2.5, 0.1
+    known = quantize(weight, "int4", group=group)
+    found = quantize(weight, "int4", group=group, int4=functools.partial(round_groups, 2))
+    assert torch.equal(found.scales, known.scales)
+    assert torch.equal(found.values, known.values)
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])

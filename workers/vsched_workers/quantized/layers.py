@@ -16,7 +16,12 @@ from vsched.errors import ConfigError
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.parallel.slicing import Cut
 from vsched_workers.quantized.schemes import GROUPS, Scheme
-from vsched_workers.quantized.weights import QuantizedWeight, merged_weights, quantize
+from vsched_workers.quantized.weights import (
+    QuantizedWeight,
+    RoundGroups,
+    merged_weights,
+    quantize,
+)
 
 
 class QuantizedLinear(nn.Linear):
@@ -114,16 +119,25 @@ class Quantizer:
         embedding_bytes: Bytes of an embedding that is not tied to the head.
     """
 
-    def __init__(self, kind: str, group: int, make: MakeProduct, device: str = "cpu") -> None:
-        """Take a format, the group size or 0, the factory of products, and their device."""
+    def __init__(
+        self,
+        kind: str,
+        group: int,
+        make: MakeProduct,
+        device: str = "cpu",
+        int4: RoundGroups | None = None,
+    ) -> None:
+        """Take a format, the group size or 0, the factory of products, their device, and as `quantize` int4."""
         self._kind, self._group, self._make, self._device = kind, group, make, device
+        self._int4 = int4
         self._tied: Any = None
         self.embedding_bytes = 0
 
     def linear(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None) -> Any:
         """Return the product of a layer's weight; a weight that is quantized already is unchanged."""
         if isinstance(weight, torch.Tensor):
-            weight = quantize(weight.detach().to(self._device), self._kind, group=self._group)
+            plain = weight.detach().to(self._device)
+            weight = quantize(plain, self._kind, group=self._group, int4=self._int4)
         return self._make(weight, bias)
 
     def head(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None) -> Any:

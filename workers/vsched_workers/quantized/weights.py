@@ -25,8 +25,8 @@ from vsched_workers.quantized.schemes import GROUPS
 INT4_CENTRE = 8
 _INT4_SHRINKS = (1.0, 0.925, 0.85)
 """Candidate scales, relative to the one that represents the largest value; smaller ones clip it."""
-_TRIED_VALUES_MAX = 1 << 24
-"""Values that are rounded at once, to limit temporary memory next to a layer's weight."""
+_TRIED_VALUES_MAX = 1 << 20
+"""Values that are rounded at once: temporary tensors of more leave the cache, at less than half the speed."""
 
 _FP8_TYPE = torch.float8_e4m3fn
 _HALF_MIN = 2.0**-14
@@ -183,15 +183,22 @@ def merged_weights(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
     )
 
 
-def quantize(weight: torch.Tensor, kind: str, *, group: int = 0) -> QuantizedWeight:
+RoundGroups = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""Quantizes groups of float32 values, [out, groups, group], to values of the same shape and scales [out, groups]."""
+
+
+def quantize(
+    weight: torch.Tensor, kind: str, *, group: int = 0, int4: RoundGroups | None = None
+) -> QuantizedWeight:
     """Quantize a weight [out, in] to one of `FORMATS`; `group` is the group size, 0 for the default.
 
-    An output's values do not depend on other outputs, nor a group's on other groups.
+    `int4` is a faster implementation for a device, with the same result. An output's values do not depend on other
+    outputs, nor a group's on other groups.
     """
     outputs, inputs = weight.shape
     group = min(group or GROUPS[kind], inputs)
     rows = max(_TRIED_VALUES_MAX // inputs, 1)
-    make = _int8 if kind == "int8" else _int4
+    make = _int8 if kind == "int8" else int4 or _int4
     parts = [
         make(_grouped(weight[start : start + rows].float(), group))
         for start in range(0, outputs, rows)
@@ -240,10 +247,7 @@ def _int4(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     largest = groups.gather(-1, places).squeeze(-1)
     best: tuple[torch.Tensor, torch.Tensor] | None = None
     least = torch.empty(0)
-    # The largest value becomes -8, which has no positive counterpart; a smaller scale may reduce the errors of the
-    # others.
-    for shrink in _INT4_SHRINKS:
-        scales = _kept(largest / -INT4_CENTRE * shrink)
+    for scales in candidate_scales(largest):
         values = (groups / _divisors(scales)).round().clamp(-8, 7)
         error = (values * scales.float()[..., None] - groups).square().sum(-1)
         if best is None:
@@ -257,6 +261,14 @@ def _int4(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         least = torch.where(better, error, least)
     assert best is not None
     return (best[0] + INT4_CENTRE).to(torch.uint8), best[1]
+
+
+def candidate_scales(largest: torch.Tensor) -> torch.Tensor:
+    """Return the candidate scales of groups by their values of the largest magnitude, [candidates, ...], float16.
+
+    That value becomes -8, which has no positive counterpart; a smaller scale may reduce the errors of the others.
+    """
+    return torch.stack([_kept(largest / -INT4_CENTRE * shrink) for shrink in _INT4_SHRINKS])
 
 
 def _kept(scales: torch.Tensor) -> torch.Tensor:

@@ -36,6 +36,7 @@ from vsched_workers.backends.cpu.products import (
     QuantizedProduct,
     make_product,
     quantizes_activations,
+    round_groups,
     widens_in_tiles,
 )
 from vsched_workers.backends.cpu.threads import pool_of, process_pool
@@ -160,7 +161,12 @@ class CpuBackend(Backend):
             given = {**self._make_plain.keywords}
             del given["deterministic"]
             make = functools.partial(QuantizedProduct, **given)
-            self._quantizer = Quantizer(settings.weights, settings.weights_group, make)
+            self._quantizer = Quantizer(
+                settings.weights,
+                settings.weights_group,
+                make,
+                int4=functools.partial(round_groups, settings.threads),
+            )
             self._pack_weights()
             self.make_product, self.make_head = self._quantizer.linear, self._quantizer.head
         self._attention: AttentionKernels | None = None

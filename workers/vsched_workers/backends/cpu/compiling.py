@@ -53,6 +53,7 @@ from vsched_workers.backends.cpu.products import (
     QuantizedProduct,
     make_product,
     quantizes_activations,
+    round_groups,
     widens_in_tiles,
 )
 from vsched_workers.backends.cpu.tiles.attention import attend_in_tiles
@@ -132,6 +133,8 @@ def _product_needs(
 ) -> Iterator[Need]:
     """Yield the kernels of products with activations of a type, for quantized weights of these kinds and others."""
     activations = "int8" if quantizes_activations(settings.activations, dtype) else "float"
+    if settings.weights == "int4":
+        yield ("rounding to int4",)
     for kind in dict.fromkeys(kinds):
         yield ("product", _word(dtype), kind, activations)
         if widens_in_tiles(settings, dtype):
@@ -210,6 +213,7 @@ KERNELS: Mapping[str, Callable[..., object]] = {
     "norm": add_norm.address_of,
     "activation": lambda name: _ACTIVATIONS[name].address_of(),
     "greedy sampler": sampling.warm_up_greedy,
+    "rounding to int4": lambda: round_groups(1, torch.zeros(1, 1, _INPUTS)),
 }
 """Functions that read a kernel from disk or compile it; those that take longest, up to 15 s of a 3 GHz core, first."""
 

@@ -18,6 +18,7 @@ from vsched_workers.backends.cpu.kernels.gemm import PANEL as PAIR_PANEL
 from vsched_workers.backends.cpu.kernels.gemm import WEIGHT
 from vsched_workers.backends.cpu.kernels.gemm import multiply as multiply_pairs
 from vsched_workers.backends.cpu.kernels.packing import pack
+from vsched_workers.backends.cpu.kernels.quantizing import find_largest, round_int4
 from vsched_workers.backends.cpu.kernels.simd import LINE, has_bf16_dot
 from vsched_workers.backends.cpu.quantized.block_sums import (
     PLAIN,
@@ -44,7 +45,7 @@ from vsched_workers.backends.cpu.tiles.kernel import HALF, has_tiles, multiply_i
 from vsched_workers.backends.reference.packed_weights import PackedProduct, Weight, room_for_weights
 from vsched_workers.memory.sparse_runs import at_most
 from vsched_workers.quantized.schemes import FORMATS
-from vsched_workers.quantized.weights import INT4_CENTRE, QuantizedWeight
+from vsched_workers.quantized.weights import INT4_CENTRE, QuantizedWeight, candidate_scales
 
 _PACKED_BYTES = 1 << 24
 """Bytes that are packed at once: limits the memory in use besides the weight and its panels."""
@@ -258,6 +259,17 @@ def _pack_int4(pairs: torch.Tensor) -> torch.Tensor:
     values = values.unflatten(-1, (-1, 2, 4))
     words: torch.Tensor = (values[..., 0, :] | values[..., 1, :] << 4).flatten(-2)
     return words
+
+
+def round_groups(threads: int, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize groups of a weight to int4; see `quantized.weights.RoundGroups`."""
+    pool, values = pool_of(threads), groups.contiguous().numpy()
+    largest = torch.empty(groups.shape[:2])
+    find_largest(pool, values, largest.numpy())
+    scales, rounded = torch.empty_like(largest), torch.empty(groups.shape, dtype=torch.uint8)
+    candidates = candidate_scales(largest).float().numpy()
+    round_int4(pool, values, candidates, scales.numpy(), rounded.numpy())
+    return rounded, scales.half()
 
 
 def _pack_scales(scales: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
