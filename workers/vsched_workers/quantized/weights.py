@@ -184,7 +184,7 @@ def merged_weights(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
 
 
 RoundGroups = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Quantizes groups of float32 values, [out, groups, group], to values of the same shape and scales [out, groups]."""
+"""Quantizes groups of float32 values, [out, groups, group], of an even size; returns values and scales as kept."""
 
 
 def quantize(
@@ -198,15 +198,15 @@ def quantize(
     outputs, inputs = weight.shape
     group = min(group or GROUPS[kind], inputs)
     rows = max(_TRIED_VALUES_MAX // inputs, 1)
-    make = _int8 if kind == "int8" else int4 or _int4
+    make = _int8 if kind == "int8" else _int4 if int4 is None or group % 2 else int4
     parts = [
         make(_grouped(weight[start : start + rows].float(), group))
         for start in range(0, outputs, rows)
     ]
-    values = torch.cat([each[0] for each in parts]).flatten(1)[:, :inputs]
+    columns = inputs if kind == "int8" else -(-inputs // 2)
     return QuantizedWeight(
         kind=kind,
-        values=packed_int4(values) if kind == "int4" else values.contiguous(),
+        values=torch.cat([each[0][:, :columns] for each in parts]),
         scales=torch.cat([each[1] for each in parts]),
         group=group,
         inputs=inputs,
@@ -226,20 +226,22 @@ def exact_scales(
 
 def packed_int4(values: torch.Tensor) -> torch.Tensor:
     """Pack values 0 to 15, [out, in], two per byte."""
-    values = functional.pad(values, (0, values.shape[1] % 2))
+    if values.shape[1] % 2:
+        values = functional.pad(values, (0, 1))
     return values[:, 0::2] | (values[:, 1::2] << 4)
 
 
 def _grouped(weight: torch.Tensor, group: int) -> torch.Tensor:
     """Return a weight as [out, groups, group]; the last group is padded with zeros."""
-    padded = functional.pad(weight, (0, -weight.shape[1] % group))
-    return padded.view(len(weight), -1, group)
+    if missing := -weight.shape[1] % group:
+        weight = functional.pad(weight, (0, missing))
+    return weight.view(len(weight), -1, group)
 
 
 def _int8(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scales = _kept(groups.abs().amax(-1) / 127)
     values = (groups / _divisors(scales)).round().clamp(-127, 127)
-    return values.to(torch.int8), scales
+    return values.to(torch.int8).flatten(1), scales
 
 
 def _int4(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -260,7 +262,7 @@ def _int4(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         )
         least = torch.where(better, error, least)
     assert best is not None
-    return (best[0] + INT4_CENTRE).to(torch.uint8), best[1]
+    return packed_int4((best[0] + INT4_CENTRE).to(torch.uint8).flatten(1)), best[1]
 
 
 def candidate_scales(largest: torch.Tensor) -> torch.Tensor:

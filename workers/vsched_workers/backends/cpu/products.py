@@ -17,7 +17,7 @@ from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.cpu.kernels.gemm import PANEL as PAIR_PANEL
 from vsched_workers.backends.cpu.kernels.gemm import WEIGHT
 from vsched_workers.backends.cpu.kernels.gemm import multiply as multiply_pairs
-from vsched_workers.backends.cpu.kernels.packing import pack
+from vsched_workers.backends.cpu.kernels.packing import pack, reorder_nibbles
 from vsched_workers.backends.cpu.kernels.quantizing import find_largest, round_int4
 from vsched_workers.backends.cpu.kernels.simd import LINE, has_bf16_dot
 from vsched_workers.backends.cpu.quantized.block_sums import (
@@ -230,35 +230,25 @@ def _pack_values(weight: QuantizedWeight, inputs: int, threads: int) -> torch.Te
       o0    a   b   c   d   e                  i0 .. i3    | a  b  c  d |   | p  q  r  s |
       o1    p   q   r   s   t           ->     i4 .. i7    | e  ..      |   | t  ..      |
 
-    int4 has the same layout with words of eight inputs (`_pack_int4`); other formats have one value in place of a word.
+    int4 has the same layout with words of eight inputs (`reorder_nibbles`); other formats have one value in place of a
+    word.
     """
     values, columns = weight.values, inputs // 2 if weight.kind == "int4" else inputs
     made = room_for_weights((-(-len(values) // PANEL), columns * PANEL), values.dtype)
     word = _WORDS[4 if weight.kind in FORMATS else values.dtype.itemsize]
     panels = made.view(word).view(len(made), -1, PANEL).numpy()
-    step = max(_PACKED_BYTES // made[0].nbytes, 1)
+    pool, step = pool_of(threads), max(_PACKED_BYTES // made[0].nbytes, 1)
     for first in range(0, len(made), step):
         some = values[first * PANEL : (first + step) * PANEL]
         if missing := columns - some.shape[1]:
             bits = some.view(torch.uint8) if values.dtype.itemsize == 1 else some
             some = functional.pad(bits, (0, missing))
-        rows = _pack_int4(some) if weight.kind == "int4" else some.contiguous()
-        pack(pool_of(threads), rows.view(word).numpy(), panels[first : first + step])
+        rows = some.contiguous().view(word)
+        if weight.kind == "int4":
+            pairs, rows = rows, torch.empty_like(rows)
+            reorder_nibbles(pool, pairs.numpy(), rows.numpy())
+        pack(pool, rows.numpy(), panels[first : first + step])
     return made
-
-
-def _pack_int4(pairs: torch.Tensor) -> torch.Tensor:
-    """Repack bytes of two neighbouring inputs, [..., in / 2], into words of eight.
-
-      before:  byte j         high: input 2 j + 1    low: input 2 j
-      packed:  byte j of 4    high: input j + 4      low: input j
-
-    The four low nibbles of a word are its first four inputs.
-    """
-    values: Any = torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2)
-    values = values.unflatten(-1, (-1, 2, 4))
-    words: torch.Tensor = (values[..., 0, :] | values[..., 1, :] << 4).flatten(-2)
-    return words
 
 
 def round_groups(threads: int, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -266,10 +256,11 @@ def round_groups(threads: int, groups: torch.Tensor) -> tuple[torch.Tensor, torc
     pool, values = pool_of(threads), groups.contiguous().numpy()
     largest = torch.empty(groups.shape[:2])
     find_largest(pool, values, largest.numpy())
-    scales, rounded = torch.empty_like(largest), torch.empty(groups.shape, dtype=torch.uint8)
+    scales = torch.empty_like(largest)
+    pairs = torch.empty(len(groups), groups[0].numel() // 2, dtype=torch.uint8)
     candidates = candidate_scales(largest).float().numpy()
-    round_int4(pool, values, candidates, scales.numpy(), rounded.numpy())
-    return rounded, scales.half()
+    round_int4(pool, values, candidates, scales.numpy(), pairs.numpy())
+    return pairs, scales.half()
 
 
 def _pack_scales(scales: torch.Tensor, factor: float = 1.0) -> torch.Tensor:

@@ -11,9 +11,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from vsched_workers.backends.cpu.kernels.compilation import LONG, compiled, kernel
 from vsched_workers.backends.cpu.kernels.thread_pool import spread
 
+_LOW_NIBBLES = np.uint32(0x0F0F0F0F)
 _TOGETHER = 8
 """Outputs whose words are read together: more would compete for the same lines of the cache."""
 
@@ -48,3 +51,27 @@ def pack(pool: int, rows: Any, panels: Any) -> None:
     Shape: rows [outputs, words], panels [outputs / width, words, width], both of the same integer type.
     """
     spread(pool, len(panels), 1, _pack_panel, (rows, panels))
+
+
+@compiled()
+def _reorder_row(row: int, pairs: Any, words: Any) -> None:
+    for place in range(pairs.shape[1]):
+        pair = np.uint32(pairs[row, place])
+        low, high = pair & _LOW_NIBBLES, (pair >> np.uint32(4)) & _LOW_NIBBLES
+        # Bytes of inputs 0, 2, 4, 6 and 1, 3, 5, 7: the last two of each become the high nibbles of the first two.
+        even, odd = low | (low >> np.uint32(12)), high | (high >> np.uint32(12))
+        first = (even & np.uint32(0xFF)) | (odd & np.uint32(0xFF)) << np.uint32(8)
+        last = (even & np.uint32(0xFF00)) >> np.uint32(8) | (odd & np.uint32(0xFF00))
+        words[row, place] = np.int32(first | last << np.uint32(16))
+
+
+@kernel(LONG, None, None)
+def reorder_nibbles(pool: int, pairs: Any, words: Any) -> None:
+    """Reorder words of eight int4 inputs.
+
+      pairs:  byte j of 4    high: input 2 j + 1    low: input 2 j
+      words:  byte j of 4    high: input j + 4      low: input j
+
+    The four low nibbles of a word are its first four inputs. Shape: pairs and words [outputs, words] of int32.
+    """
+    spread(pool, len(pairs), 1, _reorder_row, (pairs, words))

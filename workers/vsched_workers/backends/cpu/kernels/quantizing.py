@@ -48,9 +48,10 @@ def _error_of(values: Any, scale: Any) -> Any:
 
 
 @compiled(fastmath=_REORDERED)
-def _round_row(row: int, weight: Any, candidates: Any, scales: Any, rounded: Any) -> None:
+def _round_row(row: int, weight: Any, candidates: Any, scales: Any, pairs: Any) -> None:
+    half = weight.shape[2] // 2
     for group in range(weight.shape[1]):
-        values, made = weight[row, group], rounded[row, group]
+        values = weight[row, group]
         best = candidates[0, row, group]
         least = _error_of(values, best)
         for candidate in range(1, len(candidates)):
@@ -60,9 +61,12 @@ def _round_row(row: int, weight: Any, candidates: Any, scales: Any, rounded: Any
                 best, least = scale, error
         scales[row, group] = best
         divisor = best if best != np.float32(0) else np.float32(1)
-        for place in range(len(values)):
-            value = min(max(np.rint(values[place] / divisor), _LEAST), _MOST)
-            made[place] = np.uint8(value + _CENTRE)
+        for pair in range(half):
+            low = min(max(np.rint(values[2 * pair] / divisor), _LEAST), _MOST) + _CENTRE
+            high = min(max(np.rint(values[2 * pair + 1] / divisor), _LEAST), _MOST) + _CENTRE
+            pairs[row, group * half + pair] = np.uint8(
+                np.uint8(low) | np.uint8(high) << np.uint8(4)
+            )
 
 
 @kernel(LONG, None, None)
@@ -75,10 +79,10 @@ def find_largest(pool: int, weight: Any, largest: Any) -> None:
 
 
 @kernel(LONG, None, None, None, None)
-def round_int4(pool: int, weight: Any, candidates: Any, scales: Any, rounded: Any) -> None:
-    """Choose the scale of each group with the least squared error, and round the values, from 0 to 15.
+def round_int4(pool: int, weight: Any, candidates: Any, scales: Any, pairs: Any) -> None:
+    """Choose the scale of each group with the least squared error, and round the values.
 
     Shape: weight [outputs, groups, group], candidates [candidates, outputs, groups] and scales [outputs, groups] of
-    float32, rounded [outputs, groups, group] of uint8.
+    float32, pairs [outputs, inputs / 2] of uint8, the first input in the low nibble.
     """
-    spread(pool, len(weight), 1, _round_row, (weight, candidates, scales, rounded))
+    spread(pool, len(weight), 1, _round_row, (weight, candidates, scales, pairs))
