@@ -8,7 +8,6 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
 
 import msgspec
 import pytest
@@ -152,15 +151,22 @@ async def test_fork_server_that_hangs_costs_a_deadline(
         await until(lambda: not server.pid, "it is killed, and replaced at the next request")
 
 
-async def test_rank_is_a_new_process_if_the_fork_server_cannot_be_started(
-    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("call", [(ForkServer, "start"), (os, "pidfd_open")], ids=["start", "see"])
+async def test_rank_is_a_new_process_if_a_file_descriptor_is_missing(
+    place: Place,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    call: tuple[object, str],
 ) -> None:
-    """Such as without a free file descriptor; otherwise its group would wait for it in vain."""
+    """To start the fork server, or to see the end of the rank; otherwise its group would wait for it in vain."""
+    real, errors = getattr(*call), [OSError(errno.EMFILE, "Too many open files")]
 
-    def start(_: ForkServer) -> NoReturn:
-        raise OSError(errno.EMFILE, "Too many open files")
+    def once(*arguments: object) -> object:
+        if errors:
+            raise errors.pop()
+        return real(*arguments)
 
-    monkeypatch.setattr(ForkServer, "start", start)
+    monkeypatch.setattr(*call, once)
     async with started(place, behaviour=FORKED):
         assert "a new process instead: [Errno 24] Too many open files" in caplog.text
 
