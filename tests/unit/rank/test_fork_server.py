@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import resource
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,6 +76,7 @@ async def test_forked_ranks_are_as_new_processes_are(place: Place) -> None:
     assert received.lost == [(["generate"], "generate: rank 1 was killed by SIGKILL")]
     await worker_group.stop(grace_s=0)
     assert not any(is_running(pid) for pid in pids)
+    resource.prlimit(server, resource.RLIMIT_NOFILE, (400, 400))
     await worker_group.start()
     worker_group.leader("generate").decide(one_request())
     await received.wait_until(lambda: received.results)
