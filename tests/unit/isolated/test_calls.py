@@ -87,11 +87,12 @@ def test_calls_are_limited_in_memory(calls: IsolatedCalls) -> None:
         call(calls, "take 64")
 
 
-def test_calls_end_a_process_whose_answer_is_garbled(calls: IsolatedCalls) -> None:
-    """A crash may have corrupted its memory: it serves no further call."""
+@pytest.mark.parametrize("size", ["0100000000000000", "00" * 7 + "10", "ff" * 8])
+def test_calls_end_a_process_whose_answer_is_garbled(calls: IsolatedCalls, size: str) -> None:
+    """A crash may have corrupted its memory, and the size that it states: it serves no further call."""
     first = call(calls, "pid", keep=True)
     with pytest.raises(CallFailedError, match="died"):
-        call(calls, "garble", keep=True)
+        call(calls, f"garble {size}", keep=True)
     assert call(calls, "pid", keep=True) != first
 
 
