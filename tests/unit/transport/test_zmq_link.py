@@ -127,7 +127,8 @@ async def test_link_goes_on_after_a_report_that_could_not_be_taken(
 ) -> None:
     """The descriptor is edge-triggered: if an exception stopped the drain, the frames behind it would never be read."""
     link = connect(0)
-    sent = [b"first", b"bad", b"ready", b"bad too", b"bad again", b"last"]
+    vocabularies = bytes(32 * 150_000 * 15)  # log-probabilities of all tokens for 32 requests
+    sent = [b"first", b"bad", b"ready", b"bad too", vocabularies, b"bad again", b"last"]
     for frame in sent:
         link.send(frame)
     assert [frame for _, frame in await leading.receive(len(sent))] == sent
