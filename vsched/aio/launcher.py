@@ -101,17 +101,14 @@ class RankProcess:
         self._started(process.pid, process.wait)
 
     async def _fork(self, server: ForkServer, stdin: int) -> None:
-        order = ForkOrder(
-            folder=os.getcwd(),
-            environment=self._environment,
-            numbers=[0, 1, 2, self._spec.arena_fd],
-        )
+        numbers = [0, 1, 2, self._spec.arena_fd]
         try:
+            order = ForkOrder(folder=os.getcwd(), environment=self._environment, numbers=numbers)
             with await server.open() as channel:
                 self._ordered = True
-                pid = await server.fork(channel, order, [stdin, *order.numbers[1:]])
+                pid = await server.fork(channel, order, [stdin, *numbers[1:]])
             self._started(pid, partial(_exit_code, pid))
-        except (ForkServerLostError, OSError) as error:  # also no file descriptor, or no process
+        except (ForkServerLostError, OSError) as error:  # no descriptor, process or folder
             logger.warning("%s: a new process instead: %s", self._spec.name, error)
             try:
                 self._spawn(stdin)
@@ -264,10 +261,6 @@ class OwnLauncher(ABC):
     @abstractmethod
     def start(self, spec: RankSpec, on_exit: OnExit) -> LaunchedRank:
         """Start a rank with a complete specification."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Release everything; all ranks have ended."""
 
 
 class OwnHost:

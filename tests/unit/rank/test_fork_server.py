@@ -153,14 +153,14 @@ async def test_fork_server_that_hangs_costs_a_deadline(
         await until(lambda: not server.pid, "it is killed, and replaced at the next request")
 
 
-@pytest.mark.parametrize("call", [(ForkServer, "start"), (os, "pidfd_open")], ids=["start", "see"])
-async def test_rank_is_a_new_process_if_a_file_descriptor_is_missing(
+@pytest.mark.parametrize("call", [(ForkServer, "start"), (os, "pidfd_open"), (os, "getcwd")])
+async def test_rank_is_a_new_process_if_the_system_refuses_a_call(
     place: Place,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     call: tuple[object, str],
 ) -> None:
-    """To start the fork server, or to see the end of the rank; otherwise its group would wait for it in vain."""
+    """As without a free file descriptor, or in a deleted folder; otherwise its group would wait for it in vain."""
     real, errors = getattr(*call), [OSError(errno.EMFILE, "Too many open files")]
 
     def once(*arguments: object) -> object:
