@@ -8,6 +8,7 @@ import os
 from collections import deque
 from collections.abc import AsyncIterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -194,11 +195,7 @@ async def test_server_that_cannot_open_a_start_refuses_it(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     """Its engine would wait for `cluster.connect_s`."""
-
-    def fail(*_: object) -> None:
-        raise error
-
-    monkeypatch.setattr(Home, "open_link", fail)
+    monkeypatch.setattr(Home, "open_link", Mock(side_effect=error))
     wire = Wire()
     assert wire.engine.received == [Refused(f"has no room: {error}")]
     await asyncio.gather(*wire.server.ending)
