@@ -47,8 +47,6 @@ DESCRIPTORS_MAX = 16
 HELLO = b"imported"
 _TASKS = Path("/proc/self/task")
 _MADV_DONTNEED = 4
-_FREE_FROM = 500
-"""Descriptors are duplicated above this number before they are moved to their final numbers."""
 
 
 class ForkOrder(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,7 +109,8 @@ def _become(order: ForkOrder, descriptors: Sequence[int], channel: socket.socket
     try:
         channel.close()
         os.setsid()  # Ctrl-C in a terminal must reach only the engine
-        kept = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, _FREE_FROM) for each in descriptors]
+        above = max(order.numbers) + 1  # moving one to its number must not close another
+        kept = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, above) for each in descriptors]
         for each in descriptors:
             os.close(each)
         for each, number in zip(kept, order.numbers, strict=True):

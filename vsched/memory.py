@@ -332,7 +332,8 @@ def group_ledger(
         lines.append(LedgerLine(pool.name, "others", "peers", max(peers_bytes, 0)))
     for name, rank in zip(names, apart, strict=False):
         lines.append(LedgerLine(rank.pool, name, "weights", rank.weights_bytes))
-        lines += _adapter_line(rank, name)
+        if rank.adapter_bytes:
+            lines.append(LedgerLine(rank.pool, name, "adapters", rank.adapter_bytes))
     lines += [
         LedgerLine(one.pool, name, "encoder activations", one.growth_bytes)
         for name, one in zip(names, view.reservations, strict=False)
@@ -384,10 +385,6 @@ def _pool_lines(
         for name, size in sizes.items():
             if size or name in always:
                 yield LedgerLine(pool.name, owner, name, size)
-
-
-def _adapter_line(rank: RankMemory, owner: str) -> list[LedgerLine]:
-    return [LedgerLine(rank.pool, owner, "adapters", rank.adapter_bytes)] * bool(rank.adapter_bytes)
 
 
 def _table_text(rows: Sequence[Sequence[str]], align: str) -> str:

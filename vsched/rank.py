@@ -98,10 +98,7 @@ def step(rank: Rank[RankLink], timeout_s: float) -> None:
 
 def _look(members: Sequence[Member[RankLink]]) -> bool:
     """Receive pending messages from each link without waiting; return True if there were any."""
-    received = [
-        member.listen(0) for member in members
-    ]  # read every link, even if others had messages
-    return any(received)
+    return sum(member.listen(0) for member in members) > 0  # reads all, even if one had messages
 
 
 def _exit_with_parent(run_dir: str) -> None:

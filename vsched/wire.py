@@ -34,8 +34,8 @@ from vsched.probes import probe
 _HEADER = struct.Struct("<Q16sQ")
 _COVERED = 24  # the digest covers the frame from the turn on
 _CHECKSUM_BYTES = 4
-FRAME_BYTES_MAX = 64 << 20
-"""Larger frames are not valid messages."""
+FRAME_BYTES_MAX = 1 << 30
+"""Larger frames end the connection; the log-probabilities of a large vocabulary are 2 MB for each slot."""
 ON_THE_WAY = b""
 """Empty frame: the leader's next message is being transferred."""
 

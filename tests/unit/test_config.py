@@ -111,6 +111,9 @@ def test_config_set_parses_by_type(assignment: str, section: str, key: str, valu
             "encode.weights_group (from command line) is not valid: value 17, limit int, 0 to 128, a mult",
         ),
         ("deadlines.step_s=nan", "deadlines.step_s (from command line) is not valid: value nan,"),
+        # ZeroMQ counts milliseconds in 32 bits, and the record nanoseconds in 64.
+        ("deadlines.rank_timeout_s=1e7", "deadlines.rank_timeout_s (from command line) is not valid:"),
+        ("deadlines.waiting_s=1e12", "deadlines.waiting_s (from command line) is not valid: value 1000"),
         ("placement=apart", "placement (from command line) is not valid: value 'apart', limit"),
         ("zzz=1", "zzz (from command line): unknown key. Keys here: placement, model, server,"),
         ("routing=round-robin", "routing (from command line): not a table; write routing = {use ="),

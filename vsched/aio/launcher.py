@@ -101,33 +101,34 @@ class RankProcess:
         self._started(process.pid, process.wait)
 
     async def _fork(self, server: ForkServer, stdin: int) -> None:
-        order = ForkOrder(
-            folder=os.getcwd(),
-            environment=self._environment,
-            numbers=[0, 1, 2, self._spec.arena_fd],
-        )
+        numbers = [0, 1, 2, self._spec.arena_fd]
         try:
+            order = ForkOrder(folder=os.getcwd(), environment=self._environment, numbers=numbers)
             with await server.open() as channel:
                 self._ordered = True
-                pid = await server.fork(channel, order, [stdin, *order.numbers[1:]])
-        except (ForkServerLostError, OSError) as error:  # also no file descriptor, or no process
+                pid = await server.fork(channel, order, [stdin, *numbers[1:]])
+            self._started(pid, partial(_exit_code, pid))
+        except (ForkServerLostError, OSError) as error:  # no descriptor, process or folder
             logger.warning("%s: a new process instead: %s", self._spec.name, error)
             try:
                 self._spawn(stdin)
             except OSError as failure:
                 logger.error("%s: cannot be started: %s", self._spec.name, failure)  # noqa: TRY400
                 self._ended(1)
-        else:
-            self._started(pid, partial(_exit_code, pid))
         finally:
             os.close(stdin)
 
     def _started(self, pid: int, wait: Callable[[], int]) -> None:
+        try:
+            self._pidfd = os.pidfd_open(pid)
+        except OSError:  # no file descriptor: nobody would see its end
+            os.kill(pid, signal.SIGKILL)
+            wait()
+            raise
         self.pid, self._wait = pid, wait
         with contextlib.suppress(BrokenPipeError):  # it has ended already; `_reap` reports that
             self._lifeline.write(msgspec.json.encode(self._spec) + b"\n")
             self._lifeline.flush()
-        self._pidfd = os.pidfd_open(pid)
         self._loop.add_reader(self._pidfd, self._reap)
 
     def _reap(self) -> None:
@@ -260,10 +261,6 @@ class OwnLauncher(ABC):
     @abstractmethod
     def start(self, spec: RankSpec, on_exit: OnExit) -> LaunchedRank:
         """Start a rank with a complete specification."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Release everything; all ranks have ended."""
 
 
 class OwnHost:

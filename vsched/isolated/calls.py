@@ -36,6 +36,8 @@ HELLO_S = 60.0
 END_S = 10.0
 """Maximum time for a killed process to exit."""
 RETRY_AFTER_S = 5
+REPLY_BYTES_MAX = 64 << 20
+"""Maximum size of a reply; that of a video has up to a few bytes per token."""
 KEPT_MAX = 8
 """Maximum number of idle processes kept for further calls."""
 KEPT_CALLS_MAX = 256
@@ -126,19 +128,18 @@ class _Forked:
         """
         self.calls += 1
         until_s = time.monotonic() + deadline_s
-        reply = b""
         try:
             for frame in frames:
                 for part in (frame_header(frame), frame):
                     self._set_deadline(until_s)
                     self._channel.sendall(part)
             size = int.from_bytes(self._receive(HEAD_BYTES, until_s), "little")
-            reply = self._receive(size, until_s)
+            # A larger size is that of a process whose memory is corrupted.
+            return self._receive(size, until_s) if size <= REPLY_BYTES_MAX else b""
         except TimeoutError:
             raise
-        except (EOFError, OSError):
-            pass  # the process exited
-        return reply
+        except (EOFError, OSError):  # the process exited
+            return b""
 
     def _receive(self, size: int, until_s: float) -> bytes:
         received = bytearray()

@@ -137,7 +137,7 @@ class ArrivalGate(Restorable):
         return RejectArrival(arrival_id, text.removesuffix("."))
 
     def _view(self, request: HeldRequest, now_ns: int) -> ArrivalView:
-        arrived, table, groups = request.arrived, self._table, self._groups
+        arrived, table = request.arrived, self._table
         tenant, target_ms = arrived.tenant, arrived.ttft_target_ms
         loads = self._loads.refresh()
         running = loads.slots_total
@@ -163,7 +163,7 @@ class ArrivalGate(Restorable):
             tenant_requests=table.tenants.get(tenant, 0)
             + sum(one.tenant == tenant for one in self._inside()),
             load_tokens=loads.tokens_total,
-            load_limit_tokens=self._limits.blocks * self._limits.block_size * len(groups),
+            load_limit_tokens=sum(loads.blocks) * self._limits.block_size,
             measured=self._measured,
             state=self._seat.state,
         )

@@ -140,6 +140,7 @@ class Loads:
     Attributes:
         tokens: Tokens of all requests of each group.
         open: Whether each group takes new work.
+        blocks: KV blocks of each group; fewer than the limit after a restart with less memory.
         tokens_total: The sum of `tokens`.
         slots_total: The number of slots that requests hold.
     """
@@ -148,6 +149,7 @@ class Loads:
         self._groups = groups
         self.tokens = [0] * len(groups)
         self.open = [False] * len(groups)
+        self.blocks = [0] * len(groups)
         self._slots = [0] * len(groups)
         self.tokens_total = self.slots_total = 0
         self._changed = dirty.changed
@@ -164,7 +166,7 @@ class Loads:
             self.tokens_total += tokens - self.tokens[index]
             self.slots_total += slots - self._slots[index]
             self.tokens[index], self._slots[index] = tokens, slots
-            self.open[index] = group.open
+            self.open[index], self.blocks[index] = group.open, group.blocks_total
         self._changed.clear()
         return self
 
@@ -268,7 +270,7 @@ class Router(Restorable):
             prompt_tokens=state.prompt_length,
             item_keys=keys,
             routed=self._routed,
-            load_limit_tokens=self._limits.blocks * self._limits.block_size,
+            load_limit_tokens=min(self.loads.blocks) * self._limits.block_size,
             max_tokens=state.request.sampling.max_tokens,
             priority=state.request.priority,
             tenant=state.request.tenant,

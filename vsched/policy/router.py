@@ -39,7 +39,7 @@ class RoutingView(RequestView, frozen=True, kw_only=True):
         prompt_tokens: Tokens in the prompt of the request.
         item_keys: Content hashes of its images, in prompt order; empty for none.
         routed: Number of requests routed before it.
-        load_limit_tokens: Tokens that one replica can run at the same time: the size of its KV cache.
+        load_limit_tokens: Tokens that one replica can run at the same time: the size of the smallest KV cache.
         max_tokens: Maximum output tokens of the request.
     """
 

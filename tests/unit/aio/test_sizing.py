@@ -202,27 +202,16 @@ async def test_sizing_gives_all_groups_the_size_of_the_smallest() -> None:
 
 
 async def test_sizing_keeps_the_reservation_of_an_encoder_from_its_first_start() -> None:
-    """Its reservation after a restart changes no share, and its memory is named after the rank, not the process."""
+    """Its memory is named after the rank, not the process, and once after the host of its latest start."""
     sizing = make_sizing(APART)
     assert sizing.reserved_bytes("encode", 0) is None
-    for number, growth_bytes in ((7, 5), (8, 50)):
+    for number, growth_bytes, host in ((7, 5, "far"), (8, 50, "farther")):
         memory = msgspec.structs.replace(LOADED, pool=f"cpu limit of {number}")
-        encode = Group(memory, growth_bytes=growth_bytes)
-        await sizing.publish("encode", encode)  # type: ignore[arg-type]
+        await sizing.publish("encode", Group(memory, growth_bytes=growth_bytes), host)  # type: ignore[arg-type]
         assert sizing.reserved_bytes("encode", 0) == 5
-        await sizing.lead("generate", Group())  # type: ignore[arg-type]
-        assert sizing.ledger is not None
-        assert sorted(sizing.ledger.totals) == ["cpu", "cpu limit of encode rank 0"]
-
-
-async def test_sizing_names_the_memory_of_an_encoder_after_the_host_of_its_latest_start() -> None:
-    """Once: the pool of a kept reservation has a host already, which may be another one."""
-    sizing = make_sizing(APART)
-    for host in ("far", "farther"):
-        await sizing.publish("encode", Group(growth_bytes=5), host)  # type: ignore[arg-type]
     await sizing.lead("generate", Group())  # type: ignore[arg-type]
     assert sizing.ledger is not None
-    assert sorted(sizing.ledger.totals) == ["cpu", "farther: cpu"]
+    assert sorted(sizing.ledger.totals) == ["cpu", "farther: cpu limit of encode rank 0"]
 
 
 async def test_sizing_names_the_group_that_has_not_loaded() -> None:

@@ -99,13 +99,17 @@ def groups_on(device: OneDevice) -> dict[str, Group]:
     return {name: Group(device, size) for name, size in zip(NAMES, ROW_BYTES, strict=True)}
 
 
+async def sized(order: Sequence[str] = ()) -> tuple[OneDevice, Sizing, dict[str, Group]]:
+    device, sizing = OneDevice(1024 * MIB), sizing_of()
+    groups = groups_on(device)
+    await lead_all(sizing, groups, order)
+    return device, sizing, groups
+
+
 @pytest.mark.parametrize("order", [NAMES, NAMES[::-1]])
 async def test_sizing_together_does_not_depend_on_the_order_of_starts(order: Sequence[str]) -> None:
     """All groups get the same in each order of starting, and the largest steps of all fit at once."""
-    device = OneDevice(1024 * MIB)
-    groups = groups_on(device)
-    sizing = sizing_of()
-    await lead_all(sizing, groups, order)
+    _, sizing, groups = await sized(order)
     sizes = {one.accepted[0] for one in groups.values()}
     assert sizes == {4519}
     peaks = [one.votes[-1].memory.peak_bytes for one in groups.values()]
@@ -122,10 +126,7 @@ async def test_sizing_together_does_not_depend_on_the_order_of_starts(order: Seq
 
 async def test_sizing_together_restarts_keep_to_their_shares() -> None:
     """Twice in a row, while the memory of the lost group is free: no more, no less, and no profiling."""
-    device = OneDevice(1024 * MIB)
-    groups = groups_on(device)
-    sizing = sizing_of()
-    await lead_all(sizing, groups)
+    device, sizing, groups = await sized()
     received = [len(one.orders) for one in groups.values()]
     for name in ("generate-1", "generate-1", "generate-0"):
         groups[name].die()
@@ -230,9 +231,7 @@ async def test_group_comes_back_with_the_size_that_fits_and_with_all_of_it_later
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The steps of a smaller size are proved again; those of the whole size were proved at the first start."""
-    device, sizing = OneDevice(1024 * MIB), sizing_of()
-    groups = groups_on(device)
-    await lead_all(sizing, groups)
+    device, sizing, groups = await sized()
     group, (blocks,) = groups[NAME], groups[NAME].accepted
     taken = group.votes[-1].memory.kv_bytes // 3
     device.total_bytes -= taken
@@ -248,9 +247,7 @@ async def test_group_comes_back_with_the_size_that_fits_and_with_all_of_it_later
 
 
 async def test_each_step_that_runs_out_of_memory_costs_an_eighth_down_to_a_half() -> None:
-    sizing = sizing_of()
-    groups = groups_on(OneDevice(1024 * MIB))
-    await lead_all(sizing, groups)
+    _, sizing, groups = await sized()
     group, (blocks,) = groups[NAME], groups[NAME].accepted
     for eighths in (7, 6, 5, 4, 4):
         sizing.ran_out([NAME])
@@ -259,9 +256,7 @@ async def test_each_step_that_runs_out_of_memory_costs_an_eighth_down_to_a_half(
 
 
 async def test_group_without_memory_for_half_of_its_cache_does_not_start() -> None:
-    device, sizing = OneDevice(1024 * MIB), sizing_of()
-    groups = groups_on(device)
-    await lead_all(sizing, groups)
+    device, sizing, groups = await sized()
     device.total_bytes -= groups[NAME].votes[-1].memory.kv_bytes
     with pytest.raises(DeviceOutOfMemory, match=r"had before it was lost.*what is free on the"):
         await led_again(sizing, groups[NAME])

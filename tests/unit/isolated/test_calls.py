@@ -50,12 +50,16 @@ def call(
     )
 
 
-def test_calls_answer_and_know_the_setup(fresh: IsolatedCalls) -> None:
+def test_calls_answer_and_know_the_setup_until_they_are_closed(fresh: IsolatedCalls) -> None:
     assert fresh.pid == 0
     assert call(fresh, "order") == "setup and order"
     server = fresh.pid
     assert call(fresh, "another") == "setup and another"
     assert fresh.pid == server
+    fresh.close()
+    assert fresh.pid == 0
+    with pytest.raises(ServerClosedError):
+        call(fresh, "order")
 
 
 @pytest.mark.parametrize(
@@ -87,11 +91,12 @@ def test_calls_are_limited_in_memory(calls: IsolatedCalls) -> None:
         call(calls, "take 64")
 
 
-def test_calls_end_a_process_whose_answer_is_garbled(calls: IsolatedCalls) -> None:
-    """A crash may have corrupted its memory: it serves no further call."""
+@pytest.mark.parametrize("size", ["0100000000000000", "00" * 7 + "10", "ff" * 8])
+def test_calls_end_a_process_whose_answer_is_garbled(calls: IsolatedCalls, size: str) -> None:
+    """A crash may have corrupted its memory, and the size that it states: it serves no further call."""
     first = call(calls, "pid", keep=True)
     with pytest.raises(CallFailedError, match="died"):
-        call(calls, "garble", keep=True)
+        call(calls, f"garble {size}", keep=True)
     assert call(calls, "pid", keep=True) != first
 
 
@@ -111,16 +116,8 @@ def test_calls_that_fail_do_not_disturb_others(calls: IsolatedCalls) -> None:
     assert found == expected * 2
 
 
-def test_calls_replace_a_server_that_died(calls: IsolatedCalls) -> None:
-    call(calls, "order")
-    before = calls.pid
-    os.kill(before, signal.SIGKILL)
-    assert call(calls, "order") == "setup and order"
-    assert calls.pid not in {0, before}
-
-
 def test_kept_processes_answer_further_calls(calls: IsolatedCalls) -> None:
-    """A dead one is not kept; one that dies with the server is replaced, and the call gets its reply."""
+    """A dead one is not kept; if the server dies, both are replaced, and the call gets its reply."""
 
     def pid() -> int:
         return int(call(calls, "pid", keep=True))
@@ -131,8 +128,11 @@ def test_kept_processes_answer_further_calls(calls: IsolatedCalls) -> None:
     with pytest.raises(CallFailedError, match="SIGSEGV"):
         call(calls, "die 11", keep=True)
     assert pid() != first
-    os.kill(calls.pid, signal.SIGKILL)
+    server = calls.pid
+    os.kill(server, signal.SIGKILL)
     assert int(call(calls, "pid", keep=True, retry=True)) != first
+    assert call(calls, "next") == "setup and next"
+    assert calls.pid not in {0, server}
 
 
 @pytest.mark.parametrize("keep", [False, True])
@@ -173,11 +173,3 @@ def test_calls_fail_when_no_server_starts() -> None:
     with pytest.raises(ServerLostError, match="the absent server does not start"):
         call(calls, "order")
     calls.close()
-
-
-def test_calls_end_with_close(fresh: IsolatedCalls) -> None:
-    fresh.start()
-    fresh.close()
-    assert fresh.pid == 0
-    with pytest.raises(ServerClosedError):
-        call(fresh, "order")

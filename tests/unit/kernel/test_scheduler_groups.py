@@ -73,6 +73,10 @@ def test_router_shows_loads_in_tokens() -> None:
     assert limit == cluster.limits.blocks * cluster.limits.block_size
     cluster.drain()
     assert generate_statistics(cluster)["load_tokens"] == 0
+    cluster.lose("generate-0")
+    cluster.restore_group("generate-0", cluster.limits.blocks_min)
+    cluster.submit(text("asked again"))
+    assert SEEN[-1][1] == cluster.limits.blocks_min * cluster.limits.block_size
 
 
 def test_router_shows_prefixes_and_images_that_a_replica_has_seen() -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import resource
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
 
 import msgspec
 import pytest
@@ -76,6 +76,7 @@ async def test_forked_ranks_are_as_new_processes_are(place: Place) -> None:
     assert received.lost == [(["generate"], "generate: rank 1 was killed by SIGKILL")]
     await worker_group.stop(grace_s=0)
     assert not any(is_running(pid) for pid in pids)
+    resource.prlimit(server, resource.RLIMIT_NOFILE, (400, 400))
     await worker_group.start()
     worker_group.leader("generate").decide(one_request())
     await received.wait_until(lambda: received.results)
@@ -152,15 +153,22 @@ async def test_fork_server_that_hangs_costs_a_deadline(
         await until(lambda: not server.pid, "it is killed, and replaced at the next request")
 
 
-async def test_rank_is_a_new_process_if_the_fork_server_cannot_be_started(
-    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("call", [(ForkServer, "start"), (os, "pidfd_open"), (os, "getcwd")])
+async def test_rank_is_a_new_process_if_the_system_refuses_a_call(
+    place: Place,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    call: tuple[object, str],
 ) -> None:
-    """Such as without a free file descriptor; otherwise its group would wait for it in vain."""
+    """As without a free file descriptor, or in a deleted folder; otherwise its group would wait for it in vain."""
+    real, errors = getattr(*call), [OSError(errno.EMFILE, "Too many open files")]
 
-    def start(_: ForkServer) -> NoReturn:
-        raise OSError(errno.EMFILE, "Too many open files")
+    def once(*arguments: object) -> object:
+        if errors:
+            raise errors.pop()
+        return real(*arguments)
 
-    monkeypatch.setattr(ForkServer, "start", start)
+    monkeypatch.setattr(*call, once)
     async with started(place, behaviour=FORKED):
         assert "a new process instead: [Errno 24] Too many open files" in caplog.text
 

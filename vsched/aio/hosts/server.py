@@ -172,22 +172,22 @@ class HostedStart:
         if requested.version != VERSION:
             self.refuse(f"runs vsched {VERSION}, and the engine {requested.version}")
             return
-        try:
-            self._arena = self._stream.arena = Arena.create(requested.layout)
-        except VschedError as error:
-            self.refuse(f"has no room: {error}")
-            return
         self.whose = (requested.engine, tuple(requested.groups))
         self._alive_s = requested.alive_s
         for start in [*self._server.starts.values()]:
             if start is not self and start.whose == self.whose:
                 # The engine has given it up, even if its link stands.
                 start.end("was replaced by a new start")
-        # Nothing here is lost without its engine.
         launcher = self._server.launcher
-        self._place = launcher.choose_host(requested.groups, self._arena, lambda _why: None)
-        for group in requested.groups:
-            self._links[group] = self._place.open_link(group, partial(self._report, group))
+        try:
+            self._arena = self._stream.arena = Arena.create(requested.layout)
+            # Nothing here is lost without its engine.
+            self._place = launcher.choose_host(requested.groups, self._arena, lambda _why: None)
+            for group in requested.groups:
+                self._links[group] = self._place.open_link(group, partial(self._report, group))
+        except (VschedError, OSError, zmq.ZMQError) as error:
+            self.refuse(f"has no room: {error}")
+            return
         logger.info("serves %s", " and ".join(requested.groups))
         self._stream.put(Opened())
         self._stream.watch(

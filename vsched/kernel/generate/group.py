@@ -821,6 +821,10 @@ class GenerateGroup(Group):
         return sum(one.request.priority >= priority for one in held)
 
     @property
+    def blocks_total(self) -> int:
+        return self._pool.count
+
+    @property
     def load_tokens(self) -> int:
         """Tokens of all its requests, prompts and outputs, waiting and running."""
         return self._known_tokens + self._running.decoded(self._in_flight.planned)

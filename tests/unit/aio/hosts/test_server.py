@@ -8,9 +8,11 @@ import os
 from collections import deque
 from collections.abc import AsyncIterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import msgspec
 import pytest
+import zmq
 
 from tests.machines import pretend_cores
 from tests.unit.aio.hosts.test_stream import Side
@@ -29,6 +31,7 @@ from vsched.aio.hosts.link import (
     FromRank,
     Launch,
     OpenGroups,
+    Refused,
     ToEngine,
     ToRank,
     Write,
@@ -183,6 +186,20 @@ async def test_closing_server_accepts_no_new_request(wire: Wire) -> None:
     wire.home.rank.may_end.set()
     await closing
     assert wire.home.places == 1
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left"), zmq.ZMQError(24, "Too many files")]
+)
+async def test_server_that_cannot_open_a_start_refuses_it(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Its engine would wait for `cluster.connect_s`."""
+    monkeypatch.setattr(Home, "open_link", Mock(side_effect=error))
+    wire = Wire()
+    assert wire.engine.received == [Refused(f"has no room: {error}")]
+    await asyncio.gather(*wire.server.ending)
+    assert not wire.server.starts
 
 
 async def test_server_that_closes_waits_for_ranks_of_starts_that_are_over(wire: Wire) -> None:
