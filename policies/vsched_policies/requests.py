@@ -111,7 +111,6 @@ class TenantFair(RequestPolicy, frozen=True, kw_only=True):
         served: ServedTokens = view.state
         served.arrived_ns = view.now_ns
         self._count_ends(view.measured, served)
-        _trim(served)
         tenant = view.request.tenant
         rate = self.rates.get(tenant, self.rate)
         if rate is None or view.request.asks:  # a held request took its token on arrival
@@ -196,12 +195,15 @@ class TenantFair(RequestPolicy, frozen=True, kw_only=True):
         return Preemption(index, self.mode)
 
     def _count_ends(self, measured: Measured, served: ServedTokens) -> None:
+        known = len(served.tokens)
         for end in measured.ends:
             if end.ended_ns > served.seen_ns:
                 tokens = end.prompt_tokens + self.output_weight * end.output_tokens
                 served.tokens[end.tenant] = served.tokens.get(end.tenant, served.floor) + tokens
         if measured.ends:
             served.seen_ns = max(served.seen_ns, measured.ends[-1].ended_ns)
+        if len(served.tokens) > known:
+            _trim(served)
 
 
 def _by_tenant(tenants: Iterable[str]) -> dict[str, list[int]]:
@@ -219,13 +221,15 @@ def _counts(served: ServedTokens, measured: Measured, tenants: Iterable[str]) ->
 
 def _lift(served: ServedTokens, waiting: list[str]) -> None:
     """Lift the counters of newly waiting tenants to the minimum of the other waiting tenants."""
-    stayed = [served.tokens.get(one, served.floor) for one in waiting if one in served.waited]
+    waited, known = {*served.waited}, len(served.tokens)
+    stayed = [served.tokens.get(one, served.floor) for one in waiting if one in waited]
     served.floor = max(served.floor, min(stayed, default=served.floor))
     for tenant in waiting:
-        if tenant not in served.waited and served.tokens.get(tenant, 0.0) < served.floor:
+        if tenant not in waited and served.tokens.get(tenant, 0.0) < served.floor:
             served.tokens[tenant] = served.floor
     served.waited = _fitting(waiting)
-    _trim(served)
+    if len(served.tokens) > known:
+        _trim(served)
 
 
 def _trim(served: ServedTokens) -> None:

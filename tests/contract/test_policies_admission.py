@@ -187,7 +187,8 @@ def test_tenant_fair_raises_the_counter_of_late_tenants() -> None:
 
 
 def test_tenant_fair_keeps_a_bounded_number_of_counters() -> None:
-    state = ServedTokens(tokens={f"t{number}": number for number in range(TENANTS_MAX + 50)})
+    tokens = {f"t{number}": number for number in range(TENANTS_MAX + 50)}
+    state = ServedTokens(tokens=tokens, floor=1.0)
     chosen(TenantFair(), of("ab"), state=state)
     assert len(state.tokens) == TENANTS_MAX
     assert f"t{TENANTS_MAX + 49}" in state.tokens
