@@ -325,8 +325,8 @@ class StepShares(msgspec.Struct, frozen=True):
     Attributes:
         order: Indices into `view.prefilling` of the requests that advance.
         tokens: Maximum tokens of each of them, in the same order; None for all that fit.
-        time_ns: Time limit of the prefill in this step, in place of `view.time_ns`; None to keep that. Ignored in a
-            step without a limit, where `view.time_ns` is None.
+        time_ns: Time limit of the prefill in this step, in place of `view.time_ns`; None to keep that. A block is
+            prefilled in any case. Ignored in a step without a limit, where `view.time_ns` is None.
     """
 
     order: Sequence[int]

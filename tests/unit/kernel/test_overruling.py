@@ -119,6 +119,13 @@ def test_admission_keeps_no_request_waiting_for_too_long_with_empty_answers() ->
     assert overruled_in(full) == {}
 
 
+def test_step_without_time_for_prefill_keeps_no_request_from_joining() -> None:
+    policy = answering("step", lambda view: StepShares(range(len(view.prefilling)), time_ns=0))
+    requests = [RequestAt(at_s=n, output_tokens=500) for n in range(2)]
+    times = run_policy(policy, *requests, slots=4, step_target_ns=SECOND_NS).times
+    assert times["2"].first_token_ns < times["1"].finished_ns
+
+
 def test_requests_that_are_passed_over_take_one_slot_at_a_time() -> None:
     """A policy that keeps slots for others keeps all but one."""
     cluster = passing_over(4, 5)
