@@ -89,7 +89,8 @@ class TenantFair(RequestPolicy, frozen=True, kw_only=True):
         rate: Requests per second of a tenant; None for no limit.
         burst: Number of requests that an idle tenant may send at once.
         rates: Other rates, by tenant.
-        wait_s: Maximum time to hold a request rather than shed it; at most 60.
+        wait_s: Maximum time to hold a request rather than shed it; at most 60, and at most
+            `policies.passed_over_max_s`.
     """
 
     state_type = ServedTokens
@@ -118,8 +119,9 @@ class TenantFair(RequestPolicy, frozen=True, kw_only=True):
         now_ns, token_ns = view.now_ns, int(1e9 / rate)
         full_ns = max(served.full_ns.get(tenant, 0), now_ns) + token_ns
         wait_ns = full_ns - now_ns - self.burst * token_ns
-        if wait_ns > self.wait_s * 1e9:
-            retry_s = ceil((wait_ns - self.wait_s * 1e9) / 1e9)
+        hold_ns = min(self.wait_s * 1e9, view.hold_max_ns)
+        if wait_ns > hold_ns:
+            retry_s = ceil((wait_ns - hold_ns) / 1e9)
             sender = f"tenant {tenant} sends" if tenant else "requests without a tenant are sent"
             text = limit_message(
                 f"{sender} too fast",

@@ -17,10 +17,12 @@ MS = 1_000_000
 SECOND_NS = 1000 * MS
 
 
-def ask(policy: TenantFair, state: ServedTokens, at_ms: int, tenant: str = "a") -> ArrivalDecision:
+def ask(
+    policy: TenantFair, state: ServedTokens, at_ms: int, tenant: str = "a", **view: int
+) -> ArrivalDecision:
     now_ns = at_ms * MS
     request = ArrivingRequest(tenant=tenant, arrived_ns=now_ns)
-    return policy.arrive(ArrivalView(now_ns=now_ns, request=request, state=state))
+    return policy.arrive(ArrivalView(now_ns=now_ns, request=request, state=state, **view))
 
 
 def test_tenant_fair_lets_a_burst_in_and_then_a_rate() -> None:
@@ -37,6 +39,7 @@ def test_tenant_fair_holds_in_order_and_reports_when_to_come_back() -> None:
     policy, state = TenantFair(rate=1, burst=1, wait_s=2, rates={"b": 1000}), ServedTokens()
     answers = [ask(policy, state, 0) for _ in range(5)]
     assert answers[:3] == [Admit(), Hold(SECOND_NS), Hold(2 * SECOND_NS)]
+    assert isinstance(ask(policy, state, 1000, hold_max_ns=SECOND_NS), Shed)
     shed = answers[3]
     assert isinstance(shed, Shed)
     assert (shed.retry_after_s, shed.status) == (1, 429)

@@ -102,8 +102,8 @@ class ArrivalGate(Restorable):
 
     def _ask(self, request: HeldRequest, now_ns: int) -> list[Command]:
         arrival_id = request.arrived.arrival_id
-        view, hold_max_ns = self._view(request, now_ns), self._limits.passed_over_ns
-        answer = self._seat.decide(view, now_ns, request.arrived_ns, hold_max_ns)
+        view = self._view(request, now_ns)
+        answer = self._seat.decide(view, now_ns, request.arrived_ns, view.hold_max_ns)
         match answer:
             case Admit():
                 return [self._admit(request)]
@@ -164,6 +164,7 @@ class ArrivalGate(Restorable):
             + sum(one.tenant == tenant for one in self._inside()),
             load_tokens=loads.tokens_total,
             load_limit_tokens=self._limits.blocks * self._limits.block_size * len(groups),
+            hold_max_ns=self._limits.passed_over_ns,
             measured=self._measured,
             state=self._seat.state,
         )

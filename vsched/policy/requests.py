@@ -12,6 +12,7 @@ import msgspec
 from vsched.policy.base import OfRequest, Policy, PolicyKey, View, WaitingEntry, decides
 from vsched.policy.checks import (
     COUNT_MAX,
+    HOLD_MAX_NS,
     TIME_MAX_NS,
     check_distinct,
     check_hold,
@@ -57,6 +58,7 @@ class ArrivalView(View, frozen=True, kw_only=True):
         tenant_requests: Number of requests of the same tenant: held, preparing, waiting or running.
         load_tokens: Prompt and output tokens of all waiting and running requests.
         load_limit_tokens: Tokens that can run at the same time: the size of all KV caches.
+        hold_max_ns: Maximum time from the arrival of the request to the end of a hold (`policies.passed_over_max_s`).
     """
 
     request: ArrivingRequest
@@ -69,6 +71,7 @@ class ArrivalView(View, frozen=True, kw_only=True):
     tenant_requests: int = 0
     load_tokens: int = 0
     load_limit_tokens: int = 0
+    hold_max_ns: int = HOLD_MAX_NS
 
 
 class Admit(msgspec.Struct, frozen=True):
@@ -78,7 +81,7 @@ class Admit(msgspec.Struct, frozen=True):
 class Hold(msgspec.Struct, frozen=True):
     """Hold the request and call the policy again at `until_ns`.
 
-    A hold lasts 1 ms at least, and ends at most `policies.passed_over_max_s` after the arrival of the request.
+    A hold lasts 1 ms at least, and ends at most `view.hold_max_ns` after the arrival of the request.
     """
 
     until_ns: int
@@ -194,6 +197,7 @@ class AdmissionView(View, frozen=True, kw_only=True):
             Empty for a policy class whose `preempts` is False.
         overdue: Index of the entry that goes first whatever the policy returns: it was passed over for longer than
             `policies.passed_over_max_s`. None for none.
+        hold_max_ns: Maximum time from the arrival of each waiting entry to the end of a hold: the same setting.
     """
 
     stage: str
@@ -208,6 +212,7 @@ class AdmissionView(View, frozen=True, kw_only=True):
     running_requests: Sequence[RunningView] = ()
     eligible: Sequence[int] = ()
     overdue: int | None = None
+    hold_max_ns: int = HOLD_MAX_NS
 
 
 class Admission(msgspec.Struct, frozen=True):
@@ -216,7 +221,7 @@ class Admission(msgspec.Struct, frozen=True):
     Attributes:
         indices: Indices into `view.waiting` of the entries that join now, in this order; empty for none.
         hold_until_ns: Time until which no entry joins and the policy is not called; None for no hold. At least 1 ms
-            from now, and at most `policies.passed_over_max_s` after the arrival of each waiting entry.
+            from now, and at most `view.hold_max_ns` after the arrival of each waiting entry.
         preempt: Indices into `view.running_requests` of the requests that give up their slots, in this order: one for
             each entry of `indices` that finds no free slot. All are in `view.eligible`: they decode and got a token
             since they joined, did not take their slot from another request, and were without a slot because of such

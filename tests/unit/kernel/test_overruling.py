@@ -274,6 +274,22 @@ def test_holds_have_the_same_limit(limit_s: int, fails: bool) -> None:
     assert bool(overruled(cluster, "arrival")) != fails
 
 
+def hold_for_long(view: Any) -> Any:
+    """Holds as long as it may."""
+    held = [view.request] if hasattr(view, "request") else view.waiting
+    until_ns = held[0].arrived_ns + view.hold_max_ns
+    return Hold(until_ns) if hasattr(view, "request") else Admission(hold_until_ns=until_ns)
+
+
+@pytest.mark.parametrize("seat", ["arrival", "generate_admission", "encode_admission"])
+def test_view_has_the_limit_of_holds(seat: str) -> None:
+    policy = answering(seat.rpartition("_")[2], hold_for_long)
+    cluster = make_cluster(passed_over_ns=5 * SECOND_NS, **{seat: policy})
+    cluster.arrive(image_request("r", (b"image", 4)))
+    cluster.wait(4 * SECOND_NS)
+    assert not (joined(cluster) or cluster.notices)
+
+
 ASKED_NS: list[int] = []
 
 

@@ -480,6 +480,7 @@ class GenerateGroup(Group):
             running_requests=RunningViews(running, self._in_flight.planned),
             eligible=eligible,
             overdue=overdue,
+            hold_max_ns=self._limits.passed_over_ns,
             measured=self.measured,
             state=self._admission.state,
         )
@@ -487,11 +488,7 @@ class GenerateGroup(Group):
         if not self._front_first:
             need = self._limits.blocks_for(len(waiting[0].state.tokens))
             admission, helped = queue.admit(
-                self._admission,
-                view,
-                waiting,
-                self._limits.passed_over_ns,
-                fits=need <= self._pool.available,
+                self._admission, view, waiting, fits=need <= self._pool.available
             )
             if helped and overdue is not None:
                 self._helped = waiting[overdue].state.number
