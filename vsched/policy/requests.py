@@ -147,7 +147,7 @@ class RunningView(OfRequest, frozen=True, kw_only=True):
 
     Attributes:
         tokens: Tokens computed so far, prompt and output.
-        blocks: KV blocks that it holds.
+        blocks: KV blocks that it holds: from the start for its whole prompt.
         outputs: Output tokens so far.
         arrived_ns: Time of its arrival.
         target_ns: Deadline of its first token; None without a target, and after the first token.
