@@ -13,6 +13,7 @@ from vsched.policy import (
     ArrivalView,
     ArrivingRequest,
     RequestPolicy,
+    RunningView,
     WaitingEntry,
 )
 from vsched.policy.measured import EndTime, Measurements
@@ -125,6 +126,15 @@ def test_priority_lets_nothing_pass_the_more_urgent() -> None:
     """Strict even if the urgent one does not fit together with the others."""
     waiting = [Item(10), Item(50, priority=1), Item(60, priority=1), Item(10)]
     assert list(ask(Priority(max_tokens=100), waiting).indices) == [1]
+
+
+def test_tiers_preempts_no_more_requests_than_may_join_in_a_step() -> None:
+    running = [RunningView(tokens=1, blocks=1, outputs=1, arrived_ns=0)] * 3
+    seen: dict[str, Any] = {"running_requests": running, "eligible": (0, 1, 2), "tokens_free": 100}
+    waiting = [Item(10, priority=1)] * 4
+    for policy, count in ((Tiers(), 3), (Tiers(max_items=1), 1), (Tiers(max_tokens=20), 2)):
+        admission = ask(policy, waiting, divisible=True, entries_free=0, **seen)
+        assert len(admission.indices) == len(admission.preempt) == count
 
 
 @pytest.mark.parametrize(("waited_s", "order"), [(9.9, [1, 0]), (10.0, [0, 1]), (100.0, [0, 1])])
