@@ -26,6 +26,7 @@ from vsched.policy import (
     RequestPolicy,
     without_seats,
 )
+from vsched.policy.base import FEATURES
 from vsched.policy.requests import check_encode_limits
 from vsched.policy_host import HostCapabilities, SeatPolicies, check_capabilities, check_table
 from vsched.policy_host.seats import PolicyMemory
@@ -34,6 +35,11 @@ ENCODE_ITEMS_MAX = 8
 """Maximum number of images in an encode step if the admission policy sets no limit."""
 ENCODE_ITEMS_MAX_CPU = 1
 """The same on a CPU: from 64 tokens per image on, batching saves no time and delays the first images."""
+WITHOUT_SWAP = HostCapabilities(
+    host="a server without generate.swap_memory",
+    tables=frozenset(POLICY_TABLES),
+    features=frozenset(FEATURES) - {"swap"},
+)
 
 
 class ConfiguredPolicies(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,6 +94,13 @@ def resolve_policies(config: Config) -> ConfiguredPolicies:
     return msgspec.structs.replace(found, several=tuple(several))
 
 
+def check_needs(config: Config, policies: Mapping[str, Policy]) -> None:
+    """Refuse policies that swap if there is no swap space."""
+    if not config.generate.swap_memory:
+        for path, policy in policies.items():
+            check_capabilities(policy, path, WITHOUT_SWAP)
+
+
 def _several(config: Config) -> dict[str, Policy]:
     """Build the policy that makes several decisions with one state; return it by the tables that it stands for."""
     policy, named = resolve_several(config.policy)
@@ -110,7 +123,7 @@ def check_replacement(
 
     Raises:
         ConfigError: If a table or a policy is not valid, or needs a restart; each line starts with a table's path.
-        PolicyError: If a class cannot make its decision.
+        PolicyError: If a class cannot make its decision, or needs swap space and there is none.
     """
     problems = ConfigProblems()
     checked: dict[str, PolicyTable] = {}
@@ -133,6 +146,7 @@ def check_replacement(
     problems.raise_all()
     if not checked:
         raise ConfigError("no policy is named. Remedy: name tables, such as generate.step")
+    check_needs(config, built)
     after = configured_policies(config, {**current.by_table, **built})
     allowed, tokens = current.item_tokens_max, after.item_tokens_max
     if tokens is not None and (allowed is None or tokens < allowed):
