@@ -34,8 +34,7 @@ class LruOrder(Generic[Key]):
     def reuse(self, key: Key) -> None:
         del self._keys[key]
 
-    def drop(self, key: Key) -> None:
-        del self._keys[key]
+    drop = reuse
 
     def victim(self) -> Key:
         return next(iter(self._keys))

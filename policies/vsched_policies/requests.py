@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from math import ceil
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -34,6 +34,7 @@ from vsched.policy.measured import Measured
 from vsched.policy.requests import RETRY_AFTER_MAX_S
 from vsched_policies.admission import pack
 
+AnyNumber = TypeVar("AnyNumber", int, float)
 TENANTS_MAX = 128
 """Maximum number of counters. The lowest are dropped first: a returning tenant starts at the floor anyway."""
 NAMES_BYTES_MAX = 5400
@@ -130,10 +131,12 @@ class TenantFair(RequestPolicy, frozen=True, kw_only=True):
                 remedy=f"try again in {retry_s} s",
             )
             return Shed(text.removesuffix("."), min(retry_s, RETRY_AFTER_MAX_S))
-        buckets = served.full_ns | {tenant: full_ns}
-        latest = sorted(buckets, key=buckets.__getitem__, reverse=True)
-        kept = _fitting([name for name in latest if buckets[name] > now_ns])
-        served.full_ns = {name: buckets[name] for name in kept}
+        known = tenant in served.full_ns
+        served.full_ns[tenant] = full_ns
+        if not known:
+            served.full_ns = _largest(
+                {one: at for one, at in served.full_ns.items() if at > now_ns}
+            )
         return Hold(now_ns + max(wait_ns, HOLD_MIN_NS)) if wait_ns > 0 else Admit()
 
     # --- admission ---
@@ -205,7 +208,7 @@ class TenantFair(RequestPolicy, frozen=True, kw_only=True):
         if measured.ends:
             served.seen_ns = max(served.seen_ns, measured.ends[-1].ended_ns)
         if len(served.tokens) > known:
-            _trim(served)
+            served.tokens = _largest(served.tokens)
 
 
 def _by_tenant(tenants: Iterable[str]) -> dict[str, list[int]]:
@@ -231,15 +234,13 @@ def _lift(served: ServedTokens, waiting: list[str]) -> None:
             served.tokens[tenant] = served.floor
     served.waited = _fitting(waiting)
     if len(served.tokens) > known:
-        _trim(served)
+        served.tokens = _largest(served.tokens)
 
 
-def _trim(served: ServedTokens) -> None:
-    """Drop the lowest counters that do not fit."""
-    tokens = served.tokens
-    most = _fitting(sorted(tokens, key=tokens.__getitem__, reverse=True))
-    if len(most) < len(tokens):
-        served.tokens = {one: tokens[one] for one in most}
+def _largest(values: dict[str, AnyNumber]) -> dict[str, AnyNumber]:
+    """Return the values without the lowest, which do not fit."""
+    most = _fitting(sorted(values, key=values.__getitem__, reverse=True))
+    return {one: values[one] for one in most}
 
 
 def _fitting(names: Sequence[str]) -> list[str]:

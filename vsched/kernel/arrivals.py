@@ -106,7 +106,9 @@ class ArrivalGate(Restorable):
         answer = self._seat.decide(view, now_ns, request.arrived_ns, view.hold_max_ns)
         match answer:
             case Admit():
-                return [self._admit(request)]
+                self.counts["admitted"] += 1
+                self._preparing[arrival_id] = request.arrived
+                return [AdmitArrival(arrival_id)]
             case Redirect(base_url):
                 self.counts["redirected"] += 1
                 return [RejectArrival(arrival_id, base_url=base_url)]
@@ -122,11 +124,6 @@ class ArrivalGate(Restorable):
                 return []
         self.counts["shed"] += 1
         return [RejectArrival(arrival_id, answer.reason, answer.status, answer.retry_after_s)]
-
-    def _admit(self, request: HeldRequest) -> AdmitArrival:
-        self.counts["admitted"] += 1
-        self._preparing[request.arrived.arrival_id] = request.arrived
-        return AdmitArrival(request.arrived.arrival_id)
 
     def _reject_full(self, arrival_id: int) -> RejectArrival:
         self.counts["shed"] += 1

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-from vsched.policy.checks import HOLD_MAX_NS
-
 
 class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     """The limits of a scheduler.
@@ -56,7 +54,7 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     state_snapshots: int | None = None
     generate_depth: int = 2
     waiting_ns: int = 0
-    passed_over_ns: int = HOLD_MAX_NS
+    passed_over_ns: int = 60 * 1_000_000_000
     encoders: int = 1
     generators: int = 1
     encode_pauses: bool = False

@@ -12,8 +12,6 @@ COUNT_MAX = 2**31 - 1
 TIME_MAX_NS = 2**63 - 1
 HOLD_MIN_NS = 1_000_000
 """Minimum of a hold: a shorter one, such as 5 ns for 5 s, would keep the host busy with calls until it ends."""
-HOLD_MAX_NS = 60_000_000_000
-"""`policies.passed_over_max_s` by default."""
 TEXT_CHARACTERS_MAX = 500
 PASSED_OVER = "one that was passed over for too long goes first"
 """Reason of an answer that the kernel did not follow because of `policies.passed_over_max_s`."""

@@ -12,7 +12,6 @@ import msgspec
 from vsched.policy.base import OfRequest, Policy, PolicyKey, View, WaitingEntry, decides
 from vsched.policy.checks import (
     COUNT_MAX,
-    HOLD_MAX_NS,
     TIME_MAX_NS,
     check_distinct,
     check_hold,
@@ -71,7 +70,7 @@ class ArrivalView(View, frozen=True, kw_only=True):
     tenant_requests: int = 0
     load_tokens: int = 0
     load_limit_tokens: int = 0
-    hold_max_ns: int = HOLD_MAX_NS
+    hold_max_ns: int = TIME_MAX_NS
 
 
 class Admit(msgspec.Struct, frozen=True):
@@ -212,7 +211,7 @@ class AdmissionView(View, frozen=True, kw_only=True):
     running_requests: Sequence[RunningView] = ()
     eligible: Sequence[int] = ()
     overdue: int | None = None
-    hold_max_ns: int = HOLD_MAX_NS
+    hold_max_ns: int = TIME_MAX_NS
 
 
 class Admission(msgspec.Struct, frozen=True):

@@ -287,7 +287,7 @@ def test_view_has_the_limit_of_holds(seat: str) -> None:
     cluster = make_cluster(passed_over_ns=5 * SECOND_NS, **{seat: policy})
     cluster.arrive(image_request("r", (b"image", 4)))
     cluster.wait(4 * SECOND_NS)
-    assert not (joined(cluster) or cluster.notices)
+    assert joined(cluster) == cluster.notices == []
 
 
 ASKED_NS: list[int] = []
