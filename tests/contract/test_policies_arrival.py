@@ -55,6 +55,7 @@ def test_tenant_fair_remembers_few_tenants() -> None:
     for index in range(TENANTS_MAX + 50):
         ask(policy, state, index, f"tenant-{index}" * 3)
     assert len(state.full_ns) == TENANTS_MAX
+    assert f"tenant-{TENANTS_MAX + 49}" * 3 in state.full_ns
     assert len(msgspec.msgpack.encode(state)) < 16 << 10
 
 

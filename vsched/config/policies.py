@@ -26,7 +26,6 @@ from vsched.policy import (
     RequestPolicy,
     without_seats,
 )
-from vsched.policy.base import FEATURES
 from vsched.policy.requests import check_encode_limits
 from vsched.policy_host import HostCapabilities, SeatPolicies, check_capabilities, check_table
 from vsched.policy_host.seats import PolicyMemory
@@ -35,11 +34,6 @@ ENCODE_ITEMS_MAX = 8
 """Maximum number of images in an encode step if the admission policy sets no limit."""
 ENCODE_ITEMS_MAX_CPU = 1
 """The same on a CPU: from 64 tokens per image on, batching saves no time and delays the first images."""
-WITHOUT_SWAP = HostCapabilities(
-    host="a server without generate.swap_memory",
-    tables=frozenset(POLICY_TABLES),
-    features=frozenset(FEATURES) - {"swap"},
-)
 
 
 class ConfiguredPolicies(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,9 +90,10 @@ def resolve_policies(config: Config) -> ConfiguredPolicies:
 
 def check_needs(config: Config, policies: Mapping[str, Policy]) -> None:
     """Refuse policies that swap if there is no swap space."""
-    if not config.generate.swap_memory:
-        for path, policy in policies.items():
-            check_capabilities(policy, path, WITHOUT_SWAP)
+    for path, policy in policies.items() if not config.generate.swap_memory else ():
+        if "swap" in policy.needs():
+            what = f"{path}: {type(policy).__name__} with these fields needs swap space"
+            raise PolicyError(f"{what}. Remedy: set generate.swap_memory, or use another policy")
 
 
 def _several(config: Config) -> dict[str, Policy]:

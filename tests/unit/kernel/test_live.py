@@ -17,8 +17,7 @@ from vsched.types import Request
 
 
 def rows(cluster: ModelCluster, most: int = 100) -> dict[str, RequestRow]:
-    found = cluster.kernel.live_requests(most, cluster.now_ns)
-    return {row.request_id: row for row in found}
+    return {row.request_id: row for row in cluster.kernel.live_requests(most, cluster.now_ns)}
 
 
 class Last(RequestPolicy, frozen=True):
@@ -36,7 +35,6 @@ IMAGES = [image_request(name, (name.encode(), 8)) for name in ("one", "two")]
 VIP = [msgspec.structs.replace(TEXTS[0], request_id="vip", tenant="vip"), TEXTS[0]]
 OTHER_FIELDS = "Remedy: other fields of generate.admission"
 PASSED = "lets others go first, for at most 60 s (policies.passed_over_max_s)"
-LOST = GroupLost("generate", Simulated(("generate",)))
 WAITS: list[tuple[dict[str, Any], list[Request], str, list[str]]] = [
     ({"slots": 1}, TEXTS, "third",
      ["all 1 slots are taken; requests ahead of it: 1", "more generate.slots or replicas"]),
@@ -45,7 +43,7 @@ WAITS: list[tuple[dict[str, Any], list[Request], str, list[str]]] = [
     ({"generate_admission": Gathering(deadline_s=2)}, TEXTS, "third",
      ["holds the queue for another 2.0 s", OTHER_FIELDS]),
     ({"generate_admission": Last()}, VIP, "running", [PASSED, OTHER_FIELDS]),
-    ({"slots": 1, "event": LOST}, TEXTS, "second",
+    ({"slots": 1, "event": GroupLost("generate", Simulated(("generate",)))}, TEXTS, "second",
      ["is down: its ranks", "Remedy: ", "another replica"]),
     ({"slots": 1, "event": Drain("generate")}, TEXTS, "second",
      ["is draining: it takes no more work", "Remedy: ", "resume it"]),
