@@ -16,6 +16,7 @@ from vsched.aio.launcher import Launcher
 from vsched.aio.worker_groups import ServedGroups, WorkerGroup, WorkerGroupEvents, rank_device
 from vsched.config import Config, ConfiguredPolicies
 from vsched.config.devices import PARTS, placed
+from vsched.config.policies import check_needs
 from vsched.config.sections import RAY_HOST, size_bytes
 from vsched.errors import ConfigError
 from vsched.kernel import SchedulerLimits
@@ -170,6 +171,7 @@ def inspect_checkpoint(config: Config, policies: ConfiguredPolicies) -> ModelInf
     arena_layout(config, info)
     _check_atoms(config, info)
     _check_swapping(config, info)
+    check_needs(config, policies.by_table)
     return msgspec.structs.replace(
         info,
         draft=inspect_draft(config, plugin, info),

@@ -148,18 +148,15 @@ class Tiers(Priority, frozen=True, kw_only=True):
         return ("swap",) if self.mode == "swap" else ()
 
     def admit(self, view: AdmissionView) -> Admission:
-        order, running = self.order(view), view.running_requests
-        joining = self.pack(view, order)
+        free, running = view.entries_free, view.running_requests
         victims = sorted(view.eligible, key=lambda index: (-running[index].priority, index))
-        preempt: list[int] = []
-        for index in order if len(joining) == view.entries_free else ():
-            if index in joining:
-                continue
-            if not victims or running[victims[-1]].priority >= view.waiting[index].priority:
+        room = msgspec.structs.replace(view, entries_free=free + len(victims))
+        joining, preempt = self.pack(room, self.order(view)), list[int]()
+        for index in joining[free:]:
+            if running[victims[-1]].priority >= view.waiting[index].priority:
                 break
             preempt.append(victims.pop())
-            joining.append(index)
-        return Admission(joining, preempt=preempt, mode=self.mode)
+        return Admission(joining[: free + len(preempt)], preempt=preempt, mode=self.mode)
 
 
 BUCKETS_MAX = 24

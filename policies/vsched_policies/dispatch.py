@@ -12,5 +12,4 @@ class FewestHeldUp(ImagePolicy, frozen=True, kw_only=True):
     """
 
     def dispatch(self, view: DispatchView) -> Dispatch:
-        free = [index for index, group in enumerate(view.groups) if group.free]
-        return Dispatch(min(free, key=lambda index: view.groups[index].held_up))
+        return super().dispatch(view)

@@ -34,8 +34,7 @@ class LruOrder(Generic[Key]):
     def reuse(self, key: Key) -> None:
         del self._keys[key]
 
-    def drop(self, key: Key) -> None:
-        del self._keys[key]
+    drop = reuse
 
     def victim(self) -> Key:
         return next(iter(self._keys))
@@ -138,7 +137,8 @@ class S3FifoOrder(Generic[Key]):
     def victim(self) -> Key:
         # Moving entries here does not change the result: a second call returns the same key.
         while True:
-            if self._small and (not self._main or self._small_is_full()):
+            full = self._small_size > self._small_share * self._size
+            if self._small and (full or not self._main):
                 key, hits = next(iter(self._small.items()))
                 if not hits:
                     return key
@@ -151,9 +151,6 @@ class S3FifoOrder(Generic[Key]):
                     return key
                 self._main[key] = hits - 1
                 self._main.move_to_end(key)
-
-    def _small_is_full(self) -> bool:
-        return self._small_size > self._small_share * self._size
 
     def _remove(self, key: Key) -> tuple[bool, int]:
         """Remove a key from its queue; return whether that was the main one, and its hits."""

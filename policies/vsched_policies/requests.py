@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from math import ceil
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -34,6 +34,7 @@ from vsched.policy.measured import Measured
 from vsched.policy.requests import RETRY_AFTER_MAX_S
 from vsched_policies.admission import pack
 
+AnyNumber = TypeVar("AnyNumber", int, float)
 TENANTS_MAX = 128
 """Maximum number of counters. The lowest are dropped first: a returning tenant starts at the floor anyway."""
 NAMES_BYTES_MAX = 5400
@@ -89,7 +90,8 @@ class TenantFair(RequestPolicy, frozen=True, kw_only=True):
         rate: Requests per second of a tenant; None for no limit.
         burst: Number of requests that an idle tenant may send at once.
         rates: Other rates, by tenant.
-        wait_s: Maximum time to hold a request rather than shed it; at most 60.
+        wait_s: Maximum time to hold a request rather than shed it; at most 60, and at most
+            `policies.passed_over_max_s`.
     """
 
     state_type = ServedTokens
@@ -111,7 +113,6 @@ class TenantFair(RequestPolicy, frozen=True, kw_only=True):
         served: ServedTokens = view.state
         served.arrived_ns = view.now_ns
         self._count_ends(view.measured, served)
-        _trim(served)
         tenant = view.request.tenant
         rate = self.rates.get(tenant, self.rate)
         if rate is None or view.request.asks:  # a held request took its token on arrival
@@ -119,8 +120,9 @@ class TenantFair(RequestPolicy, frozen=True, kw_only=True):
         now_ns, token_ns = view.now_ns, int(1e9 / rate)
         full_ns = max(served.full_ns.get(tenant, 0), now_ns) + token_ns
         wait_ns = full_ns - now_ns - self.burst * token_ns
-        if wait_ns > self.wait_s * 1e9:
-            retry_s = ceil((wait_ns - self.wait_s * 1e9) / 1e9)
+        hold_ns = min(self.wait_s * 1e9, view.hold_max_ns)
+        if wait_ns > hold_ns:
+            retry_s = ceil((wait_ns - hold_ns) / 1e9)
             sender = f"tenant {tenant} sends" if tenant else "requests without a tenant are sent"
             text = limit_message(
                 f"{sender} too fast",
@@ -129,10 +131,12 @@ class TenantFair(RequestPolicy, frozen=True, kw_only=True):
                 remedy=f"try again in {retry_s} s",
             )
             return Shed(text.removesuffix("."), min(retry_s, RETRY_AFTER_MAX_S))
-        buckets = served.full_ns | {tenant: full_ns}
-        latest = sorted(buckets, key=buckets.__getitem__, reverse=True)
-        kept = _fitting([name for name in latest if buckets[name] > now_ns])
-        served.full_ns = {name: buckets[name] for name in kept}
+        known = tenant in served.full_ns
+        served.full_ns[tenant] = full_ns
+        if not known:
+            served.full_ns = _largest(
+                {one: at for one, at in served.full_ns.items() if at > now_ns}
+            )
         return Hold(now_ns + max(wait_ns, HOLD_MIN_NS)) if wait_ns > 0 else Admit()
 
     # --- admission ---
@@ -196,12 +200,15 @@ class TenantFair(RequestPolicy, frozen=True, kw_only=True):
         return Preemption(index, self.mode)
 
     def _count_ends(self, measured: Measured, served: ServedTokens) -> None:
+        known = len(served.tokens)
         for end in measured.ends:
             if end.ended_ns > served.seen_ns:
                 tokens = end.prompt_tokens + self.output_weight * end.output_tokens
                 served.tokens[end.tenant] = served.tokens.get(end.tenant, served.floor) + tokens
         if measured.ends:
             served.seen_ns = max(served.seen_ns, measured.ends[-1].ended_ns)
+        if len(served.tokens) > known:
+            served.tokens = _largest(served.tokens)
 
 
 def _by_tenant(tenants: Iterable[str]) -> dict[str, list[int]]:
@@ -219,21 +226,21 @@ def _counts(served: ServedTokens, measured: Measured, tenants: Iterable[str]) ->
 
 def _lift(served: ServedTokens, waiting: list[str]) -> None:
     """Lift the counters of newly waiting tenants to the minimum of the other waiting tenants."""
-    stayed = [served.tokens.get(one, served.floor) for one in waiting if one in served.waited]
+    waited, known = {*served.waited}, len(served.tokens)
+    stayed = [served.tokens.get(one, served.floor) for one in waiting if one in waited]
     served.floor = max(served.floor, min(stayed, default=served.floor))
     for tenant in waiting:
-        if tenant not in served.waited and served.tokens.get(tenant, 0.0) < served.floor:
+        if tenant not in waited and served.tokens.get(tenant, 0.0) < served.floor:
             served.tokens[tenant] = served.floor
     served.waited = _fitting(waiting)
-    _trim(served)
+    if len(served.tokens) > known:
+        served.tokens = _largest(served.tokens)
 
 
-def _trim(served: ServedTokens) -> None:
-    """Drop the lowest counters that do not fit."""
-    tokens = served.tokens
-    most = _fitting(sorted(tokens, key=tokens.__getitem__, reverse=True))
-    if len(most) < len(tokens):
-        served.tokens = {one: tokens[one] for one in most}
+def _largest(values: dict[str, AnyNumber]) -> dict[str, AnyNumber]:
+    """Return the values without the lowest, which do not fit."""
+    most = _fitting(sorted(values, key=values.__getitem__, reverse=True))
+    return {one: values[one] for one in most}
 
 
 def _fitting(names: Sequence[str]) -> list[str]:

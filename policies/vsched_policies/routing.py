@@ -81,7 +81,5 @@ class RoundRobin(RoutingPolicy, frozen=True, kw_only=True):
     """Sends requests to the healthy replicas in turn; if none is healthy, a request waits in a replica's queue."""
 
     def choose(self, view: RoutingView) -> int:
-        replicas = range(len(view.replicas))
-        healthy = [index for index in replicas if view.replicas[index].healthy]
-        turns = healthy or replicas
+        turns = candidates(view)
         return turns[view.routed % len(turns)]

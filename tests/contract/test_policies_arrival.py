@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,10 +18,12 @@ MS = 1_000_000
 SECOND_NS = 1000 * MS
 
 
-def ask(policy: TenantFair, state: ServedTokens, at_ms: int, tenant: str = "a") -> ArrivalDecision:
+def ask(
+    policy: TenantFair, state: ServedTokens, at_ms: int, tenant: str = "a", **view: Any
+) -> ArrivalDecision:
     now_ns = at_ms * MS
     request = ArrivingRequest(tenant=tenant, arrived_ns=now_ns)
-    return policy.arrive(ArrivalView(now_ns=now_ns, request=request, state=state))
+    return policy.arrive(ArrivalView(now_ns=now_ns, request=request, state=state, **view))
 
 
 def test_tenant_fair_lets_a_burst_in_and_then_a_rate() -> None:
@@ -37,14 +40,14 @@ def test_tenant_fair_holds_in_order_and_reports_when_to_come_back() -> None:
     policy, state = TenantFair(rate=1, burst=1, wait_s=2, rates={"b": 1000}), ServedTokens()
     answers = [ask(policy, state, 0) for _ in range(5)]
     assert answers[:3] == [Admit(), Hold(SECOND_NS), Hold(2 * SECOND_NS)]
+    assert isinstance(ask(policy, state, 1000, hold_max_ns=SECOND_NS), Shed)
     shed = answers[3]
     assert isinstance(shed, Shed)
     assert (shed.retry_after_s, shed.status) == (1, 429)
     assert "tenant a sends too fast: value over 1 requests at once, limit 1 a second" in shed.reason
     assert ask(policy, state, 5, "b") == Admit()
     again = ArrivingRequest(tenant="a", arrived_ns=0, asks=1)
-    view = ArrivalView(now_ns=SECOND_NS, request=again, state=state)
-    assert policy.arrive(view) == Admit()
+    assert policy.arrive(ArrivalView(now_ns=SECOND_NS, request=again, state=state)) == Admit()
 
 
 def test_tenant_fair_remembers_few_tenants() -> None:
@@ -52,6 +55,7 @@ def test_tenant_fair_remembers_few_tenants() -> None:
     for index in range(TENANTS_MAX + 50):
         ask(policy, state, index, f"tenant-{index}" * 3)
     assert len(state.full_ns) == TENANTS_MAX
+    assert f"tenant-{TENANTS_MAX + 49}" * 3 in state.full_ns
     assert len(msgspec.msgpack.encode(state)) < 16 << 10
 
 

@@ -28,7 +28,7 @@ from vsched.assembly import (
 )
 from vsched.config import Config, load_config, resolve_policies
 from vsched.engine import Engine
-from vsched.errors import CheckpointError, ConfigError
+from vsched.errors import CheckpointError, ConfigError, PolicyError
 from vsched.sim.ranks.plugin import HYBRID, NAME, plugin
 from vsched.transport.arena import Arena
 from vsched.types import ModelInfo, SamplingDefaults, SamplingParams
@@ -266,6 +266,11 @@ def test_int8_kv_cache_is_reported_everywhere(monkeypatch: pytest.MonkeyPatch) -
     assert (info.kv_dtype, rank_kv_bytes_per_token(config, info)) == ("int8", 128 + 16)
     plain = config_of("model.path=x")
     assert inspect_checkpoint(plain, resolve_policies(plain)).kv_bytes_per_token == 256
+
+
+def test_swapping_policy_without_swap_memory_is_refused() -> None:
+    with pytest.raises(PolicyError, match="SwapLong .*set generate.swap_memory"):
+        config_of("generate.preemption.use=swap-long")
 
 
 def test_swap_memory_of_a_plugin_without_swaps_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

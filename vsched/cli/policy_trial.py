@@ -148,7 +148,7 @@ def _compared(value: float, default: float, *, better: str = "less") -> str:
 
 def _seats(trial: PolicyTrial) -> RenderableType:
     columns = ("table", "calls", "µs per call", "slowest, ms", "failed", "overruled")
-    title = f"\nCalls of {trial.label} in the gallery"
+    title = f"\nTimed calls of {trial.label} in the gallery"
     table = new_table(title, *columns, texts=("table",))
     for path, seat in trial.seats.items():
         failed = f"[bold red]{seat.failed:,}[/]" if seat.failed else "0"

@@ -19,6 +19,7 @@ from vsched.config.checks import check_combinations, check_texts
 from vsched.config.devices import DeviceChoice, assumed, settle
 from vsched.config.policies import (
     ConfiguredPolicies,
+    check_needs,
     policy_table,
     resolve_policies,
 )
@@ -89,6 +90,7 @@ def load_config(
     config = _convert(merged, problems)
     with problems.collected():
         policies = resolve_policies(config)
+        check_needs(config, policies.by_table)
     if problems:
         with problems.collected():
             check_texts(config)

@@ -88,6 +88,14 @@ def resolve_policies(config: Config) -> ConfiguredPolicies:
     return msgspec.structs.replace(found, several=tuple(several))
 
 
+def check_needs(config: Config, policies: Mapping[str, Policy]) -> None:
+    """Refuse policies that swap if there is no swap space."""
+    for path, policy in policies.items() if not config.generate.swap_memory else ():
+        if "swap" in policy.needs():
+            what = f"{path}: {type(policy).__name__} with these fields needs swap space"
+            raise PolicyError(f"{what}. Remedy: set generate.swap_memory, or use another policy")
+
+
 def _several(config: Config) -> dict[str, Policy]:
     """Build the policy that makes several decisions with one state; return it by the tables that it stands for."""
     policy, named = resolve_several(config.policy)
@@ -110,7 +118,7 @@ def check_replacement(
 
     Raises:
         ConfigError: If a table or a policy is not valid, or needs a restart; each line starts with a table's path.
-        PolicyError: If a class cannot make its decision.
+        PolicyError: If a class cannot make its decision, or needs swap space and there is none.
     """
     problems = ConfigProblems()
     checked: dict[str, PolicyTable] = {}
@@ -133,6 +141,7 @@ def check_replacement(
     problems.raise_all()
     if not checked:
         raise ConfigError("no policy is named. Remedy: name tables, such as generate.step")
+    check_needs(config, built)
     after = configured_policies(config, {**current.by_table, **built})
     allowed, tokens = current.item_tokens_max, after.item_tokens_max
     if tokens is not None and (allowed is None or tokens < allowed):

@@ -102,11 +102,13 @@ class ArrivalGate(Restorable):
 
     def _ask(self, request: HeldRequest, now_ns: int) -> list[Command]:
         arrival_id = request.arrived.arrival_id
-        view, hold_max_ns = self._view(request, now_ns), self._limits.passed_over_ns
-        answer = self._seat.decide(view, now_ns, request.arrived_ns, hold_max_ns)
+        view = self._view(request, now_ns)
+        answer = self._seat.decide(view, now_ns, request.arrived_ns, view.hold_max_ns)
         match answer:
             case Admit():
-                return [self._admit(request)]
+                self.counts["admitted"] += 1
+                self._preparing[arrival_id] = request.arrived
+                return [AdmitArrival(arrival_id)]
             case Redirect(base_url):
                 self.counts["redirected"] += 1
                 return [RejectArrival(arrival_id, base_url=base_url)]
@@ -122,11 +124,6 @@ class ArrivalGate(Restorable):
                 return []
         self.counts["shed"] += 1
         return [RejectArrival(arrival_id, answer.reason, answer.status, answer.retry_after_s)]
-
-    def _admit(self, request: HeldRequest) -> AdmitArrival:
-        self.counts["admitted"] += 1
-        self._preparing[request.arrived.arrival_id] = request.arrived
-        return AdmitArrival(request.arrived.arrival_id)
 
     def _reject_full(self, arrival_id: int) -> RejectArrival:
         self.counts["shed"] += 1
@@ -164,6 +161,7 @@ class ArrivalGate(Restorable):
             + sum(one.tenant == tenant for one in self._inside()),
             load_tokens=loads.tokens_total,
             load_limit_tokens=sum(loads.blocks) * self._limits.block_size,
+            hold_max_ns=self._limits.passed_over_ns,
             measured=self._measured,
             state=self._seat.state,
         )

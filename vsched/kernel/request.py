@@ -90,13 +90,8 @@ def choices_root(number: int) -> bytes:
 class Phase(enum.StrEnum):
     """Phase of a request; `Scheduler.explain` has the reason.
 
-    arrival --> ITEMS --(queue.enqueue)--> READY --(_join)--> PREFILL --(last chunk)--> DECODE --> end
-                 ^^^ <--(item evicted)-------+                   +------------+------------+
-                 ||+-(last step completed)-- PREEMPTED <--(_preempt)----------+
-                 |+--(group is back)-------- SUSPENDED <--(group lost)--------+
-                 +---(prompt computed)------ PROMPT <-- further choices of `n`
-
-    All ways back are `RequestMoves.enqueue`, which also suspends, and makes a further choice wait for its prompt.
+    The diagram is in `docs/architecture.md`. All ways back are `RequestMoves.enqueue`, which also suspends, and makes a
+    further choice wait for its prompt.
     """
 
     ITEMS = "waiting for embeddings"

@@ -57,6 +57,7 @@ class ArrivalView(View, frozen=True, kw_only=True):
         tenant_requests: Number of requests of the same tenant: held, preparing, waiting or running.
         load_tokens: Prompt and output tokens of all waiting and running requests.
         load_limit_tokens: Tokens that can run at the same time: the size of all KV caches.
+        hold_max_ns: Maximum time from the arrival of the request to the end of a hold (`policies.passed_over_max_s`).
     """
 
     request: ArrivingRequest
@@ -69,6 +70,7 @@ class ArrivalView(View, frozen=True, kw_only=True):
     tenant_requests: int = 0
     load_tokens: int = 0
     load_limit_tokens: int = 0
+    hold_max_ns: int = TIME_MAX_NS
 
 
 class Admit(msgspec.Struct, frozen=True):
@@ -78,7 +80,7 @@ class Admit(msgspec.Struct, frozen=True):
 class Hold(msgspec.Struct, frozen=True):
     """Hold the request and call the policy again at `until_ns`.
 
-    A hold lasts 1 ms at least, and ends at most `policies.passed_over_max_s` after the arrival of the request.
+    A hold lasts 1 ms at least, and ends at most `view.hold_max_ns` after the arrival of the request.
     """
 
     until_ns: int
@@ -144,7 +146,7 @@ class RunningView(OfRequest, frozen=True, kw_only=True):
 
     Attributes:
         tokens: Tokens computed so far, prompt and output.
-        blocks: KV blocks that it holds.
+        blocks: KV blocks that it holds: from the start for its whole prompt.
         outputs: Output tokens so far.
         arrived_ns: Time of its arrival.
         target_ns: Deadline of its first token; None without a target, and after the first token.
@@ -194,6 +196,7 @@ class AdmissionView(View, frozen=True, kw_only=True):
             Empty for a policy class whose `preempts` is False.
         overdue: Index of the entry that goes first whatever the policy returns: it was passed over for longer than
             `policies.passed_over_max_s`. None for none.
+        hold_max_ns: Maximum time from the arrival of each waiting entry to the end of a hold: the same setting.
     """
 
     stage: str
@@ -208,6 +211,7 @@ class AdmissionView(View, frozen=True, kw_only=True):
     running_requests: Sequence[RunningView] = ()
     eligible: Sequence[int] = ()
     overdue: int | None = None
+    hold_max_ns: int = TIME_MAX_NS
 
 
 class Admission(msgspec.Struct, frozen=True):
@@ -216,7 +220,7 @@ class Admission(msgspec.Struct, frozen=True):
     Attributes:
         indices: Indices into `view.waiting` of the entries that join now, in this order; empty for none.
         hold_until_ns: Time until which no entry joins and the policy is not called; None for no hold. At least 1 ms
-            from now, and at most `policies.passed_over_max_s` after the arrival of each waiting entry.
+            from now, and at most `view.hold_max_ns` after the arrival of each waiting entry.
         preempt: Indices into `view.running_requests` of the requests that give up their slots, in this order: one for
             each entry of `indices` that finds no free slot. All are in `view.eligible`: they decode and got a token
             since they joined, did not take their slot from another request, and were without a slot because of such
@@ -325,8 +329,8 @@ class StepShares(msgspec.Struct, frozen=True):
     Attributes:
         order: Indices into `view.prefilling` of the requests that advance.
         tokens: Maximum tokens of each of them, in the same order; None for all that fit.
-        time_ns: Time limit of the prefill in this step, in place of `view.time_ns`; None to keep that. Ignored in a
-            step without a limit, where `view.time_ns` is None.
+        time_ns: Time limit of the prefill in this step, in place of `view.time_ns`; None to keep that. A block is
+            prefilled in any case. Ignored in a step without a limit, where `view.time_ns` is None.
     """
 
     order: Sequence[int]

@@ -250,7 +250,7 @@ def decide_shares(seat: PolicySeat, view: StepView, budget: PrefillBudget) -> De
     count, late = len(view.prefilling), view.overdue
     answer: StepShares = seat.decide(view, count)
     if answer.time_ns is not None and not late:
-        budget.limit_time(answer.time_ns)
+        budget.limit_time(max(answer.time_ns, 1))  # with 0, no waiting request could join
     shares: dict[int, int | None] = dict.fromkeys(answer.order)
     if answer.tokens is not None:
         shares = {index: most for index, most in zip(shares, answer.tokens, strict=True) if most}

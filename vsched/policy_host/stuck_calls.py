@@ -62,7 +62,8 @@ class StuckCalls:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-            if threading.get_ident() == self._main:
+            # The handler may be that of another engine, without which its signal would end the process.
+            if signal.getsignal(SIGNAL) == self._interrupt and threading.get_ident() == self._main:
                 signal.signal(SIGNAL, self._handler_before or signal.SIG_DFL)
 
     def _watch(self) -> None:

@@ -68,7 +68,6 @@ class OrderedQueue(Restorable, Generic[Waiting]):
         seat: PolicySeat,
         view: AdmissionView,
         waiting: Sequence[Waiting],
-        hold_max_ns: int,
         *,
         fits: bool,
     ) -> tuple[Admission, bool]:
@@ -82,7 +81,7 @@ class OrderedQueue(Restorable, Generic[Waiting]):
         """
         free, overdue, now_ns = view.entries_free, view.overdue, view.now_ns
         admission: Admission = seat.decide(
-            view, waiting, free, view.running, now_ns, hold_max_ns, view.eligible
+            view, waiting, free, view.running, now_ns, view.hold_max_ns, view.eligible
         )
         until_ns = admission.hold_until_ns
         self.hold_until_ns = until_ns and seat.lengthen_hold(until_ns, now_ns)

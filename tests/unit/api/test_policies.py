@@ -82,6 +82,7 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     ({"generate.memory": Pinned(tokens=400)}, "the policy of the start, which is not called"),
     ({"encode.admission": {"use": "token-budget", "max_tokens": 8}},
      "value 8 tokens of an image, limit"),
+    ({"generate.preemption": {"use": "youngest", "mode": "swap"}}, "needs swap space"),
     ({"policy": {"use": MINE, "seats": ["routing"]}}, "policy.seats: not tables for which"),
     ({"policy": {"use": MINE}, "encode.admission": {"use": "fifo"}},
      "also named in this change for encode.admission"),

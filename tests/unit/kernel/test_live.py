@@ -17,8 +17,7 @@ from vsched.types import Request
 
 
 def rows(cluster: ModelCluster, most: int = 100) -> dict[str, RequestRow]:
-    found = cluster.kernel.live_requests(most, cluster.now_ns)
-    return {row.request_id: row for row in found}
+    return {row.request_id: row for row in cluster.kernel.live_requests(most, cluster.now_ns)}
 
 
 class Last(RequestPolicy, frozen=True):
@@ -35,42 +34,22 @@ LARGE = [
 IMAGES = [image_request(name, (name.encode(), 8)) for name in ("one", "two")]
 VIP = [msgspec.structs.replace(TEXTS[0], request_id="vip", tenant="vip"), TEXTS[0]]
 OTHER_FIELDS = "Remedy: other fields of generate.admission"
+PASSED = "lets others go first, for at most 60 s (policies.passed_over_max_s)"
 WAITS: list[tuple[dict[str, Any], list[Request], str, list[str]]] = [
-    (
-        {"slots": 1},
-        TEXTS,
-        "third",
-        ["all 1 slots are taken; requests ahead of it: 1", "more generate.slots or replicas"],
-    ),
+    ({"slots": 1}, TEXTS, "third",
+     ["all 1 slots are taken; requests ahead of it: 1", "more generate.slots or replicas"]),
     ({"blocks": 6}, LARGE, "big", ["it needs 5 KV blocks, "]),
     ({"blocks": 6}, LARGE, "small", ["the first in the queue needs 5 KV blocks"]),
-    (
-        {"generate_admission": Gathering(deadline_s=2)},
-        TEXTS,
-        "third",
-        ["holds the queue for another 2.0 s", OTHER_FIELDS],
-    ),
-    (
-        {"generate_admission": Last()},
-        VIP,
-        "running",
-        ["lets others go first, for at most 60 s (policies.passed_over_max_s)", OTHER_FIELDS],
-    ),
-    (
-        {"slots": 1, "event": GroupLost("generate", Simulated(("generate",)))},
-        TEXTS,
-        "second",
-        ["is down: its ranks", "Remedy: ", "another replica"],
-    ),
-    (
-        {"slots": 1, "event": Drain("generate")},
-        TEXTS,
-        "second",
-        ["is draining: it takes no more work", "Remedy: ", "resume it"],
-    ),
+    ({"generate_admission": Gathering(deadline_s=2)}, TEXTS, "third",
+     ["holds the queue for another 2.0 s", OTHER_FIELDS]),
+    ({"generate_admission": Last()}, VIP, "running", [PASSED, OTHER_FIELDS]),
+    ({"slots": 1, "event": GroupLost("generate", Simulated(("generate",)))}, TEXTS, "second",
+     ["is down: its ranks", "Remedy: ", "another replica"]),
+    ({"slots": 1, "event": Drain("generate")}, TEXTS, "second",
+     ["is draining: it takes no more work", "Remedy: ", "resume it"]),
     ({"encode_items": 1}, IMAGES, "one", ["items [0] of 1 are not encoded yet; encode encodes it"]),
     ({"encode_items": 1}, IMAGES, "two", ["all 1 encode groups are busy; images ahead of it: 0"]),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("changes", "requests", "name", "said"), WAITS)

@@ -119,6 +119,13 @@ def test_admission_keeps_no_request_waiting_for_too_long_with_empty_answers() ->
     assert overruled_in(full) == {}
 
 
+def test_step_without_time_for_prefill_keeps_no_request_from_joining() -> None:
+    policy = answering("step", lambda view: StepShares(range(len(view.prefilling)), time_ns=0))
+    requests = [RequestAt(at_s=n, output_tokens=500) for n in range(2)]
+    times = run_policy(policy, *requests, slots=4, step_target_ns=SECOND_NS).times
+    assert times["2"].first_token_ns < times["1"].finished_ns
+
+
 def test_requests_that_are_passed_over_take_one_slot_at_a_time() -> None:
     """A policy that keeps slots for others keeps all but one."""
     cluster = passing_over(4, 5)
@@ -270,26 +277,41 @@ def test_holds_have_the_same_limit(limit_s: int, fails: bool) -> None:
 ASKED_NS: list[int] = []
 
 
-def hold_for_nanoseconds(view: Any) -> Any:
-    """Mistakes seconds for nanoseconds."""
+def hold_for(view: Any, until_ns: int) -> Any:
     ASKED_NS.append(view.now_ns)
-    until_ns = view.now_ns + 5
     return Hold(until_ns) if hasattr(view, "request") else Admission(hold_until_ns=until_ns)
 
 
+def hold_for_long(view: Any) -> Any:
+    """Holds as long as it may."""
+    held = [view.request] if hasattr(view, "request") else view.waiting
+    return hold_for(view, held[0].arrived_ns + view.hold_max_ns)
+
+
+def hold_for_nanoseconds(view: Any) -> Any:
+    """Mistakes seconds for nanoseconds: it would be called all the time, and a simulation of it would not end."""
+    return hold_for(view, view.now_ns + 5)
+
+
+@pytest.mark.parametrize("seat", ["arrival", "generate_admission", "encode_admission"])
 @pytest.mark.parametrize(
-    ("seat", "kind"), [("arrival", "arrival"), ("generate_admission", "admission")]
+    ("hold", "waited_ns", "asked"),
+    [(hold_for_long, 4 * SECOND_NS, 1), (hold_for_nanoseconds, 2_100_000, 3)],
 )
-def test_a_hold_of_nanoseconds_lasts_a_millisecond(seat: str, kind: str) -> None:
-    """Else the policy is called all the time, and a simulation of it does not end."""
+def test_holds_last_as_long_as_they_may_and_a_millisecond_at_least(
+    seat: str, hold: Any, waited_ns: int, asked: int
+) -> None:
     ASKED_NS.clear()
-    cluster = make_cluster(**{seat: answering(kind, hold_for_nanoseconds)})
-    cluster.arrive(make_request("r", words(4)))
-    cluster.wait(2_100_000)
-    assert len(ASKED_NS) == 3
-    counted = overruled(cluster, seat.replace("_", "."))
-    assert counted == {"a hold of less than 1 ms lasts 1 ms": 3}
-    assert cluster.kernel.statistics()["policy_faults"] == {}
+    policy = answering(seat.rpartition("_")[2], hold)
+    cluster = make_cluster(passed_over_ns=5 * SECOND_NS, **{seat: policy})
+    cluster.arrive(image_request("r", (b"image", 4)))
+    if seat == "generate_admission":
+        cluster.run_encode()
+    cluster.wait(waited_ns)
+    assert len(ASKED_NS) == asked
+    counted = {"a hold of less than 1 ms lasts 1 ms": 3} if asked == 3 else {}
+    assert overruled(cluster, seat.replace("_", ".")) == counted
+    assert joined(cluster) == cluster.notices == []
 
 
 SLOTS = 4
@@ -338,6 +360,7 @@ def test_chat_starts_as_soon_as_with_reserved_slots(mode: PreemptionMode) -> Non
     generate = found.statistics["generate"]
     assert generate["preemptions"] > 0
     assert (generate["swapped_out"] == generate["preemptions"]) == (mode == "swap")
+    assert list(overruled_in(run(Tiers(mode=mode)))) == ["generate.admission"] * (mode == "swap")
     assert len(found.times) == len(BATCH) + len(CHATS), "all are served"
     ends = [
         max(one.finished_ns for name, one in each.times.items() if name.startswith("batch"))

@@ -75,39 +75,22 @@ def test_scheduler_refuses_the_impossible(request_: Request, code: str, said: li
     assert_served(cluster, "first", "last")
 
 
-@pytest.mark.parametrize(
-    ("fact", "fits", "exceeds", "code", "said"),
-    [
-        (
-            "item_atomic",
-            image_request("fits", (b"a", 16), (b"b", 16)),
-            image_request("exceeds", (b"a", 17)),
-            "chunk_exceeded",
-            ["17 tokens", "16 tokens", "generate.max_batch_tokens"],
-        ),
-        (
-            "prompt_atomic",
-            make_request("fits", words(16)),
-            make_request("exceeds", words(17)),
-            "chunk_exceeded",
-            ["17 tokens", "16 tokens", "generate.max_batch_tokens"],
-        ),
-        (
-            "prompt_atomic",
-            image_request("fits", (b"a", 8), (b"b", 6)),
-            image_request("exceeds", (b"a", 5), (b"b", 5), (b"c", 5)),
-            "images_exceed_cache",
-            ["24 tokens", "limit 16 tokens", "send fewer images, or raise"],
-        ),
-        (
-            "prompt_atomic",
-            image_request("fits", (b"a", 4), (b"a", 4), (b"b", 5)),
-            image_request("exceeds", (b"a", 4), (b"b", 4), (b"c", 5)),
-            "images_exceed_cache",
-            ["24 tokens", "limit 16 tokens"],
-        ),
-    ],
-)
+CHUNK = ["17 tokens", "16 tokens", "generate.max_batch_tokens"]
+WHOLE: list[tuple[str, Request, Request, str, list[str]]] = [
+    ("item_atomic", image_request("fits", (b"a", 16), (b"b", 16)),
+     image_request("exceeds", (b"a", 17)), "chunk_exceeded", CHUNK),
+    ("prompt_atomic", make_request("fits", words(16)),
+     make_request("exceeds", words(17)), "chunk_exceeded", CHUNK),
+    ("prompt_atomic", image_request("fits", (b"a", 8), (b"b", 6)),
+     image_request("exceeds", (b"a", 5), (b"b", 5), (b"c", 5)), "images_exceed_cache",
+     ["24 tokens", "limit 16 tokens", "send fewer images, or raise"]),
+    ("prompt_atomic", image_request("fits", (b"a", 4), (b"a", 4), (b"b", 5)),
+     image_request("exceeds", (b"a", 4), (b"b", 4), (b"c", 5)), "images_exceed_cache",
+     ["24 tokens", "limit 16 tokens"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fact", "fits", "exceeds", "code", "said"), WHOLE)
 def test_scheduler_refuses_spans_that_no_step_can_hold_whole(
     fact: str, fits: Request, exceeds: Request, code: str, said: list[str]
 ) -> None:
@@ -138,8 +121,7 @@ def test_scheduler_serves_a_request_that_just_fits(request_: Request) -> None:
 def assert_queue_full(cluster: ModelCluster, name: str, said: str) -> None:
     refuse = refusal_error(cluster.refused[name])
     assert (refuse.code, refuse.status) == ("queue_full", 429)
-    assert refuse.retry_after_s is not None
-    assert refuse.retry_after_s > 0
+    assert (refuse.retry_after_s or 0) > 0
     assert said in refuse.message
 
 

@@ -200,6 +200,7 @@ class Middleware:
             ),
             running=sum(each.state == "running" for each in others),
             tenant_requests=sum(each.tenant == one.tenant for each in others),
+            hold_max_ns=self._passed_over_ns,
             measured=self._measured,
             state=state,
         )

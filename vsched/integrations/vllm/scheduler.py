@@ -276,11 +276,12 @@ class PolicyScheduler(Base):  # type: ignore[misc]
             default_tokens=self.max_num_scheduled_tokens,
             block_tokens=self.block_size,
             overdue=overdue,
+            hold_max_ns=self._passed_over_ns,
             measured=self.measured,
             state=seat.state,
         )
         fits = entries[0].tokens <= view.blocks_free * self.block_size
-        admission, put_first = ordered.admit(seat, view, entries, self._passed_over_ns, fits=fits)
+        admission, put_first = ordered.admit(seat, view, entries, fits=fits)
         if put_first and overdue is not None:
             self._helped = entries[overdue].request
         queue.show([entries[index] for index in admission.indices[:slots]], now_ns)

@@ -139,11 +139,7 @@ class EmbeddingCache(Restorable):
     _evictions: Saved[int] = 0
     _preemptions: Saved[int] = 0
 
-    def __init__(
-        self,
-        limits: SchedulerLimits,
-        seats: PolicySeats,
-    ) -> None:
+    def __init__(self, limits: SchedulerLimits, seats: PolicySeats) -> None:
         self.measured: Measured = Measurements()
         self._reclaim = seats.add_seat("encode.reclaim")
         eviction = cast("CachePolicy", seats.policies.by_table["encode.eviction"])

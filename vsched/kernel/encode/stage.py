@@ -174,12 +174,11 @@ class EncodeStage(Restorable):
             divisible=False,
             default_tokens=self._limits.batch_tokens,
             overdue=overdue,
+            hold_max_ns=self._limits.passed_over_ns,
             measured=self.measured,
             state=self._admission.state,
         )
-        admission, _ = self._queue.admit(
-            self._admission, view, waiting, self._limits.passed_over_ns, fits=True
-        )
+        admission, _ = self._queue.admit(self._admission, view, waiting, fits=True)
         chosen = [waiting[index] for index in admission.indices][: self._limits.encode_items]
         batch = self._take(chosen, now_ns)
         if not batch and chosen:

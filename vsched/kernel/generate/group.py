@@ -58,7 +58,7 @@ from vsched.policy import (
 )
 from vsched.policy.measured import Measured, Measurements, SwapTime
 from vsched.policy_host.eviction import GuardedOrder
-from vsched.policy_host.seats import PolicySeats
+from vsched.policy_host.seats import PolicySeat, PolicySeats
 from vsched.policy_host.snapshot import Saved
 from vsched.policy_host.step_times import (
     NONE_ADVANCES,
@@ -414,7 +414,7 @@ class GenerateGroup(Group):
             if victim.order < state.order:
                 self._preemption.overrule("the victim was older than the request in need")
                 victim = state  # whatever the policy says, the older request continues: this ensures progress
-            self._preempt(victim, swap=chosen.mode == "swap")
+            self._preempt(victim, swap_by=self._preemption if chosen.mode == "swap" else None)
             if victim is state:
                 probe("generate.preempted_itself")
                 return False
@@ -480,6 +480,7 @@ class GenerateGroup(Group):
             running_requests=RunningViews(running, self._in_flight.planned),
             eligible=eligible,
             overdue=overdue,
+            hold_max_ns=self._limits.passed_over_ns,
             measured=self.measured,
             state=self._admission.state,
         )
@@ -487,11 +488,7 @@ class GenerateGroup(Group):
         if not self._front_first:
             need = self._limits.blocks_for(len(waiting[0].state.tokens))
             admission, helped = queue.admit(
-                self._admission,
-                view,
-                waiting,
-                self._limits.passed_over_ns,
-                fits=need <= self._pool.available,
+                self._admission, view, waiting, fits=need <= self._pool.available
             )
             if helped and overdue is not None:
                 self._helped = waiting[overdue].state.number
@@ -576,7 +573,7 @@ class GenerateGroup(Group):
         restored = self._snapshots.read(state, found=len(found), used=len(prefix))
         self._pool.hold(prefix)
         if victim is not None:
-            self._preempt(victim, swap=swap)
+            self._preempt(victim, swap_by=self._admission if swap else None)
             victim.yielded_ns = now_ns
         blocks = prefix + self._pool.take(missing)
         copied = self._swap.swap_in(state, blocks, cached=len(prefix), computed=computed)
@@ -705,11 +702,11 @@ class GenerateGroup(Group):
         self._running.release_slot(state, keep=keep, blocks_kept=blocks_kept)
         self.queue.unblock()
 
-    def _preempt(self, state: RequestState, *, swap: bool = False) -> None:
-        """Preempt a running request; it is requeued once its last step has completed."""
+    def _preempt(self, state: RequestState, *, swap_by: PolicySeat | None = None) -> None:
+        """Preempt a running request, swapped if a seat says so; it is requeued once its last step has completed."""
         slot = state.slot
-        if swap:
-            self._swap_out(state)
+        if swap_by is not None:
+            self._swap_out(state, swap_by)
         self._counts["preemptions"] += 1
         state.preemptions += 1
         self._release_slot(state, keep=True)
@@ -721,14 +718,14 @@ class GenerateGroup(Group):
             self._count_outputs(state)
             self._requeued.append(state)
 
-    def _swap_out(self, state: RequestState) -> None:
+    def _swap_out(self, state: RequestState, seat: PolicySeat) -> None:
         """Copy the blocks of a request that leaves its slot to swap space, if there is room."""
         free, tokens = self._swap.free, self._running.swappable(state, self._in_flight.planned)
         if self._swap.keep(state, tokens, self._pool):
             self._counts["swapped_out"] += 1
             self._counts["swap_blocks_out"] += free - self._swap.free
         else:
-            self._preemption.overrule("the victim was recomputed instead of swapped")
+            seat.overrule("the victim was recomputed instead of swapped")
 
     def unblock_oldest(self) -> bool:
         """Let the oldest waiting request join before all others, whatever the policy says; return False if it cannot.

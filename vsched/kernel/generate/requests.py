@@ -215,9 +215,7 @@ class RunningSet(Restorable):
         """Return the number of tokens with KV once the steps in flight are done, or an upper bound of it."""
         if state.phase is not DECODE:
             return state.computed
-        if state.bucket < 0:  # drafts in flight may bring several tokens
-            return len(state.blocks) * self._block_size
-        return self.written(state, planned)
+        return min(self.written(state, planned) + state.unsettled, state.length_max)
 
     def enter_bucket(self, state: RequestState) -> None:
         """Put a decoding request into its bucket: it grows by one token a step, and has just the blocks it fills."""
