@@ -40,7 +40,6 @@ from vsched.config.sections import (
 from vsched.plugins import resolve_several
 from vsched.policy import SEVERAL
 from vsched.probes import PROBES, observed
-from vsched.sim.cluster.client_sessions import adapter_name
 from vsched.sim.cluster.engine import (
     Action,
     Operation,
@@ -374,14 +373,20 @@ def _with_swapping(drawn: Scenario) -> Scenario:
 
 def _with_adapters(drawn: Scenario) -> Scenario:
     """Make requests use one of two adapters or none, while operators load and unload a third."""
+    names = ("", "adapter-1", "adapter-2")
     adapters = AdaptersConfig(
         count_max=3,
-        load={adapter_name(number): "at start" for number in (1, 2)},
+        load=dict.fromkeys(names[1:], "at start"),
         directory="/simulated/adapters",
         load_s=10.0,
     )
     rng = random.Random(f"adapters {drawn.seed}")  # noqa: S311
     changes = draw_adapter_changes(rng, SPAN_NS)
+    arrivals = (
+        msgspec.structs.replace(one, adapter=names[index % len(names)])
+        for index, one in enumerate(drawn.arrivals)
+    )
+    drawn = msgspec.structs.replace(drawn, arrivals=tuple(arrivals))
     return drawn.with_config(adapters=adapters).with_operations(changes)
 
 
