@@ -238,7 +238,7 @@ def drawn_kinds(
 
 
 class FaultPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The faults of a run; `seed` seeds everything random in it."""
+    """The faults of a run; `seed` is for readers, since all random draws of a run follow the seed of its engine."""
 
     seed: int = 0
     faults: tuple[AnyFault, ...] = ()

@@ -71,8 +71,6 @@ def test_profile_prints_and_writes_its_results_before_it_raises(
         (("bench", "fidelity", DEMO, "--loads", "inf"), "--loads inf: not a list of positive"),
     ],
 )
-def test_options_are_refused_before_anything_is_measured(
-    words: tuple[str, ...], said: str
-) -> None:
+def test_options_are_refused_before_anything_is_measured(words: tuple[str, ...], said: str) -> None:
     main.import_commands()
     assert said in str(CliRunner().invoke(app, words).exception)

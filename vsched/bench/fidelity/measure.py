@@ -112,7 +112,7 @@ class RequestTexts:
             if (plan.tokens, smaller.tokens) == (rows * rows, half * rows):
                 return side, plan
         raise ConfigError(
-            f"no square picture becomes up to {most} x {most} tokens. Remedy: check the image processor of the checkpoint"
+            f"no square picture has up to {most} x {most} tokens. Remedy: check the image processor of the checkpoint"
         )
 
     def size_of(self, tokens: int) -> tuple[int, int]:

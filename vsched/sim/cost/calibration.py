@@ -354,13 +354,7 @@ def predict(model: CostModel, sample: EncodeSample | GenerateSample) -> float:
             prefill=sample.prefill,
             pairs=sample.pairs,
         )
-    cost = model.encode
-    return (
-        cost.step_ns
-        + cost.item_ns * sample.items
-        + cost.token_ns * sample.tokens
-        + cost.token_pair_ns * sample.pairs
-    )
+    return model.batch_ns(sample.items, sample.tokens, sample.pairs)
 
 
 def _check(steps: Sequence[ObservedStep]) -> None:
