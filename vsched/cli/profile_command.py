@@ -55,11 +55,7 @@ def profile(
     ] = False,
     seconds: Annotated[
         float | None,
-        typer.Option(
-            min=1,
-            help="With --calibrate, approximate measuring time.",
-            show_default=f"{CALIBRATION_S:g}",
-        ),
+        typer.Option(min=1, help=f"Measuring time of --calibrate; {CALIBRATION_S:g} by default."),
     ] = None,
 ) -> None:
     """Size the memory as `vsched serve` would and show the use of every byte; or measure step times instead."""

@@ -93,16 +93,10 @@ class ClientSession:
     """
 
     def __init__(
-        self,
-        world: World,
-        index: int,
-        arrival: Arrival,
-        behaviour: ClientBehaviour,
-        *,
-        adapter: int = 0,
+        self, world: World, index: int, arrival: Arrival, behaviour: ClientBehaviour
     ) -> None:
         self.arrival = arrival
-        self.adapter = adapter
+        self.adapter = 0
         self.behaviour = behaviour
         self.index = index
         self.answers = [SessionAnswer() for _ in range(behaviour.answers)]

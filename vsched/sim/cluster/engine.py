@@ -745,13 +745,11 @@ class SimEngine:
             raise ConfigError(
                 f"{arrival.request_id}: no adapter {arrival.adapter!r}. Remedy: add it to adapters.load"
             )
+        arrival = arrival.scaled_down(self.engine.info.item_tokens_max)
         session = ClientSession(
-            self.world,
-            index,
-            arrival.scaled_down(self.engine.info.item_tokens_max),
-            behaviour or self._draw_behaviour(index),
-            adapter=loaded.index(arrival.adapter),
+            self.world, index, arrival, behaviour or self._draw_behaviour(index)
         )
+        session.adapter = loaded.index(arrival.adapter)
         self.sessions.append(session)
         self._tasks.append(self.world.loop.create_task(self._run_session(session, after)))
         return session

@@ -329,9 +329,10 @@ def _with_hosts(drawn: Scenario) -> Scenario:
     )
     check_cluster(cluster, together=together, adapters=0)
     more = random_plan(rng, (), SPAN_NS, kinds=HOST_KINDS, faults_max=4, hosts=tuple(cluster.hosts))
+    faults = sorted((*drawn.plan.faults, *more.faults), key=lambda fault: fault.at_ns)
     return msgspec.structs.replace(
         drawn.with_config(cluster=cluster),
-        plan=drawn.plan.with_more(more.faults),
+        plan=msgspec.structs.replace(drawn.plan, faults=tuple(faults)),
         host_links=HostLinkProfile(
             latency_ns=rng.choice([50_000, 1_000_000, 20_000_000]),
             jitter_ns=rng.choice([0, 0, 1_000_000]),
