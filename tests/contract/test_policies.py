@@ -70,7 +70,7 @@ def test_priority_and_deadline_come_from_the_request(stage: str) -> None:
         urgency = {"priority": priority, "ttft_target_ms": target_ms}
         cluster.submit(image_request(name, (name.encode(), 4), **urgency))
     cluster.submit(image_request("d", (b"a", 4), priority=9, ttft_target_ms=1))
-    while cluster.encode_log:
+    while cluster.encode_logs["encode"]:
         cluster.run_encode()
     cluster.restore_group(group)
     assert_served(cluster, *cluster.requests)
@@ -88,7 +88,7 @@ def test_encoding_looks_as_far_ahead_as_configured(look_ahead: int, count: int) 
     images = [b"first", b"second", b"third"]
     items = [(offset, 4, key) for offset, key in zip((8, 20, 40), images, strict=True)]
     cluster.submit(make_request("request", words(40), items))
-    while cluster.encode_log:
+    while cluster.encode_logs["encode"]:
         cluster.run_encode()
     assert [key for batch in cluster.encoded for key in batch] == images[:count]
     assert_served(cluster, "request")

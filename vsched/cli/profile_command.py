@@ -12,12 +12,11 @@ import typer
 
 from vsched.bench.fidelity.command import (
     CALIBRATION_S,
-    SecondsOption,
     run_calibration_here,
     show_costs,
 )
 from vsched.cli import app
-from vsched.errors import VschedError
+from vsched.errors import ConfigError, VschedError
 from vsched.terminal.options import (
     CheckpointArgument,
     ConfigOption,
@@ -54,18 +53,23 @@ def profile(
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Measure step times; --json is a cost model.")
     ] = False,
-    seconds: SecondsOption = CALIBRATION_S,
+    seconds: Annotated[
+        float | None,
+        typer.Option(min=1, help=f"Measuring time of --calibrate; {CALIBRATION_S:g} by default."),
+    ] = None,
 ) -> None:
     """Size the memory as `vsched serve` would and show the use of every byte; or measure step times instead."""
     from rich.console import Console
 
+    if seconds is not None and not calibrate:
+        raise ConfigError("--seconds: needs --calibrate. Remedy: add --calibrate, or leave it out")
     check_writable({"--json": out})
     console = Console()
     settings = load_measured(config, assignments, path)
     if calibrate:
         from vsched.sim.cost.model import save_cost_model
 
-        model = run_calibration_here(settings, console, seconds)
+        model = run_calibration_here(settings, console, seconds or CALIBRATION_S)
         show_costs(model, console)
         if out is not None:
             save_cost_model(model, out)

@@ -20,7 +20,16 @@ import msgspec
 
 from vsched.config import Config
 from vsched.kernel import Scheduler
-from vsched.kernel.commands import Accept, Command, Decide, Drained, Finish, Notice, Refuse
+from vsched.kernel.commands import (
+    Accept,
+    Command,
+    Decide,
+    Drained,
+    Finish,
+    Notice,
+    Refuse,
+    RejectArrival,
+)
 from vsched.kernel.decisions import Decision, GenerateDecision
 from vsched.kernel.events import (
     Cleared,
@@ -38,7 +47,6 @@ from vsched.types import group_names
 
 SCHEDULER = 1
 """Process number of the scheduler; groups follow."""
-COUNTERS_EVERY_NS = 1_000_000
 NOTICE_SHOWN_MAX = 300
 PHASES = ("queued", "prefill", "decode")
 
@@ -69,7 +77,6 @@ class TraceTimeline:
         self._live: dict[int, tuple[str, int]] = {}
         self._first_ns: int | None = None
         self._now_ns = 0
-        self._counted_ns = -COUNTERS_EVERY_NS
         self._counters: dict[str, dict[str, int]] = {}
         self.events = 0
         file.write(b'{"displayTimeUnit":"ms","traceEvents":[')
@@ -91,8 +98,7 @@ class TraceTimeline:
         self._see_event(event)
         for command in commands:
             self._see_command(command)
-        if now_ns >= self._counted_ns + COUNTERS_EVERY_NS:
-            self._count(kernel.statistics())
+        self._count(kernel.statistics())
 
     def close(self) -> None:
         """Write the requests that have not ended, and end the file."""
@@ -182,6 +188,8 @@ class TraceTimeline:
                 self._end(command)
             case Refuse(request_id=name, code=code):
                 self._mark("", f"refused {name}: {code}")
+            case RejectArrival(reason=reason, base_url=base_url):
+                self._mark("", f"redirected to {base_url}" if base_url else f"rejected: {reason}")
             case Drained(group):
                 self._mark(group, "drained")
             case Notice(message):
@@ -240,7 +248,6 @@ class TraceTimeline:
                 self._write(
                     ph="C", name=name, pid=SCHEDULER, ts=self._at(self._now_ns), args=values
                 )
-        self._counted_ns = self._now_ns
 
     # --- the file ---
 

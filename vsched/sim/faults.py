@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
@@ -238,7 +238,7 @@ def drawn_kinds(
 
 
 class FaultPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The faults of a run; `seed` seeds everything random in it."""
+    """The faults of a run; `seed` is for readers, since all random draws of a run follow the seed of its engine."""
 
     seed: int = 0
     faults: tuple[AnyFault, ...] = ()
@@ -247,11 +247,6 @@ class FaultPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def end_ns(self) -> int:
         """End of the last fault; afterwards a run must recover."""
         return max((fault.end_ns for fault in self.faults), default=0)
-
-    def with_more(self, faults: Iterable[AnyFault]) -> FaultPlan:
-        """Return the plan with more faults, ordered by time."""
-        together = sorted((*self.faults, *faults), key=lambda fault: fault.at_ns)
-        return msgspec.structs.replace(self, faults=tuple(together))
 
     def to_json(self) -> str:
         """Return the plan as JSON, one fault per line."""

@@ -299,16 +299,6 @@ class ModelCluster:
 
     # --- groups ---
 
-    @property
-    def encode_log(self) -> deque[EncodeDecision]:
-        """Pending steps of the first busy encode group."""
-        return next((log for log in self.encode_logs.values() if log), deque())
-
-    @property
-    def generate_log(self) -> deque[GenerateDecision]:
-        """Pending steps of the first busy generate group."""
-        return next((one.log for one in self.generators.values() if one.log), deque())
-
     def busy(self, stage: str) -> list[str]:
         """Return the groups of a stage with pending steps."""
         if stage == "encode":

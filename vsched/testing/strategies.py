@@ -49,6 +49,6 @@ def fault_plans(
         # an integer, it removes any element drawn as one piece while it lowers the integer.
         count = draw(strategies.integers(0, FAULTS_MAX))
         drawn = tuple(draw(fault) for _ in range(count))
-        return FaultPlan(faults=drawn, seed=draw(strategies.integers(0, 0xFFFF)))
+        return FaultPlan(faults=drawn)
 
     return plan()

@@ -17,6 +17,7 @@ from vsched.bench.fidelity.measure import RequestTexts, TraceClient
 from vsched.engine import Engine
 from vsched.errors import ConfigError
 from vsched.sim.workload.requests import Arrival, Image, PromptPart, Reply, Text, Video, workload_of
+from vsched.worker.contract import ImagePlan
 
 LIMIT = 64
 """Maximum tokens of an image; a token is 8 pixels square."""
@@ -45,6 +46,18 @@ def test_dresser_draws_pictures_of_the_size_that_it_tells(texts: RequestTexts, t
     assert width * height == texts.pixels_of(tokens) == 64 * image.tokens
     assert texts.tokens_of(image.tokens) == image.tokens, "once fitted, it stays as it is"
     assert (texts.pixels_per_token, texts.bytes_per_token) == (64, 4 * 48 * 4)
+
+
+def test_dresser_measures_squares_of_a_model_whose_strips_have_more_tokens() -> None:
+    """As of `workers/demo-model`: at most 48 tokens, but a long strip is rounded up to 97."""
+
+    class Clamped(FakePreprocessor):
+        def plan_image(self, width: int, height: int) -> ImagePlan:
+            plan = super().plan_image(width, height)
+            return plan if plan.tokens <= 48 else super().plan_image(64, 48)
+
+    texts = RequestTexts(Clamped(model_info(item_tokens_max=97)))
+    assert (texts.pixels_per_token, texts.tokens_of(97)) == (64, 48)
 
 
 def test_dresser_draws_equal_pictures_for_equal_keys_of_one_tenant(texts: RequestTexts) -> None:

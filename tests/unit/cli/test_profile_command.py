@@ -61,3 +61,16 @@ def test_profile_prints_and_writes_its_results_before_it_raises(
     assert "tokens of KV cache, found" not in done.output
     assert (written["kv_tokens"], written["error"]) == (0, str(error))
     assert [(one["action"], one["outcome"]) for one in written.get("phases", ())] == tried
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("profile", DEMO, "--seconds", "9"), "--seconds: needs --calibrate"),
+        (("bench", "fidelity", DEMO, "--loads", "0.5,nan"), "--loads 0.5,nan: not a list of"),
+        (("bench", "fidelity", DEMO, "--loads", "inf"), "--loads inf: not a list of positive"),
+    ],
+)
+def test_options_are_refused_before_anything_is_measured(words: tuple[str, ...], said: str) -> None:
+    main.import_commands()
+    assert said in str(CliRunner().invoke(app, words).exception)

@@ -56,7 +56,7 @@ def prefills(cluster: ModelCluster) -> None:
 def waits_for_an_image_in_mid_prefill(cluster: ModelCluster) -> None:
     cluster.submit(make_request("r", words(80), [(0, 16, b"a"), (16, 16, b"b")]))
     cluster.run_encode()
-    while cluster.generate_log:
+    while cluster.generators["generate"].log:
         cluster.run_generate()
     assert "prefilling" in cluster.kernel.explain("r")
 
@@ -76,7 +76,7 @@ def waits_for_its_last_step(cluster: ModelCluster) -> None:
         )
     cluster.submit(image_request("r", (b"a", 16), max_tokens=80))
     while "preempted" not in cluster.kernel.explain("r"):
-        cluster.run_encode() if cluster.encode_log else cluster.run_generate()
+        cluster.run_encode() if cluster.encode_logs["encode"] else cluster.run_generate()
 
 
 def waits_for_the_generate_group(cluster: ModelCluster) -> None:
@@ -104,7 +104,7 @@ def test_scheduler_abort_frees_everything_in_every_phase(
     cluster = make_cluster(blocks=50, chunk_tokens=24, pages=40, prefix_cache=False)
     enter(cluster)
     number = next(number for number, name in cluster.names.items() if name == "r")
-    encoding = [task.key for step in cluster.encode_log for task in step.tasks]
+    encoding = [task.key for step in cluster.encode_logs["encode"] for task in step.tasks]
     cluster.abort("r")
     assert cluster.ended["r"].reason is FinishReason.ABORT
     assert cluster.kernel.explain("r") == ""
@@ -150,7 +150,7 @@ def test_scheduler_resumes_after_a_lost_generate_group(steps: int, prefix_cache:
     cluster.submit(make_request("r4", words(9, start=60), max_tokens=12))
     cluster.submit(image_request("r5", (b"a", 12), max_tokens=12))
     for _ in range(steps):
-        if cluster.encode_log:
+        if cluster.encode_logs["encode"]:
             cluster.run_encode()
         else:
             cluster.run_generate()
@@ -158,7 +158,9 @@ def test_scheduler_resumes_after_a_lost_generate_group(steps: int, prefix_cache:
     assert cluster.restarts == ["generate"]
     alive = [name for name in cluster.requests if name not in cluster.ended]
     before = len(joined(cluster))
-    while cluster.encode_log:  # a request whose image is not ready would be overtaken anyway
+    while cluster.encode_logs[
+        "encode"
+    ]:  # a request whose image is not ready would be overtaken anyway
         cluster.run_encode()
     cluster.restore_group("generate")
     cluster.drain()

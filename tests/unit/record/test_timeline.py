@@ -11,10 +11,14 @@ import pytest
 
 from tests.trace_format import check_trace_events
 from tests.unit.record.recorded import RecordedCluster, record_run
+from tests.unit.sim.shapes import COST, arrival, config
 from vsched.config import load_config
 from vsched.kernel import SchedulerLimits
 from vsched.kernel.events import Stepped
 from vsched.record import TraceTimeline, replay
+from vsched.sim.cost.model import GenerateCost
+from vsched.sim.fast.simulation import simulate
+from vsched.sim.workload.requests import workload_of
 
 LIMITS = SchedulerLimits(
     blocks=60,
@@ -127,3 +131,16 @@ def test_timeline_of_a_record_without_its_beginning_is_whole(tmp_path: Path) -> 
     trace = trace_of(tmp_path / "run.vlog")
     assert Counter(one["ph"] for one in trace)["X"] > 3
     assert all(one.get("ts", 0) >= 0 for one in trace)
+
+
+def test_timeline_shows_rejections_and_that_nothing_runs_until_the_next_event() -> None:
+    file = io.BytesIO()
+    drawn = TraceTimeline(file)
+    settings = config("arrival={use='tenant-fair',rate=0.1,burst=1}")
+    costs = msgspec.structs.replace(COST, generate=GenerateCost(step_ns=4e5))
+    requests = workload_of("", [arrival(0, 0, outputs=3), arrival(1, 5000)])
+    simulate(settings, requests, cost=costs, observers=[drawn])
+    drawn.close()
+    trace: Trace = msgspec.json.decode(file.getvalue())["traceEvents"]
+    assert [one["args"]["running"] for one in trace if one["name"] == "requests"] == [0, 1, 0]
+    assert sum(one["name"].startswith("rejected: ") for one in trace) == 1

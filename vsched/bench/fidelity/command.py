@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -30,9 +31,6 @@ if TYPE_CHECKING:
 
 
 CALIBRATION_S = 60.0
-SecondsOption = Annotated[
-    float, typer.Option("--seconds", min=1, help="Approximate measuring time.")
-]
 REFRESH_HZ = 2
 """Low, because bars take time from the measured engine."""
 NOISY_OTHERS = 0.2
@@ -172,7 +170,7 @@ def _numbers(option: str, text: str) -> list[float]:
         numbers = [float(part) for part in text.split(",")]
     except ValueError:
         numbers = []
-    if not numbers or min(numbers) <= 0:
+    if not numbers or not all(0 < one < math.inf for one in numbers):
         raise ConfigError(
             f"{option} {text}: not a list of positive numbers. Remedy: give one such as 1,2.5"
         )

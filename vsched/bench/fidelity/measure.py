@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import math
 import random
 from collections import defaultdict
@@ -99,18 +100,19 @@ class RequestTexts:
     def _find_unit(self) -> tuple[int, ImagePlan]:
         """Return the side of the pixel square that becomes a token, and the plan of a large picture of such squares.
 
-        Processors round sizes, so only a picture with many tokens determines it exactly.
+        Processors round sizes, so only a picture with many tokens determines it exactly. No square may have as many as
+        the largest picture: a long strip can exceed the processor's own limit.
         """
         plan_image = self._preprocessor.plan_image
-        rows = max(math.isqrt(self._preprocessor.info.item_tokens_max), 1)
-        half = max(rows // 2, 1)
-        for side in range(UNIT_MAX, 0, -1):
+        most = max(math.isqrt(self._preprocessor.info.item_tokens_max), 1)
+        for rows, side in itertools.product(range(most, 0, -1), range(UNIT_MAX, 0, -1)):
+            half = max(rows // 2, 1)
             plan = plan_image(rows * side, rows * side)
             smaller = plan_image(half * side, rows * side)
             if (plan.tokens, smaller.tokens) == (rows * rows, half * rows):
                 return side, plan
         raise ConfigError(
-            f"no picture becomes {rows} x {rows} tokens. Remedy: check the image processor of the checkpoint"
+            f"no square picture has up to {most} x {most} tokens. Remedy: check the image processor of the checkpoint"
         )
 
     def size_of(self, tokens: int) -> tuple[int, int]:

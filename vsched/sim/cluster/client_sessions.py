@@ -44,6 +44,8 @@ PHASES: dict[KernelPhase, RequestPhase] = {
 TENANT_HEADER = "x-tenant"
 UPLOAD_PIECES = 3
 UPLOAD_PAUSE_S = 0.02
+FIRST_SEED = 1 << 40
+"""Sampling seed of the first session, by which its request is known; requests of a test have smaller ones."""
 SessionOutcome = Literal["", "finished", "refused", "failed", "left"]
 
 
@@ -52,8 +54,7 @@ class ClientBehaviour(msgspec.Struct, frozen=True, kw_only=True):
 
     `stop_token_ids` and `stop` end the output at their first occurrence. With `choices` the output
     must be one of them, or a prefix of one. `answers` is the number of choices requested (`n`),
-    which share the prompt and are all equal. `adapter` is the number of the requested adapter in
-    loading order; 0 for none.
+    which share the prompt and are all equal.
     """
 
     http: bool = True
@@ -64,17 +65,11 @@ class ClientBehaviour(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     choices: tuple[tuple[int, ...], ...] = ()
     answers: int = 1
-    adapter: int = 0
 
     @property
     def choice(self) -> list[str]:
         """The `choices` as texts."""
         return [" ".join(map(str, each)) for each in self.choices]
-
-
-def adapter_name(number: int) -> str:
-    """Return the name of the `number`-th loaded adapter."""
-    return f"adapter-{number}"
 
 
 class SessionAnswer(msgspec.Struct):
@@ -94,12 +89,14 @@ class ClientSession:
         outcome: Empty until the request ends.
         code: Error code, if it ended with an error.
         number: The kernel's request number, once accepted.
+        adapter: The kernel's number of its adapter; 0 for none.
     """
 
     def __init__(
         self, world: World, index: int, arrival: Arrival, behaviour: ClientBehaviour
     ) -> None:
         self.arrival = arrival
+        self.adapter = 0
         self.behaviour = behaviour
         self.index = index
         self.answers = [SessionAnswer() for _ in range(behaviour.answers)]
@@ -160,7 +157,7 @@ class ClientSession:
         """The correct output."""
         received = SessionAnswer(reason="length")
         count, choices = self.arrival.output_tokens, self.behaviour.choices
-        root = root_of(self.behaviour.adapter)
+        root = root_of(self.adapter)
         for token in answer(self.prompt, self.items, count, root=root, choices=choices):
             received.tokens.append(token)
             if token in self.behaviour.stop_token_ids:
@@ -183,7 +180,7 @@ class ClientSession:
         """Check that the kernel accepted this request unchanged."""
         self.number, self._request = number, request
         same = request.prompt_token_ids == self.prompt and len(request.items) == len(self.items)
-        same = same and request.adapter == self.behaviour.adapter
+        same = same and request.adapter == self.adapter
         named = self.arrival.tenant, self.arrival.conversation
         same = same and (request.tenant, request.session) == named
         for item, expected in zip(request.items, self.items, strict=False):
@@ -289,7 +286,7 @@ class ClientSession:
             sampling=SamplingParams(
                 max_tokens=arrival.output_tokens,
                 temperature=0.0,
-                seed=self.index,
+                seed=FIRST_SEED + self.index,
                 stop_token_ids=self.behaviour.stop_token_ids,
                 stop=self.behaviour.stop,
                 grammar=self._grammar,
@@ -300,7 +297,7 @@ class ClientSession:
             cache_salt=arrival.salt,
             tenant=arrival.tenant,
             session=arrival.conversation,
-            adapter=adapter_name(self.behaviour.adapter) if self.behaviour.adapter else "",
+            adapter=arrival.adapter,
         )
         try:
             for index, generation in enumerate(generations):
@@ -394,7 +391,7 @@ class ClientSession:
             "messages": [{"role": "user", "content": content}],
             "max_tokens": arrival.output_tokens,
             "temperature": 0,
-            "seed": self.index,
+            "seed": FIRST_SEED + self.index,
             "stream": self.behaviour.stream,
             "priority": arrival.priority,
             "stop_token_ids": self.behaviour.stop_token_ids,
@@ -403,8 +400,8 @@ class ClientSession:
         }
         if self.behaviour.choices:
             body["structured_outputs"] = {"choice": self.behaviour.choice}
-        if self.behaviour.adapter:
-            body["model"] = adapter_name(self.behaviour.adapter)
+        if arrival.adapter:
+            body["model"] = arrival.adapter
         if arrival.salt:
             body["cache_salt"] = arrival.salt
         if arrival.conversation:

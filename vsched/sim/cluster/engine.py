@@ -29,10 +29,16 @@ from vsched.config import (
 )
 from vsched.config.sections import PolicyTable
 from vsched.engine import Engine, Environment
+from vsched.errors import ConfigError
 from vsched.kernel import Scheduler
 from vsched.kernel.commands import Accept, Command, Finish, Refuse
 from vsched.kernel.events import Aborted, Event, GroupLost, GroupReady, GroupRetired, Submitted
-from vsched.sim.cluster.client_sessions import TENANT_HEADER, ClientBehaviour, ClientSession
+from vsched.sim.cluster.client_sessions import (
+    FIRST_SEED,
+    TENANT_HEADER,
+    ClientBehaviour,
+    ClientSession,
+)
 from vsched.sim.cluster.machines import SimulatedCluster
 from vsched.sim.cluster.media import media_of
 from vsched.sim.cost.model import CostModel
@@ -727,11 +733,23 @@ class SimEngine:
         *,
         after: ClientSession | None = None,
     ) -> ClientSession:
-        """Send a request now, or after another session has ended."""
-        index = len(self.sessions)
+        """Send a request now, or after another session has ended.
+
+        Images and frames above the limit are scaled down, as by a server.
+
+        Raises:
+            ConfigError: When its adapter is not in `adapters.load`.
+        """
+        index, loaded = len(self.sessions), ["", *self.config.adapters.load]
+        if arrival.adapter not in loaded:
+            raise ConfigError(
+                f"{arrival.request_id}: no adapter {arrival.adapter!r}. Remedy: add it to adapters.load"
+            )
+        arrival = arrival.scaled_down(self.engine.info.item_tokens_max)
         session = ClientSession(
             self.world, index, arrival, behaviour or self._draw_behaviour(index)
         )
+        session.adapter = loaded.index(arrival.adapter)
         self.sessions.append(session)
         self._tasks.append(self.world.loop.create_task(self._run_session(session, after)))
         return session
@@ -785,7 +803,6 @@ class SimEngine:
             stop=tuple(f" {one}" for one in _draw_stops(rng)),
             choices=tuple(_draw_choices(rng)) if rng.random() < HELD_SHARE else (),
             answers=rng.randint(1, self._choices_max),
-            adapter=index % (1 + len(self.config.adapters.load)),
         )
 
     async def heal(self) -> None:
@@ -827,8 +844,8 @@ class SimEngine:
     # --- external faults ---
 
     def _note_accept(self, number: int, request: Request) -> None:
-        index = request.sampling.seed  # sessions use their index as seed
-        if index is not None and 0 <= index < len(self.sessions):
+        index = (request.sampling.seed or 0) - FIRST_SEED
+        if 0 <= index < len(self.sessions):
             self.sessions[index].accepted(number, request)
 
     def _note_event(self) -> None:

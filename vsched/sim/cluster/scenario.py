@@ -40,7 +40,6 @@ from vsched.config.sections import (
 from vsched.plugins import resolve_several
 from vsched.policy import SEVERAL
 from vsched.probes import PROBES, observed
-from vsched.sim.cluster.client_sessions import adapter_name
 from vsched.sim.cluster.engine import (
     Action,
     Operation,
@@ -330,9 +329,10 @@ def _with_hosts(drawn: Scenario) -> Scenario:
     )
     check_cluster(cluster, together=together, adapters=0)
     more = random_plan(rng, (), SPAN_NS, kinds=HOST_KINDS, faults_max=4, hosts=tuple(cluster.hosts))
+    faults = sorted((*drawn.plan.faults, *more.faults), key=lambda fault: fault.at_ns)
     return msgspec.structs.replace(
         drawn.with_config(cluster=cluster),
-        plan=drawn.plan.with_more(more.faults),
+        plan=msgspec.structs.replace(drawn.plan, faults=tuple(faults)),
         host_links=HostLinkProfile(
             latency_ns=rng.choice([50_000, 1_000_000, 20_000_000]),
             jitter_ns=rng.choice([0, 0, 1_000_000]),
@@ -374,14 +374,20 @@ def _with_swapping(drawn: Scenario) -> Scenario:
 
 def _with_adapters(drawn: Scenario) -> Scenario:
     """Make requests use one of two adapters or none, while operators load and unload a third."""
+    names = ("", "adapter-1", "adapter-2")
     adapters = AdaptersConfig(
         count_max=3,
-        load={adapter_name(number): "at start" for number in (1, 2)},
+        load=dict.fromkeys(names[1:], "at start"),
         directory="/simulated/adapters",
         load_s=10.0,
     )
     rng = random.Random(f"adapters {drawn.seed}")  # noqa: S311
     changes = draw_adapter_changes(rng, SPAN_NS)
+    arrivals = (
+        msgspec.structs.replace(one, adapter=names[index % len(names)])
+        for index, one in enumerate(drawn.arrivals)
+    )
+    drawn = msgspec.structs.replace(drawn, arrivals=tuple(arrivals))
     return drawn.with_config(adapters=adapters).with_operations(changes)
 
 

@@ -294,7 +294,8 @@ def rehearsed(model: CostModel, observation: Observation) -> CostModel:
 def as_observed(model: CostModel, observation: Observation) -> CostModel:
     """Adjust a model to the total times of an observation, with all delays by other programs.
 
-    A calibration leaves these delays out. Here the ranks stay as fast as they were, so that queues grow alike.
+    A calibration leaves these delays out. Here the ranks stay as fast as they were, so that queues grow alike, and do
+    not slow each other down again.
     """
     steps = [step for step in observation.steps if is_work(step.sample)]
     factors = []
@@ -316,7 +317,8 @@ def as_observed(model: CostModel, observation: Observation) -> CostModel:
     # Two decisions in flight must not wait for ranks that wake up: only the first step after a pause does.
     decision_ns = min(idle_ns, step_ns + 2 * gap_ns) if step_ns else idle_ns
     cold = 1 + (idle_ns - decision_ns) / cold_ns if cold_ns else 1.0
-    host = msgspec.structs.replace(model.host, gap_ns=gap_ns, decision_ns=decision_ns, cold=cold)
+    late_costs = {"gap_ns": gap_ns, "decision_ns": decision_ns, "cold": cold}
+    host = msgspec.structs.replace(model.host, contention=(), **late_costs)
     return msgspec.structs.replace(model, host=host)
 
 
@@ -352,13 +354,7 @@ def predict(model: CostModel, sample: EncodeSample | GenerateSample) -> float:
             prefill=sample.prefill,
             pairs=sample.pairs,
         )
-    cost = model.encode
-    return (
-        cost.step_ns
-        + cost.item_ns * sample.items
-        + cost.token_ns * sample.tokens
-        + cost.token_pair_ns * sample.pairs
-    )
+    return model.batch_ns(sample.items, sample.tokens, sample.pairs)
 
 
 def _check(steps: Sequence[ObservedStep]) -> None:

@@ -146,12 +146,15 @@ class CostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def encode_ns(self, tokens: Sequence[int]) -> float:
         """Duration of an encoder step for images with these token counts."""
+        return self.batch_ns(len(tokens), sum(tokens), sum(count * count for count in tokens))
+
+    def batch_ns(self, items: int, tokens: int, pairs: int) -> float:
+        """Duration of an encoder step; `pairs` is the sum of squared token counts of its images."""
         cost = self.encode
-        pairs = sum(count * count for count in tokens)
         return (
             cost.step_ns
-            + cost.item_ns * len(tokens)
-            + cost.token_ns * sum(tokens)
+            + cost.item_ns * items
+            + cost.token_ns * tokens
             + cost.token_pair_ns * pairs
         )
 

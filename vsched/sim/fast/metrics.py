@@ -224,10 +224,6 @@ class TenantCollector:
         self.requests = self.finished = self.good = self.output_tokens = self.ttft_max_ns = 0
         self.failed: dict[str, int] = {}
 
-    def count_failure(self, code: str) -> None:
-        """Count a refused or failed request."""
-        self.failed[code] = self.failed.get(code, 0) + 1
-
     def count_finished(
         self, ttft_ns: int, tpot_ns: int | None, output_tokens: int, *, good: bool
     ) -> None:
@@ -291,7 +287,7 @@ class Collector(TenantCollector):
     def fail(self, code: str, tenant: str, reason: str = "") -> None:
         """Count a refused or failed request, with the reason given by a policy."""
         for one in self._counting(tenant):
-            one.count_failure(code)
+            one.failed[code] = one.failed.get(code, 0) + 1
         if reason:
             kind = _reason_kind(reason)
             if kind not in self.reasons and len(self.reasons) >= REASONS_MAX:

@@ -124,6 +124,18 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """Its cache salt."""
         return self.tenant if self.cache_salt is None else self.cache_salt
 
+    def scaled_down(self, tokens_max: int) -> Arrival:
+        """Return it with at most so many tokens in each image and each frame group."""
+
+        def fitted(part: PromptPart) -> PromptPart:
+            if isinstance(part, Image):
+                return Image(part.key, min(part.tokens, tokens_max))
+            if isinstance(part, Video):
+                return Video(part.key, part.groups, min(part.group_tokens, tokens_max))
+            return part
+
+        return msgspec.structs.replace(self, prompt=tuple(map(fitted, self.prompt)))
+
     def key_of(self, image: Image) -> str:
         """Return the key of one of its images; keys differ between cache salts."""
         return f"{self.salt}/{image.key}" if self.salt else image.key

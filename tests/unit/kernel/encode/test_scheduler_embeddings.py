@@ -32,7 +32,7 @@ def test_embedding_that_a_step_reads_is_not_taken_for_an_older_request() -> None
     cluster.submit(image_request("young", (b"early", 16)))
     cluster.run_encode()
     cluster.run_generate()
-    assert [chunk.start for chunk in cluster.generate_log[0].chunks] == [16, 0]
+    assert [chunk.start for chunk in cluster.generators["generate"].log[0].chunks] == [16, 0]
     assert cluster.encoded == [[b"early"]], "the older one wants its image now, and has to wait"
     cluster.run_generate()
     assert cluster.encoded == [[b"early"], [b"late"]]
@@ -80,10 +80,10 @@ def test_embedding_of_an_image_that_chunks_split_stays_until_the_last() -> None:
     cluster.run_encode()
     evictable = []
     spans = []
-    while cluster.generate_log:
+    while cluster.generators["generate"].log:
         spans += [
             (chunk.start, chunk.stop, [(item.offset, item.tokens) for item in chunk.items])
-            for chunk in cluster.generate_log[0].chunks
+            for chunk in cluster.generators["generate"].log[0].chunks
         ]
         cluster.run_generate()
         evictable.append(encode_statistics(cluster)["pages_evictable"])

@@ -164,9 +164,9 @@ def test_encode_length_mismatch_within_a_request_fails_it() -> None:
 
 def fail_when(cluster: ModelCluster, bad: bytes) -> None:
     """Run all steps in flight; encode batches with a bad item fail."""
-    while cluster.encode_log or cluster.generate_log:
-        if cluster.encode_log:
-            poisoned = any(task.key == bad for task in cluster.encode_log[0].tasks)
+    while cluster.encode_logs["encode"] or cluster.generators["generate"].log:
+        if cluster.encode_logs["encode"]:
+            poisoned = any(task.key == bad for task in cluster.encode_logs["encode"][0].tasks)
             cluster.run_encode(fail=EncodeErrorKind.FAILED if poisoned else None)
         else:
             cluster.run_generate()
@@ -177,7 +177,7 @@ def test_encode_brought_embeddings_cost_the_encoder_nothing() -> None:
     cluster = make_cluster(encode_admission=TokenBudget(max_tokens=20))
     items = [(0, 50, b"brought"), (1, 20, b"raw"), (2, 60, b"brought too")]
     cluster.submit(make_request("r", words(3), items, encoded=[b"brought", b"brought too"]))
-    assert [task.encoded for task in cluster.encode_log[0].tasks] == [True, False, True]
+    assert [task.encoded for task in cluster.encode_logs["encode"][0].tasks] == [True, False, True]
     cluster.drain()
     complete(cluster, make_request("again", words(3, start=50), items, encoded=[b"brought"]))
     assert cluster.encoded == [[b"brought", b"raw", b"brought too"]]
@@ -268,7 +268,7 @@ def test_encode_task_carries_the_pixels_of_a_live_user() -> None:
     cluster.submit(second)
     cluster.abort("r1")
     cluster.run_encode()
-    assert cluster.encode_log[0].tasks[0].extent.offset == 4096
+    assert cluster.encode_logs["encode"][0].tasks[0].extent.offset == 4096
 
 
 VIEWS: list[Any] = []

@@ -32,10 +32,10 @@ from vsched.types import Request
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_generate_decisions_go_out_ahead_of_results(depth: int) -> None:
     cluster = make_cluster(make_request("r", words(5), max_tokens=8), generate_depth=depth)
-    assert len(cluster.generate_log) == depth
+    assert len(cluster.generators["generate"].log) == depth
     most = 0
-    while cluster.generate_log:
-        most = max(most, len(cluster.generate_log))
+    while cluster.generators["generate"].log:
+        most = max(most, len(cluster.generators["generate"].log))
         cluster.run_generate()
     assert most == depth
     assert_served(cluster, "r")
@@ -68,7 +68,7 @@ def test_generate_preempted_requests_return_in_their_order() -> None:
     submit_texts(cluster, 4, 12, apart=20, max_tokens=24)
     cluster.submit(make_request("r4", words(12, start=200), max_tokens=2))
     passed: list[str] = []
-    while cluster.generate_log:
+    while cluster.generators["generate"].log:
         before = len(joined(cluster))
         cluster.run_generate()
         for name in joined(cluster)[before:]:

@@ -152,13 +152,13 @@ def test_copies_of_a_request_that_ended_are_no_part_of_the_next_decision() -> No
     cluster = ModelCluster(limits, SWAPPING)
     cluster.submit(make_request("waits", words(9), [(8, 4, b"image")]))
     cluster.submit(make_request("swapped", words(4), max_tokens=20))
-    while cluster.generate_log:
+    while cluster.generators["generate"].log:
         cluster.run_generate()
     assert generate_statistics(cluster)["swapped"] == 1
     cluster.abort("swapped")
     restored = restore_snapshot(Scheduler(limits, SWAPPING), encode_snapshot(cluster.kernel))
     cluster.run_encode()
-    (decision,) = cluster.generate_log
+    (decision,) = cluster.generators["generate"].log
     assert decision.swaps is None
     event, now_ns = Encoded(1), cluster.now_ns
     assert Decide("generate", decision) in restored.handle(event, now_ns)

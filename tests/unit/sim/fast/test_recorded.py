@@ -16,7 +16,7 @@ from vsched.kernel import Scheduler
 from vsched.kernel.commands import Command
 from vsched.kernel.events import Event, Submitted
 from vsched.record import Recorder, open_recorder
-from vsched.sim import TraceError, load_trace
+from vsched.sim import CostModel, TraceError, load_trace
 from vsched.sim.fast.metrics import SimulationOutcome
 from vsched.sim.fast.recorded import RecordedRun, load_record
 from vsched.sim.fast.simulation import simulate
@@ -48,13 +48,16 @@ class Observed:
 
 
 def record(
-    folder: Path, workload: Workload, observed: type[Observed] = Observed
+    folder: Path,
+    workload: Workload,
+    observed: type[Observed] = Observed,
+    cost: CostModel = COST,
 ) -> tuple[SimulationOutcome, RecordedRun, list[Submitted]]:
     """Simulate a workload, record it, and read the record."""
     path = folder / "run.vlog"
     configured = config(*SMALL, f"record.path={path}")
     seen = observed(configured)
-    outcome = simulate(configured, workload, cost=COST, observers=[seen])
+    outcome = simulate(configured, workload, cost=cost, observers=[seen])
     assert seen.recorder is not None
     seen.recorder.close()
     return outcome, load_record(path), seen.submitted
@@ -121,6 +124,24 @@ def test_recorded_steps_have_about_their_costs(
             assert getattr(getattr(fitted.figures, name), quantile) == pytest.approx(
                 wanted, rel=0.05
             )
+
+
+def test_recorded_steps_that_slowed_each_other_down_take_their_time_once(tmp_path: Path) -> None:
+    """The fitted steps have the mean of their times, alone and next to others, and are not slowed down again."""
+    host = msgspec.structs.replace(COST.host, contention=(1.0, 2.0))
+    requests = [
+        msgspec.structs.replace(
+            one, at_ns=2 * one.at_ns, prompt=(Image(one.request_id, 60), *one.prompt)
+        )
+        for one in load()
+    ]
+    cost = msgspec.structs.replace(COST, host=host)
+    outcome, run, _ = record(tmp_path, workload_of("images", requests), cost=cost)
+    fitted = again(run, cost=run.cost, info=COST.shape).figures
+    for name in ("generate_busy", "encode_busy"):
+        wanted = getattr(outcome.figures, name) * outcome.figures.span_s
+        assert getattr(fitted, name) * fitted.span_s == pytest.approx(wanted, rel=0.05)
+    assert fitted.ttft_ms.p50 == pytest.approx(outcome.figures.ttft_ms.p50, rel=0.25)
 
 
 def test_clients_that_left_leave_again(tmp_path: Path) -> None:
