@@ -160,7 +160,8 @@ def compile_multiply(kind: str, group: int, rows: int) -> Compiled:
     signature = {"rows": "*bf16", "values": "*u8", "scales": "*fp16", "offsets": "*fp16"}
     sizes = ("count", "outputs", "inputs", "bytes_of_one", "group", "groups", "part_tiles")
     signature |= {"sums": "*fp32", **dict.fromkeys(sizes, "i32")}
-    return _compile(multiply_few, f"multiply {kind} {rows} rows", signature, constants, STAGES)
+    name, capability = f"multiply {kind} {rows} rows", 80 if kind == "fp8 bits" else CAPABILITY
+    return _compile(multiply_few, name, signature, constants, STAGES, capability=capability)
 
 
 def compile_widen(kind: str) -> Compiled:
@@ -193,6 +194,7 @@ def _compile(
     stages: int,
     *,
     warps: int = WARPS,
+    capability: int = CAPABILITY,
 ) -> Compiled:
     import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
     from triton.backends.compiler import GPUTarget  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -210,12 +212,12 @@ def _compile(
     ordered = {each: whole[each] for each in kernel.arg_names}
     source = ASTSource(fn=kernel, signature=ordered, constexprs=constants, attrs=aligned)
     options = {"num_stages": stages, "num_warps": warps}
-    made = triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=options)
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     assembler = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(made.asm["ptx"])
         file.flush()
-        target = f"--gpu-name=sm_{CAPABILITY}a"
+        target = f"--gpu-name=sm_{capability}" + "a" * (capability >= CAPABILITY)
         command = [str(assembler), "-v", target, file.name, "-o", "/dev/null"]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     registers, spills = _REGISTERS.search(said), _SPILLS.search(said)
@@ -242,7 +244,8 @@ def main() -> None:
         windows = compile_windows(heads, head_dim, "fp32")
         for made in (*compile_vision(heads, head_dim, width), windows):
             _tell(made)
-    for kind, group in (("int8", 128), ("int4", 32), ("int4", 128), ("fp8", 128)):
+    for kind, group in (("int8", 128), ("int4", 32), ("int4", 128), ("fp8", 128),
+                        ("fp8 bits", 128)):  # fmt: skip
         for rows in (16, 64):
             _tell(compile_multiply(kind, group, rows))
         _tell(compile_widen(kind))

@@ -147,7 +147,7 @@ def test_long_sequences_attend_in_one_call(
 def test_quantized_towers_are_fused(encoded: Encoded, monkeypatch: pytest.MonkeyPatch) -> None:
     """A merged product has the weights of its parts; groups of inputs are not padded."""
     if DEVICE == "cpu":
-        facts = SimpleNamespace(multi_processor_count=4)
+        facts = SimpleNamespace(multi_processor_count=4, major=9, minor=0)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: facts)
     monkeypatch.setattr(products, "FEW_ROWS_MAX", 0)
     fused = prepared(encoded.tower, weights="int8")

@@ -154,6 +154,7 @@ ATTENTION = "compile_decode('3b', 'bf16'), compile_decode('80', 'fp32'), compile
         ("compile_merge('512')", 192, HALF),
         ("compile_multiply('int8', 128, 16), compile_multiply('int4', 32, 16)", 168, None),
         ("compile_multiply('fp8', 128, 64), compile_widen('int4')", 168, None),
+        ("compile_multiply('fp8 bits', 128, 64)", 168, None),
         ("*compile_layer('3b'), *compile_layer('80'), *compile_row()", 128, None),
         ("*compile_vision(16, 80, 1280), *compile_vision(16, 72, 1152)", 192, None),
     ],

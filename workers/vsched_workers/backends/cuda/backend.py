@@ -186,8 +186,13 @@ class CudaBackend(Backend):
         return None
 
     def _product(self, weight: QuantizedWeight, bias: torch.Tensor | None) -> TritonProduct:
-        processors = torch.cuda.get_device_properties(self.device).multi_processor_count
-        return TritonProduct(weight.to(self.device), bias, processors=processors)
+        device = torch.cuda.get_device_properties(self.device)
+        return TritonProduct(
+            weight.to(self.device),
+            bias,
+            processors=device.multi_processor_count,
+            converts_fp8=(device.major, device.minor) >= (8, 9),
+        )
 
     def load_attention(self) -> None:
         if not self._captures:

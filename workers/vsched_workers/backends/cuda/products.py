@@ -207,9 +207,13 @@ class TritonProduct:
         bias: torch.Tensor | None,
         *,
         processors: int,
+        converts_fp8: bool = True,
         kernels: Kernels | None = None,
     ) -> None:
-        """Take a weight on the device, the device's number of SMs, and kernels in place of Triton's, if any."""
+        """Take a weight on the device, the device's number of SMs, and kernels in place of Triton's, if any.
+
+        `converts_fp8`: the device has an instruction for it, from compute capability 8.9 on.
+        """
         self._multiply, self._widen = kernels or load_kernels()
         self._weight, self._bias, self._processors = weight, bias, processors
         self.shape, self.size_bytes = weight.shape, weight.nbytes
@@ -218,7 +222,8 @@ class TritonProduct:
         self._group = min(weight.group, weight.inputs)
         whole = weight.group >= weight.inputs
         self._tile = tile_of(weight.kind, 0 if whole else weight.group)
-        self._constants = constants_of(weight.kind, has_offsets=weight.offsets is not None)
+        kind = "fp8 bits" if weight.kind == "fp8" and not converts_fp8 else weight.kind
+        self._constants = constants_of(kind, has_offsets=weight.offsets is not None)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply activations [..., in]; return [..., out] of the same type."""
