@@ -151,7 +151,7 @@ ATTENTION = "compile_decode('3b', 'bf16'), compile_decode('80', 'fp32'), compile
     ("kernels", "registers_max", "shared_bytes_max"),
     [
         (ATTENTION, 168, HALF),
-        ("compile_merge('512')", 192, HALF),
+        ("compile_decode('512', 'fp32'), compile_merge('512')", 192, HALF),
         ("compile_multiply('int8', 128, 16), compile_multiply('int4', 32, 16)", 168, None),
         ("compile_multiply('fp8', 128, 64), compile_widen('int4')", 168, None),
         ("compile_multiply('fp8 bits', 128, 64)", 168, None),

@@ -317,7 +317,7 @@ def constants_of(
     heads: int, kv_heads: int, head_dim: int, value_dim: int, block_size: int, itemsize: int
 ) -> dict[str, int]:
     """Return the compile-time constants of the decode kernel."""
-    # The tensor cores need at least 16 rows.
+    # The tensor cores need at least 16 rows, and as many tokens.
     dims, value_dims = (max(16, power_of_two(each)) for each in (head_dim, value_dim))
     return {
         "BLOCK_SIZE": block_size,
@@ -328,7 +328,7 @@ def constants_of(
         "DIMS": dims,
         "VALUE_DIM": value_dim,
         "VALUE_DIMS": value_dims,
-        "TOKENS": min(64, TILE_BYTES // (max(dims, value_dims) * itemsize)),
+        "TOKENS": min(64, max(16, TILE_BYTES // (max(dims, value_dims) * itemsize))),
     }
 
 
