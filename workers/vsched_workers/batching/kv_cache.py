@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import mmap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -180,9 +180,6 @@ Pairs = npt.NDArray[np.int32]
 
 SWAP_REMEDY = "lower generate.swap_memory"
 
-AllocateBytes = Callable[[int], torch.Tensor]
-"""Allocates bytes of host memory, uint8."""
-
 RUN_MAX = 64
 """The largest number of blocks in a run: on a device, a run of one layer is gathered first."""
 
@@ -195,9 +192,7 @@ def shared_pages(size: int) -> torch.Tensor:
 class SwapArea:
     """Swap space for blocks of one KV cache, in the kind of memory that the cache is in."""
 
-    def __init__(
-        self, cache: KvCache, blocks: int, *, allocate: AllocateBytes = shared_pages
-    ) -> None:
+    def __init__(self, cache: KvCache, blocks: int) -> None:
         """Allocate space for `blocks` blocks.
 
         Raises:
@@ -210,7 +205,7 @@ class SwapArea:
         widths = [part.shape[1] for part in self._parts]
         dtype = self._parts[0].dtype
         _require_host(blocks * sum(widths) * dtype.itemsize)
-        whole = allocate(blocks * sum(widths) * dtype.itemsize).view(dtype)
+        whole = shared_pages(blocks * sum(widths) * dtype.itemsize).view(dtype)
         pieces = whole.split([blocks * width for width in widths])
         self._places = [
             piece.view(blocks, width) for piece, width in zip(pieces, widths, strict=True)
