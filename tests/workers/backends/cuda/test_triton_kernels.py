@@ -173,14 +173,14 @@ def test_kernels_compile_for_an_h100_and_spill_nothing(
 
 
 @pytest.mark.slow
-def test_values_of_int8_weights_are_prefetched() -> None:
+def test_products_of_int8_weights_compile_for_prefetched_values() -> None:
     """Four tiles are in shared memory."""
     (made,) = compiled("[compile_multiply('int8', 128, 16)]")
     assert made[2] >= 4 * 64 * 64
 
 
 @pytest.mark.slow
-def test_windows_of_float32_towers_keep_most_values_in_registers() -> None:
+def test_windows_of_float32_towers_compile_for_registers() -> None:
     """Without tensor cores; with four warps, a thread spilled 70 KB, and compilation took minutes."""
     (made,) = compiled("[compile_windows(16, 80, 'fp32')]")
     assert made[3] < 8 << 10
