@@ -204,8 +204,15 @@ class SwapArea:
         ]
         widths = [part.shape[1] for part in self._parts]
         dtype = self._parts[0].dtype
-        _require_host(blocks * sum(widths) * dtype.itemsize)
-        whole = shared_pages(blocks * sum(widths) * dtype.itemsize).view(dtype)
+        size_bytes, available = blocks * sum(widths) * dtype.itemsize, host_available()
+        if size_bytes > available:
+            raise DeviceOutOfMemory.of_limit(
+                "generate.swap_memory: the host has less free",
+                value=f"{size_bytes} bytes a rank",
+                limit=f"{available} bytes",
+                remedy=SWAP_REMEDY,
+            )
+        whole = shared_pages(size_bytes).view(dtype)
         pieces = whole.split([blocks * width for width in widths])
         self._places = [
             piece.view(blocks, width) for piece, width in zip(pieces, widths, strict=True)
@@ -231,14 +238,3 @@ def runs(pairs: Pairs) -> Iterator[tuple[int, torch.Tensor]]:
         for first in range(0, len(run), RUN_MAX):
             piece = run[first : first + RUN_MAX]
             yield int(piece[0, 0]), torch.from_numpy(piece[:, 1].astype(np.int64))
-
-
-def _require_host(size: int) -> None:
-    available = host_available()
-    if size > available:
-        raise DeviceOutOfMemory.of_limit(
-            "generate.swap_memory: the host has less free",
-            value=f"{size} bytes a rank",
-            limit=f"{available} bytes",
-            remedy=SWAP_REMEDY,
-        )

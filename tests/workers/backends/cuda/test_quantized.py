@@ -110,15 +110,7 @@ class Block(nn.Module):
         return hidden
 
 
-@pytest.fixture
-def processors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a device, give it a number of processors."""
-    if DEVICE == "cpu":
-        facts = SimpleNamespace(multi_processor_count=4, major=9, minor=0)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: facts)
-
-
-@pytest.mark.usefixtures("processors")
+@pytest.mark.usefixtures("properties")
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_model_is_made_into_few_bits_on_loading(kind: str) -> None:
     """Its logits equal those of the same model with dequantized weights; head and embedding share their memory."""
@@ -145,7 +137,7 @@ def test_model_is_made_into_few_bits_on_loading(kind: str) -> None:
     assert made.weights_bytes < before / (2.5 if kind == "int8" else 3)
 
 
-@pytest.mark.usefixtures("processors")
+@pytest.mark.usefixtures("properties")
 def test_published_layers_stay_in_their_bits_and_others_as_they_are() -> None:
     """Hooks of a layer, such as the sum over ranks, are kept when it is replaced."""
     model = Block().eval().requires_grad_(requires_grad=False)

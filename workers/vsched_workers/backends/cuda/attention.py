@@ -48,13 +48,6 @@ class KernelMissing(ImportError):
     """A kernel is not installed, or this torch has an older one."""
 
 
-def _on_device(step: PagedStep, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return block tables and context lengths on the device; copied once per step if they are on the host."""
-    if step.on_device is None:
-        step.on_device = sent(step.tables, device), sent(step.contexts, device)
-    return step.on_device
-
-
 def varlen_kernel(*needed: str) -> tuple[Any, dict[str, Any]]:
     """Return torch's variable-length attention, and its option for grouped-query attention if it needs one.
 
@@ -100,7 +93,9 @@ class TritonDecode:
         self, query: torch.Tensor, layer: int, step: PagedStep, rule: ScoreRule
     ) -> torch.Tensor:
         """Return [rows, heads, value dim] for a query [rows, heads, key dim]."""
-        tables, contexts = _on_device(step, query.device)
+        if step.on_device is None:  # copied once per step
+            step.on_device = sent(step.tables, query.device), sent(step.contexts, query.device)
+        tables, contexts = step.on_device
         keys, values = step.cache.keys[layer], step.cache.values[layer]
         query = query.contiguous()
         rows, heads, head_dim = query.shape
