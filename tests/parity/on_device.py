@@ -6,6 +6,8 @@ import functools
 import multiprocessing
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.context import BaseContext
 from pathlib import Path
 
 import msgspec
@@ -67,12 +69,24 @@ def compare_on_device(names: Sequence[str], device: str, *, jobs: int, to: Path 
             if not names or each[0] in names
         }
         for done in as_completed(waiting):
-            found[waiting[done]] = done.result()
+            try:
+                found[waiting[done]] = done.result()
+            except BrokenProcessPool:  # this or another architecture ended a process
+                found[waiting[done]] = _alone(context, *rows[waiting[done]], device=device)
             print(f"{waiting[done]}: {found[waiting[done]]}", flush=True)
             if to is not None:
                 results.rows = found = dict(sorted(found.items()))
                 to.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1))
     return sum(each != EQUAL for each in found.values())
+
+
+def _alone(context: BaseContext, name: str, sees: bool, *, device: str) -> str:
+    """Return the result of an architecture from a process of its own, which may end."""
+    with ProcessPoolExecutor(1, context) as pool:
+        try:
+            return pool.submit(result_of, name, sees, device=device).result()
+        except BrokenProcessPool:
+            return "its process ended"
 
 
 def result_of(name: str, sees: bool, *, device: str) -> str:  # a pool passes it

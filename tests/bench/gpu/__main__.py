@@ -24,6 +24,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -57,6 +58,7 @@ with torch.device(device):
 
 def main() -> int:
     """Run all steps; the exit status is the number of unsuccessful ones."""
+    began_s = time.monotonic()
     parser = argparse.ArgumentParser(prog="python -m tests.bench.gpu", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     parser.add_argument("--seconds", type=float, default=570, help="for everything together")
@@ -77,7 +79,8 @@ def main() -> int:
         )
         if options.wheels is not None and not os.environ.get("VSCHED_GPU_RUN"):
             # The installed packages may be required, or newer than those already imported.
-            again = [sys.executable, "-m", "tests.bench.gpu", *sys.argv[1:]]
+            left_s = options.seconds - (time.monotonic() - began_s)
+            again = [sys.executable, "-m", "tests.bench.gpu", *sys.argv[1:], f"--seconds={left_s}"]
             return subprocess.run(again, env=environment, check=False, cwd=ROOT).returncode
         _tell_machine(out, options.device, options.wheels)
         return _run(options, out, Path(checkpoints), environment)

@@ -14,7 +14,9 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 CAPABILITY = 90
@@ -25,6 +27,13 @@ WARPS = 4
 HEADS = {"3b": (16, 2, 128), "7b": (28, 4, 128), "64": (8, 2, 64), "80": (8, 2, 80), "96": (8, 2, 96),
          "256": (8, 2, 256), "512": (8, 1, 512)}  # fmt: skip
 _MULTIPLES = ("inputs", "outputs", "bytes_of_one", "group", "width")
+_FLOATS = ("scaling", "softcap", "eps")
+_INTEGERS = ("window", "table_stride", "parts", "usual_parts", "heads", "count", "groups", "part_tiles",
+             *_MULTIPLES)  # fmt: skip
+_POINTERS = {"tables": "*i32", "contexts": "*i32", "ends": "*i32", "slots": "*i64"}
+_POINTERS |= dict.fromkeys(("summed_parts", "highest_parts", "total_parts", "sums"), "*fp32")
+_QUANTIZED = {"values": "*u8", "scales": "*fp16", "offsets": "*fp16"}
+_ANGLES = {"cos": "*fp32", "sin": "*fp32"}
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 
@@ -47,13 +56,8 @@ def compile_decode(name: str, dtype: str, *, ruled: bool = False) -> Compiled:
     size = 2 if dtype == "bf16" else 4
     constants: dict[str, Any] = constants_of(heads, kv_heads, head_dim, head_dim, 16, size)
     constants |= {"WINDOWED": ruled, "CAPPED": ruled}
-    signature = dict.fromkeys(("query", "keys", "values"), f"*{dtype}")
-    signature |= dict.fromkeys(("tables", "contexts"), "*i32")
-    signature |= dict.fromkeys(("summed_parts", "highest_parts", "total_parts"), "*fp32")
-    signature |= {"scaling": "fp32", "window": "i32", "softcap": "fp32"}
-    signature |= {"table_stride": "i32", "parts": "i32", "usual_parts": "i32"}
     label = f"decode {name} {dtype}" + " with rules" * ruled
-    return _compile(decode_parts, label, signature, constants, STAGES)
+    return _compile(decode_parts, label, constants, STAGES, dtype=dtype)
 
 
 def compile_merge(name: str) -> Compiled:
@@ -66,12 +70,8 @@ def compile_merge(name: str) -> Compiled:
     names = ("VALUE_DIM", "VALUE_DIMS", "TOKENS")
     constants: dict[str, Any] = {each: all_constants[each] for each in names}
     constants |= {"PARTS": PARTS_MAX, "WINDOWED": False, "HAS_SINKS": False}
-    signature = {"contexts": "*i32"}
-    signature |= dict.fromkeys(("summed_parts", "highest_parts", "total_parts"), "*fp32")
-    signature |= {"sinks": "*bf16", "out": "*bf16", "window": "i32"}
-    signature |= {"heads": "i32", "parts": "i32", "usual_parts": "i32"}
     warps = merge_warps(PARTS_MAX, constants["VALUE_DIMS"])
-    return _compile(merge_parts, f"merge {name}", signature, constants, STAGES, warps=warps)
+    return _compile(merge_parts, f"merge {name}", constants, STAGES, warps=warps)
 
 
 def compile_layer(name: str) -> list[Compiled]:
@@ -82,19 +82,14 @@ def compile_layer(name: str) -> list[Compiled]:
 
     heads, kv_heads, head_dim = HEADS[name]
     half, width = head_dim // 2, power_of_two(heads * head_dim)
-    rows = dict.fromkeys(("hidden", "added", "weight", "normed"), "*bf16")
-    rows |= {"width": "i32", "eps": "fp32"}
-    names = ("qkv", "cos", "sin", "query_weight", "key_weight", "queries", "keys", "values")
-    heads_of = dict.fromkeys(names, "*bf16") | {"slots": "*i64", "eps": "fp32"}
     shape = {"HEADS": heads, "KV_HEADS": kv_heads, "NORMS": True, "HALF": half}
     shape["DIMS"] = power_of_two(half)
-    gates = {"gate_up": "*bf16", "gated": "*bf16", "width": "i32"}
     gate = {"ACTIVATION": "SILU", "WIDTH": GATE_VALUES}
     add = {"HAS_ADDED": True, "WIDTH": width}
     return [
-        _compile(triton_kernels.add_norm, f"add and norm {width}", rows, add, 1),
-        _compile(triton_kernels.rotate_and_store, f"rotate {name}", heads_of, shape, 1),
-        _compile(triton_kernels.gate, "gate", gates, gate, 1),
+        _compile(triton_kernels.add_norm, f"add and norm {width}", add, 1),
+        _compile(triton_kernels.rotate_and_store, f"rotate {name}", shape, 1),
+        _compile(triton_kernels.gate, "gate", gate, 1),
     ]
 
 
@@ -103,8 +98,6 @@ def compile_row() -> list[Compiled]:
     from vsched_workers.backends.cuda.products import row_tiles
     from vsched_workers.backends.cuda.triton_kernels import multiply_row
 
-    signature = dict.fromkeys(("row", "weight", "bias", "out"), "*bf16")
-    signature |= {"outputs": "i32", "inputs": "i32"}
     made = []
     for activation, parts in ((None, 1), ("SILU", 2)):
         tiles = row_tiles(11008, 2048, parts=parts)
@@ -112,7 +105,7 @@ def compile_row() -> list[Compiled]:
         constants: dict[str, Any] = {"HAS_BIAS": activation is None, "ACTIVATION": activation}
         constants |= {"OUTPUTS": tiles.outputs, "TILE": tiles.tile, "STAGES": tiles.stages}
         name = f"multiply row {activation or 'with bias'}"
-        made.append(_compile(multiply_row, name, signature, constants, 3))
+        made.append(_compile(multiply_row, name, constants, 3))
     return made
 
 
@@ -121,16 +114,13 @@ def compile_vision(heads: int, head_dim: int, width: int) -> list[Compiled]:
     from vsched_workers.backends.cuda import triton_kernels
     from vsched_workers.backends.cuda.products import power_of_two
 
-    half, name = head_dim // 2, f"{heads} x {head_dim}"
-    norm = dict.fromkeys(("hidden", "added", "weight", "bias", "normed"), "*bf16")
-    norm |= {"width": "i32", "eps": "fp32"}
-    rotated = {"qkv": "*bf16", "cos": "*fp32", "sin": "*fp32"}
-    sizes = {"HEADS": heads, "HALF": half, "DIMS": power_of_two(half)}
-    pairs = sizes | {"PAIRS": power_of_two(2 * heads)}
+    half, name = head_dim // 2, f"rotate patches {heads} x {head_dim}"
+    pairs = {"HEADS": heads, "HALF": half, "DIMS": power_of_two(half)}
+    pairs["PAIRS"] = power_of_two(2 * heads)
     add = {"HAS_ADDED": True, "WIDTH": power_of_two(width)}
     return [
-        _compile(triton_kernels.add_layer_norm, f"add and layer norm {width}", norm, add, 1),
-        _compile(triton_kernels.rotate_patches, f"rotate patches {name}", rotated, pairs, 1),
+        _compile(triton_kernels.add_layer_norm, f"add and layer norm {width}", add, 1),
+        _compile(triton_kernels.rotate_patches, name, pairs, 1, _ANGLES),
         compile_windows(heads, head_dim, "bf16"),
     ]
 
@@ -142,12 +132,10 @@ def compile_windows(heads: int, head_dim: int, dtype: str) -> Compiled:
     from vsched_workers.backends.cuda.triton_kernels import attend_windows
 
     half = head_dim // 2
-    signature = dict.fromkeys(("qkv", "out"), f"*{dtype}")
-    signature |= {"cos": "*fp32", "sin": "*fp32", "ends": "*i32", "scaling": "fp32"}
     constants = {"HEADS": heads, "HALF": half, "DIMS": power_of_two(half), "ROWS": WINDOW_MAX}
     name = f"attend windows {heads} x {head_dim} {dtype}"
     warps = WINDOW_WARPS[2 if dtype == "bf16" else 4]
-    return _compile(attend_windows, name, signature, constants, 1, warps=warps)
+    return _compile(attend_windows, name, constants, 1, _ANGLES, dtype=dtype, warps=warps)
 
 
 def compile_multiply(kind: str, group: int, rows: int) -> Compiled:
@@ -157,10 +145,8 @@ def compile_multiply(kind: str, group: int, rows: int) -> Compiled:
 
     constants: dict[str, Any] = constants_of(kind, has_offsets=True)
     constants |= {"ROWS": rows, "OUTPUTS": 64, "TILE": tile_of(kind, group)}
-    signature = {"rows": "*bf16", "values": "*u8", "scales": "*fp16", "offsets": "*fp16"}
-    sizes = ("count", "outputs", "inputs", "bytes_of_one", "group", "groups", "part_tiles")
-    signature |= {"sums": "*fp32", **dict.fromkeys(sizes, "i32")}
-    return _compile(multiply_few, f"multiply {kind} {rows} rows", signature, constants, STAGES)
+    name, capability = f"multiply {kind} {rows} rows", 80 if kind == "fp8 bits" else CAPABILITY
+    return _compile(multiply_few, name, constants, STAGES, _QUANTIZED, capability=capability)
 
 
 def compile_widen(kind: str) -> Compiled:
@@ -169,9 +155,7 @@ def compile_widen(kind: str) -> Compiled:
     from vsched_workers.backends.cuda.triton_kernels import widen
 
     constants: dict[str, Any] = constants_of(kind, has_offsets=True) | {"INPUTS": WIDENED_INPUTS}
-    signature = {"values": "*u8", "scales": "*fp16", "offsets": "*fp16", "weight": "*bf16"}
-    signature |= dict.fromkeys(("inputs", "bytes_of_one", "group", "groups"), "i32")
-    return _compile(widen, f"widen {kind}", signature, constants, 1)
+    return _compile(widen, f"widen {kind}", constants, 1, _QUANTIZED)
 
 
 def compiled(made: str) -> list[Compiled]:
@@ -188,34 +172,37 @@ def compiled(made: str) -> list[Compiled]:
 def _compile(
     kernel: Any,
     name: str,
-    signature: dict[str, str],
     constants: dict[str, Any],
     stages: int,
+    types: Mapping[str, str] = MappingProxyType({}),
     *,
+    dtype: str = "bf16",
     warps: int = WARPS,
+    capability: int = CAPABILITY,
 ) -> Compiled:
+    """Compile a kernel; `types` are those of pointers that are neither of this type nor in `_POINTERS`."""
     import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
     from triton.backends.compiler import GPUTarget  # type: ignore[import-not-found,import-untyped,unused-ignore]
     from triton.compiler import ASTSource  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-    whole = signature | dict.fromkeys(constants, "constexpr")
+    known = _POINTERS | dict.fromkeys(_INTEGERS, "i32") | dict.fromkeys(_FLOATS, "fp32")
+    known |= {**types, **dict.fromkeys(constants, "constexpr")}
+    signature = {each: known.get(each, f"*{dtype}") for each in kernel.arg_names}
     # As at launch: torch's allocations are aligned to 16 bytes.
     # Arguments that are multiples of 16 are specialized as well.
-    places = [
-        at
-        for at, each in enumerate(kernel.arg_names)
-        if whole[each].startswith("*") or each in _MULTIPLES
-    ]
-    aligned = {(at,): [["tt.divisibility", 16]] for at in places}
-    ordered = {each: whole[each] for each in kernel.arg_names}
-    source = ASTSource(fn=kernel, signature=ordered, constexprs=constants, attrs=aligned)
+    aligned = {
+        (at,): [["tt.divisibility", 16]]
+        for at, (each, kind) in enumerate(signature.items())
+        if kind.startswith("*") or each in _MULTIPLES
+    }
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
     options = {"num_stages": stages, "num_warps": warps}
-    made = triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=options)
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     assembler = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(made.asm["ptx"])
         file.flush()
-        target = f"--gpu-name=sm_{CAPABILITY}a"
+        target = f"--gpu-name=sm_{capability}" + "a" * (capability >= CAPABILITY)
         command = [str(assembler), "-v", target, file.name, "-o", "/dev/null"]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     registers, spills = _REGISTERS.search(said), _SPILLS.search(said)
@@ -242,7 +229,8 @@ def main() -> None:
         windows = compile_windows(heads, head_dim, "fp32")
         for made in (*compile_vision(heads, head_dim, width), windows):
             _tell(made)
-    for kind, group in (("int8", 128), ("int4", 32), ("int4", 128), ("fp8", 128)):
+    for kind, group in (("int8", 128), ("int4", 32), ("int4", 128), ("fp8", 128),
+                        ("fp8 bits", 128)):  # fmt: skip
         for rows in (16, 64):
             _tell(compile_multiply(kind, group, rows))
         _tell(compile_widen(kind))

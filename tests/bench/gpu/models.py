@@ -16,11 +16,14 @@ import argparse
 import functools
 import itertools
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -115,29 +118,34 @@ class ModelBench:
     weights: str
     wrote: Callable[[list[Row]], object]
     rows: list[Row] = field(default_factory=list)
+    failed: int = 0
 
     def run(self, part: str) -> None:
-        """Measure a part: single steps, or the turns of conversations."""
-        if part == "conversations":
-            sizes = IMAGES if self.full else {"tiny": (112, 112)}
-            turns = costs.TURNS[-1:] if self.few else costs.TURNS
-            for (label, size), turn in itertools.product(sizes.items(), turns):
-                self._conversation(label, size, turn)
-        elif self.weights != "auto":  # affects steps with few rows only
-            for batch, context in costs.FEW_BITS if self.full else [(1, 32)]:
-                self._decode(batch, context)
-        else:
-            for batch, context in self._decodes():
-                self._decode(batch, context)
-            for first, rows in costs.PREFILLS if self.full else [(0, 32), (32, 32)]:
-                self._prefill(first, rows)
-            for label, size in (IMAGES if self.full else {"tiny": (112, 112)}).items():
-                self._encode(label, size)
+        """Measure a part: single steps, or the turns of conversations; an error of a case does not end the others."""
+        for measure, *case in self._cases(part):
+            try:
+                measure(*case)
+            except Exception:  # noqa: BLE001  # also of a driver or a compiler
+                self.failed += 1
+                traceback.print_exc()
 
-    def _decodes(self) -> list[tuple[int, int]]:
-        if not self.full:
-            return [(1, 32), (3, 32)]
-        return costs.FEW_DECODES if self.few else costs.DECODES
+    def _cases(self, part: str) -> Iterator[tuple[Any, ...]]:
+        images = IMAGES if self.full else {"tiny": (112, 112)}
+        if part == "conversations":
+            turns = costs.TURNS[-1:] if self.few else costs.TURNS
+            for image, turn in itertools.product(images.items(), turns):
+                yield self._conversation, *image, turn
+            return
+        decodes = costs.FEW_DECODES if self.few else costs.DECODES
+        if self.weights != "auto":  # affects steps with few rows only
+            decodes = costs.FEW_BITS
+        for rows, context in decodes if self.full else [(1, 32), (3, 32)]:
+            yield self._decode, rows, context
+        if self.weights == "auto":
+            for first, rows in costs.PREFILLS if self.full else [(0, 32), (32, 32)]:
+                yield self._prefill, first, rows
+            for image in images.items():
+                yield self._encode, *image
 
     def _note(self, case: str, found_ms: float, cost: Cost | None, **more: float) -> None:
         floor_ms = None
@@ -228,6 +236,7 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     case = f"{options.models} {options.parts} {options.weights}"
     write = functools.partial(_write, options.out / FIGURES, case)
+    failed = 0
     for one, kind in itertools.product(options.models.split(","), options.weights.split(",")):
         with tempfile.TemporaryDirectory() as folder:
             model = make_model(one, Path(folder), options.device, dtype, weights=kind)
@@ -244,9 +253,11 @@ def main() -> None:
             for part in options.parts.split(","):
                 bench.run(part)
         figures = write(figures, bench.rows)
+        failed += bench.failed
         model.language.drop_kv()
         del model, bench
     print(tables(figures))
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

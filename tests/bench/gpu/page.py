@@ -53,11 +53,11 @@ SERVER = "server.json"
 
 
 class ServerResults(msgspec.Struct, frozen=True, kw_only=True):
-    """Results of whole servers: KV caches, ledger, and report of `vsched bench serve`; None if not measured."""
+    """Results of whole servers: KV caches, ledger, and reports of `vsched bench serve`; None if not measured."""
 
     kv: list[KvTry] | None = None
     ledger: LedgerCheck | None = None
-    load: Any = None
+    load: list[Any] | None = None
 
 
 def add_results(folder: Path, **found: Any) -> None:

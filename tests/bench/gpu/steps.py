@@ -21,7 +21,7 @@ import msgspec
 from tests.bench.servers import processes
 
 END_S = 5.0
-"""Maximum time for a command to end after SIGTERM."""
+"""Maximum time for a command to end after SIGINT, on which pytest writes its report."""
 
 START_S_MIN = 5.0
 """Minimum remaining time to start a step."""
@@ -93,7 +93,8 @@ def _run(step: Step, folder: Path, limit_s: float, environment: Mapping[str, str
             status = process.wait(limit_s)
             ending: Ending = "failed" if status else "done"
         except subprocess.TimeoutExpired:
-            ending, status = "out of time", processes.end(process, END_S)
+            status = processes.end(process, END_S, by=signal.SIGINT)
+            ending = "out of time"
         finally:  # a leftover process would take memory from the next step
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

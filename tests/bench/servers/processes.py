@@ -55,10 +55,12 @@ def kill_remaining(began: Mapping[int, str]) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-def end(process: subprocess.Popen[bytes], patience_s: float) -> int:
-    """End a process by SIGTERM, or SIGKILL after some seconds, and its descendants; return its status."""
+def end(
+    process: subprocess.Popen[bytes], patience_s: float, *, by: signal.Signals = signal.SIGTERM
+) -> int:
+    """End a process by a signal, or SIGKILL after some seconds, and its descendants; return its status."""
     began = identities(family(process.pid))
-    process.terminate()
+    process.send_signal(by)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(patience_s)
     kill_remaining(began)

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -34,18 +35,21 @@ def outputs(folder: Path) -> dict[str, str]:
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
-IMPORTS = "import pathlib, signal, subprocess, time; "
+IMPORTS = "import atexit, pathlib, signal, subprocess, time; "
 SLEEPER = "print(subprocess.Popen(['sleep', '9999']{}).pid, flush=True)"
 
 
 @pytest.mark.slow
 def test_a_step_that_fails_or_hangs_does_not_end_the_rest(tmp_path: Path) -> None:
-    """Nor does one that ignores its timeout, or cannot be started; no process of a step outlives it."""
-    deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    """Nor does one that ignores its timeout, or cannot be started; no process of a step outlives it.
+
+    At its timeout, a step can still write its report.
+    """
+    deaf = "signal.signal(signal.SIGINT, signal.SIG_IGN); "
     in_session = SLEEPER.format(", start_new_session=True")
     steps = [
         python("fails", "print('a reason'); raise SystemExit(3)"),
-        python("hangs", "time.sleep(1e4)", 0.1),
+        python("hangs", "atexit.register(print, 'a report'); time.sleep(1e4)", 3.0),
         python("deaf", f"{deaf}{in_session}; time.sleep(1e4)", 3.0),
         Step("missing", ["/nowhere/at/all"], NEVER_S),
         python("leaves", SLEEPER.format("")),
@@ -58,6 +62,7 @@ def test_a_step_that_fails_or_hangs_does_not_end_the_rest(tmp_path: Path) -> Non
     assert written(tmp_path) == results
     found = outputs(tmp_path)
     assert found["fails"] == "a reason\n"
+    assert "a report\n" in found["hangs"]
     assert "/nowhere/at/all" in found["missing"]
     assert '"leaves"' in found["reads"], "results are on disk at once"
     pids = [int(found[name]) for name in ("deaf", "leaves")]
@@ -68,6 +73,40 @@ def test_no_step_begins_when_the_time_is_up(tmp_path: Path) -> None:
     results = run_steps([python("late", "pass")], tmp_path, seconds=0, environment={})
     assert [each.ending for each in results] == ["not begun"]
     assert written(tmp_path) == results
+
+
+def ended(name: str, _: bool, *, device: str) -> str:
+    """Compare an architecture on a device, as one that ends its process."""
+    if name == "llama":
+        os._exit(1)
+    return f"equal on {device}"
+
+
+@pytest.mark.slow
+def test_an_architecture_that_ends_its_process_does_not_end_the_rest(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    on_device: Any = pytest.importorskip("tests.parity.on_device")
+    monkeypatch.setattr(on_device, "result_of", ended)
+    file, names = tmp_path / "parity.json", ["llama", "qwen3", "mistral"]
+    on_device.compare_on_device(names, "here", jobs=1, to=file)
+    rows = msgspec.json.decode(file.read_bytes())["rows"].values()
+    assert [*rows] == ["its process ended", "equal on here", "equal on here"]
+
+
+def test_a_case_that_fails_does_not_end_the_other_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    models: Any = pytest.importorskip("tests.bench.gpu.models")
+    unused = dict.fromkeys(("model", "watch", "device", "wrote"))
+    model = models.ModelBench(name="nano", full=False, few=False, weights="auto", **unused)
+    measured: list[object] = []
+    monkeypatch.setattr(model, "_decode", fail)
+    for name in ("_prefill", "_encode"):
+        monkeypatch.setattr(model, name, lambda first, _: measured.append(first))
+    model.run("steps")
+    assert (measured, model.failed) == ([0, 32, "tiny"], 2)
 
 
 PYTHON = "3.12"

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import mmap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -180,9 +180,6 @@ Pairs = npt.NDArray[np.int32]
 
 SWAP_REMEDY = "lower generate.swap_memory"
 
-AllocateBytes = Callable[[int], torch.Tensor]
-"""Allocates bytes of host memory, uint8."""
-
 RUN_MAX = 64
 """The largest number of blocks in a run: on a device, a run of one layer is gathered first."""
 
@@ -195,9 +192,7 @@ def shared_pages(size: int) -> torch.Tensor:
 class SwapArea:
     """Swap space for blocks of one KV cache, in the kind of memory that the cache is in."""
 
-    def __init__(
-        self, cache: KvCache, blocks: int, *, allocate: AllocateBytes = shared_pages
-    ) -> None:
+    def __init__(self, cache: KvCache, blocks: int) -> None:
         """Allocate space for `blocks` blocks.
 
         Raises:
@@ -209,8 +204,15 @@ class SwapArea:
         ]
         widths = [part.shape[1] for part in self._parts]
         dtype = self._parts[0].dtype
-        _require_host(blocks * sum(widths) * dtype.itemsize)
-        whole = allocate(blocks * sum(widths) * dtype.itemsize).view(dtype)
+        size_bytes, available = blocks * sum(widths) * dtype.itemsize, host_available()
+        if size_bytes > available:
+            raise DeviceOutOfMemory.of_limit(
+                "generate.swap_memory: the host has less free",
+                value=f"{size_bytes} bytes a rank",
+                limit=f"{available} bytes",
+                remedy=SWAP_REMEDY,
+            )
+        whole = shared_pages(size_bytes).view(dtype)
         pieces = whole.split([blocks * width for width in widths])
         self._places = [
             piece.view(blocks, width) for piece, width in zip(pieces, widths, strict=True)
@@ -236,14 +238,3 @@ def runs(pairs: Pairs) -> Iterator[tuple[int, torch.Tensor]]:
         for first in range(0, len(run), RUN_MAX):
             piece = run[first : first + RUN_MAX]
             yield int(piece[0, 0]), torch.from_numpy(piece[:, 1].astype(np.int64))
-
-
-def _require_host(size: int) -> None:
-    available = host_available()
-    if size > available:
-        raise DeviceOutOfMemory.of_limit(
-            "generate.swap_memory: the host has less free",
-            value=f"{size} bytes a rank",
-            limit=f"{available} bytes",
-            remedy=SWAP_REMEDY,
-        )

@@ -1,12 +1,16 @@
-"""Skips tests of kernels that this Triton's interpreter cannot run."""
+"""Properties of a device without one; skips tests of kernels that this Triton's interpreter cannot run."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
 from collections.abc import Generator
+from types import SimpleNamespace
 
 import pytest
+import torch
+
+from tests.workers.backends.cuda.on_host import DEVICE
 
 LOOPS = "only 0-dimensional arrays can be converted to Python scalars"
 """The interpreter's error about a loop whose bound is a tensor, up to Triton 3.6."""
@@ -31,3 +35,11 @@ def _is_limited() -> bool:
     if not os.environ.get("TRITON_INTERPRET"):
         return False
     return tuple(map(int, importlib.metadata.version("triton").split(".")[:2])) <= (3, 6)
+
+
+@pytest.fixture
+def properties(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a device, give it processors and a compute capability."""
+    if DEVICE == "cpu":
+        facts = SimpleNamespace(multi_processor_count=4, major=9, minor=0)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: facts)

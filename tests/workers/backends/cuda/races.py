@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -116,6 +117,8 @@ class Machine(TorchDispatchMode):
         self._kept: list[torch.Tensor] = []
         self._recording: list[tuple[Any, Any, Any, Any]] | None = None
         self._streams = 0
+        self.pinned: dict[int, int] = {}
+        """Sizes of registered host memory, by address."""
         self.current = self.stream()
 
     # --- replacements for torch.cuda ---
@@ -157,6 +160,11 @@ class Machine(TorchDispatchMode):
             "CUDAGraph": lambda: Graph(self),
             "graph": self.record,
             "set_sync_debug_mode": lambda _: None,
+            "cudart": lambda: SimpleNamespace(
+                cudaHostRegister=lambda address, size, _: self.pinned.update({address: size}),
+                cudaHostUnregister=self.pinned.pop,
+            ),
+            "check_error": lambda _: None,
         }.items():
             patch.setattr(torch.cuda, name, value)
         numpy = torch.Tensor.numpy

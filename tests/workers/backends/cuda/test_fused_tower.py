@@ -144,11 +144,9 @@ def test_long_sequences_attend_in_one_call(
 
 @needs_triton
 @pytest.mark.slow
+@pytest.mark.usefixtures("properties")
 def test_quantized_towers_are_fused(encoded: Encoded, monkeypatch: pytest.MonkeyPatch) -> None:
     """A merged product has the weights of its parts; groups of inputs are not padded."""
-    if DEVICE == "cpu":
-        facts = SimpleNamespace(multi_processor_count=4)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: facts)
     monkeypatch.setattr(products, "FEW_ROWS_MAX", 0)
     fused = prepared(encoded.tower, weights="int8")
     assert isinstance(fused.forward, FusedTower)
@@ -212,7 +210,6 @@ def test_flash_gives_the_rows_of_attention_window_by_window(
 
     counted.__signature__ = inspect.signature(varlen_on_cpu)  # type: ignore[attr-defined]
     monkeypatch.setattr(varlen, "varlen_attn", counted)
-    fused_tower.register()
     flash = Stage.load(checkpoints(size))
     fused_tower.switch(flash.encoder._tower.module)  # type: ignore[attr-defined]
     question = Question("Compare.", [drawn_image(2, 200, 70), drawn_image(4, 31, 150)])

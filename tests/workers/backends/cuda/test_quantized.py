@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -39,11 +40,11 @@ def drawn(outputs: int, inputs: int, kind: str, group: int, *, offsets: bool) ->
     return made
 
 
-def differs(weight: QuantizedWeight, rows: int, *, processors: int = 4) -> float:
+def differs(weight: QuantizedWeight, rows: int, **device: Any) -> float:
     """Return the relative difference of a product to that of the dequantized weight, in double precision."""
     outputs, inputs = weight.shape
     given, bias = torch.randn(rows, inputs), torch.randn(outputs)
-    product = TritonProduct(weight.to(DEVICE), bias.to(DEVICE), processors=processors)
+    product = TritonProduct(weight.to(DEVICE), bias.to(DEVICE), **{"processors": 4, **device})
     found = product(given.to(DEVICE)).cpu().double()
     wanted = given.double() @ weight.dequantized().double().T + bias
     return float((found - wanted).abs().max() / wanted.abs().max())
@@ -59,13 +60,14 @@ def differs(weight: QuantizedWeight, rows: int, *, processors: int = 4) -> float
     offsets=st.booleans(),
     rows=st.sampled_from([1, 2, 15, 16, 17, 33, FEW_ROWS_MAX, FEW_ROWS_MAX + 1]),
     processors=st.integers(1, 140),
+    converts_fp8=st.booleans(),
 )
 def test_product_is_that_of_the_dequantized_weight(
-    outputs: int, inputs: int, kind: str, group: int, offsets: bool, rows: int, processors: int
+    outputs: int, inputs: int, kind: str, group: int, offsets: bool, rows: int, **device: Any
 ) -> None:
     """Odd numbers of inputs, short last groups, groups too small for a tile, few and many processors."""
     weight = drawn(outputs, inputs, kind, min(group, inputs), offsets=offsets)
-    assert differs(weight, rows, processors=processors) < 1e-5
+    assert differs(weight, rows, **device) < 1e-5
 
 
 @pytest.mark.parametrize("rows", [1, FEW_ROWS_MAX + 1])
@@ -84,6 +86,14 @@ def test_widened_weight_has_the_bits_of_its_values() -> None:
         assert torch.equal(product.rows_of(chosen.to(DEVICE)).cpu(), weight.dequantized()[chosen])
 
 
+def test_fp8_is_converted_without_an_instruction_for_it() -> None:
+    """As before compute capability 8.9, such as on an A100: every value, subnormal ones too, but NaN."""
+    values = torch.tensor([each for each in range(256) if each & 127 != 127], dtype=torch.uint8)
+    weight = QuantizedWeight("fp8", values[None], torch.ones(1, 1), 254, 254, torch.float32)
+    product = TritonProduct(weight.to(DEVICE), None, processors=4, converts_fp8=False)
+    assert torch.equal(product.widened(torch.float32).cpu(), weight.dequantized())
+
+
 class Block(nn.Module):
     """Layers of a model: a tied embedding, two linear layers of which one has a bias, a norm."""
 
@@ -100,15 +110,7 @@ class Block(nn.Module):
         return hidden
 
 
-@pytest.fixture
-def processors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a device, give it a number of processors."""
-    if DEVICE == "cpu":
-        facts = SimpleNamespace(multi_processor_count=4)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: facts)
-
-
-@pytest.mark.usefixtures("processors")
+@pytest.mark.usefixtures("properties")
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_model_is_made_into_few_bits_on_loading(kind: str) -> None:
     """Its logits equal those of the same model with dequantized weights; head and embedding share their memory."""
@@ -135,7 +137,7 @@ def test_model_is_made_into_few_bits_on_loading(kind: str) -> None:
     assert made.weights_bytes < before / (2.5 if kind == "int8" else 3)
 
 
-@pytest.mark.usefixtures("processors")
+@pytest.mark.usefixtures("properties")
 def test_published_layers_stay_in_their_bits_and_others_as_they_are() -> None:
     """Hooks of a layer, such as the sum over ranks, are kept when it is replaced."""
     model = Block().eval().requires_grad_(requires_grad=False)

@@ -151,9 +151,10 @@ ATTENTION = "compile_decode('3b', 'bf16'), compile_decode('80', 'fp32'), compile
     ("kernels", "registers_max", "shared_bytes_max"),
     [
         (ATTENTION, 168, HALF),
-        ("compile_merge('512')", 192, HALF),
+        ("compile_decode('512', 'fp32'), compile_merge('512')", 192, HALF),
         ("compile_multiply('int8', 128, 16), compile_multiply('int4', 32, 16)", 168, None),
         ("compile_multiply('fp8', 128, 64), compile_widen('int4')", 168, None),
+        ("compile_multiply('fp8 bits', 128, 64)", 168, None),
         ("*compile_layer('3b'), *compile_layer('80'), *compile_row()", 128, None),
         ("*compile_vision(16, 80, 1280), *compile_vision(16, 72, 1152)", 192, None),
     ],
@@ -172,14 +173,14 @@ def test_kernels_compile_for_an_h100_and_spill_nothing(
 
 
 @pytest.mark.slow
-def test_values_of_int8_weights_are_prefetched() -> None:
+def test_products_of_int8_weights_compile_for_prefetched_values() -> None:
     """Four tiles are in shared memory."""
     (made,) = compiled("[compile_multiply('int8', 128, 16)]")
     assert made[2] >= 4 * 64 * 64
 
 
 @pytest.mark.slow
-def test_windows_of_float32_towers_keep_most_values_in_registers() -> None:
+def test_windows_of_float32_towers_compile_for_registers() -> None:
     """Without tensor cores; with four warps, a thread spilled 70 KB, and compilation took minutes."""
     (made,) = compiled("[compile_windows(16, 80, 'fp32')]")
     assert made[3] < 8 << 10

@@ -48,13 +48,6 @@ class KernelMissing(ImportError):
     """A kernel is not installed, or this torch has an older one."""
 
 
-def _on_device(step: PagedStep, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return block tables and context lengths on the device; copied once per step if they are on the host."""
-    if step.on_device is None:
-        step.on_device = sent(step.tables, device), sent(step.contexts, device)
-    return step.on_device
-
-
 def varlen_kernel(*needed: str) -> tuple[Any, dict[str, Any]]:
     """Return torch's variable-length attention, and its option for grouped-query attention if it needs one.
 
@@ -100,7 +93,9 @@ class TritonDecode:
         self, query: torch.Tensor, layer: int, step: PagedStep, rule: ScoreRule
     ) -> torch.Tensor:
         """Return [rows, heads, value dim] for a query [rows, heads, key dim]."""
-        tables, contexts = _on_device(step, query.device)
+        if step.on_device is None:  # copied once per step
+            step.on_device = sent(step.tables, query.device), sent(step.contexts, query.device)
+        tables, contexts = step.on_device
         keys, values = step.cache.keys[layer], step.cache.values[layer]
         query = query.contiguous()
         rows, heads, head_dim = query.shape
@@ -317,7 +312,7 @@ def constants_of(
     heads: int, kv_heads: int, head_dim: int, value_dim: int, block_size: int, itemsize: int
 ) -> dict[str, int]:
     """Return the compile-time constants of the decode kernel."""
-    # The tensor cores need at least 16 rows.
+    # The tensor cores need at least 16 rows, and as many tokens.
     dims, value_dims = (max(16, power_of_two(each)) for each in (head_dim, value_dim))
     return {
         "BLOCK_SIZE": block_size,
@@ -328,7 +323,7 @@ def constants_of(
         "DIMS": dims,
         "VALUE_DIM": value_dim,
         "VALUE_DIMS": value_dims,
-        "TOKENS": min(64, TILE_BYTES // (max(dims, value_dims) * itemsize)),
+        "TOKENS": min(64, max(16, TILE_BYTES // (max(dims, value_dims) * itemsize))),
     }
 
 

@@ -72,7 +72,9 @@ class CudaBackend(Backend):
             # Before any other CUDA call: pinning memory creates a context on the current device, and Triton starts
             # kernels there, wherever their tensors are.
             torch.cuda.set_device(settings.device)
-        _keep_float32()
+        # No TF32, with its 10-bit mantissa, which torch allows for convolutions of float32.
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cudnn.allow_tf32 = False
         super().__init__(settings, dtype)
         self.memory, self.collectives = CudaMemory(settings.device), NcclCollectives()
         self._off = parts_off()
@@ -166,8 +168,7 @@ class CudaBackend(Backend):
     def prepare_whole(self, model: nn.Module) -> int:
         return self._keep_few_bits(model) + stored_bytes(*model.parameters())
 
-    def prepare_any_tower(self, model: nn.Module) -> int:
-        return self.prepare_whole(model)
+    prepare_any_tower = prepare_whole
 
     def lays_out(self, module: nn.Module) -> Collection[str]:
         return () if self._quantizer is None else packed_names(module)
@@ -186,8 +187,13 @@ class CudaBackend(Backend):
         return None
 
     def _product(self, weight: QuantizedWeight, bias: torch.Tensor | None) -> TritonProduct:
-        processors = torch.cuda.get_device_properties(self.device).multi_processor_count
-        return TritonProduct(weight.to(self.device), bias, processors=processors)
+        device = torch.cuda.get_device_properties(self.device)
+        return TritonProduct(
+            weight.to(self.device),
+            bias,
+            processors=device.multi_processor_count,
+            converts_fp8=(device.major, device.minor) >= (8, 9),
+        )
 
     def load_attention(self) -> None:
         if not self._captures:
@@ -231,9 +237,3 @@ class CudaBackend(Backend):
         pixels = torch.empty(shape, dtype=torch.uint8, pin_memory=True)
         np.concatenate(parts, out=pixels.numpy())
         return pixels.to(device=self.device, non_blocking=True)
-
-
-def _keep_float32() -> None:
-    """Disable TF32, with its 10-bit mantissa, which torch allows for convolutions of float32."""
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cudnn.allow_tf32 = False

@@ -20,6 +20,7 @@ off the attention kernels.
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -107,9 +108,13 @@ class CudaSwapArea(SwapArea):
         Raises:
             DeviceOutOfMemory: When the host has too little memory.
         """
-        super().__init__(cache, blocks, allocate=pinned)
+        super().__init__(cache, blocks)
         self._device = torch.device(device)
         self._stream: Any = torch.cuda.Stream(device=self._device)
+        # Torch's allocator of pinned memory would take the next power of two, of gigabytes.
+        whole, cudart = self._places[0].untyped_storage(), torch.cuda.cudart()
+        torch.cuda.check_error(cudart.cudaHostRegister(whole.data_ptr(), whole.nbytes(), 0))
+        weakref.finalize(self, _unpin, self._stream, whole.data_ptr()).atexit = False
 
     def copy(self, out: Pairs, back: Pairs) -> None:
         """Enqueue copies of blocks to the host, then of blocks to the device, between earlier and later computation."""
@@ -131,6 +136,11 @@ class CudaSwapArea(SwapArea):
             copied: Any = torch.cuda.Event()
             copied.record(self._stream)
         current.wait_event(copied)
+
+
+def _unpin(stream: Any, address: int) -> None:
+    stream.synchronize()
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))
 
 
 class CudaMemory:

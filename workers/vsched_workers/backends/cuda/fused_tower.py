@@ -517,23 +517,18 @@ def use_flash(tower: nn.Module, settings: WorkerSettings, dtype: torch.dtype) ->
     """Have a tower attend with one call per layer, if the kernel is correct on the device; return whether it does."""
     if dtype == torch.float32 or settings.attention == "exact" or not runs(settings.device, dtype):
         return False
-    register()
     switch(tower)
     return True
 
 
 def switch(tower: nn.Module) -> None:
-    """Switch a tower, built with another implementation, to the one registered as `FLASH`."""
-    # Not earlier: while building, transformers tries to import a package for names with `flash`.
-    config: Any = tower.config
-    config._attn_implementation = FLASH  # noqa: SLF001  # as transformers sets it
-
-
-def register() -> None:
-    """Register `attend` with transformers as `FLASH`."""
+    """Register `attend` with transformers as `FLASH`, and switch a tower, built with another implementation, to it."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(FLASH, attend)
+    # Not earlier: while building, transformers tries to import a package for names with `flash`.
+    config: Any = tower.config
+    config._attn_implementation = FLASH  # noqa: SLF001  # as transformers sets it
 
 
 def runs(device: str, dtype: torch.dtype) -> bool:

@@ -182,17 +182,6 @@ WIDENED_INPUTS = 1024
 """Values that a program dequantizes."""
 
 
-Kernels = tuple[Any, Any]
-"""The kernel for small M, and the dequantization kernel."""
-
-
-def load_kernels() -> Kernels:
-    """Return the Triton kernels."""
-    from vsched_workers.backends.cuda.triton_kernels import multiply_few, widen
-
-    return FastKernel(multiply_few), FastKernel(widen)
-
-
 class TritonProduct:
     """The product of activations and a quantized weight [out, in] on a device.
 
@@ -207,10 +196,18 @@ class TritonProduct:
         bias: torch.Tensor | None,
         *,
         processors: int,
-        kernels: Kernels | None = None,
+        converts_fp8: bool = True,
+        kernels: tuple[Any, Any] | None = None,
     ) -> None:
-        """Take a weight on the device, the device's number of SMs, and kernels in place of Triton's, if any."""
-        self._multiply, self._widen = kernels or load_kernels()
+        """Take a weight on the device, the device's number of SMs, and kernels in place of Triton's, if any.
+
+        `converts_fp8`: the device has an instruction for it, from compute capability 8.9 on.
+        """
+        if kernels is None:
+            from vsched_workers.backends.cuda.triton_kernels import multiply_few, widen
+
+            kernels = FastKernel(multiply_few), FastKernel(widen)
+        self._multiply, self._widen = kernels
         self._weight, self._bias, self._processors = weight, bias, processors
         self.shape, self.size_bytes = weight.shape, weight.nbytes
         offsets = weight.scales if weight.offsets is None else weight.offsets
@@ -218,7 +215,8 @@ class TritonProduct:
         self._group = min(weight.group, weight.inputs)
         whole = weight.group >= weight.inputs
         self._tile = tile_of(weight.kind, 0 if whole else weight.group)
-        self._constants = constants_of(weight.kind, has_offsets=weight.offsets is not None)
+        kind = "fp8 bits" if weight.kind == "fp8" and not converts_fp8 else weight.kind
+        self._constants = constants_of(kind, has_offsets=weight.offsets is not None)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply activations [..., in]; return [..., out] of the same type."""

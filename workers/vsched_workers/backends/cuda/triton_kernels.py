@@ -365,6 +365,13 @@ def multiply_row(
 
 
 @triton.jit
+def fp8_values(bits):  # noqa: ANN201
+    """Return FP8 (e4m3) values as float16, by the bits; for devices without an instruction for it."""
+    half = ((bits & 128).to(tl.uint16) << 8) | ((bits & 127).to(tl.uint16) << 7)
+    return half.to(tl.float16, bitcast=True) * 256.0  # the exponents' biases are 7 and 15
+
+
+@triton.jit
 def multiply_few(
     rows,
     values,
@@ -411,6 +418,8 @@ def multiply_few(
             weight = tl.join(bits & 15, bits >> 4).reshape(OUTPUTS, TILE).to(given.dtype) - CENTRE
         elif KIND == "fp8":
             weight = bits.to(tl.float8e4nv, bitcast=True).to(given.dtype)
+        elif KIND == "fp8 bits":
+            weight = fp8_values(bits).to(given.dtype)
         else:
             weight = bits.to(tl.int8, bitcast=True).to(given.dtype)
         cell = output.to(tl.int64) * groups + start // group
@@ -448,6 +457,8 @@ def widen(
         made = ((bits >> ((place % 2) * 4).to(tl.uint8)) & 15).to(tl.float32) - CENTRE
     elif KIND == "fp8":
         made = bits.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    elif KIND == "fp8 bits":
+        made = fp8_values(bits).to(tl.float32)
     else:
         made = bits.to(tl.int8, bitcast=True).to(tl.float32)
     cell = output * groups + place // group
