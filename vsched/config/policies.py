@@ -12,7 +12,14 @@ import msgspec
 from msgspec import Meta
 
 from vsched.config.devices import assumed
-from vsched.config.sections import Config, PoliciesConfig, PolicyTable, Section, VllmConfig
+from vsched.config.sections import (
+    Config,
+    PoliciesConfig,
+    PolicyTable,
+    Section,
+    ServerConfig,
+    VllmConfig,
+)
 from vsched.errors import ConfigError, ConfigProblems, PolicyError, described, reraise_interrupt
 from vsched.plugins import did_you_mean, resolve_policy, resolve_several, seats_of
 from vsched.policy import (
@@ -245,6 +252,7 @@ class HostSettings(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     policies: SeatPolicies
+    server: ServerConfig = ServerConfig()
     vllm: VllmConfig = VllmConfig()
     limits: PoliciesConfig = PoliciesConfig()
     target: TimeTarget = TimeTarget()
@@ -287,6 +295,7 @@ def read_host_settings(
     for path, wanted, section in (
         ("generate", TimeTarget, keys),
         ("policies", PoliciesConfig, rest.pop("policies", {})),
+        ("server", ServerConfig, rest.pop("server", {})),
         ("vllm", VllmConfig, rest.pop("vllm", {})),
     ):
         try:
@@ -297,6 +306,7 @@ def read_host_settings(
     by_table = {path: one for path, one in built.items() if path in called}
     return HostSettings(
         policies=SeatPolicies(by_table=by_table, several=shared),
+        server=sections["server"],
         vllm=sections["vllm"],
         limits=sections["policies"],
         target=sections["generate"],

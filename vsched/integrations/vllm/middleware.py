@@ -42,7 +42,10 @@ from vsched.policy.measured import EndTime, FirstTokenTime
 from vsched.policy_host import HostMeasured, PolicyHost
 
 logger = logging.getLogger("vllm.vsched")
-PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+PATHS = (
+    *("/v1/chat/completions", "/v1/chat/completions/batch", "/v1/completions"),
+    *("/v1/responses", "/v1/messages", "/invocations"),
+)
 BODY_BYTES_MAX = 256 << 20
 REPLICA_HEADER = "x-data-parallel-rank"
 Body = dict[str, Any]
@@ -86,10 +89,10 @@ class Middleware:
     def _ready(self, app: Any) -> PolicyHost:
         if self._host is None:
             settings = self.read_settings(app.state.vllm_config)
-            limits, server = settings.limits, settings.rest.get("server", {})
+            limits, server = settings.limits, settings.server
             self._passed_over_ns = int(limits.passed_over_max_s * 1e9)
-            self._tenant_header = server.get("tenant_header", "")
-            if name := server.get("tenant_keys_variable", ""):
+            self._tenant_header = server.tenant_header
+            if name := server.tenant_keys_variable:
                 self._tenants = read_tenant_keys(os.environ.get(name, ""), path=name)
             self._replicas = app.state.vllm_config.parallel_config.data_parallel_size
             self._host = PolicyHost(
@@ -105,11 +108,12 @@ class Middleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if scope["path"] == "/vsched" and scope["method"] == "GET":
+        path = scope["path"].removeprefix(scope.get("root_path", ""))  # as vLLM checks keys
+        if path == "/vsched" and scope["method"] == "GET":
             figures = {"arrival": self._ready(scope["app"]).figures()}
             figures["scheduler"] = _scheduler_figures(scope["app"].state.vllm_config)
             await JSONResponse(figures)(scope, receive, send)
-        elif scope["method"] == "POST" and scope["path"] in PATHS:
+        elif scope["method"] == "POST" and path in PATHS:
             await self._serve(scope, receive, send)
         else:
             await self._app(scope, receive, send)
