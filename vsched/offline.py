@@ -172,8 +172,8 @@ class LLM:
         """Answer conversations; the completions are in their order.
 
         Args:
-            messages: A message or a conversation as in OpenAI's API, or a list of conversations. Content parts may also be
-                `{"type": "image_pil", "image_pil": image}` with a PIL image.
+            messages: A message or a conversation as in OpenAI's API, or a list of conversations. Content parts may
+                also be `{"type": "image_pil", "image_pil": image}` with a PIL image.
             sampling: As for `generate`.
             template_arguments: Arguments of the chat template, such as `{"enable_thinking": False}`.
             on_error: As for `generate`.

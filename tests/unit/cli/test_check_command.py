@@ -173,6 +173,17 @@ def test_check_reports_why_a_checkpoint_cannot_be_served(
     assert report["description"]["parameters"]["language"] > 0
 
 
+def test_check_reports_settings_with_which_no_rank_loads() -> None:
+    for words, reason in (
+        (("generate.attention=nope",), "generate.attention: unknown value 'nope'"),
+        (("generate.weights=int8", "model.dtype=float16"), "int8 is not possible on cpu"),
+        (("encode.device=tpu",), "encode.device: not a device"),
+    ):
+        status, report = check_json(DEMO, *(word for one in words for word in ("--set", one)))
+        assert (status, report["served"]) == (1, False)
+        assert reason in report["problems"][0]
+
+
 def test_check_reports_a_tokenizer_and_a_limit_that_cannot_serve(copy: Callable[..., Path]) -> None:
     path, limit = copy(), ("--set", "generate.memory_limit=1KiB")
     (path / "tokenizer.json").write_text("{}")
@@ -228,6 +239,7 @@ def test_check_counts_shards_and_names_missing_ones(copy: Callable[..., Path]) -
     [
         (None, ""),
         ("{{ raise_exception('no video') }}", "rejects the messages: no video"),
+        ("{% for", "rejects the messages: "),
         ("{{ messages[0]['content'][-1]['text'] }}", "leaves out videos"),
     ],
 )
@@ -237,7 +249,9 @@ def test_check_reports_a_chat_template_without_videos(
     path = copy()
     if template is not None:
         (path / "chat_template.jinja").write_text(template)
-    found = [each for each in check_json(path)[1]["unsupported"] if each.startswith("videos")]
+    unsupported = check_json(path)[1]["unsupported"]
+    assert any(each.startswith("chat requests: ") for each in unsupported) == ("rejects" in reason)
+    found = [each for each in unsupported if each.startswith("videos")]
     assert len(found) == bool(reason)
     assert reason in "".join(found)
 
