@@ -33,7 +33,7 @@ from vsched.config import Config, load_config
 from vsched.engine import Engine
 from vsched.errors import ConfigError, RequestFailed, RequestRefused, VschedError
 from vsched.media import ImageReference, Prompt
-from vsched.plain_values import build_type
+from vsched.plain_values import shared_decoder
 from vsched.terminal.progress import loading_progress
 from vsched.types import SamplingParams
 
@@ -307,7 +307,7 @@ def _conversation(
     render: Callable[..., str], messages: Sequence[Mapping[str, Any]], arguments: dict[str, Any]
 ) -> tuple[Prompt, Sequence[ImageReference]]:
     """Render a conversation with the chat template, and list its images."""
-    build_type(list[Message])
+    shared_decoder(list[Message])
     try:
         converted = msgspec.convert([_encoded(message) for message in messages], list[Message])
     except (msgspec.ValidationError, TypeError) as error:
