@@ -292,26 +292,20 @@ def read_host_settings(
     keys = {key: generate.pop(key) for key in TimeTarget.__struct_fields__ if key in generate}
     rest["generate"] = generate
     sections: dict[str, Any] = {}
-    for path, wanted, section in (
-        ("generate", TimeTarget, keys),
-        ("policies", PoliciesConfig, rest.pop("policies", {})),
-        ("server", ServerConfig, rest.pop("server", {})),
-        ("vllm", VllmConfig, rest.pop("vllm", {})),
+    for path, field, wanted, section in (
+        ("generate", "target", TimeTarget, keys),
+        ("policies", "limits", PoliciesConfig, rest.pop("policies", {})),
+        ("server", "server", ServerConfig, rest.pop("server", {})),
+        ("vllm", "vllm", VllmConfig, rest.pop("vllm", {})),
     ):
         try:
-            sections[path] = msgspec.convert(section, wanted)
+            sections[field] = msgspec.convert(section, wanted)
         except msgspec.ValidationError as error:
             problems.add(f"{path}: {error}. Remedy: see the keys of vsched's configuration")
     problems.raise_all()
     by_table = {path: one for path, one in built.items() if path in called}
-    return HostSettings(
-        policies=SeatPolicies(by_table=by_table, several=shared),
-        server=sections["server"],
-        vllm=sections["vllm"],
-        limits=sections["policies"],
-        target=sections["generate"],
-        rest=rest,
-    )
+    policies = SeatPolicies(by_table=by_table, several=shared)
+    return HostSettings(policies=policies, rest=rest, **sections)
 
 
 def _take(tables: dict[str, Any], path: str) -> Any:
