@@ -161,27 +161,20 @@ def test_check_writes_json(tmp_path: Path) -> None:
         ({"model_type": "unheard_of", "architectures": None}, "'unheard_of' is not supported"),
         ({"quantization_config": {"quant_method": "awq"}}, "Supported: compressed-tensors"),
         ({"image_token_id": None}, "image_token_id is missing"),
+        ("generate.attention=nope", "generate.attention: unknown value 'nope'"),
+        ("generate.weights=int8 --set=model.dtype=float16", "int8 is not possible on cpu"),
+        ("encode.device=tpu", "encode.device: not a device"),
     ],
 )
 def test_check_reports_why_a_checkpoint_cannot_be_served(
-    copy: Callable[..., Path], values: dict[str, object], reason: str
+    copy: Callable[..., Path], values: dict[str, object] | str, reason: str
 ) -> None:
-    """Its known properties are still reported."""
-    status, report = check_json(copy(**values))
+    """Values of its config.json, or settings with which no rank loads. Its known properties are still reported."""
+    path, words = (copy(**values), "") if isinstance(values, dict) else (DEMO, f"--set={values}")
+    status, report = check_json(path, *words.split())
     assert (status, report["served"], report["path"]) == (1, False, "refused")
     assert reason in report["problems"][0]
     assert report["description"]["parameters"]["language"] > 0
-
-
-def test_check_reports_settings_with_which_no_rank_loads() -> None:
-    for words, reason in (
-        (("generate.attention=nope",), "generate.attention: unknown value 'nope'"),
-        (("generate.weights=int8", "model.dtype=float16"), "int8 is not possible on cpu"),
-        (("encode.device=tpu",), "encode.device: not a device"),
-    ):
-        status, report = check_json(DEMO, *(word for one in words for word in ("--set", one)))
-        assert (status, report["served"]) == (1, False)
-        assert reason in report["problems"][0]
 
 
 def test_check_reports_a_tokenizer_and_a_limit_that_cannot_serve(copy: Callable[..., Path]) -> None:
