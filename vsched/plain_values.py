@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Mapping
 from functools import cache
-from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, cast, get_origin, get_type_hints
 
 import msgspec
 
@@ -29,7 +29,7 @@ def shared_decoder(kind: type[K]) -> msgspec.json.Decoder[K]:
     msgspec builds a type when it is first used, and two such uses at a time crash the process.
     """
     with _building:
-        return _decoder(kind)
+        return _decoder(cast("Any", kind))
 
 
 @cache
