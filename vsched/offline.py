@@ -183,8 +183,8 @@ class LLM:
             RequestRefused: If a conversation is refused.
             RequestFailed: If a request ended in an error.
         """
-        given = [messages] if isinstance(messages, Mapping) else list(messages)
-        listed = [given] if given and isinstance(given[0], Mapping) else given
+        given: list[Any] = [messages] if isinstance(messages, Mapping) else list(messages)
+        listed: list[Any] = [given] if given and isinstance(given[0], Mapping) else given
         arguments = {"add_generation_prompt": True, **(template_arguments or {})}
         render = self.engine.preprocessor.render
         prepares = [partial(_conversation, render, one, arguments) for one in listed]
