@@ -53,7 +53,8 @@ def test_offline_chat_takes_one_conversation_or_many_with_images(llm: LLM) -> No
     text = [{"role": "user", "content": "Hello"}]
     first, second = llm.chat(iter([red, text]), GREEDY)
     assert first.prompt_tokens > second.prompt_tokens
-    for single in (red, red[0]):
+    singles: list[Any] = [red, red[0]]
+    for single in singles:
         (again,) = llm.chat(single, GREEDY)
         assert again.token_ids == first.token_ids
         assert again.cached_tokens > 0
