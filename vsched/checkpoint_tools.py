@@ -89,6 +89,13 @@ class CheckpointTools:
             CheckpointError: When it is not supported.
         """
 
+    def check_settings(self, info: ModelInfo, settings: WorkerSettings, *, stage: str) -> None:
+        """Check that the ranks of a stage can run with their settings on this host.
+
+        Raises:
+            ConfigError: As when such a rank loads.
+        """
+
     # `vsched make-checkpoint`
 
     @optional

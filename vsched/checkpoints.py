@@ -107,7 +107,13 @@ def _converted(file: Path, progress: Progress | None) -> str:
     if not folder.is_dir():
         plugin = load_tools("transformers", "check_conversion")
         logger.info("converting %s once, to %s", file.name, folder)
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(
+                f"{folder.parent}, for the converted {file.name}, cannot be written: {error.strerror}. Remedy: set "
+                "XDG_CACHE_HOME to a writable folder, or convert it: vsched make-checkpoint --gguf FILE PATH"
+            ) from error
         try:
             plugin.convert_gguf(
                 str(source), str(folder), dtype="bfloat16", progress=progress or (lambda *_: None)
@@ -141,10 +147,11 @@ def download(hub_id: str, needed: Sequence[str] = MODEL_FILES) -> Path:
         "repo_id": found["repository"],
         "revision": found["revision"],
         "allow_patterns": [f"*{part}*.gguf"] if part else list(needed),
+        "tqdm_class": _progress_bar(),
     }
     try:
         _check_size(hub_id, fields, part)
-        folder = Path(snapshot_download(**fields, tqdm_class=_progress_bar()))
+        folder = Path(snapshot_download(**fields))
     except Exception as error:
         raise _in_a_sentence(hub_id, error) from error
     if not _weights(files := _files_in(folder), part):
@@ -269,6 +276,10 @@ def _in_a_sentence(hub_id: str, error: Exception) -> CheckpointError:
     for kind, text in texts.items():
         if isinstance(error, kind):
             return CheckpointError(text)
+    if isinstance(error, OSError) and error.filename:
+        return CheckpointError(
+            f"{hub_id}: {error.filename} cannot be written: {error.strerror}. Remedy: set HF_HOME to a writable folder"
+        )
     reason = str(error).strip().partition("\n")[0] or type(error).__name__
     return CheckpointError(
         f"{hub_id}: the download from {host} failed: {reason}. Remedy: run the same command again; it downloads only "

@@ -31,9 +31,9 @@ from vsched.api.request_schema import Message
 from vsched.checkpoints import with_local_checkpoints
 from vsched.config import Config, load_config
 from vsched.engine import Engine
-from vsched.errors import RequestFailed, RequestRefused, VschedError
+from vsched.errors import ConfigError, RequestFailed, RequestRefused, VschedError
 from vsched.media import ImageReference, Prompt
-from vsched.plain_values import build_type
+from vsched.plain_values import shared_decoder
 from vsched.terminal.progress import loading_progress
 from vsched.types import SamplingParams
 
@@ -92,8 +92,13 @@ class LLM:
             CheckpointError, ConfigError, DeviceOutOfMemory, GroupLostError: If the start fails.
         """
         if config is None:
-            sets = [f"model.path={os.fspath(model)}", *settings]
+            given = [settings] if isinstance(settings, str) else settings
+            sets = [f"model.path={os.fspath(model)}", *given]
             config = load_config(None, sets=sets, environ=os.environ).config
+        elif model or settings:
+            raise ConfigError(
+                "LLM: config is a whole configuration. Remedy: leave model and settings out, or config"
+            )
         config = with_local_checkpoints(config)
         self._console = Console(stderr=True)
         self._progress = progress and (self._console.is_terminal or self._console.is_jupyter)
@@ -157,7 +162,7 @@ class LLM:
 
     def chat(
         self,
-        messages: Sequence[Any],
+        messages: Mapping[str, Any] | Iterable[Any],
         sampling: SamplingParams | None = None,
         *,
         template_arguments: Mapping[str, Any] | None = None,
@@ -167,8 +172,8 @@ class LLM:
         """Answer conversations; the completions are in their order.
 
         Args:
-            messages: A conversation as in OpenAI's API, or a list of them. Content parts may also be
-                `{"type": "image_pil", "image_pil": image}` with a PIL image.
+            messages: A message or a conversation as in OpenAI's API, or a list of conversations. Content parts may
+                also be `{"type": "image_pil", "image_pil": image}` with a PIL image.
             sampling: As for `generate`.
             template_arguments: Arguments of the chat template, such as `{"enable_thinking": False}`.
             on_error: As for `generate`.
@@ -178,8 +183,8 @@ class LLM:
             RequestRefused: If a conversation is refused.
             RequestFailed: If a request ended in an error.
         """
-        single = bool(messages) and isinstance(messages[0], Mapping)
-        listed = [messages] if single else messages
+        given: list[Any] = [messages] if isinstance(messages, Mapping) else list(messages)
+        listed: list[Any] = [given] if given and isinstance(given[0], Mapping) else given
         arguments = {"add_generation_prompt": True, **(template_arguments or {})}
         render = self.engine.preprocessor.render
         prepares = [partial(_conversation, render, one, arguments) for one in listed]
@@ -302,7 +307,7 @@ def _conversation(
     render: Callable[..., str], messages: Sequence[Mapping[str, Any]], arguments: dict[str, Any]
 ) -> tuple[Prompt, Sequence[ImageReference]]:
     """Render a conversation with the chat template, and list its images."""
-    build_type(list[Message])
+    shared_decoder(list[Message])
     try:
         converted = msgspec.convert([_encoded(message) for message in messages], list[Message])
     except (msgspec.ValidationError, TypeError) as error:

@@ -10,25 +10,26 @@ import os
 import threading
 from collections.abc import Mapping
 from functools import cache
-from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, cast, get_origin, get_type_hints
 
 import msgspec
 
 from vsched.errors import limit_message
 
 T = TypeVar("T", bound=msgspec.Struct)
+K = TypeVar("K")
 _INT_MIN, _INT_MAX = -(2**63), 2**63 - 1
 _NUMBERS = (int, float, int | None, float | None)
 _building = threading.Lock()
 
 
-def build_type(kind: Any) -> None:
-    """Let msgspec build a type that several threads decode; they call this first.
+def shared_decoder(kind: type[K]) -> msgspec.json.Decoder[K]:
+    """Return the decoder of a type that several threads decode or convert to; they call this first.
 
-    Otherwise msgspec does so in the first call that decodes it, and two such calls at a time crash the process.
+    msgspec builds a type when it is first used, and two such uses at a time crash the process.
     """
     with _building:
-        _decoder(kind)
+        return _decoder(cast("Any", kind))
 
 
 @cache

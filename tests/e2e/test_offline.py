@@ -13,7 +13,7 @@ from PIL import Image
 
 from tests.each_case import each_case
 from vsched import LLM, Config, RequestRefused, SamplingParams, VschedError
-from vsched.errors import CheckpointError
+from vsched.errors import CheckpointError, ConfigError
 
 GREEDY = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
 
@@ -51,11 +51,13 @@ def test_offline_chat_takes_one_conversation_or_many_with_images(llm: LLM) -> No
     image = Image.new("RGB", (56, 56), "red")
     red = picture({"type": "image_pil", "image_pil": image})
     text = [{"role": "user", "content": "Hello"}]
-    first, second = llm.chat([red, text], GREEDY)
+    first, second = llm.chat(iter([red, text]), GREEDY)
     assert first.prompt_tokens > second.prompt_tokens
-    (again,) = llm.chat(red, GREEDY)
-    assert again.token_ids == first.token_ids
-    assert again.cached_tokens > 0
+    singles: list[Any] = [red, red[0]]
+    for single in singles:
+        (again,) = llm.chat(single, GREEDY)
+        assert again.token_ids == first.token_ids
+        assert again.cached_tokens > 0
 
 
 def test_offline_error_is_raised_or_kept(llm: LLM) -> None:
@@ -108,7 +110,9 @@ def test_offline_requests_of_other_types_are_refused(llm: LLM, prompts: Any, wan
 def test_offline_start_that_fails_leaves_no_thread(tmp_path: Path) -> None:
     before = threading.active_count()
     with pytest.raises(CheckpointError):
-        LLM(tmp_path, settings=["generate.slots=2"])
+        LLM(tmp_path, settings="generate.slots=2")
+    with pytest.raises(ConfigError, match="LLM: config is a whole"):
+        LLM(tmp_path, config=Config())
     assert threading.active_count() == before
 
 

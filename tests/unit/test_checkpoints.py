@@ -200,8 +200,11 @@ def test_hub_id_is_a_name_with_one_slash(tmp_path: Path, monkeypatch: pytest.Mon
     assert not is_hub_id("org/model"), "a folder of this name is meant"
 
 
-def test_download_takes_the_files_that_a_server_reads_and_once(hub: HubServer) -> None:
+def test_download_takes_the_files_that_a_server_reads_and_once(
+    hub: HubServer, capfd: pytest.CaptureFixture[str]
+) -> None:
     folder = download("org/model")
+    assert capfd.readouterr() == ("", ""), "no bars among the lines of a log"
     names = sorted(file.name for file in folder.iterdir())
     assert names == ["config.json", "model.safetensors", "tokenizer.json"]
     assert (folder / "model.safetensors").read_bytes() == FILES["model.safetensors"]
@@ -328,3 +331,15 @@ def test_full_disk_is_found_beforehand(hub: HubServer, monkeypatch: pytest.Monke
     with pytest.raises(CheckpointError, match="does not fit on the disk.*HF_HOME"):
         download("org/model")
     assert not [one for one in hub.requests if "/cdn/" in one]
+
+
+def test_caches_that_cannot_be_written_are_named(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, gguf = tmp_path / "model" / "config.json", tmp_path / "mine.gguf"
+    gguf.touch()
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(file / "hub"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file))
+    for name, variable in (("org/model", "HF_HOME"), (str(gguf), "XDG_CACHE_HOME")):
+        with pytest.raises(CheckpointError, match=f"/config.json.* cannot .*: set {variable} to"):
+            local_checkpoint(name)

@@ -177,7 +177,7 @@ def test_config_reports_all_typos_at_once(tmp_path: Path) -> None:
         "port (from command line): unknown key. Did you mean server.port?",
         "arena (from command line): a table of keys, not a value",
         "server.port (from environment VSCHED__SERVER__PORT) is not valid: value 70000, limit int, 0 to 65535",
-        f"generate.threads {file} is not valid: value 'two', limit int, 1 or more",
+        f"generate.threads {file} is not valid: value 'two', limit int, 1 to 512",
         "encode.admission.max_token: unknown field of 'token-budget'. ",
         "encode.admission.max_items is not valid: value 0, limit int, 1 or more",
         "routing.use: 'round-robbin' is unknown. ",

@@ -22,7 +22,7 @@ from vsched.api.request_schema import (
     TokenizeRequest,
 )
 from vsched.api.unsupported import find_unsupported_type
-from vsched.plain_values import build_type
+from vsched.plain_values import shared_decoder
 from vsched.types import ModelInfo, SamplingParams
 from vsched.worker.contract import Preprocessor
 
@@ -66,9 +66,9 @@ def decode_body(body: bytes, kind: type[Body]) -> Body:
     Raises:
         ParameterRefused: If it is not JSON or does not match the type; names the parameter.
     """
-    build_type(kind)  # a large body is decoded in a thread
+    decoder = shared_decoder(kind)  # a large body is decoded in a thread
     try:
-        return msgspec.json.decode(body, type=kind)
+        return decoder.decode(body)
     except msgspec.ValidationError as error:
         raise _invalid(str(error), body, kind) from None
     except (msgspec.DecodeError, UnicodeError):

@@ -149,6 +149,11 @@ def check_checkpoint(loaded: LoadedConfig) -> CheckpointReport:
         config, _ = as_served(config, info)
         plugin = load_worker(config.generate.plugin, path="generate.plugin")
         _report_media(report, config, info, plugin.load_preprocessor(info))
+        # Ranks on other hosts may have other devices.
+        for spec in () if config.cluster.elsewhere else rank_specs(config, info, loaded.policies):
+            for stage, role in (("encode", spec.encode), ("generate", spec.generate)):
+                if role is not None:
+                    tools.check_settings(info, role.settings, stage=stage)
         tools.check_built(info)
     except VschedError as error:
         report.problems.append(str(error))
@@ -178,7 +183,7 @@ def check_checkpoint(loaded: LoadedConfig) -> CheckpointReport:
 def _report_media(
     report: CheckpointReport, config: Config, info: ModelInfo, preprocessor: Preprocessor
 ) -> None:
-    """Report the needs of images of three sizes and of a long video, and a chat template without videos."""
+    """Report the needs of images of three sizes and of a long video, and what the chat template cannot render."""
     if info.takes_images and config.media.images_max:
         for width, height in IMAGE_SIZES:
             try:
@@ -186,12 +191,15 @@ def _report_media(
             except RequestRefused as error:
                 found = str(error)
             report.image_tokens[f"{width}x{height}"] = found
-    if info.takes_videos and preprocessor.chat_template:
-        content = [{"type": "video"}, {"type": "text", "text": "vsched"}]
+    contents: dict[str, Any] = {"chat requests": "vsched"}
+    if info.takes_videos:
+        parts = [{"type": "video"}, {"type": "text", "text": "vsched"}]
+        contents["videos in chat requests"] = parts
+    for what, content in contents.items() if preprocessor.chat_template else ():
         try:
             preprocessor.render([{"role": "user", "content": content}])
         except RequestRefused as error:
-            report.unsupported.append(f"videos in chat requests: {error.message}")
+            report.unsupported.append(f"{what}: {error.message}")
     if info.takes_videos and config.media.videos_max:
         frames = min(VIDEO_FRAMES, config.media.video_frames_max)
         facts = VideoFacts(*VIDEO_SIZE, frames, rate=0)

@@ -10,6 +10,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, Literal, cast
 
 import msgspec
@@ -372,6 +373,9 @@ _CONVERT: dict[str, Convert] = {
         _names("auto=auto int8=int8 int8_per_token_head=int8"),
         "leave it out, or set int8 on a CPU",
     ),
+    "--gpu-memory-utilization": lambda words: {
+        "generate.memory.mem_fraction": re.sub(r"^\.", "0.", words[0])  # .9 is no number in TOML
+    },
     "--max-num-batched-tokens": count("generate.max_batch_tokens"),
     "--scheduling-policy": choice(
         "generate.admission.use",
@@ -585,6 +589,16 @@ class ServeCommand(TyperCommand):
         if ctx.resilient_parsing:  # shell completion
             return super().parse_args(ctx, args)
         done = translate(args)
+        if "VLLM_API_KEY" in os.environ and not done.environment:
+            done.notes.append(
+                "VLLM_API_KEY has no effect: set VSCHED__SERVER__API_KEY_VARIABLE=VLLM_API_KEY to ask clients for it"
+            )
         os.environ.update(done.environment)
         ctx.meta[NOTES] = done.notes
         return super().parse_args(ctx, done.words)
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """Complete flags of vLLM, too."""
+        names = [name for name in BY_NAME if name.startswith(incomplete or " ")]
+        items = [SimpleNamespace(value=name, type="plain", help="as in vLLM") for name in names]
+        return [*super().shell_complete(ctx, incomplete), *items]

@@ -12,7 +12,14 @@ import msgspec
 from msgspec import Meta
 
 from vsched.config.devices import assumed
-from vsched.config.sections import Config, PoliciesConfig, PolicyTable, Section, VllmConfig
+from vsched.config.sections import (
+    Config,
+    PoliciesConfig,
+    PolicyTable,
+    Section,
+    ServerConfig,
+    VllmConfig,
+)
 from vsched.errors import ConfigError, ConfigProblems, PolicyError, described, reraise_interrupt
 from vsched.plugins import did_you_mean, resolve_policy, resolve_several, seats_of
 from vsched.policy import (
@@ -254,6 +261,7 @@ class HostSettings(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     policies: SeatPolicies
+    server: ServerConfig = ServerConfig()
     vllm: VllmConfig = VllmConfig()
     limits: PoliciesConfig = PoliciesConfig()
     target: TimeTarget = TimeTarget()
@@ -293,24 +301,20 @@ def read_host_settings(
     keys = {key: generate.pop(key) for key in TimeTarget.__struct_fields__ if key in generate}
     rest["generate"] = generate
     sections: dict[str, Any] = {}
-    for path, wanted, section in (
-        ("generate", TimeTarget, keys),
-        ("policies", PoliciesConfig, rest.pop("policies", {})),
-        ("vllm", VllmConfig, rest.pop("vllm", {})),
+    for path, field, wanted, section in (
+        ("generate", "target", TimeTarget, keys),
+        ("policies", "limits", PoliciesConfig, rest.pop("policies", {})),
+        ("server", "server", ServerConfig, rest.pop("server", {})),
+        ("vllm", "vllm", VllmConfig, rest.pop("vllm", {})),
     ):
         try:
-            sections[path] = msgspec.convert(section, wanted)
+            sections[field] = msgspec.convert(section, wanted)
         except msgspec.ValidationError as error:
             problems.add(f"{path}: {error}. Remedy: see the keys of vsched's configuration")
     problems.raise_all()
     by_table = {path: one for path, one in built.items() if path in called}
-    return HostSettings(
-        policies=SeatPolicies(by_table=by_table, several=shared),
-        vllm=sections["vllm"],
-        limits=sections["policies"],
-        target=sections["generate"],
-        rest=rest,
-    )
+    policies = SeatPolicies(by_table=by_table, several=shared)
+    return HostSettings(policies=policies, rest=rest, **sections)
 
 
 def _take(tables: dict[str, Any], path: str) -> Any:

@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from vsched.errors import ConfigError
 from vsched.policy import DECISIONS
-from vsched.worker.spec import default_threads, usable_cores
+from vsched.worker.spec import THREADS_MAX, default_threads, usable_cores
 
 PolicyTable = dict[str, Any]
 """`{use = "name", **fields}`: a registered policy or `my_pkg.module:Class`, and its fields."""
@@ -158,7 +158,7 @@ class StageConfig(Section, frozen=True, kw_only=True):
     ] = AUTO
     """Device of the stage; with `cuda:N`, the ranks of all replicas take consecutive devices from N on. `auto` is CUDA
     if the host has a usable device, otherwise `cpu`; `vsched check` reports the choice. See docs/gpu.md."""
-    threads: Annotated[int, Meta(ge=1)] | None = None
+    threads: Annotated[int, Meta(ge=1, le=THREADS_MAX)] | None = None
     """Fixed number of compute threads per rank. By default the cores of the machine are divided among the processes of
     all ranks, at least 1 each, and a rank uses fewer threads while other programs keep the cores busy."""
     memory_limit: NonNegative | Annotated[str, form(f"auto|{_SIZE}", f"auto, {_SIZES}")] = "auto"

@@ -26,7 +26,7 @@ import msgspec
 
 from vsched.errors import RequestFailed
 from vsched.isolated.server import ANSWERED, HEAD_BYTES, KILLED, frame_header
-from vsched.plain_values import build_type
+from vsched.plain_values import shared_decoder
 
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
@@ -288,8 +288,7 @@ class IsolatedCalls:
             with watch(process):
                 reply = process.exchange(frames, deadline_s)
             if reply[:1] == ANSWERED:
-                build_type(answer_type)
-                found = msgspec.json.decode(reply[1:], type=answer_type)
+                found = shared_decoder(answer_type).decode(reply[1:])
             elif reply[:1] == KILLED:
                 found = _Death(signal.Signals(reply[1]))
         except (msgspec.DecodeError, IndexError, ValueError):

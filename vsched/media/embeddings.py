@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vsched.errors import RequestRefused, limit_message
-from vsched.plain_values import build_type
+from vsched.plain_values import shared_decoder
 from vsched.types import ModelInfo
 from vsched.worker.contract import Companion, ItemPlan, Preprocessor
 
@@ -123,8 +123,7 @@ def _entries(header: bytes, names: Sequence[str]) -> dict[str, _TensorEntry]:
                 continue
             if name not in names:
                 raise malformed("it has another tensor")
-            build_type(_TensorEntry)
-            entries[name] = msgspec.json.decode(raw, type=_TensorEntry)
+            entries[name] = shared_decoder(_TensorEntry).decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         # The parser's message may quote the file.
         raise malformed("its header is not valid") from None

@@ -182,9 +182,13 @@ def _cores_of(folder: Path, *, newer: bool) -> float | None:
     return quota_us / period_us
 
 
+THREADS_MAX = 512
+"""Maximum number of threads of a rank."""
+
+
 def default_threads(cores: int, *, processes: int) -> int:
     """Return the default number of threads of a rank: the cores divided by the number of processes."""
-    return max(cores // max(processes, 1), 1)
+    return min(max(cores // max(processes, 1), 1), THREADS_MAX)
 
 
 def default_room(available_bytes: int, *, ranks: int) -> int:

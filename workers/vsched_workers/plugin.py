@@ -222,6 +222,17 @@ class TransformersPlugin(WorkerPlugin, CheckpointTools):
             paged_attention.register()
             build_any(info)
 
+    def check_settings(self, info: ModelInfo, settings: WorkerSettings, *, stage: str) -> None:
+        """Check the device of a stage, and on a CPU the types of weights, activations and KV cache."""
+        import torch
+
+        from vsched_workers.backends.choice import check_device, choose_backend
+
+        check_device(settings.device, key=f"{stage}.device")
+        if settings.device == "cpu":
+            kv_dtype = info.kv_dtype if stage == "generate" else "auto"
+            choose_backend(settings, getattr(torch, info.dtype), kv_dtype)
+
     def check_conversion(self, path: str, *, dtype: str) -> None:
         """Check that a GGUF file can be converted here and written to this path."""
         from vsched_workers.checkpoint.gguf import check_conversion

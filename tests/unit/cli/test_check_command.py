@@ -161,13 +161,17 @@ def test_check_writes_json(tmp_path: Path) -> None:
         ({"model_type": "unheard_of", "architectures": None}, "'unheard_of' is not supported"),
         ({"quantization_config": {"quant_method": "awq"}}, "Supported: compressed-tensors"),
         ({"image_token_id": None}, "image_token_id is missing"),
+        ("generate.attention=nope", "generate.attention: unknown value 'nope'"),
+        ("generate.weights=int8 --set=model.dtype=float16", "int8 is not possible on cpu"),
+        ("encode.device=tpu", "encode.device: not a device"),
     ],
 )
 def test_check_reports_why_a_checkpoint_cannot_be_served(
-    copy: Callable[..., Path], values: dict[str, object], reason: str
+    copy: Callable[..., Path], values: dict[str, object] | str, reason: str
 ) -> None:
-    """Its known properties are still reported."""
-    status, report = check_json(copy(**values))
+    """Values of its config.json, or settings with which no rank loads. Its known properties are still reported."""
+    path, words = (copy(**values), "") if isinstance(values, dict) else (DEMO, f"--set={values}")
+    status, report = check_json(path, *words.split())
     assert (status, report["served"], report["path"]) == (1, False, "refused")
     assert reason in report["problems"][0]
     assert report["description"]["parameters"]["language"] > 0
@@ -228,6 +232,7 @@ def test_check_counts_shards_and_names_missing_ones(copy: Callable[..., Path]) -
     [
         (None, ""),
         ("{{ raise_exception('no video') }}", "rejects the messages: no video"),
+        ("{% for", "rejects the messages: "),
         ("{{ messages[0]['content'][-1]['text'] }}", "leaves out videos"),
     ],
 )
@@ -237,7 +242,9 @@ def test_check_reports_a_chat_template_without_videos(
     path = copy()
     if template is not None:
         (path / "chat_template.jinja").write_text(template)
-    found = [each for each in check_json(path)[1]["unsupported"] if each.startswith("videos")]
+    unsupported = check_json(path)[1]["unsupported"]
+    assert any(each.startswith("chat requests: ") for each in unsupported) == ("rejects" in reason)
+    found = [each for each in unsupported if each.startswith("videos")]
     assert len(found) == bool(reason)
     assert reason in "".join(found)
 

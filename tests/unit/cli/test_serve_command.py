@@ -117,7 +117,14 @@ def test_vsched_prints_its_version() -> None:
     assert printed_by(PROGRAM, "--version").startswith("vsched 0.")
 
 
-@each_case(("line", "word"), [("vsched sim", "simulate"), ("vsched serve --log", "--log-level")])
+@each_case(
+    ("line", "word"),
+    [
+        ("vsched sim", "simulate"),
+        ("vsched serve --log", "--log-level"),
+        ("vsched serve m --max-num-s", "--max-num-seqs"),
+    ],
+)
 def test_vsched_completes_commands_and_options(line: str, word: str) -> None:
     said = printed_by(PROGRAM, _VSCHED_COMPLETE="complete_zsh", _TYPER_COMPLETE_ARGS=line)
     assert word in said
@@ -128,6 +135,8 @@ def test_serve_sets_level_and_format_of_the_log(
 ) -> None:
     found: list[dict[str, str]] = []
     monkeypatch.setattr(serve_command, "change_logging", lambda **given: found.append(given))
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
     serve("model", "--port", "0", "--log-level", "DEBUG", "--log-format", "json", "--seed", "1")
     assert found == [{"level": "debug", "form": "json"}]
     assert caplog.messages[0].startswith("--seed of vLLM has no effect")
+    assert caplog.messages[1].startswith("VLLM_API_KEY has no effect: set ")

@@ -63,7 +63,7 @@ def test_vllm_line_of_a_deployment_configures_vsched() -> None:
     config = configured(
         *("--tensor-parallel-size", "2", "--max_model_len=8k", "--served-model-name", "qwen"),
         *("--dtype", "half", "--max-num-seqs", "32", "--max-num-batched-tokens", "4096"),
-        *("--gpu-memory-utilization", "0.9", "--no-enable-prefix-caching", "--block-size", "32"),
+        *("--gpu-memory-utilization", ".9", "--no-enable-prefix-caching", "--block-size", "32"),
         *("--limit-mm-per-prompt", '{"image": 4, "video": 0}', "--tool-call-parser", "hermes"),
         *("--enable-auto-tool-choice", "--trust-remote-code", "--seed", "0", "-dp", "2"),
     )

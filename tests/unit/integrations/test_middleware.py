@@ -12,6 +12,7 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from tests.unit.kernel.setups import ByTenant
+from vsched.config import ServerConfig
 from vsched.config.policies import HostSettings
 from vsched.integrations.vllm.middleware import Middleware
 from vsched.integrations.vllm.settings import statistics_path, write_file
@@ -58,14 +59,14 @@ class Door(Middleware):
     def __init__(self, app: Any, by_table: Mapping[str, Policy], **server: Any) -> None:
         super().__init__(app)
         policies = SeatPolicies(by_table=by_table)
-        self.settings = HostSettings(policies=policies, rest={"server": server})
+        self.settings = HostSettings(policies=policies, server=ServerConfig(**server))
 
     def read_settings(self, vllm_config: Any) -> HostSettings:
         return self.settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = SimpleNamespace(state=SimpleNamespace(vllm_config=VLLM))
-        await super().__call__({**scope, "app": app}, receive, send)
+        await super().__call__({**scope, "app": app, "root_path": "/llm"}, receive, send)
 
 
 PARALLEL = SimpleNamespace(data_parallel_size=3, data_parallel_rank=0)
@@ -82,16 +83,17 @@ async def call(
         yield data[:5]
         yield data[5:]
 
-    method, lines = "POST" if path == CHAT else "GET", (headers or {}).items()
+    method, lines = "GET" if path == "/vsched" else "POST", (headers or {}).items()
     async with AsgiClient(door).open(method, path, pieces=pieces(), headers=lines) as sent:
         return await sent.response()
 
 
-async def test_tenant_of_the_gateway_replaces_that_of_the_client() -> None:
+@pytest.mark.parametrize("path", [CHAT, f"/llm{CHAT}", "/invocations"])
+async def test_tenant_of_the_gateway_replaces_that_of_the_client(path: str) -> None:
     server = Server()
     door = Door(server, {"arrival": ByTenant()}, tenant_header="X-Tenant")
     body = {"n": 1, "vllm_xargs": {"tenant": "liar", "ttft_target_ms": 5}, "text": "é"}
-    reply = await call(door, body, {"x-tenant": "a", "content-length": "1"})
+    reply = await call(door, body, {"x-tenant": "a", "content-length": "1"}, path)
     assert (reply.status, reply.body) == (200, b"onetwo")
     assert server.bodies == [{**body, "vllm_xargs": {"tenant": "a", "ttft_target_ms": 5}}]
     assert server.headers[0]["content-length"] != "1"

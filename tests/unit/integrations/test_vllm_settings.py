@@ -30,7 +30,7 @@ def test_tables_are_those_of_vsched(tmp_path: Path) -> None:
     assert [*found.policies.by_table] == ["generate.step"]
     assert found.target.step_target_ms == 20
     assert found.limits.call_budget_ms == 5
-    assert found.rest["server"] == {"port": 1}
+    assert found.server.port == 1
     assert found.vllm.trace == "run.jsonl"
     config = load_config(file, environ={})
     assert config.policies.by_table["generate.step"] == found.policies.by_table["generate.step"]
@@ -65,6 +65,7 @@ def test_a_policy_that_vllm_cannot_follow_is_refused(tables: object, sentence: s
         (3, "neither a path nor tables"),
         ({"generate": {"step_target_ms": -1}}, "generate: .*step_target_ms"),
         ({"vllm": {"trase": ""}}, "vllm: .*trase"),
+        ({"server": {"tenant_heder": "x-tenant"}}, "server: .*tenant_heder"),
         ({"generate": {"step": {"use": "nothing"}}}, "generate.step.use: 'nothing' is unknown"),
     ],
 )

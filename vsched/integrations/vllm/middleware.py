@@ -12,7 +12,7 @@ import math
 import os
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.datastructures import Headers, MutableHeaders
@@ -42,10 +42,14 @@ from vsched.policy.measured import EndTime, FirstTokenTime
 from vsched.policy_host import HostMeasured, PolicyHost
 
 logger = logging.getLogger("vllm.vsched")
-PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+PATHS = (
+    *("/v1/chat/completions", "/v1/chat/completions/batch", "/v1/completions"),
+    *("/v1/responses", "/v1/messages", "/invocations"),
+)
 BODY_BYTES_MAX = 256 << 20
 REPLICA_HEADER = "x-data-parallel-rank"
 Body = dict[str, Any]
+T = TypeVar("T")
 _decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
@@ -54,11 +58,12 @@ class InFlight:
 
     def __init__(self, tenant: str, body: Body) -> None:
         self.arrived_ns, self.tenant = time.monotonic_ns(), tenant
-        self.priority = -_number(body, "priority")  # vLLM: less is more urgent
-        self.choices = max(_number(body, "n"), 1)
-        self.outputs_max = _number(body, "max_completion_tokens") or _number(body, "max_tokens")
-        self.session = _text(body, "session_id")
-        self.more = _table(body.get("vllm_xargs"))
+        self.priority = -_decoded(body, "priority", int)  # vLLM: less is more urgent
+        self.choices = max(_decoded(body, "n", int), 1)
+        limits = [_decoded(body, f"max_{name}", int) for name in ("completion_tokens", "tokens")]
+        self.outputs_max = limits[0] or limits[1]
+        self.session = _decoded(body, "session_id", str)
+        self.more = _decoded(body, "vllm_xargs", dict[str, Any])
         self.target_ns = target_of(self.more, self.arrived_ns)
         self.state, self.asks, self.replica, self.refused = "held", 0, 0, False
 
@@ -86,10 +91,10 @@ class Middleware:
     def _ready(self, app: Any) -> PolicyHost:
         if self._host is None:
             settings = self.read_settings(app.state.vllm_config)
-            limits, server = settings.limits, settings.rest.get("server", {})
+            limits, server = settings.limits, settings.server
             self._passed_over_ns = int(limits.passed_over_max_s * 1e9)
-            self._tenant_header = server.get("tenant_header", "")
-            if name := server.get("tenant_keys_variable", ""):
+            self._tenant_header = server.tenant_header
+            if name := server.tenant_keys_variable:
                 self._tenants = read_tenant_keys(os.environ.get(name, ""), path=name)
             self._replicas = app.state.vllm_config.parallel_config.data_parallel_size
             self._host = PolicyHost(
@@ -105,11 +110,12 @@ class Middleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if scope["path"] == "/vsched" and scope["method"] == "GET":
+        path = scope["path"].removeprefix(scope.get("root_path", ""))  # as vLLM checks keys
+        if path == "/vsched" and scope["method"] == "GET":
             figures = {"arrival": self._ready(scope["app"]).figures()}
             figures["scheduler"] = _scheduler_figures(scope["app"].state.vllm_config)
             await JSONResponse(figures)(scope, receive, send)
-        elif scope["method"] == "POST" and scope["path"] in PATHS:
+        elif scope["method"] == "POST" and path in PATHS:
             await self._serve(scope, receive, send)
         else:
             await self._app(scope, receive, send)
@@ -130,7 +136,7 @@ class Middleware:
             await self._app(scope, _replayed(data, receive), send)  # the server words the error
             return
         if not self._names_tenants:
-            tenant = tenant_of(_table(body.get("vllm_xargs")))
+            tenant = tenant_of(_decoded(body, "vllm_xargs", dict[str, Any]))
         one = InFlight(tenant, body)
         self._flying.add(one)
         try:
@@ -277,25 +283,12 @@ def _scheduler_figures(vllm_config: Any) -> Any:
         return None
 
 
-def _number(body: Body, key: str) -> int:
+def _decoded(body: Body, key: str, kind: type[T]) -> T:
+    """Return a field of the body; the empty value if it is missing or of another type."""
     try:
-        return msgspec.json.decode(body[key], type=int) if key in body else 0
+        return msgspec.json.decode(body[key], type=kind) if key in body else kind()
     except msgspec.MsgspecError:
-        return 0
-
-
-def _text(body: Body, key: str) -> str:
-    try:
-        return msgspec.json.decode(body[key], type=str) if key in body else ""
-    except msgspec.MsgspecError:
-        return ""
-
-
-def _table(raw: Any) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(raw, type=dict[str, Any]) if raw is not None else {}
-    except msgspec.MsgspecError:
-        return {}
+        return kind()
 
 
 async def _read(receive: Receive) -> bytes | None:

@@ -87,8 +87,7 @@ class PolicyScheduler(Base):  # type: ignore[misc]
                 "vLLM %s is not among the versions tested with vsched, %s", version, tested
             )
         settings = read_settings(vllm_config, version, SCHEDULER)
-        others = {name: table for name, table in settings.rest.items() if name != "server"}
-        if ignored := [name for name, table in others.items() if table]:
+        if ignored := [name for name, table in settings.rest.items() if table]:
             logger.warning("tables without effect in vLLM: %s", ", ".join(ignored))
         policies, limits, target = settings.policies, settings.limits, settings.target
         keys = settings.vllm

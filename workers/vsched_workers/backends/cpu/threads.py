@@ -34,6 +34,7 @@ import numba
 import numpy as np
 import torch
 
+from vsched.worker.spec import THREADS_MAX
 from vsched_workers.backends.cpu.kernels import thread_pool as layout
 from vsched_workers.backends.cpu.kernels.thread_pool import work
 
@@ -288,7 +289,6 @@ class ThreadChoice:
 
 SPIN_NS = 100_000
 """Time that a thread spins before it sleeps: longer than the gap between two products."""
-THREADS_MAX = 512
 
 
 class ThreadPool:
