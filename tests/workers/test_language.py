@@ -218,7 +218,7 @@ def test_load_reports_windows_unknown_to_attention(edited: Copy) -> None:
     ("name", "attention", "dtype"),
     [
         ("deepseek_v3", "exact", "float32"),
-        ("stablelm", "auto", "bfloat16"),
+        ("gemma4_text", "auto", "bfloat16"),
         ("qwen2_5_vl", "exact", "float32"),
     ],
 )
