@@ -473,7 +473,7 @@ def attend(
     the module is a sliding window that its model expresses by a mask alone.
     """
     layer: Any = module.layer_idx
-    sliding_window = getattr(module, "mask_window", sliding_window)
+    sliding_window = sliding_window or getattr(module, "mask_window", None)
     step = _RUNNING.get()
     kept = step.cache.layers[layer]
     key, value = kept.put(step.slots, key[0], value[0])
