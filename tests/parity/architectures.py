@@ -162,7 +162,7 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     "persimmon": _ALL_HEADS,
     "phi": {},
     "phi3": {"sliding_window": WINDOW, "partial_rotary_factor": 1.0},
-    "phimoe": _LOCAL_EXPERTS,
+    "phimoe": {**_LOCAL_EXPERTS, "sliding_window": WINDOW},
     "qwen2": _QWEN_WINDOWS,
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 32},
     "qwen3": _QWEN_WINDOWS,

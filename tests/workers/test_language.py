@@ -217,8 +217,8 @@ def test_load_reports_windows_unknown_to_attention(edited: Copy) -> None:
 @pytest.mark.parametrize(
     ("name", "attention", "dtype"),
     [
-        ("stablelm", "exact", "float32"),
-        ("stablelm", "auto", "bfloat16"),
+        ("deepseek_v3", "exact", "float32"),
+        ("gemma4_text", "auto", "bfloat16"),
         ("qwen2_5_vl", "exact", "float32"),
     ],
 )

@@ -199,7 +199,7 @@ def test_positions_equal_transformers(checkpoints: Checkpoints, name: str, seed:
                 add_text(int(drawn.integers(1, 5)))
         add_text(int(drawn.integers(1, 30)))
     library = FAMILIES[family.name]
-    model = library._library("modeling", f"{library.library_prefix}Model")
+    model = library._library(f"{library.library_prefix}Model")
     stand_in = SimpleNamespace(config=library.model_config(path))
     stand_in.get_vision_position_ids = functools.partial(model.get_vision_position_ids, stand_in)
     types = torch.from_numpy(np.concatenate(kinds)[None])
@@ -302,6 +302,8 @@ def test_entry_of_the_wrong_type_is_reported(
     path = configured(NAME, **{part: entries})
     with pytest.raises(CheckpointError, match=r"config\.json holds a value of the wrong type"):
         family_of_rank(NAME, path, WorkerSettings())
+    with pytest.raises(CheckpointError, match="cannot be read as a configuration of 'qwen2_5_vl'"):
+        FAMILIES[NAME].model_config(path)
 
 
 RANK = """

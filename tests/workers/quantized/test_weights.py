@@ -216,7 +216,9 @@ def test_quantized_weights_weigh_less(checkpoints: Checkpoints, size: str) -> No
 
 @needs_numba
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_moe", *thorough("gpt2", "gemma3_text", "llama")])
+@pytest.mark.parametrize(
+    "name", ["longcat_flash", *thorough("qwen3_moe", "gpt2", "gemma3_text", "llama")]
+)
 def test_quantized_models_of_any_architecture_answer_as_their_twins(
     tmp_path: Path, name: str
 ) -> None:

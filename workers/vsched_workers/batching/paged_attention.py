@@ -469,9 +469,11 @@ def attend(
     """Attend for one layer of a packed batch.
 
     Shape: query [1, heads, rows, head dim], key and value [1, kv heads, rows, head dim]; returns [1, rows, heads, head
-    dim of the values]. `s_aux` [heads] are attention sinks: scores in the softmax without a value.
+    dim of the values]. `s_aux` [heads] are attention sinks: scores in the softmax without a value. A `mask_window` of
+    the module is a sliding window that its model expresses by a mask alone.
     """
     layer: Any = module.layer_idx
+    sliding_window = sliding_window or getattr(module, "mask_window", None)
     step = _RUNNING.get()
     kept = step.cache.layers[layer]
     key, value = kept.put(step.slots, key[0], value[0])

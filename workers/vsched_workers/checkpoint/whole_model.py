@@ -205,7 +205,7 @@ def load_whole(
 
 
 def _own_memory(model: Any, mapped: Collection[str]) -> None:
-    """Copy parameters in mapped files: they would be read from disk whenever the page cache is short."""
+    """Copy tensors in mapped files: they would be read from disk whenever the page cache is short."""
     left = {*mapped}
     own = {
         tensor: None  # each once: tied tensors have several names, some of which may be in `left`
@@ -214,3 +214,6 @@ def _own_memory(model: Any, mapped: Collection[str]) -> None:
     }
     for tensor in own:
         tensor.data = tensor.data.clone()
+    for module in model.modules():  # a buffer is a view, which would keep its base in the file
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.clone())

@@ -9,12 +9,14 @@ from __future__ import annotations
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from vsched.errors import CheckpointError
+from vsched_workers.families.generic import read_config
 from vsched_workers.families.qwen_positions import Items, mrope_positions
 from vsched_workers.families.sharing import Sharing
 from vsched_workers.families.video_processors import VIDEO_PROCESSORS, VideoProcessor
@@ -65,20 +67,15 @@ class Family(ABC):
     def text(self, config: Mapping[str, Any], key: str) -> Any:
         """Return an entry of the text part; older checkpoints have it at the top level."""
         part = config.get("text_config")
-        found = part.get(key) if isinstance(part, Mapping) else None
-        if found is None and not isinstance(part, Mapping):
-            found = config.get(key)
+        found = (part if isinstance(part, Mapping) else config).get(key)
         return found if found is not None else self._default(self.text_defaults, key, "text_config")
 
     def vision(self, config: Mapping[str, Any], key: str) -> Any:
         """Return an entry of the vision part."""
         part = config.get("vision_config")
         found = part.get(key) if isinstance(part, Mapping) else None
-        return (
-            found
-            if found is not None
-            else self._default(self.vision_defaults, key, "vision_config")
-        )
+        default = self.vision_defaults, key, "vision_config"
+        return self._default(*default) if found is None else found
 
     def _default(self, defaults: Mapping[str, Any], key: str, part: str) -> Any:
         if key not in defaults:
@@ -108,8 +105,7 @@ class Family(ABC):
 
     def model_config(self, path: str) -> Any:
         """Load the configuration object of the whole model."""
-        made = self._library("configuration", f"{self.library_prefix}Config")
-        return made.from_pretrained(path, local_files_only=True)
+        return read_config(Path(path), self.name)
 
     def build_language(self, path: str, attention: str) -> nn.Module:
         """Build the language model without its head, on the current default device, uninitialized."""
@@ -136,10 +132,10 @@ class Family(ABC):
 
     def _built(self, name: str, config: Any, attention: str) -> nn.Module:
         config._attn_implementation = attention  # noqa: SLF001  # as transformers sets it
-        made: nn.Module = self._library("modeling", name)(config)
+        made: nn.Module = self._library(name)(config)
         return made
 
-    def _library(self, part: str, name: str) -> Any:
-        """Return a class in transformers, from the module of the configuration or of the model."""
-        module = f"transformers.models.{self.name}.{part}_{self.name}"
-        return getattr(importlib.import_module(module), name)
+    def _library(self, name: str) -> Any:
+        """Return a class in transformers."""
+        module = importlib.import_module(f"transformers.models.{self.name}.modeling_{self.name}")
+        return getattr(module, name)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from vsched_workers.families.generic import text_config
+from vsched_workers.families.generic import shorter_window, text_config
 from vsched_workers.families.qwen_positions import Items
 from vsched_workers.families.sharing import Sharing, Split
 
@@ -222,9 +222,7 @@ class Decoder:
     def kinds(self, config: Any) -> list[AttentionKind]:
         """Return the attention properties of each layer."""
         count = config.num_hidden_layers
-        window = None if self.windows is Windows.NONE else getattr(config, "sliding_window", None)
-        if window is not None and window >= config.max_position_embeddings:
-            window = None
+        window = None if self.windows is Windows.NONE else shorter_window(config)
         windows = [window] * count
         if self.windows is Windows.NAMED:
             windows = [window if kind == SLIDING else None for kind in _kinds(config)] or windows

@@ -54,6 +54,12 @@ def layer_kinds(config: Any) -> tuple[str, ...]:
     return tuple(kinds)
 
 
+def shorter_window(config: Any) -> int | None:
+    """Return the sliding window of a configuration; None if there is none shorter than the context."""
+    window: int | None = getattr(config, "sliding_window", None)
+    return None if window is None or window >= config.max_position_embeddings else window
+
+
 def state_bytes(config: Any, itemsize: int) -> int | None:
     """Return the bytes of all layers' recurrent states per sequence; 0 without recurrent layers.
 
@@ -102,6 +108,7 @@ LAYER_TYPES = ATTENDING | STATEFUL | NEITHER
 
 UNEQUAL = {
     "llama4_text": "temperatures that follow a token's place in the step",
+    "ovis2": "features of its tower for tokens of the text around an image",
 }
 """Architectures whose output differs from transformers' `generate` in a comparison, with the reason."""
 
@@ -226,9 +233,7 @@ def kept_values(config: Any) -> KeptValues:
 
 def _kept_by_layer(config: Any) -> KeptValues:
     heads = config.num_attention_heads
-    if getattr(
-        config, "kv_lora_rank", None
-    ):  # multi-head latent attention, with decompressed keys and values
+    if getattr(config, "kv_lora_rank", None):  # latent attention, with decompressed keys and values
         key = config.qk_nope_head_dim + config.qk_rope_head_dim
         return KeptValues(int(heads * (key + config.v_head_dim)), 2 * int(heads))
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -237,11 +242,6 @@ def _kept_by_layer(config: Any) -> KeptValues:
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     return KeptValues(int(2 * kv_heads * size), 2 * int(kv_heads))
 
-
-UNEQUAL_VISION: Mapping[str, str] = {
-    "ovis2": "features of its tower for tokens of the text around an image",
-}
-"""Architectures whose output differs from transformers' `generate` in a comparison, with the reason."""
 
 EMBEDDED_SIZE = Companion("image_size", ("height", "width in pixels"))
 """The companion of an embedding in requests: the size of its image, from which all else follows."""
@@ -299,8 +299,8 @@ def vision_facts(directory: Path, family: str) -> VisionFacts:
     """
     config = read_config(directory, family)
     text = config.get_text_config()
-    if family in UNEQUAL_VISION:
-        raise refusal(family, UNEQUAL_VISION[family])
+    if family in UNEQUAL:
+        raise refusal(family, UNEQUAL[family])
     if getattr(config, "is_encoder_decoder", False) or getattr(text, "is_encoder_decoder", False):
         raise refusal(family, "an encoder for text, to which a decoder attends")
     if getattr(text, "cross_attention_layers", None):
@@ -325,11 +325,6 @@ def vision_facts(directory: Path, family: str) -> VisionFacts:
         item_atomic=family in SEE_IN_IMAGES and sees in ("vision", False),
         prompt_atomic=family in SEE_IN_PROMPTS,
     )
-
-
-def first_position(family: str) -> int:
-    """Return the position of a prompt's first token."""
-    return FIRST_POSITIONS.get(family, 0)
 
 
 def is_metadata(array: npt.NDArray[Any]) -> bool:

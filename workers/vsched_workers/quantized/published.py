@@ -40,7 +40,6 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """The position of each of eight adjacent outputs in its int32, in nibbles."""
 _ORDERS = {"gptq": "g_idx", "compressed-tensors": "weight_g_idx"}
 """The tensor with the group of each input."""
-_FP8_TYPES = (torch.float8_e4m3fn,)
 
 
 def read_quantized(
@@ -117,7 +116,7 @@ def _compressed(scheme: Scheme, read: Reads, shape: tuple[int, int]) -> dict[str
 def _fp8(scheme: Scheme, read: Reads, shape: tuple[int, int]) -> dict[str, Any]:
     values = _of_shape(read("weight"), "weight", shape)
     scales = read("weight_scale_inv" if scheme.method == "fp8" else "weight_scale").float()
-    if values.dtype not in _FP8_TYPES:
+    if values.dtype != torch.float8_e4m3fn:
         raise _wrong("weight", str(values.dtype), "float8_e4m3fn")
     # Scales of blocks, of rows, or of the whole weight, as [out, groups].
     if scheme.block is None:

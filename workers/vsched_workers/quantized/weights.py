@@ -28,7 +28,6 @@ _INT4_SHRINKS = (1.0, 0.925, 0.85)
 _TRIED_VALUES_MAX = 1 << 20
 """Values that are rounded at once: temporary tensors of more leave the cache, at less than half the speed."""
 
-_FP8_TYPE = torch.float8_e4m3fn
 _HALF_MIN = 2.0**-14
 
 
@@ -72,7 +71,7 @@ class QuantizedWeight:
     def dequantized(self) -> torch.Tensor:
         """Return the weight as float32, [out, in], with inputs in the order of the layer."""
         values = self.unpacked()
-        values = values.view(_FP8_TYPE).float() if self.kind == "fp8" else values.float()
+        values = values.view(torch.float8_e4m3fn).float() if self.kind == "fp8" else values.float()
         if self.kind == "int4":
             values -= INT4_CENTRE
         weight = values * self._spread(self.scales)

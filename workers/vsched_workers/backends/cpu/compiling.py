@@ -90,7 +90,8 @@ def language_needs(
     yield from _product_needs(settings, dtype, [*kinds, *made])
     if dtype == torch.bfloat16:
         yield ("greedy sampler",)
-        if fits(head_dim(config)) and not settings.deterministic:
+        layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+        if any(fits(head_dim(each)) for each in layers) and not settings.deterministic:
             yield _many_rows_need()
     if settings.adapters and dtype == torch.bfloat16:
         yield ("low rank",)

@@ -21,8 +21,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from vsched_workers.batching.packed_step import Images
 from vsched_workers.batching.paged_attention import PagedStep
 from vsched_workers.families.generic import (
+    FIRST_POSITIONS,
     VIDEO_GRID,
-    first_position,
     refusal,
     unpack_metadata,
 )
@@ -63,7 +63,7 @@ class ImageInputs:
         self._around: list[int] = []
         if ROUTED_TYPES in inspect.signature(self._owner.forward).parameters:
             self._around = [config.image_start_token_id, config.image_end_token_id]
-        self._first = first_position(config.model_type)
+        self._first = FIRST_POSITIONS.get(config.model_type, 0)
         self._rope: Any = getattr(self._owner, "get_rope_index", None)
         for name in MASKERS:
             if hasattr(self._owner, name):

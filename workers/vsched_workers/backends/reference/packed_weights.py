@@ -29,8 +29,8 @@ _EVEN_STEP = 32
 Weight = torch.Tensor | QuantizedWeight
 Layer = TypeVar("Layer", bound=nn.Module)
 
-READ_DIRECTLY = ("dt_proj",)
-"""Layers that are not called: a Mamba mixer uses their weight directly."""
+READ_DIRECTLY = ("dt_proj", "classifier")
+"""Layers that are not called: a Mamba mixer, and the router of LongCat-Flash, use their weight directly."""
 
 
 class PackedProduct(ABC):

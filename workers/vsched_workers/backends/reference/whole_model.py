@@ -30,6 +30,7 @@ from vsched_workers.families.generic import (
     OWN_ATTENTION,
     layer_kinds,
     refusal,
+    shorter_window,
 )
 from vsched_workers.families.sharing import unshared
 
@@ -238,6 +239,7 @@ def first_run(model: Any, info: ModelInfo, inputs: ImageInputs | None = None) ->
     family = info.family
     text = model.config.get_text_config()
     kinds = layer_kinds(text)
+    mask_window = None if kinds else shorter_window(text)
     looks_ahead = info.item_atomic or info.prompt_atomic
 
     def note(
@@ -254,6 +256,7 @@ def first_run(model: Any, info: ModelInfo, inputs: ImageInputs | None = None) ->
         layer = int(module.layer_idx)
         if sliding_window is None and kinds and kinds[layer] == "sliding_attention":
             strange.append("windows that are not passed to the attention")
+        sliding_window = module.mask_window = sliding_window or mask_window
         if layer in shapes:
             strange.append("layers that attend more than once")
         if attention_mask is not None:
