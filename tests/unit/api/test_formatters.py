@@ -232,9 +232,14 @@ IN_VLLMS_FORM = [
 
 
 @each_case("stream", [False, True])
-@each_case(("prompt", "text"), [("Hi there", "Hi there"), (PROMPT, "Hi!")])
-async def test_echo_has_the_prompt_and_its_logprobs(prompt: Any, text: str, stream: bool) -> None:
-    """The text as it was sent, even if the tokens spell it differently."""
+@each_case(
+    ("prompt", "text", "inline_max"), [("Hi there", "Hi there", 4096), (PROMPT, "Hi!", 3)]
+)
+async def test_echo_has_the_prompt_and_its_logprobs(
+    prompt: Any, text: str, inline_max: int, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The text as it was sent, even if the tokens spell it differently; long ones take a thread."""
+    monkeypatch.setattr("vsched.api.choices._INLINE_VALUES_MAX", inline_max)
     engine = telling()
     body = {"prompt": prompt, "echo": True, "logprobs": 1, "stream": stream}
     (choice,) = choices_of(await post(engine, PLAIN, body), stream=stream)
@@ -276,7 +281,7 @@ async def test_prompt_logprobs_in_vllm_s_form(
     path: str, inline_max: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Long reports are worded off the loop."""
-    monkeypatch.setattr("vsched.api.completions._INLINE_VALUES_MAX", inline_max)
+    monkeypatch.setattr("vsched.api.choices._INLINE_VALUES_MAX", inline_max)
     engine = telling()
     reply = (await post(engine, path, body_of(path, prompt_logprobs=1))).json
     holder = reply if path == CHAT else reply["choices"][0]
@@ -285,12 +290,15 @@ async def test_prompt_logprobs_in_vllm_s_form(
 
 
 @each_case("path", [CHAT, PLAIN])
-@each_case(("inline_max", "inline"), [(7, False), (8, True)])
+@each_case(
+    ("stream", "inline_max", "inline"),
+    [(False, 7, False), (False, 8, True), (True, 3, False), (True, 4, True)],
+)
 async def test_many_log_probabilities_are_worded_off_the_loop(
-    path: str, inline_max: int, inline: bool, monkeypatch: pytest.MonkeyPatch
+    path: str, *, stream: bool, inline_max: int, inline: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of all choices count, with their alternatives."""
-    monkeypatch.setattr("vsched.api.completions._INLINE_VALUES_MAX", inline_max)
+    """Those of all choices, or of an event, count, with their alternatives."""
+    monkeypatch.setattr("vsched.api.choices._INLINE_VALUES_MAX", inline_max)
     token = TokenLogprob(97, -0.125, [(98, -4.0)])
     engine = FakeEngine(OutputDelta("aa", [97, 97], [token, token], "length"))
     spell, threads = engine.preprocessor.token_bytes, set[threading.Thread]()
@@ -301,7 +309,8 @@ async def test_many_log_probabilities_are_worded_off_the_loop(
 
     monkeypatch.setattr(engine.preprocessor, "token_bytes", token_bytes)
     asked = {"logprobs": True, "top_logprobs": 1} if path == CHAT else {"logprobs": 1}
-    assert (await post(engine, path, body_of(path, n=2, **asked))).status == 200
+    reply = await post(engine, path, body_of(path, n=2, stream=stream, **asked))
+    assert len(choices_of(reply, stream=stream)) == 2
     assert (threads == {threading.current_thread()}) == inline
 
 
