@@ -5,6 +5,7 @@ import contextlib
 import ipaddress
 import re
 import socket
+import ssl
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -124,6 +125,17 @@ async def test_fetch_returns_the_body(pieces: tuple[bytes, ...]) -> None:
     async with server(OK, *pieces) as (host, requests):
         assert await fetch(f"http://{host}/a.png?x=1", private(host)) == b"abcde"
     assert requests[0].startswith(f"GET /a.png?x=1 HTTP/1.1\r\nHost: {host}\r\n".encode())
+
+
+async def test_certificates_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise each image would block the event loop."""
+    context, reads = ssl.create_default_context(), list[str]()
+    monkeypatch.setattr(ssl, "create_default_context", lambda: reads.append("read") or context)
+    async with server(pause=True) as (host, _):
+        for _ in range(2):
+            with pytest.raises(RequestRefused, match="could not be fetched"):
+                await fetch(f"https://{host}/", private(host, fetch_s=0.05))
+    assert reads in ([], ["read"])
 
 
 async def test_fetch_resolves_a_name_once_and_judges_all(monkeypatch: pytest.MonkeyPatch) -> None:
