@@ -211,9 +211,14 @@ async def test_fields_that_a_response_repeats_are_limited() -> None:
     many = "x" * (1 << 20)
     await accepted(RESPONSES, body(input=many, metadata={"key": many[:-4096]}))
     unseen = {"tools": [{**TOOLS[0], "description": many}], "tool_choice": "none"}
-    for fields in ({"metadata": {"key": many}}, {"user": [many]}, unseen):
-        message = await refused(RESPONSES, body(**fields))
-        assert "which the response repeats, are too large" in message
+    deep = msgspec.Raw(b"[" * 700 + b"]" * 700)
+    for fields, problem in (
+        ({"metadata": {"key": many}}, "which the response repeats, are too large"),
+        ({"user": [many]}, "which the response repeats, are too large"),
+        (unseen, "which the response repeats, are too large"),
+        ({"metadata": {"key": deep}}, "nested too deeply"),
+    ):
+        assert problem in await refused(RESPONSES, body(**fields))
 
 
 def said(*parts: object) -> dict[str, Any]:
