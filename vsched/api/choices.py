@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Generator, Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -180,19 +180,7 @@ class SseWriter:
         generation, formatter = self._choices[index]
         if delta.logprobs is None or formats_inline([CompleteChoice(generation, [delta])]):
             return self._exchange.send_event_nowait(formatter.chunk(delta))
-        return _LongEvent(self._exchange, formatter, delta)
+        return self._write_in_thread(formatter, delta)
 
-
-class _LongEvent(NamedTuple):
-    """An event that is formatted in a thread, once it is awaited."""
-
-    exchange: HttpExchange
-    formatter: Formatter
-    delta: OutputDelta
-
-    def __await__(self) -> Generator[Any, Any, None]:
-        return self._send().__await__()
-
-    async def _send(self) -> None:
-        event = await asyncio.to_thread(self.formatter.chunk, self.delta)
-        await self.exchange.send_event(event)
+    async def _write_in_thread(self, formatter: Formatter, delta: OutputDelta) -> None:
+        await self._exchange.send_event(await asyncio.to_thread(formatter.chunk, delta))

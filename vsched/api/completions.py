@@ -488,9 +488,8 @@ class ChatEndpoint(CompletionEndpoint):
             request.messages, request.mm_processor_kwargs, request.media_io_kwargs
         )
         if images:
-            refuse_images(
-                self._engine.info, images
-            )  # before they reach a template without image support
+            # Before they reach a template without image support.
+            refuse_images(self._engine.info, images)
         arguments = parameters.template_arguments(request)
         template = self._engine.preprocessor.chat_template
         parsed = self._parses(template)

@@ -10,12 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from vsched.api.errors import ParameterRefused, unsupported
-from vsched.api.request_schema import (
-    JsonSchema,
-    ResponseFormat,
-    SamplingFields,
-    StructuredOutputs,
-)
+from vsched.api.request_schema import JsonSchema, ResponseFormat, SamplingFields, StructuredOutputs
 
 
 class Constraint(NamedTuple):

@@ -193,8 +193,7 @@ class Measurer:
             plan = self._preprocessor.plan_video(facts, video.sampling, frames_max=frames_max)
             return Planned(plan, decode_bytes(facts, len(file)) + plan.work_bytes)
         if video.sampling.fps is not None:
-            duration = len(content) / video.sampling.fps
-            check_duration(duration, self._settings.video_seconds_max)
+            check_duration(len(content) / video.sampling.fps, self._settings.video_seconds_max)
         headers = [self._pictures.inspect(each) for each in content]
         sizes = {(header.width, header.height) for header in headers}
         if len(sizes) > 1:

@@ -233,17 +233,13 @@ def _timed(container: Any, stream: Any, packets: list[Any], limits: VideoLimits)
 
 
 def check_duration(seconds: float, seconds_max: float) -> None:
-    """Reject a video that lasts too long.
-
-    Raises:
-        RequestRefused: With value, limit and remedy.
-    """
+    """Reject a video that lasts too long."""
     if not 0 <= seconds <= seconds_max:
         raise RequestRefused.of_limit(
             "the video is too long",
             value=f"{seconds:.6g} s",
             limit=f"{seconds_max:g} s",
-            remedy="cut the video, state its own frame rate, or raise media.video_seconds_max",
+            remedy="cut the video, or raise media.video_seconds_max",
             code="video_too_long",
         )
 

@@ -89,10 +89,9 @@ async def test_spans_not_honoured_are_refused(info: dict[str, bool], image: str,
     assert (caught.value.code, caught.value.status) == ("attention_spans_not_taken", 400)
 
 
-@each_case("fps", [1e-300, 5e-324, 0.0002])
-async def test_frames_last_no_longer_than_a_video(fps: float) -> None:
+async def test_frames_last_no_longer_than_a_video() -> None:
     """Times beyond float32 have no positions."""
-    video = replace(VIDEO, sampling=VideoSampling(fps))
+    video = replace(VIDEO, sampling=VideoSampling(5e-324))
     with pytest.raises(RequestRefused, match=r"video 0: .*too long.* limit 3600 s.*seconds_max"):
         await prepared(video)
 

@@ -498,7 +498,7 @@ _REPEATED_BYTES_MAX, _REPEATED_DEPTH_MAX = 1 << 20, 64
 
 def _check_repeated(original: ResponsesRequest) -> None:
     if deeper([original.metadata, original.reasoning, original.user], _REPEATED_DEPTH_MAX):
-        message = "`metadata`, `reasoning` or `user` is nested too deeply. Remedy: send flat values."
+        message = "a field besides `input` is nested too deeply. Remedy: send flat metadata."
         raise ParameterRefused(message, param="metadata")
     size = len(msgspec.json.encode(original))
     if size > _REPEATED_BYTES_MAX:

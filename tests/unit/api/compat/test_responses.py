@@ -212,13 +212,10 @@ async def test_fields_that_a_response_repeats_are_limited() -> None:
     await accepted(RESPONSES, body(input=many, metadata={"key": many[:-4096]}))
     unseen = {"tools": [{**TOOLS[0], "description": many}], "tool_choice": "none"}
     deep = msgspec.Raw(b"[" * 700 + b"]" * 700)
-    for fields, problem in (
-        ({"metadata": {"key": many}}, "which the response repeats, are too large"),
-        ({"user": [many]}, "which the response repeats, are too large"),
-        (unseen, "which the response repeats, are too large"),
-        ({"metadata": {"key": deep}}, "nested too deeply"),
-    ):
-        assert problem in await refused(RESPONSES, body(**fields))
+    for fields in ({"metadata": {"key": many}}, {"user": [many]}, unseen):
+        message = await refused(RESPONSES, body(**fields))
+        assert "which the response repeats, are too large" in message
+    assert "nested too deeply" in await refused(RESPONSES, body(metadata={"key": deep}))
 
 
 def said(*parts: object) -> dict[str, Any]:
