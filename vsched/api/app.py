@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 from starlette.applications import Starlette
@@ -108,7 +108,7 @@ def _with_clients(
         messages,
     ]
     resumption.serve({endpoint.path: endpoint for endpoint in endpoints})
-    counting = {"request": MessagesRequest, "error": MessagesError}
+    counting: dict[str, Any] = {"request": MessagesRequest, "error": MessagesError}
     client_routes = [
         *(post(endpoint.path, endpoint) for endpoint in endpoints),
         post("/v1/messages/count_tokens", messages.count_tokens, **counting),
