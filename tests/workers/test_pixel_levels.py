@@ -134,6 +134,7 @@ def test_a_long_video_loses_its_first_and_last_second() -> None:
     assert (len(found), found[0], found[-1]) == (64, 10, 990)
     found = layout(GLM4V, VideoFacts(640, 360, 12_000, 20.0)).frames
     assert (len(found), found[1], found[-1]) == (600, 21, 11_999)
+    assert layout(GLM4V, VideoFacts(640, 360, 12_000, 20.0), fps=0.001).frames == (0, 0)
 
 
 def test_fixed_sizes_of_frames() -> None:

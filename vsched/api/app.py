@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 from starlette.applications import Starlette
@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Match, Route
+from starlette.routing import Match
 from starlette.types import ASGIApp
 
 from vsched.aio.live import LiveState
@@ -108,7 +108,7 @@ def _with_clients(
         messages,
     ]
     resumption.serve({endpoint.path: endpoint for endpoint in endpoints})
-    counting = {"request": MessagesRequest, "error": MessagesError}
+    counting: dict[str, Any] = {"request": MessagesRequest, "error": MessagesError}
     client_routes = [
         *(post(endpoint.path, endpoint) for endpoint in endpoints),
         post("/v1/messages/count_tokens", messages.count_tokens, **counting),
@@ -171,10 +171,6 @@ def _application(routes: list[ApiRoute], settings: ApiSettings | None) -> Starle
     return app
 
 
-def _methods(route: BaseRoute) -> list[str]:
-    return sorted(route.methods or ()) if isinstance(route, Route) else []
-
-
 def _error_response(form: WireForm, error: RequestRefused | RequestFailed) -> Response:
     body = msgspec.json.encode(form.error(error))
     return Response(body, status_code=error.status, media_type="application/json")
@@ -185,7 +181,7 @@ async def _no_route(request: Request, error: Exception) -> Response:
     path, method, headers = request.url.path, request.method, {}
     if error.status_code == 405:
         taking = [one for one in request.app.routes if one.matches(request.scope)[0] != Match.NONE]
-        methods = ", ".join(sorted({name for route in taking for name in _methods(route)}))
+        methods = ", ".join(sorted({name for route in taking for name in route.methods}))
         message = limit_message(
             "the method is not allowed for this path",
             value=method[:_VALUE_CHARACTERS_MAX],

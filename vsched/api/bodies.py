@@ -205,11 +205,8 @@ def refuse_unknown(body: bytes, request: object) -> None:
     """
     try:
         path = _unknown(msgspec.json.decode(body), msgspec.to_builtins(request), "")
-    except (
-        msgspec.MsgspecError,
-        UnicodeError,
-        RecursionError,
-    ):  # unknown fields were not parsed before
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        # Unknown fields were not parsed before.
         message = "the body is not JSON, or nested too deeply. Remedy: send a flat object in UTF-8."
         raise ParameterRefused(message, param=None, code="invalid_json") from None
     if path:

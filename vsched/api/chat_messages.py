@@ -32,12 +32,7 @@ from vsched.api.request_schema import (
     VideoUrl,
     deeper,
 )
-from vsched.media import (
-    ImageReference,
-    MediaReference,
-    frames_of,
-    scheme_of,
-)
+from vsched.media import ImageReference, MediaReference, frames_of, scheme_of
 from vsched.types import Spans
 from vsched.worker.contract import PixelBounds, VideoSampling
 
@@ -96,9 +91,8 @@ def split_messages(
                     limit="role assistant",
                     remedy="send tool calls in the assistant message that made them",
                 )
-            made["tool_calls"] = (
-                message.tool_calls
-            )  # `with_template_calls` decodes them, perhaps in a thread
+            # `with_template_calls` decodes them, perhaps in a thread.
+            made["tool_calls"] = message.tool_calls
         thought = message.reasoning_content or message.reasoning or _thought(message) or None
         if role == "assistant" and isinstance(thought, str):
             made["reasoning_content"] = thought

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -15,6 +15,9 @@ from vsched.api.formatters import Formatter, usage_of
 from vsched.api.http_exchange import HttpExchange
 from vsched.api.metrics import RequestRecord
 from vsched.api.response_schema import Usage
+
+_INLINE_VALUES_MAX = 4096
+"""Up to this number of log-probabilities are formatted on the event loop; more take a thread."""
 
 
 class CompleteChoice(msgspec.Struct, frozen=True):
@@ -35,6 +38,11 @@ class CompleteChoice(msgspec.Struct, frozen=True):
         report = self.generation.prompt_report
         output = sum(1 + len(one.top) for delta in self.deltas for one in delta.logprobs or ())
         return output if report is None else output + report.values
+
+
+def formats_inline(answers: Iterable[CompleteChoice]) -> bool:
+    """True if formatting these choices, or parts of them, takes no thread."""
+    return sum(answer.logprobs for answer in answers) <= _INLINE_VALUES_MAX
 
 
 class AcceptedChoices:
@@ -169,4 +177,10 @@ class SseWriter:
         self._record.output(index)
         if delta.finish_reason is not None:
             self._outcomes[index] = delta.finish_reason
-        return self._exchange.send_event_nowait(self._choices[index].formatter.chunk(delta))
+        generation, formatter = self._choices[index]
+        if delta.logprobs is None or formats_inline([CompleteChoice(generation, [delta])]):
+            return self._exchange.send_event_nowait(formatter.chunk(delta))
+        return self._write_in_thread(formatter, delta)
+
+    async def _write_in_thread(self, formatter: Formatter, delta: OutputDelta) -> None:
+        await self._exchange.send_event(await asyncio.to_thread(formatter.chunk, delta))

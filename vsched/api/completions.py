@@ -25,6 +25,7 @@ from vsched.api.choices import (
     CompleteChoice,
     SseWriter,
     choice_id,
+    formats_inline,
     without_logprobs,
 )
 from vsched.api.contract import ApiSettings, Generation, ServingContract
@@ -53,8 +54,6 @@ logger = logging.getLogger(__name__)
 
 _INLINE_CHARACTERS_MAX = 16_384
 """Messages up to this length are rendered on the event loop: a switch to a thread takes longer."""
-_INLINE_VALUES_MAX = 4096
-"""Up to this number of log-probabilities are formatted on the event loop; more take a thread."""
 _INLINE_BYTES = 64 * 1024
 """Bodies up to this size are saved on the event loop: that is faster than a switch to a thread."""
 _PART_CHARACTERS = 128
@@ -440,7 +439,7 @@ class CompletionEndpoint:
         job: CheckedRequest,
     ) -> str:
         drawn = await choices.collect(record, best=job.n)
-        if sum(answer.logprobs for answer in drawn) <= _INLINE_VALUES_MAX:
+        if formats_inline(drawn):
             response = self._response(drawn, choices.usage, job)
         else:
             response = await asyncio.to_thread(self._response, drawn, choices.usage, job)
@@ -489,9 +488,8 @@ class ChatEndpoint(CompletionEndpoint):
             request.messages, request.mm_processor_kwargs, request.media_io_kwargs
         )
         if images:
-            refuse_images(
-                self._engine.info, images
-            )  # before they reach a template without image support
+            # Before they reach a template without image support.
+            refuse_images(self._engine.info, images)
         arguments = parameters.template_arguments(request)
         template = self._engine.preprocessor.chat_template
         parsed = self._parses(template)

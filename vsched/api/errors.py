@@ -102,16 +102,15 @@ def out_of_bounds(param: str, *, value: object, limit: object, remedy: str) -> P
     return ParameterRefused(message, param=param)
 
 
-def check_count(
-    param: str, count: int, limit: int, unit: str, *, remedy: str = "send fewer"
-) -> None:
+def check_count(param: str, count: int, limit: int, unit: str) -> None:
     """Refuse a parameter with more than `limit` elements.
 
     Raises:
         ParameterRefused: With both numbers, in this unit.
     """
     if count > limit:
-        raise out_of_bounds(param, value=f"{count} {unit}", limit=f"{limit} {unit}", remedy=remedy)
+        value, limited = f"{count} {unit}", f"{limit} {unit}"
+        raise out_of_bounds(param, value=value, limit=limited, remedy="send fewer")
 
 
 def shown(value: object) -> str:

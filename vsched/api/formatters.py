@@ -346,13 +346,9 @@ class CompletionFormatter(_Formatting):
             offsets = TextOffsets(self._preprocessor.detokenizer(special=self._echo is None))
             first, count = self._generation.prompt_token_ids[0], self.options.echo_logprobs
             self._add(result, first, None, None, offsets)
-            for prompt_token in report.tokens():
-                known = TokenLogprob(
-                    prompt_token.token_id, prompt_token.logprob, prompt_token.top[:count]
-                )
-                self._add(
-                    result, prompt_token.token_id, prompt_token.logprob, self._top(known), offsets
-                )
+            for one in report.tokens():
+                top = self._top(TokenLogprob(one.token_id, one.logprob, one.top[:count]))
+                self._add(result, one.token_id, one.logprob, top, offsets)
         if self._offsets is None:
             special = self.options.shows_special
             detokenizer = self._preprocessor.detokenizer(special=special)

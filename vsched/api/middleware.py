@@ -165,9 +165,8 @@ def log_access(
     """Log a request; method and path are missing in the scope of one that could not be parsed."""
     client = scope.get("client")
     address = client[0] if client else "-"
-    path = quote(
-        scope.get("path", "-")[:_PATH_CHARACTERS_MAX]
-    )  # no line breaks of a client in the log
+    # No line breaks of a client in the log.
+    path = quote(scope.get("path", "-")[:_PATH_CHARACTERS_MAX])
     fields = {
         "client": address,
         "method": scope.get("method", "-"),
@@ -392,7 +391,6 @@ TENANT = "vsched.tenant"
 """Key of the tenant in the ASGI scope."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 NAME_FORM = "1 to 64 letters, digits, dots, hyphens and underscores"
-_SHOWN_MAX = 100
 
 
 def tenant_of(scope: Scope) -> str:
@@ -412,7 +410,7 @@ def read_tenant_keys(text: str, *, path: str) -> dict[str, str]:
         if NAME.fullmatch(name) is None or not key or name in keys or key in keys.values():
             raise ConfigError.of_limit(
                 f"{path}: entry {number} is not valid",
-                value=repr(name[:_SHOWN_MAX]),
+                value=repr(name[:_VALUE_CHARACTERS_MAX]),
                 limit=f"tenant=key, each once; a tenant is {NAME_FORM}",
                 remedy="write one tenant=key per line",
             )
@@ -426,7 +424,7 @@ def _sent_tenant(exchange: HttpExchange, header: str) -> str:
     if name and NAME.fullmatch(name) is None:
         raise RequestRefused.of_limit(
             f"the header {header} has no valid tenant name",
-            value=repr(name[:_SHOWN_MAX]),
+            value=repr(name[:_VALUE_CHARACTERS_MAX]),
             limit=NAME_FORM,
             remedy="send a name of that form, or leave the header out",
             code="invalid_tenant",

@@ -99,14 +99,7 @@ class ApiRoute(Route):
         self.media_type = media_type
 
 
-def get(path: str, endpoint: Callable[..., Any], **options: Any) -> ApiRoute:
-    """Create a route for GET."""
-    return ApiRoute("GET", path, endpoint, **options)
-
-
-def post(path: str, endpoint: Callable[..., Any], **options: Any) -> ApiRoute:
-    """Create a route for POST."""
-    return ApiRoute("POST", path, endpoint, **options)
+get, post = functools.partial(ApiRoute, "GET"), functools.partial(ApiRoute, "POST")
 
 
 class Documentation:

@@ -51,7 +51,6 @@ from vsched.api.tools.choice import shown_tools
 from vsched.api.unsupported import refuse_unsupported
 from vsched.errors import RequestRefused
 from vsched.media import ImageReference, Prompt, refuse_images
-from vsched.worker.contract import Preprocessor
 
 ACTIONS = ("drain", "restart", "resume")
 LIVE_EVERY_S = 0.5
@@ -123,7 +122,9 @@ class ClientOperations:
             token_ids = token_ids[len(first) :] if added else first + token_ids
         strings: list[str] | None = None
         if request.return_token_strs:
-            strings = await asyncio.to_thread(_texts, self._engine.preprocessor, token_ids)
+            strings = await asyncio.to_thread(
+                lambda: [token_text(one, self._engine.preprocessor) for one in token_ids]
+            )
         return Tokens(len(token_ids), self._engine.info.context_tokens, token_ids, strings)
 
     def _prompt(self, request: TokenizeRequest) -> tuple[Prompt, Sequence[ImageReference]]:
@@ -158,11 +159,6 @@ class ClientOperations:
         parameters.check_vocabulary("tokens", request.tokens, self._engine.info)
         preprocessor = self._engine.preprocessor
         return Detokenized(await asyncio.to_thread(text_of, preprocessor, request.tokens))
-
-
-def _texts(preprocessor: Preprocessor, token_ids: list[int]) -> list[str]:
-    """Text of each token; incomplete characters become replacement characters."""
-    return [token_text(one, preprocessor) for one in token_ids]
 
 
 class OperatorOperations:

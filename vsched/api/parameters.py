@@ -338,13 +338,7 @@ def check_cache_salt(request: SamplingFields) -> str:
         ParameterRefused: If it is too long.
     """
     salt = request.cache_salt or ""
-    check_count(
-        "cache_salt",
-        len(salt),
-        _CACHE_SALT_CHARACTERS_MAX,
-        "characters",
-        remedy="send a shorter salt",
-    )
+    check_count("cache_salt", len(salt), _CACHE_SALT_CHARACTERS_MAX, "characters")
     return salt
 
 

@@ -132,9 +132,8 @@ async def running_server(
         drained_by_s = 0.0
         try:
             await front.begin()
-            await (
-                resumption.read()
-            )  # before a new record replaces the one that describes these requests
+            # Before a new record replaces the one that describes these requests.
+            await resumption.read()
             await engine.start()
             await front.ready()
             resuming = asyncio.create_task(resumption.run())

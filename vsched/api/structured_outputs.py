@@ -10,12 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from vsched.api.errors import ParameterRefused, unsupported
-from vsched.api.request_schema import (
-    JsonSchema,
-    ResponseFormat,
-    SamplingFields,
-    StructuredOutputs,
-)
+from vsched.api.request_schema import JsonSchema, ResponseFormat, SamplingFields, StructuredOutputs
 
 
 class Constraint(NamedTuple):
@@ -91,7 +86,7 @@ def _of_response_format(requested: ResponseFormat | None) -> list[Constraint]:
         remedy = "send text, json_object or json_schema as its type"
         raise unsupported("response_format.type", remedy=remedy)
     if requested.json_schema is None or requested.json_schema.schema is None:
-        message = "`response_format.json_schema.schema` is missing. Remedy: send it."
+        message = "`response_format` has no JSON schema. Remedy: send it as schema."
         raise ParameterRefused(message, param="response_format")
     return [Constraint("response_format", constraint_from_schema(requested.json_schema.schema))]
 

@@ -8,6 +8,7 @@ checked address, to which the network backend of httpcore is pinned. Redirects a
 from __future__ import annotations
 
 import asyncio
+import functools
 import ipaddress
 import socket
 import ssl
@@ -224,6 +225,12 @@ async def fetch(
         raise _refuse(kind, message, "fetch_failed") from None
 
 
+@functools.cache
+def _trusted() -> ssl.SSLContext:
+    """Certificates of authorities, read once: that blocks the event loop for tens of milliseconds."""
+    return ssl.create_default_context()
+
+
 async def _get(
     target: Target, address: str, settings: MediaConfig, reserve: Reserve, kind: MediaKind
 ) -> bytes:
@@ -233,7 +240,7 @@ async def _get(
         port=target.port,
         target=target.request_target.encode(),
     )
-    trusted = ssl.create_default_context() if target.scheme == "https" else None
+    trusted = _trusted() if target.scheme == "https" else None
     pinned = _PinnedBackend(address)
     accepted = ("Accept", ", ".join(kind.formats))
     headers = [("Host", target.host_header), accepted, *_HEADERS]

@@ -18,7 +18,7 @@ from vsched.media.keys import embedding_key, group_key, item_key, video_key
 from vsched.media.pictures.processes import Pictures
 from vsched.media.references import ImageReference, MediaReference, as_reference, blame
 from vsched.media.sources import read_local
-from vsched.media.video import decode_bytes, refuse_without_decoder
+from vsched.media.video import check_duration, decode_bytes, refuse_without_decoder
 from vsched.types import ModelInfo
 from vsched.worker.contract import (
     ImagePlan,
@@ -192,6 +192,8 @@ class Measurer:
             facts = self._pictures.inspect_video(file, cancellation)
             plan = self._preprocessor.plan_video(facts, video.sampling, frames_max=frames_max)
             return Planned(plan, decode_bytes(facts, len(file)) + plan.work_bytes)
+        if video.sampling.fps is not None:
+            check_duration(len(content) / video.sampling.fps, self._settings.video_seconds_max)
         headers = [self._pictures.inspect(each) for each in content]
         sizes = {(header.width, header.height) for header in headers}
         if len(sizes) > 1:

@@ -220,14 +220,7 @@ def _timed(container: Any, stream: Any, packets: list[Any], limits: VideoLimits)
     keys = [index for index, packet in enumerate(packets) if packet.is_keyframe]
     video = _Video(container, stream, packets, times, shown, keys, base, by_dts)
     seconds = (times[shown[-1]] - times[shown[0]]) * base
-    if not 0 <= seconds <= limits.seconds:
-        raise RequestRefused.of_limit(
-            "the video is too long",
-            value=f"{seconds:.1f} s",
-            limit=f"{limits.seconds:g} s",
-            remedy="cut the video, or raise media.video_seconds_max",
-            code="video_too_long",
-        )
+    check_duration(seconds, limits.seconds)
     if not 0 < video.rate <= RATE_MAX:
         raise RequestRefused.of_limit(
             "the video's frame rate is not accepted",
@@ -237,6 +230,18 @@ def _timed(container: Any, stream: Any, packets: list[Any], limits: VideoLimits)
             code="video_invalid",
         )
     return video
+
+
+def check_duration(seconds: float, seconds_max: float) -> None:
+    """Reject a video that lasts too long."""
+    if not 0 <= seconds <= seconds_max:
+        raise RequestRefused.of_limit(
+            "the video is too long",
+            value=f"{seconds:.6g} s",
+            limit=f"{seconds_max:g} s",
+            remedy="cut the video, or raise media.video_seconds_max",
+            code="video_too_long",
+        )
 
 
 def _check_pixels(width: int, height: int, limits: VideoLimits) -> None:

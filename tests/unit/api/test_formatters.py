@@ -276,7 +276,7 @@ async def test_prompt_logprobs_in_vllm_s_form(
     path: str, inline_max: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Long reports are worded off the loop."""
-    monkeypatch.setattr("vsched.api.completions._INLINE_VALUES_MAX", inline_max)
+    monkeypatch.setattr("vsched.api.choices._INLINE_VALUES_MAX", inline_max)
     engine = telling()
     reply = (await post(engine, path, body_of(path, prompt_logprobs=1))).json
     holder = reply if path == CHAT else reply["choices"][0]
@@ -285,12 +285,15 @@ async def test_prompt_logprobs_in_vllm_s_form(
 
 
 @each_case("path", [CHAT, PLAIN])
-@each_case(("inline_max", "inline"), [(7, False), (8, True)])
+@each_case(
+    ("stream", "inline_max", "inline"),
+    [(False, 7, False), (False, 8, True), (True, 3, False), (True, 4, True)],
+)
 async def test_many_log_probabilities_are_worded_off_the_loop(
-    path: str, inline_max: int, inline: bool, monkeypatch: pytest.MonkeyPatch
+    path: str, *, stream: bool, inline_max: int, inline: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of all choices count, with their alternatives."""
-    monkeypatch.setattr("vsched.api.completions._INLINE_VALUES_MAX", inline_max)
+    """Those of all choices, or of an event, count, with their alternatives."""
+    monkeypatch.setattr("vsched.api.choices._INLINE_VALUES_MAX", inline_max)
     token = TokenLogprob(97, -0.125, [(98, -4.0)])
     engine = FakeEngine(OutputDelta("aa", [97, 97], [token, token], "length"))
     spell, threads = engine.preprocessor.token_bytes, set[threading.Thread]()
@@ -301,7 +304,7 @@ async def test_many_log_probabilities_are_worded_off_the_loop(
 
     monkeypatch.setattr(engine.preprocessor, "token_bytes", token_bytes)
     asked = {"logprobs": True, "top_logprobs": 1} if path == CHAT else {"logprobs": 1}
-    assert (await post(engine, path, body_of(path, n=2, **asked))).status == 200
+    assert (await post(engine, path, body_of(path, n=2, stream=stream, **asked))).status == 200
     assert (threads == {threading.current_thread()}) == inline
 
 
@@ -332,9 +335,8 @@ async def test_prompt_logprobs_and_echo_have_their_own_counts() -> None:
 
 async def test_nothing_is_generated_with_max_tokens_0() -> None:
     engine = FakeEngine(OutputDelta("", [], None, "length"))
-    for _ in range(2):
-        reply = await post(engine, PLAIN, {"prompt": "Hi", "echo": True, "max_tokens": 0})
-        assert reply.json["choices"][0]["text"] == "Hi"
+    reply = await post(engine, PLAIN, {"prompt": "Hi", "echo": True, "max_tokens": 0})
+    assert reply.json["choices"][0]["text"] == "Hi"
     assert engine.sampling.prompt_only
     await post(engine, PLAIN, {"prompt": "Hi", "max_tokens": 1})
     assert (engine.sampling.prompt_only, engine.sampling.max_tokens) == (False, 1)

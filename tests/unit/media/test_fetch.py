@@ -5,8 +5,10 @@ import contextlib
 import ipaddress
 import re
 import socket
+import ssl
 from collections.abc import AsyncIterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -124,6 +126,16 @@ async def test_fetch_returns_the_body(pieces: tuple[bytes, ...]) -> None:
     async with server(OK, *pieces) as (host, requests):
         assert await fetch(f"http://{host}/a.png?x=1", private(host)) == b"abcde"
     assert requests[0].startswith(f"GET /a.png?x=1 HTTP/1.1\r\nHost: {host}\r\n".encode())
+
+
+async def test_certificates_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise each image would block the event loop."""
+    read = Mock(return_value=ssl.create_default_context())
+    monkeypatch.setattr(ssl, "create_default_context", read)
+    for _ in range(2):
+        with pytest.raises(RequestRefused, match="could not be fetched"):
+            await fetch("https://127.0.0.1:1/", private("127.0.0.1:1"))  # nobody listens there
+    assert read.call_count <= 1
 
 
 async def test_fetch_resolves_a_name_once_and_judges_all(monkeypatch: pytest.MonkeyPatch) -> None:

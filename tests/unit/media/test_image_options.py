@@ -29,7 +29,7 @@ from vsched.media.pixels import PixelStore
 from vsched.media.references import as_reference, place_attention
 from vsched.transport.arena import Arena
 from vsched.types import ArenaLayout, MediaItem, Spans
-from vsched.worker.contract import PixelBounds
+from vsched.worker.contract import PixelBounds, VideoSampling
 
 RUNS = ((10, 14), (15, 19))
 """An image of two rows."""
@@ -87,6 +87,13 @@ async def test_spans_not_honoured_are_refused(info: dict[str, bool], image: str,
     with pytest.raises(RequestRefused, match=text) as caught:
         await prepared(replace(as_reference(image), attention=((0, 1),)), **info)
     assert (caught.value.code, caught.value.status) == ("attention_spans_not_taken", 400)
+
+
+async def test_frames_last_no_longer_than_a_video() -> None:
+    """Times beyond float32 have no positions."""
+    video = replace(VIDEO, sampling=VideoSampling(5e-324))
+    with pytest.raises(RequestRefused, match=r"video 0: .*too long.* limit 3600 s.*seconds_max"):
+        await prepared(video)
 
 
 def test_prefixes_with_other_spans_are_not_shared() -> None:

@@ -48,6 +48,7 @@ from vsched.api.request_schema import (
     ToolCall,
     ToolChoice,
     VideoPart,
+    deeper,
 )
 from vsched.api.response_schema import ChatLogprob
 from vsched.api.unsupported import neutral, refuse_unsupported, unsupported_type, with_fields
@@ -491,11 +492,14 @@ class ResponsesEndpoint(ChatEndpoint):
         )
 
 
-_REPEATED_BYTES_MAX = 1 << 20
-"""Maximum size of the fields that the response repeats: they are held until its end, whatever waits."""
+_REPEATED_BYTES_MAX, _REPEATED_DEPTH_MAX = 1 << 20, 64
+"""Maximum size and depth of the fields that the response repeats: they are held until its end, whatever waits."""
 
 
 def _check_repeated(original: ResponsesRequest) -> None:
+    if deeper([original.metadata, original.reasoning, original.user], _REPEATED_DEPTH_MAX):
+        message = "a field besides `input` is nested too deeply. Remedy: send flat metadata."
+        raise ParameterRefused(message, param="metadata")
     size = len(msgspec.json.encode(original))
     if size > _REPEATED_BYTES_MAX:
         raise ParameterRefused.of_limit(

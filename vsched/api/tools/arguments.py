@@ -280,9 +280,8 @@ class ValueScan:
                 self._at, self._has_key = at + 1, False
                 continue
             item = self._item(text, at, is_key=is_key)
-            if item is None or item[0] == len(
-                text
-            ):  # a word may go on, and "" may begin a long text
+            # A word at the end may go on, and "" may begin a long text.
+            if item is None or item[0] == len(text):
                 return None
             self._at, self._has_key = item[0], False
             out += [between, item[1]]

@@ -28,12 +28,7 @@ from vsched.api.response_schema import (
     ToolCallOutput,
 )
 from vsched.api.tools.arguments import JsonScan, TaggedScan, ValueScan, first_mark, longest_overlap
-from vsched.api.tools.formats import (
-    CallFormat,
-    ReasoningFormat,
-    TaggedArguments,
-    ValueArguments,
-)
+from vsched.api.tools.formats import CallFormat, ReasoningFormat, TaggedArguments, ValueArguments
 from vsched.worker.contract import AnswerParser, AnswerPart
 
 HEAD_CHARACTERS_MAX = 512

@@ -16,12 +16,7 @@ from setproctitle import setproctitle
 
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.isolated.server import Channel, limit_resources, read_frame, read_setup, serve
-from vsched.media.pictures.processes import (
-    PictureOrder,
-    PictureOutcome,
-    PictureWork,
-    carry_out,
-)
+from vsched.media.pictures.processes import PictureOrder, PictureOutcome, PictureWork, carry_out
 from vsched.media.video import VideoLimits, has_decoder
 from vsched.worker.contract import ImageProcessing
 

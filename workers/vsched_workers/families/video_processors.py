@@ -99,7 +99,7 @@ def each_interval(wanted: Wanted) -> list[int]:
     elif int(longest * fps) >= total:
         found = list(range(total))
     else:
-        seconds = np.linspace(0, duration, int(longest * fps))
+        seconds = np.linspace(0, duration, max(int(longest * fps), 1))
         found = [math.ceil(each * rate) for each in seconds]
     found = list(dict.fromkeys(min(each, total - 1) for each in found))
     if len(found) > wanted.most:

@@ -211,9 +211,11 @@ async def test_fields_that_a_response_repeats_are_limited() -> None:
     many = "x" * (1 << 20)
     await accepted(RESPONSES, body(input=many, metadata={"key": many[:-4096]}))
     unseen = {"tools": [{**TOOLS[0], "description": many}], "tool_choice": "none"}
+    deep = msgspec.Raw(b"[" * 700 + b"]" * 700)
     for fields in ({"metadata": {"key": many}}, {"user": [many]}, unseen):
         message = await refused(RESPONSES, body(**fields))
         assert "which the response repeats, are too large" in message
+    assert "nested too deeply" in await refused(RESPONSES, body(metadata={"key": deep}))
 
 
 def said(*parts: object) -> dict[str, Any]:
@@ -251,7 +253,7 @@ SERVERS_TOOLS = (
         (said({"type": "input_image", "file_id": "f"}),
          "`input[0].content.file_id` is not supported"),
         ({"max_output_tokens": 10**6}, "`max_output_tokens` is out of bounds"),
-        ({"text": {"format": {"type": "json_schema"}}}, "`text.format"),
+        ({"text": {"format": {"type": "json_schema"}}}, "`text.format` has no JSON schema"),
         ({"tools": [{"type": "movie"}]}, '`tools[0].type` is out of bounds: value "movie"'),
         ({"tools": TOOLS, "tool_choice": {"type": "mcp"}}, '`tool_choice.type` "mcp" is not'),
         ({"tools": TOOLS, "tool_choice": {"type": "x"}}, "`tool_choice` is out of bounds"),
