@@ -207,7 +207,8 @@ class TritonProduct:
             from vsched_workers.backends.cuda.triton_kernels import multiply_few, widen
 
             kernels = FastKernel(multiply_few), FastKernel(widen)
-        self._multiply, self._widen = kernels
+        self._multiply: Any = kernels[0]
+        self._widen: Any = kernels[1]
         self._weight, self._bias, self._processors = weight, bias, processors
         self.shape, self.size_bytes = weight.shape, weight.nbytes
         offsets = weight.scales if weight.offsets is None else weight.offsets
