@@ -114,7 +114,7 @@ class CudaSwapArea(SwapArea):
         # Torch's allocator of pinned memory would take the next power of two, of gigabytes.
         whole, cudart = self._places[0].untyped_storage(), torch.cuda.cudart()
         torch.cuda.check_error(cudart.cudaHostRegister(whole.data_ptr(), whole.nbytes(), 0))
-        weakref.finalize(self, _unpin, self._stream, whole.data_ptr()).atexit = False
+        weakref.finalize(self, _unpin, self._stream, cudart, whole.data_ptr()).atexit = False
 
     def copy(self, out: Pairs, back: Pairs) -> None:
         """Enqueue copies of blocks to the host, then of blocks to the device, between earlier and later computation."""
@@ -138,9 +138,9 @@ class CudaSwapArea(SwapArea):
         current.wait_event(copied)
 
 
-def _unpin(stream: Any, address: int) -> None:
+def _unpin(stream: Any, cudart: Any, address: int) -> None:
     stream.synchronize()
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))
+    cudart.cudaHostUnregister(address)
 
 
 class CudaMemory:
