@@ -170,7 +170,7 @@ def check_checkpoint(loaded: LoadedConfig) -> CheckpointReport:
                 f"{stage}.memory_limit: no room next to the weights",
                 value=f"{need.limit_bytes} bytes",
                 limit=f"over {need.weights_bytes} bytes",
-                remedy="raise it, share the model among more ranks, or serve a smaller model",
+                remedy=f"raise it, quantize the model ({stage}.weights), share it among ranks, or take a smaller one",
             )
             for stage, need in report.memory.items()
             if 0 < need.limit_bytes <= need.weights_bytes or need.kv_tokens_max == 0

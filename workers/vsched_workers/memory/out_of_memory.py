@@ -26,7 +26,8 @@ STEP_REMEDY = (
 def stage_remedy(stage: str) -> str:
     """Return the remedy if a stage's ranks run out of memory independent of the KV cache."""
     return (
-        f"raise {stage}.memory_limit where that is the limit, or free the device of other processes"
+        f"raise {stage}.memory_limit where that is the limit, quantize the model ({stage}.weights), or free the device "
+        "of other processes"
     )
 
 
