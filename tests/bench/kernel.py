@@ -106,15 +106,7 @@ class Fleet:
         """Run a one-image request to its first token; return the ns of its arrival, and of all its events."""
         number = self._visits = self._visits + 1
         request = one_request(number, self._rng, tokens=VISIT_TOKENS, max_tokens=1, has_image=True)
-        arrived = Arrived(
-            arrival_id=number,
-            tenant="",
-            priority=0,
-            images=1,
-            choices=1,
-            outputs_max=1,
-            ttft_target_ms=None,
-        )
+        arrived = Arrived(number, images=1, outputs_max=1)
         began_ns = time.thread_time_ns()
         self.tell(arrived)
         self.tell(Submitted(request, arrival_id=number))

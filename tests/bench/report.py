@@ -84,16 +84,10 @@ def starts(started: Sequence[Started]) -> str:
     lines = []
     for side in dict.fromkeys(one.side for one in started):
         found = [one for one in started if one.side == side]
-        columns = zip(
-            *((one.ready_s, one.answered_s, 100 * one.idle_cores) for one in found), strict=True
-        )
-        lines.append(
-            [
-                *(side, ", ".join(dict.fromkeys(one.version for one in found))),
-                *(number(statistics.median(values)) for values in columns),
-                *(memory(found), str(len(found))),
-            ]
-        )
+        figures = ((one.ready_s, one.answered_s, 100 * one.idle_cores) for one in found)
+        medians = (number(statistics.median(values)) for values in zip(*figures, strict=True))
+        versions = ", ".join(dict.fromkeys(one.version for one in found))
+        lines.append([side, versions, *medians, memory(found), str(len(found))])
     times = ("ready after, s", "first answer after, s", "idle, % of a core")
     return markdown(("side", "version", *times, "resident, MiB", "starts"), lines)
 

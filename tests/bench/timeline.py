@@ -77,12 +77,10 @@ def turns(options: argparse.Namespace, session: Session) -> list[Turn]:
     found = []
     for repeat in range(options.repeats):
         plan = plan_for(options, repeat)
-        key = functools.partial(
-            session.key, plan, purpose=PURPOSE, repeat=repeat, neighbours=NEIGHBOURS
-        )
-        found += [
-            Turn(session, spec, {key(spec): plan}) for spec in specs[:: -1 if repeat % 2 else 1]
-        ]
+        for spec in specs[:: -1 if repeat % 2 else 1]:
+            at = {"repeat": repeat, "neighbours": NEIGHBOURS}
+            work = {session.key(plan, spec, purpose=PURPOSE, **at): plan}
+            found.append(Turn(session, spec, work))
     return found
 
 
@@ -257,16 +255,12 @@ def draw_rates(by_side: Mapping[str, Sequence[Run]], title: str, path: Path) -> 
     figure = Figure(figsize=(7, 3.6), layout="constrained")
     axes = figure.subplots()
     for side, runs in by_side.items():
-        middle = [
-            statistics.median(each) for each in zip(*(run.rates for run in runs), strict=True)
-        ]
+        rates = zip(*(run.rates for run in runs), strict=True)
+        middle = [statistics.median(each) for each in rates]
         half = round(WINDOW_S / INTERVAL_S / 2)
-        smooth = [
-            statistics.mean(middle[max(place - half, 0) : place + half])
-            for place in range(1, len(middle) + 1)
-        ]
-        places = [place * INTERVAL_S for place in range(1, len(middle) + 1)]
-        axes.plot(places, smooth, linewidth=1.4, label=side)
+        places = range(1, len(middle) + 1)
+        smooth = [statistics.mean(middle[max(one - half, 0) : one + half]) for one in places]
+        axes.plot([one * INTERVAL_S for one in places], smooth, linewidth=1.4, label=side)
     axes.axvspan(SECONDS[0], SECONDS[0] + SECONDS[1], color="grey", alpha=0.15)
     axes.set_title(title, size=9)
     axes.set_xlabel("s", size=8)

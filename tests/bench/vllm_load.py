@@ -43,10 +43,8 @@ class Ask(NamedTuple):
 
 def burst() -> list[Ask]:
     """Return eight long prompts, then twelve short ones."""
-    long = [Ask(0.01 * index, "heavy", 1000, 24) for index in range(8)]
-    return long + [
-        Ask(0.25 + 0.02 * index, f"light{index % 2}", 20 + index, 16) for index in range(12)
-    ]
+    long = [Ask(0.01 * n, "heavy", 1000, 24) for n in range(8)]
+    return long + [Ask(0.25 + 0.02 * n, f"light{n % 2}", 20 + n, 16) for n in range(12)]
 
 
 def mixed(*, images: bool) -> list[Ask]:

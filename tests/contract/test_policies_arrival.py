@@ -107,11 +107,8 @@ def test_deadline_shed_by_priority_counts_those_that_are_served_before() -> None
         now_ns = 5000 * MS
         request = ArrivingRequest(arrived_ns=now_ns, priority=priority)
         measured = Measurements(first_tokens=shown)
-        return policy.arrive(
-            ArrivalView(
-                now_ns=now_ns, request=request, waiting=99, as_urgent=as_urgent, measured=measured
-            )
-        )
+        facts: dict[str, Any] = {"waiting": 99, "as_urgent": as_urgent, "measured": measured}
+        return policy.arrive(ArrivalView(now_ns=now_ns, request=request, **facts))
 
     assert answer(5, 10, firsts) == Admit()
     assert isinstance(answer(5, 11, firsts), Shed)

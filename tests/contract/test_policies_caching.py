@@ -55,10 +55,15 @@ def test_chunk_aware_selects_items_of_the_chunk(chunk: tuple[int, int], chosen: 
     assert select(ChunkAware(), chunk) == chosen
 
 
+def filled(policy: CachePolicy, keys: str) -> EvictionOrder[Hashable]:
+    """Return an order with entries of these keys, each of size 1."""
+    order = policy.build_order()
+    assert all(order.add(key, 1) for key in keys)
+    return order
+
+
 def test_lru_evicts_the_entry_released_first() -> None:
-    order = Lru().build_order()
-    for key in "abc":
-        assert order.add(key, 1)
+    order = filled(Lru(), "abc")
     order.reuse("a")
     order.add("a", 1)
     order.drop("b")
@@ -85,9 +90,7 @@ def hit(order: EvictionOrder[Hashable], key: Hashable, size: int = 1) -> None:
 
 def test_s3_fifo_spares_entries_with_hits() -> None:
     """One-hit wonders go first, however recent; the others follow in turn."""
-    order = S3Fifo(small_share=0.1).build_order()
-    for key in "abcde":
-        order.add(key, 1)
+    order = filled(S3Fifo(small_share=0.1), "abcde")
     hit(order, "a")
     hit(order, "c")
     assert [evict(order) for _ in range(5)] == ["b", "d", "e", "a", "c"]
@@ -111,9 +114,7 @@ def test_s3_fifo_lets_a_scan_pass() -> None:
 
 
 def test_s3_fifo_takes_a_ghost_back_into_the_main_queue() -> None:
-    order = S3Fifo().build_order()
-    for key in "abc":
-        order.add(key, 1)
+    order = filled(S3Fifo(), "abc")
     assert evict(order) == "a"
     order.add("a", 1)
     order.add("d", 1)
@@ -121,9 +122,7 @@ def test_s3_fifo_takes_a_ghost_back_into_the_main_queue() -> None:
 
 
 def test_s3_fifo_forgets_ghosts() -> None:
-    order = S3Fifo(ghosts=1, small_share=0.5).build_order()
-    for key in "abcd":
-        order.add(key, 1)
+    order = filled(S3Fifo(ghosts=1, small_share=0.5), "abcd")
     assert [evict(order), evict(order)] == ["a", "b"]
     order.add("a", 1)
     assert [evict(order) for _ in range(3)] == ["c", "d", "a"], "a was forgotten, and is in small"

@@ -53,14 +53,11 @@ def test_victim_is_the_youngest_or_of_the_cheapest_the_youngest(
 def test_victims_are_eligible() -> None:
     """The first request needs no block, so it is older than the one in need, and goes on."""
     requests = [
-        RunningView(
-            tokens=size, blocks=1, outputs=99 - size, priority=0, arrived_ns=0, tenant=tenant
-        )
+        RunningView(tokens=size, blocks=1, outputs=99 - size, arrived_ns=0, tenant=tenant)
         for size, tenant in ((1, "a"), (5, "b"), (9, "a"), (9, "b"))
     ]
-    view = PreemptionView(
-        now_ns=9, running=requests, in_need=1, state=ServedTokens(tokens={"a": 50})
-    )
+    state = ServedTokens(tokens={"a": 50})
+    view = PreemptionView(now_ns=9, running=requests, in_need=1, state=state)
     assert Cheapest().victim(view) == Preemption(1)
     assert TenantFair().victim(view) == Preemption(2)
     assert TenantFair(mode="swap").victim(view).mode == "swap"
@@ -152,9 +149,8 @@ def test_tenant_fair_goes_on_with_the_tenant_that_computed_less() -> None:
 
 def test_tenant_fair_shares_the_time_as_well() -> None:
     """The step has space for 1,000 tokens and time for 200: no request takes all of that."""
-    requested = view(
-        request(900, "a"), request(900, "b"), time_ns=MS, token_ns=5000.0, state=ServedTokens()
-    )
+    facts = {"time_ns": MS, "token_ns": 5000.0, "state": ServedTokens()}
+    requested = view(request(900, "a"), request(900, "b"), **facts)
     assert TenantFair(quantum_tokens=100).share(requested).tokens == [100, 100]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -30,7 +31,6 @@ from vsched.worker.contract import (
     Progress,
     Sampled,
     SequenceState,
-    WorkerPlugin,
     WorkerSettings,
 )
 
@@ -45,21 +45,6 @@ def fake_image(tokens: int) -> SampleImage:
 
 
 IMAGES = [fake_image(tokens) for tokens in (1, 3, 7)]
-
-
-def plugin_of(
-    generator: type[FakeGenerator] = FakeGenerator, encoder: type[FakeEncoder] = FakeEncoder
-) -> WorkerPlugin:
-    """Return a plug-in with these workers."""
-
-    class Plugin(FakePlugin):
-        def load_encoder(self, *_: Any, **__: Any) -> FakeEncoder:
-            return encoder()
-
-        def load_generator(self, *_: Any, **__: Any) -> FakeGenerator:
-            return generator(fake_plugin.Behaviour())
-
-    return Plugin()
 
 
 def test_fake_plugin_keeps_the_contract_with_images_and_without() -> None:
@@ -143,23 +128,6 @@ class Scribbling(FakeGenerator):
         return super().step(batch)
 
 
-@pytest.mark.parametrize(
-    ("generator", "complaint"),
-    [
-        (Rejoining, "alone and"),
-        (Reborn, "alone and"),
-        (Cutting, "alone and"),
-        (Leaking, ": leak, not out_of_memory"),
-        (Untyped, "out of memory must be DeviceOutOfMemory: RuntimeError"),
-        (Wide, "the hardest steps failed"),
-        (Scribbling, "wrote to `block_tables`"),
-    ],
-)
-def test_check_worker_refuses_generators(generator: type[FakeGenerator], complaint: str) -> None:
-    with pytest.raises(ContractBroken, match=complaint):
-        check_worker(plugin_of(generator=generator), INFO, images=IMAGES, seeds=range(20))
-
-
 class Spilling(FakeEncoder):
     """Writes one page too many."""
 
@@ -203,17 +171,34 @@ class Hasty(FakeEncoder):
 
 
 @pytest.mark.parametrize(
-    ("encoder", "complaint"),
+    ("worker", "complaint"),
     [
+        (Rejoining, "alone and"),
+        (Reborn, "alone and"),
+        (Cutting, "alone and"),
+        (Leaking, ": leak, not out_of_memory"),
+        (Untyped, "out of memory must be DeviceOutOfMemory: RuntimeError"),
+        (Wide, "the hardest steps failed"),
+        (Scribbling, "wrote to `block_tables`"),
         (Hasty, "must write all"),
         (Spilling, "which is none of its images'"),
         (Sparing, "must write all"),
         (Staining, "read-only"),
     ],
 )
-def test_check_worker_refuses_encoders(encoder: type[FakeEncoder], complaint: str) -> None:
+def test_check_worker_refuses_workers(
+    worker: type[FakeGenerator | FakeEncoder], complaint: str
+) -> None:
+    class Plugin(FakePlugin):
+        def load_encoder(self, *_: Any, **__: Any) -> FakeEncoder:
+            return worker() if issubclass(worker, FakeEncoder) else FakeEncoder()
+
+        def load_generator(self, *_: Any, **__: Any) -> FakeGenerator:
+            kind = worker if issubclass(worker, FakeGenerator) else FakeGenerator
+            return kind(fake_plugin.Behaviour())
+
     with pytest.raises(ContractBroken, match=complaint):
-        check_worker(plugin_of(encoder=encoder), INFO, images=IMAGES, seeds=range(5))
+        check_worker(Plugin(), INFO, images=IMAGES, seeds=range(20))
 
 
 def test_check_worker_refuses_other_objects() -> None:
@@ -251,14 +236,7 @@ class SimGenerator(SymbolicGenerator):
 
     def prepare(self, sequence: SequenceState) -> None:
         self._world.items[sequence.number] = tuple(
-            MediaItem(
-                key=key_of(place.tokens),
-                tokens=place.tokens,
-                offset=place.offset,
-                metadata=place.metadata,
-                spans=place.spans,
-                kept=place.kept,
-            )
+            MediaItem(key=key_of(place.tokens), **msgspec.structs.asdict(place))
             for place in sequence.items
         )
         super().prepare(sequence)
@@ -276,9 +254,8 @@ def key_of(tokens: int) -> bytes:
 class SimPlugin(SimulatedPlugin):
     """The simulated plug-in, with the parts of engine and rank."""
 
-    generator: type[SimGenerator] = SimGenerator
-
-    def __init__(self) -> None:
+    def __init__(self, generator: type[SimGenerator] = SimGenerator) -> None:
+        self.generator = generator
         self.world = World(VirtualLoop(), 0, FaultPlan())
 
     def load_encoder(
@@ -341,7 +318,5 @@ class Borrowing(SimGenerator):
 
 @pytest.mark.parametrize("generator", [Straying, Borrowing])
 def test_check_worker_refuses_wrong_kv(generator: type[SimGenerator]) -> None:
-    plugin = SimPlugin()
-    plugin.generator = generator
     with pytest.raises(ContractBroken, match="alone and"):
-        check_simulated(plugin, range(20))
+        check_simulated(SimPlugin(generator), range(20))

@@ -146,9 +146,8 @@ async def _load(engine: Engine, run: MemoryRun, seconds: float, answers_min: int
         rng = random.Random(number)
         turn = 0
         while not is_over():
-            prompt, pictures, tokens = _request(
-                engine, images, words, rng, kind=(number + turn) % 4
-            )
+            kind = (number + turn) % 4
+            prompt, pictures, tokens = _request(engine, images, words, rng, kind=kind)
             turn += 1
             try:
                 generation = await engine.generate(

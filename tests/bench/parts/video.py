@@ -158,11 +158,9 @@ async def measure_turns(server: Server, frames: int) -> list[dict[str, Any]]:
         sample = await client.chat(_body(server, messages, REPLY_TOKENS))
         if sample.error:
             raise BenchError(f"turn {turn + 1} failed: {sample.error}")
-        turned = {
-            "prompt_tokens": sample.prompt_tokens,
-            "encoded": server.statistics()["encode"]["items_encoded"] - before,
-            "ttft_ms": round((sample.stamps[0] - sample.started) * 1e3, 1),
-        }
+        encoded = server.statistics()["encode"]["items_encoded"] - before
+        ttft_ms = round((sample.stamps[0] - sample.started) * 1e3, 1)
+        turned = {"encoded": encoded, "prompt_tokens": sample.prompt_tokens, "ttft_ms": ttft_ms}
         found.append(turned)
         messages = [
             *messages,

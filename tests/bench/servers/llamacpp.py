@@ -58,23 +58,16 @@ def build(folder: Path) -> None:
     """Build the server and its libraries, for this processor, with all cores."""
     made = str(folder / "build")
     cmake = str(folder / "bin" / "cmake")
-    tools = {"PATH": os.pathsep.join((str(folder / "bin"), os.environ["PATH"]))}
+    tools = os.pathsep.join((str(folder / "bin"), os.environ["PATH"]))
+    environment = {**os.environ, "PATH": tools}
+    cores = str(len(os.sched_getaffinity(0)))
     for words in (
         ("-S", str(source_of(folder)), "-B", made, "-G", "Ninja", *FLAGS),
-        (
-            "--build",
-            made,
-            "--target",
-            TARGET,
-            QUANTIZE,
-            "--parallel",
-            str(len(os.sched_getaffinity(0))),
-        ),
+        ("--build", made, "--target", TARGET, QUANTIZE, "--parallel", cores),
     ):
         with (folder / "build.log").open("ab") as log:
-            done = subprocess.run(
-                [cmake, *words], stdout=log, stderr=log, env={**os.environ, **tools}, check=False
-            )
+            command = [cmake, *words]
+            done = subprocess.run(command, stdout=log, stderr=log, env=environment, check=False)
         if done.returncode:
             raise ConfigError(
                 f"llama.cpp could not be built: {cmake} ended with status {done.returncode}. "

@@ -32,7 +32,9 @@ def measure(checkpoint: Path, assignments: Sequence[str], ready_s: float) -> dic
             seconds = server.wait_ready(ready_s)
             spent = processes.cpu_s(server.pids())
             texts = [_answer_ms(server, "Hello") for _ in range(3)]
-            pictures = [_answer_ms(server, _with_picture(seed)) for seed in range(2)]
+            question = {"type": "text", "text": "What is this?"}
+            new = [{"type": "image_url", "image_url": {"url": draw_image(n, 448)}} for n in (0, 1)]
+            pictures = [_answer_ms(server, [picture, question]) for picture in new]
             held = processes.memory_mib(server.pids())
         return {
             "checkpoint": checkpoint.name,
@@ -50,12 +52,6 @@ def _answer_ms(server: Server, content: object) -> float | str:
     body = chat_body(server.spec.model, [{"role": "user", "content": content}], 8, {})
     sample = asyncio.run(BenchClient(server.spec.url).chat(body))
     return sample.error or round((sample.ended - sample.started) * 1000, 1)
-
-
-def _with_picture(seed: int) -> list[dict[str, Any]]:
-    """Return a message with a new picture."""
-    image = {"type": "image_url", "image_url": {"url": draw_image(seed, 448)}}
-    return [image, {"type": "text", "text": "What is this?"}]
 
 
 def main() -> None:

@@ -146,6 +146,10 @@ def generate_statistics(cluster: ModelCluster) -> dict[str, int]:
     return {name: value for name, value in statistics.items() if name != "groups"}
 
 
+def prefilled(cluster: ModelCluster) -> int:
+    return generate_statistics(cluster)["tokens_prefilled"]
+
+
 def outcome(cluster: ModelCluster) -> list[object]:
     names = ("decisions", "encoded", "outputs", "ended", "refused", "rejected", "drained")
     return [getattr(cluster, name) for name in names]

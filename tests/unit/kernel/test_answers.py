@@ -12,22 +12,18 @@ from tests.unit.kernel.setups import (
     complete,
     crash,
     encode_statistics,
-    generate_statistics,
     image_request,
     joined,
     lose_while_running,
     make_cluster,
+    prefilled,
     words,
 )
 from vsched.kernel.commands import Accept, RefusalCode
 from vsched.kernel.events import Drain
-from vsched.testing import ModelCluster, make_request
+from vsched.testing import make_request
 
 NAMES = ("a", "a#1", "a#2", "a#3")
-
-
-def prefilled(cluster: ModelCluster) -> int:
-    return generate_statistics(cluster)["tokens_prefilled"]
 
 
 @pytest.mark.parametrize(

@@ -66,9 +66,8 @@ def submit(cluster: ModelCluster, count: int = 4) -> None:
 
 def check_restored(cluster: ModelCluster) -> None:
     """Check that a snapshot keeps the policies and their states."""
-    restored = restore_snapshot(
-        Scheduler(LIMITS, default_policies()), encode_snapshot(cluster.kernel)
-    )
+    fresh = Scheduler(LIMITS, default_policies())
+    restored = restore_snapshot(fresh, encode_snapshot(cluster.kernel))
     assert restored.policy_states() == cluster.kernel.policy_states()
     assert restored.statistics() == cluster.kernel.statistics()
 

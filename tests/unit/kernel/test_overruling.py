@@ -22,7 +22,6 @@ from tests.unit.kernel.setups import (
 from vsched.policy import (
     Admission,
     AdmissionView,
-    ArrivalDecision,
     Dispatch,
     Draft,
     Hold,
@@ -37,6 +36,7 @@ from vsched.testing.policy_run import PolicyRun, RequestAt, run_policy
 from vsched_policies.admission import Priority, Tiers
 
 SECOND_NS = 1_000_000_000
+OVERDUE_FIRST = "one that was passed over for too long goes first"
 OVERDUE: list[int | None] = []
 
 
@@ -83,40 +83,26 @@ def test_admission_passes_no_request_over_for_too_long(limit_s: int) -> None:
     served_for(cluster, limit_s + 5)
     statistics = cluster.kernel.statistics()
     assert limit_s <= statistics["passed_over_s"]["generate"] <= limit_s + 3
-    assert overruled(cluster, "generate.admission") == {
-        "one that was passed over for too long goes first": pytest.approx(5, abs=3)
-    }
+    helped = overruled(cluster, "generate.admission")
+    assert helped == {OVERDUE_FIRST: pytest.approx(5, abs=3)}
     assert OVERDUE[0] is None
     assert 0 in OVERDUE
     assert limit_s // 2 <= joined(cluster).index("r1.0") <= limit_s + 3
 
 
-def overruled_in(run: PolicyRun) -> dict[str, dict[str, int]]:
-    found: dict[str, dict[str, int]] = run.statistics["policy_overruled"]
-    return found
-
-
-class OneAtATime(RequestPolicy, frozen=True, kw_only=True):
-    """Admits nothing while anything runs."""
-
-    def admit(self, view: AdmissionView) -> Admission:
-        return Admission() if view.running else Admission([0])
-
-
 def test_admission_keeps_no_request_waiting_for_too_long_with_empty_answers() -> None:
     """However long others run. A request that needs blocks which are not free does not wait for the policy."""
+    one_at_a_time = answering("admission", lambda view: Admission(range(not view.running)))
     requests = [RequestAt(at_s=n, text_tokens=800, output_tokens=100) for n in range(2)]
     limits = {"step_ms": 100.0, "slots": 4, "passed_over_ns": 5 * SECOND_NS}
-    found = run_policy(OneAtATime(), *requests, **limits)
+    found = run_policy(one_at_a_time, *requests, **limits)
     times = found.times["2"]
     assert 5 <= (times.first_token_ns - times.submitted_ns) / SECOND_NS < 6
-    assert overruled_in(found) == {
-        "generate.admission": {"one that was passed over for too long goes first": 1}
-    }
+    assert found.statistics["policy_overruled"] == {"generate.admission": {OVERDUE_FIRST: 1}}
     assert 5 <= found.statistics["passed_over_s"]["generate"] < 6
-    full = run_policy(OneAtATime(), *requests, **limits, blocks=64)
+    full = run_policy(one_at_a_time, *requests, **limits, blocks=64)
     assert full.joined == ["1", "2"]
-    assert overruled_in(full) == {}
+    assert full.statistics["policy_overruled"] == {}
 
 
 def test_step_without_time_for_prefill_keeps_no_request_from_joining() -> None:
@@ -136,8 +122,7 @@ def test_requests_that_are_passed_over_take_one_slot_at_a_time() -> None:
         for _ in range(8):
             cluster.run_generate()
         cluster.wait(SECOND_NS)
-    helped = overruled(cluster, "generate.admission")
-    assert helped == {"one that was passed over for too long goes first": 1}
+    assert overruled(cluster, "generate.admission") == {OVERDUE_FIRST: 1}
     assert_served(cluster, *cluster.requests)
 
 
@@ -162,8 +147,7 @@ def test_more_entries_than_places_are_counted_and_wait() -> None:
         assert set(overruled(cluster, seat)) == {"more entries than can join"}
 
 
-def last_image(view: Any) -> Admission:
-    return Admission([len(view.waiting) - 1])
+LAST_IMAGE = answering("admission", lambda view: Admission([len(view.waiting) - 1]))
 
 
 def last_order(view: Any) -> Dispatch:
@@ -174,7 +158,7 @@ def last_order(view: Any) -> Dispatch:
 @pytest.mark.parametrize(
     ("seat", "policies"),
     [
-        ("encode.admission", {"encode_admission": answering("admission", last_image)}),
+        ("encode.admission", {"encode_admission": LAST_IMAGE}),
         ("encode.dispatch", {"dispatch": answering("dispatch", last_order)}),
     ],
 )
@@ -185,25 +169,21 @@ def test_images_are_passed_over_within_the_limit(seat: str, policies: dict[str, 
             cluster.submit(image_request(f"r{second}.{index}", (b"%d.%d" % (second, index), 4)))
         cluster.run_encode()
         cluster.wait(SECOND_NS)
-    assert set(overruled(cluster, seat)) == {"one that was passed over for too long goes first"}
+    assert set(overruled(cluster, seat)) == {OVERDUE_FIRST}
     assert 4 <= cluster.kernel.statistics()["passed_over_s"]["encode"] <= 7
     assert_served(cluster, *cluster.requests)
 
 
 VIEWS: list[Any] = []
-OLDEST = answering("preemption", Preemption(0, "swap"), VIEWS)
-
-
-def oldest_eligible(view: Any) -> Any:
-    return view.eligible[0]
 
 
 @pytest.mark.parametrize(
-    ("policy", "counted"), [(OLDEST, True), (answering("preemption", oldest_eligible), False)]
+    ("victim", "counted"), [(Preemption(0, "swap"), True), (lambda view: view.eligible[0], False)]
 )
-def test_victims_older_than_the_request_in_need_are_counted(policy: Policy, counted: bool) -> None:
+def test_victims_older_than_the_request_in_need_are_counted(victim: Any, counted: bool) -> None:
     """The view tells the request in need, and so the victims that are possible."""
     VIEWS.clear()
+    policy = answering("preemption", victim, VIEWS)
     cluster = make_cluster(blocks=12, slots=4, preemption=policy)
     for index in range(4):
         cluster.submit(make_request(f"r{index}", words(6 + index, start=20 * index), max_tokens=30))
@@ -212,10 +192,6 @@ def test_victims_older_than_the_request_in_need_are_counted(policy: Policy, coun
     assert ("the victim was older than the request in need" in found) == counted
     assert ("the victim was recomputed instead of swapped" in found) == counted
     assert all(view.eligible == range(view.in_need, len(view.running)) for view in VIEWS)
-
-
-def many(view: Any) -> Draft:
-    return Draft(view.rows_free + 1, steps=4, ngram=2)
 
 
 def test_answers_of_other_kinds_are_counted() -> None:
@@ -227,19 +203,15 @@ def test_answers_of_other_kinds_are_counted() -> None:
         drafts=True,
         encoding=answering("encoding", [], VIEWS),
         reclaim=answering("reclaim", []),
-        drafting=answering("drafting", many),
+        drafting=answering("drafting", lambda view: Draft(view.rows_free + 1, steps=4, ngram=2)),
         step=answering("step", StepShares([])),
     )
     cluster.submit(make_request("old", words(64), [(64, 24, b"late")], max_tokens=2))
     for name in ("young", "younger"):
         cluster.submit(image_request(name, (name.encode(), 8), max_tokens=2))
     assert_served(cluster, "old", "young", "younger")
-    assert set(cluster.kernel.statistics()["policy_overruled"]) == {
-        "encode.encoding",
-        "encode.reclaim",
-        "generate.drafting",
-        "generate.step",
-    }
+    seats = ["encode.encoding", "encode.reclaim", "generate.drafting", "generate.step"]
+    assert sorted(cluster.kernel.statistics()["policy_overruled"]) == seats
     assert VIEWS[0].needed == ()
     assert any(view.needed == (0,) for view in VIEWS)
     assert cluster.kernel.statistics()["policy_faults"] == {}
@@ -259,15 +231,10 @@ def test_answers_about_blocks_and_replicas_are_counted() -> None:
     assert overruled(cluster, "routing") == {"the replica takes no requests": 1}
 
 
-def hold(view: Any) -> ArrivalDecision:
-    return Hold(view.request.arrived_ns + 4 * SECOND_NS)
-
-
 @pytest.mark.parametrize(("limit_s", "fails"), [(5, False), (3, True)])
 def test_holds_have_the_same_limit(limit_s: int, fails: bool) -> None:
-    cluster = make_cluster(
-        waiting=2, passed_over_ns=limit_s * SECOND_NS, arrival=answering("arrival", hold)
-    )
+    arrival = answering("arrival", lambda view: Hold(view.request.arrived_ns + 4 * SECOND_NS))
+    cluster = make_cluster(waiting=2, passed_over_ns=limit_s * SECOND_NS, arrival=arrival)
     for index in range(3):
         cluster.arrive(make_request(f"r{index}", words(4)))
     assert bool(cluster.notices) == fails
@@ -321,15 +288,11 @@ CHATS = [
 BATCH = [RequestAt(at_s=0.01 * n, name=f"batch{n}", output_tokens=150) for n in range(8)]
 
 
-def urgent_first(view: AdmissionView) -> list[int]:
-    return sorted(range(len(view.waiting)), key=lambda index: -view.waiting[index].priority)
-
-
 class Reserved(RequestPolicy, frozen=True, kw_only=True):
     """The batch tier leaves half of the slots to the chat tier."""
 
     def admit(self, view: AdmissionView) -> Admission:
-        order = urgent_first(view)
+        order = sorted(range(len(view.waiting)), key=lambda index: -view.waiting[index].priority)
         room = max(view.entries_free - SLOTS // 2, 0)
         batch = [index for index in order if not view.waiting[index].priority][:room]
         chats = [index for index in order if view.waiting[index].priority]
@@ -360,7 +323,8 @@ def test_chat_starts_as_soon_as_with_reserved_slots(mode: PreemptionMode) -> Non
     generate = found.statistics["generate"]
     assert generate["preemptions"] > 0
     assert (generate["swapped_out"] == generate["preemptions"]) == (mode == "swap")
-    assert list(overruled_in(run(Tiers(mode=mode)))) == ["generate.admission"] * (mode == "swap")
+    helped = run(Tiers(mode=mode)).statistics["policy_overruled"]
+    assert list(helped) == ["generate.admission"] * (mode == "swap")
     assert len(found.times) == len(BATCH) + len(CHATS), "all are served"
     ends = [
         max(one.finished_ns for name, one in each.times.items() if name.startswith("batch"))
@@ -403,9 +367,7 @@ def test_policy_sees_preemptible_requests() -> None:
     class Watching(Tiers, frozen=True, kw_only=True):
         def admit(self, view: AdmissionView) -> Admission:
             seen.append((view.eligible, len(view.running_requests)))
-            assert all(
-                one.outputs > 0 for one in map(view.running_requests.__getitem__, view.eligible)
-            )
+            assert all(view.running_requests[index].outputs > 0 for index in view.eligible)
             return super().admit(view)
 
     run(Watching())

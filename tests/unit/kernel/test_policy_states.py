@@ -42,10 +42,6 @@ def raises(view: AdmissionView) -> Admission:
     raise RuntimeError("a bug in the policy")
 
 
-def answers_nonsense(view: AdmissionView) -> Admission:
-    return Admission([99])
-
-
 def spoils(field: str, value: Any) -> Callable[[AdmissionView], Admission]:
     """Return an act that leaves a value in the state that cannot be kept."""
 
@@ -70,7 +66,7 @@ def calls_of(cluster: ModelCluster, seat: str = "generate.admission") -> int:
     "act",
     [
         raises,
-        answers_nonsense,
+        lambda _: Admission([99]),
         spoils("text", "x" * STATE_BYTES_MAX),
         spoils("sizes", "many"),
         spoils("text", object()),
@@ -114,11 +110,8 @@ def test_state_has_the_declared_types_in_the_next_call() -> None:
 
 
 def test_states_are_kept_by_place_and_replica() -> None:
-    limits = msgspec.structs.replace(make_limits(), generators=2)
-    policies = default_policies(
-        encode_admission=Tallied(), generate_admission=Tallied(), routing=Tallied()
-    )
-    cluster = ModelCluster(limits, policies)
+    places = ("encode_admission", "generate_admission", "routing")
+    cluster = make_cluster(generators=2, **{place: Tallied() for place in places})
     serve(cluster, 6)
     seats = ["encode.admission", "generate-0.admission", "generate-1.admission", "routing"]
     assert sorted(cluster.kernel.policy_states()) == seats

@@ -15,23 +15,11 @@ from tests.sim.planted import Plant, planted
 from tests.unit.kernel.policy_pool import random_policies
 from tests.unit.kernel.setups import assert_served, make_cluster, words
 from tests.workers.properties import thorough
-from vsched.testing import ModelCluster, make_request, random_limits, run_random
+from vsched.testing import make_request, random_limits, run_random
 from vsched_policies.eviction import KeepNothing
 
 SEEDS = int(os.environ.get("VSCHED_SEEDS", "100"))
 BATCH = 50
-
-
-def run_seed(seed: int) -> ModelCluster:
-    rng = random.Random(seed)
-    policies = random_policies(rng) if seed % 8 else None
-    try:
-        cluster = run_random(rng, policies)
-        assert policies or not cluster.kernel.statistics()["policy_faults"]
-    except BaseException as error:
-        error.add_note(f"seed {seed} with {policies}")
-        raise
-    return cluster
 
 
 @pytest.mark.slow
@@ -40,7 +28,14 @@ def test_kernel_survives_random_policies(start: int) -> None:
     """Whatever is legal to configure: every request is served or refused, and then nothing is held."""
     ended = refused = 0
     for seed in range(start, min(start + BATCH, SEEDS)):
-        cluster = run_seed(seed)
+        rng = random.Random(seed)
+        policies = random_policies(rng) if seed % 8 else None
+        try:
+            cluster = run_random(rng, policies)
+            assert policies or not cluster.kernel.statistics()["policy_faults"]
+        except BaseException as error:
+            error.add_note(f"seed {seed} with {policies}")
+            raise
         ended += len(cluster.ended)
         refused += len(cluster.refused)
     assert ended > refused > 0, "the runs are about serving, and refuse some"
@@ -62,9 +57,8 @@ def test_kernel_keeps_an_embedding_that_the_first_chunk_reads() -> None:
 def test_scheduler_serves_text_without_encoders(seed: int) -> None:
     """Requests with images are refused; the others are served, and lost groups do not end them all."""
     rng = random.Random(seed)
-    limits = msgspec.structs.replace(
-        random_limits(rng), encoders=0, pages=0, generators=2, encode_pauses=False
-    )
+    sizes = {"encoders": 0, "pages": 0, "generators": 2, "encode_pauses": False}
+    limits = msgspec.structs.replace(random_limits(rng), **sizes)
     cluster = run_random(rng, limits=limits, events=120)
     assert cluster.requests.keys() == cluster.ended.keys() | cluster.refused.keys()
     with_images = {name for name, request in cluster.requests.items() if request.items}

@@ -16,34 +16,23 @@ from tests.unit.kernel.setups import (
     image_request,
     joined,
     make_cluster,
-    make_limits,
     submit_texts,
     words,
 )
-from vsched.kernel import SchedulerLimits
 from vsched.kernel.events import Drain, Resume
 from vsched.policy import Admission, Policy
 from vsched.probes import observed
-from vsched.testing import ModelCluster, default_policies, make_request
+from vsched.testing import ModelCluster, make_request
 from vsched_policies.admission import Fifo
 from vsched_policies.encoding import ChunkAware
 from vsched_policies.eviction import KeepNothing
 
 SECOND_NS = 1_000_000_000
-
-
 FIRST = answering("routing", 0)
 """Always the first replica."""
-
-
 VIEWS: list[Any] = []
-
-
-def propose_all(view: Any) -> range:
-    return range(len(view.items))
-
-
-WATCHING = answering("encoding", propose_all, VIEWS)
+WATCHING = answering("encoding", lambda view: range(len(view.items)), VIEWS)
+"""Proposes all items."""
 
 
 def claims(cluster: ModelCluster, key: bytes) -> int:
@@ -51,9 +40,9 @@ def claims(cluster: ModelCluster, key: bytes) -> int:
     return sum(len(one.claims) for one in cluster.kernel.embeddings if one.item.key == key)
 
 
-def preempted_prefill(limits: SchedulerLimits, *items: tuple[int, int, bytes]) -> ModelCluster:
+def preempted_prefill(*items: tuple[int, int, bytes], **limits: int) -> ModelCluster:
     """A cluster in which a prefill was preempted while the step that read its first image was in flight."""
-    cluster = ModelCluster(limits, default_policies(encode_eviction=KeepNothing()))
+    cluster = make_cluster(blocks=10, chunk_tokens=16, **limits, encode_eviction=KeepNothing())
     cluster.submit(make_request("old", words(2), max_tokens=30))
     length = sum(tokens for _, tokens, _ in items)
     cluster.submit(make_request("young", words(36 - length), items, max_tokens=2))
@@ -67,8 +56,7 @@ def preempted_prefill(limits: SchedulerLimits, *items: tuple[int, int, bytes]) -
 
 def test_claim_on_an_image_that_lies_in_the_cached_prefix_is_dropped() -> None:
     """Otherwise it would block its request's next image for ever: pages are never taken from an older claim."""
-    limits = make_limits(blocks=10, chunk_tokens=16, pages=4)
-    cluster = preempted_prefill(limits, (0, 16, b"a"), (0, 16, b"b"))
+    cluster = preempted_prefill((0, 16, b"a"), (0, 16, b"b"), pages=4)
     cluster.run_generate()
     assert (claims(cluster, b"a"), claims(cluster, b"b")) == (0, 1)
     cluster.run_encode()
@@ -78,8 +66,7 @@ def test_claim_on_an_image_that_lies_in_the_cached_prefix_is_dropped() -> None:
 
 def test_embedding_of_a_preempted_prefill_stays_until_it_joins_again() -> None:
     """The step that read it is over by then, but its result is gone."""
-    limits = make_limits(blocks=10, chunk_tokens=16, prefix_cache=False)
-    cluster = preempted_prefill(limits, (0, 16, b"a"))
+    cluster = preempted_prefill((0, 16, b"a"), prefix_cache=False)
     cluster.drain()
     assert cluster.encoded == [[b"a"]]
     preemptions = generate_statistics(cluster)["preemptions"]
@@ -101,9 +88,9 @@ def test_image_that_ends_where_the_cached_prefix_ends_is_not_claimed() -> None:
 
 
 def test_policy_sees_a_new_request_once_and_none_whose_images_are_consumed() -> None:
-    limits = make_limits(chunk_tokens=16, batch_tokens=16, generate_depth=1)
     VIEWS.clear()
-    cluster = ModelCluster(limits, default_policies(encoding=WATCHING))
+    limits = {"chunk_tokens": 16, "batch_tokens": 16, "generate_depth": 1}
+    cluster = make_cluster(**limits, encoding=WATCHING)
     cluster.submit(make_request("r", words(40), [(0, 16, b"a"), (16, 16, b"b")]))
     cluster.run_encode()
     cluster.run_generate()

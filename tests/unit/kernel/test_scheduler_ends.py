@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -24,85 +23,39 @@ from tests.unit.kernel.setups import (
 )
 from vsched.kernel.events import Drain, Finished
 from vsched.testing import ModelCluster, make_request
-from vsched.types import FinishReason
+from vsched.types import FinishReason, Request
 
-TWO_IMAGES = [(0, 16, b"a"), (30, 16, b"b")]
-
-
-def waits_in_the_encode_queue(cluster: ModelCluster) -> None:
-    cluster.submit(image_request("busy", (b"other", 8)))
-    cluster.submit(image_request("r", (b"a", 16)))
-    assert encode_statistics(cluster)["waiting_items"] == 1
+IMAGE = image_request("r", (b"a", 16), max_tokens=20)
+BUSY = image_request("busy", (b"other", 8))
+SHORT = [make_request(f"r{n}", words(3, start=50 * n), max_tokens=8) for n in range(4)]
+LARGE = [make_request(f"r{n}", words(60, start=100 * n), max_tokens=4 + n) for n in range(3)]
+APART, TOUCHING = [(0, 16, b"a"), (30, 16, b"b")], [(0, 16, b"a"), (16, 16, b"b")]
 
 
-def is_being_encoded(cluster: ModelCluster) -> None:
-    cluster.submit(image_request("r", (b"a", 16)))
-    assert encode_statistics(cluster)["running_items"] == 1
-
-
-def waits_for_a_slot(cluster: ModelCluster) -> None:
-    submit_texts(cluster, 4, 3, max_tokens=8)
-    cluster.submit(image_request("r", (b"a", 16)))
-    cluster.run_encode()
-    assert "waiting for a slot" in cluster.kernel.explain("r")
-
-
-def prefills(cluster: ModelCluster) -> None:
-    cluster.submit(make_request("r", words(80), TWO_IMAGES))
-    cluster.run_encode()
-    assert "prefilling" in cluster.kernel.explain("r")
-
-
-def waits_for_an_image_in_mid_prefill(cluster: ModelCluster) -> None:
-    cluster.submit(make_request("r", words(80), [(0, 16, b"a"), (16, 16, b"b")]))
-    cluster.run_encode()
-    while cluster.generators["generate"].log:
-        cluster.run_generate()
-    assert "prefilling" in cluster.kernel.explain("r")
-
-
-def decodes(cluster: ModelCluster) -> None:
-    cluster.submit(image_request("r", (b"a", 16), max_tokens=20))
-    cluster.run_encode()
-    for _ in range(5):
-        cluster.run_generate()
-    assert "decoding" in cluster.kernel.explain("r")
-
-
-def waits_for_its_last_step(cluster: ModelCluster) -> None:
-    for index in range(3):
-        cluster.submit(
-            make_request(f"busy{index}", words(60, start=100 * index), max_tokens=4 + index)
-        )
-    cluster.submit(image_request("r", (b"a", 16), max_tokens=80))
-    while "preempted" not in cluster.kernel.explain("r"):
-        cluster.run_encode() if cluster.encode_logs["encode"] else cluster.run_generate()
-
-
-def waits_for_the_generate_group(cluster: ModelCluster) -> None:
-    decodes(cluster)
-    cluster.lose("generate")
-
-
-PHASES: list[Callable[[ModelCluster], None]] = [
-    waits_in_the_encode_queue,
-    is_being_encoded,
-    waits_for_a_slot,
-    prefills,
-    waits_for_an_image_in_mid_prefill,
-    decodes,
-    waits_for_its_last_step,
-    waits_for_the_generate_group,
-]
-
-
-@pytest.mark.parametrize("enter", PHASES, ids=lambda enter: enter.__name__)
+@pytest.mark.parametrize(
+    ("requests", "phase", "then"),
+    [
+        ([BUSY, IMAGE], "all 1 encode groups are busy", ""),
+        ([IMAGE], "encode encodes it", ""),
+        ([*SHORT, IMAGE], "waiting for a slot", ""),
+        ([make_request("r", words(80), APART)], "prefilling", ""),
+        ([make_request("r", words(80), TOUCHING)], "prefilling", "waits for its image"),
+        ([IMAGE], "decoding: 3 tokens", ""),
+        ([*LARGE, image_request("r", (b"a", 16), max_tokens=80)], "its last step is still in", ""),
+        ([IMAGE], "decoding: 3 tokens", "loses its group"),
+    ],
+)
 def test_scheduler_abort_frees_everything_in_every_phase(
-    enter: Callable[[ModelCluster], None],
+    requests: list[Request], phase: str, then: str
 ) -> None:
     """Queued encodes are dropped at once; resources of a step in flight are freed with that step."""
-    cluster = make_cluster(blocks=50, chunk_tokens=24, pages=40, prefix_cache=False)
-    enter(cluster)
+    cluster = make_cluster(*requests, blocks=50, chunk_tokens=24, pages=40, prefix_cache=False)
+    while phase not in cluster.kernel.explain("r"):
+        cluster.run_encode() if cluster.encode_logs["encode"] else cluster.run_generate()
+    while then == "waits for its image" and cluster.generators["generate"].log:
+        cluster.run_generate()
+    if then == "loses its group":
+        cluster.lose("generate")
     number = next(number for number, name in cluster.names.items() if name == "r")
     encoding = [task.key for step in cluster.encode_logs["encode"] for task in step.tasks]
     cluster.abort("r")
@@ -158,9 +111,8 @@ def test_scheduler_resumes_after_a_lost_generate_group(steps: int, prefix_cache:
     assert cluster.restarts == ["generate"]
     alive = [name for name in cluster.requests if name not in cluster.ended]
     before = len(joined(cluster))
-    while cluster.encode_logs[
-        "encode"
-    ]:  # a request whose image is not ready would be overtaken anyway
+    # A request whose image is not ready would be overtaken anyway.
+    while cluster.encode_logs["encode"]:
         cluster.run_encode()
     cluster.restore_group("generate")
     cluster.drain()
@@ -198,9 +150,7 @@ def test_scheduler_fails_requests_that_a_rank_could_not_continue(grammar: str, c
     for _ in range(4):
         cluster.run_generate()
     generator = cluster.generators["generate"]
-    slot, number = next(
-        (slot, number) for slot, number in generator.slots.items() if cluster.names[number] == "r"
-    )
+    ((slot, number),) = (row for row in generator.slots.items() if cluster.names[row[1]] == "r")
     state = cluster.kernel._table.live[number]
     sampling = msgspec.structs.replace(state.request.sampling, grammar=grammar)
     state.request = msgspec.structs.replace(state.request, sampling=sampling)
@@ -276,9 +226,8 @@ def test_drain_finishes_requests_that_ran_in_its_group_when_it_was_lost(losses: 
     cluster.send(Drain("generate-0"))
     while not cluster.drained:
         cluster.run_generate()
-        assert not own & cluster.generators["generate-1"].sequences.keys(), (
-            "it went to another group"
-        )
+        elsewhere = cluster.generators["generate-1"].sequences.keys()
+        assert not own & elsewhere, "it went to another group"
     assert {cluster.names[number] for number in own} <= cluster.ended.keys()
     assert_served(cluster, *names)
     assert cluster.drained == ["generate-0"]

@@ -102,8 +102,8 @@ def test_lost_generator_keeps_running_requests_and_gives_waiting_ones_away() -> 
 
 def test_lost_generator_does_not_keep_embeddings_from_others() -> None:
     """An older request that waits for its group claims nothing that a younger one could use."""
-    limits = make_limits(generators=2, pages=4, page_rows=4, prefix_cache=False)
-    cluster = ModelCluster(limits)  # round-robin
+    # round-robin
+    cluster = make_cluster(generators=2, pages=4, page_rows=4, prefix_cache=False)
     cluster.submit(image_request("older", (b"a", 16), max_tokens=20))
     cluster.run_encode()
     cluster.run_generate("generate-0")
@@ -120,8 +120,7 @@ def test_last_retired_group_ends_everything(stage: str) -> None:
     for index in range(2):
         cluster.lose(f"{stage}-{index}")
     cluster.submit(image_request("r", (b"a", 4)))
-    for index in range(2):
-        name = f"{stage}-{index}"
+    for name in (f"{stage}-0", f"{stage}-1"):
         failure = StartFailed((name,), ErrorKind.INTERNAL, "it would not start")
         cluster.send(GroupRetired(name, failure))
     assert cluster.ended["r"].code == "given_up"

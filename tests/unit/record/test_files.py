@@ -174,21 +174,15 @@ def test_entries_leave_out_slots_behind_the_last_in_use(tokens: list[int]) -> No
 
 
 def decide(prompt: list[int]) -> Decide:
-    data = RequestData(
-        tokens=array("i", prompt).tobytes(),
-        prompt_length=len(prompt),
-        items=[ItemPlace(1, 4, b"4 x 4")],
-        sampling=SamplingParams(),
-        stop_token_ids=(1,),
-    )
+    known, items = array("i", prompt).tobytes(), [ItemPlace(1, 4, b"4 x 4")]
+    data = RequestData(known, len(prompt), items, SamplingParams(), stop_token_ids=(1,))
     joined = [Join(1, 0, 0, len(prompt), [4], data), Join(2, 1, 0, 3, [5], None)]
     return Decide("generate", GenerateDecision(9, joined=joined))
 
 
 def test_entries_hold_a_digest_in_place_of_a_prompt() -> None:
-    bodies, digest = encode_commands([Accept("a", 1), decide([1] * 5000)])
-    same, other = (
-        encode_commands([Accept("a", 1), decide(tokens)]) for tokens in ([1] * 5000, [2] * 5000)
+    (bodies, digest), same, other = (
+        encode_commands([Accept("a", 1), decide([token] * 5000)]) for token in (1, 1, 2)
     )
     assert sum(map(len, bodies)) < 100
     assert (bodies, digest) == same

@@ -38,10 +38,8 @@ STATEFUL = ("encode_admission", "generate_admission", "encoding", "preemption", 
 def test_replay_decides_the_same(tmp_path: Path, seed: int) -> None:
     """Random schedules with faults, drains and restarts, under the default policies and under any."""
     policies = random_policies(random.Random(seed)) if seed % 2 else None
-    segment_bytes = 4096 if seed % 3 else 64 << 20
-    cluster = record_run(
-        tmp_path / "run.vlog", seed, policies=policies, segment_bytes=segment_bytes, segments=100
-    )
+    sizes: dict[str, Any] = {"segment_bytes": 4096 if seed % 3 else 64 << 20, "segments": 100}
+    cluster = record_run(tmp_path / "run.vlog", seed, policies=policies, **sizes)
     report = replay(str(tmp_path / "run.vlog"))
     assert report.difference is None
     assert report.events == len(cluster.received)
@@ -121,15 +119,11 @@ def change_step(commands: list[Any]) -> None:
     row[2][1] += 1000
 
 
-def add_command(commands: list[Any]) -> None:
-    commands.append(["Drained", "generate"])
-
-
 @pytest.mark.parametrize(
     ("change", "expected", "got"),
     [
         (change_step, r"step=1\d\d\d,", r"step=\d{1,3},"),
-        (add_command, "Drained", "nothing"),
+        (lambda commands: commands.append(["Drained", "generate"]), "Drained", "nothing"),
         (list.clear, "nothing", "EmitTokens"),
     ],
 )
@@ -246,8 +240,7 @@ def run_command(path: Path, *words: str) -> Result:
 
 
 def test_replay_command_prints_counts_and_writes_figures(path: Path, tmp_path: Path) -> None:
-    figures = tmp_path / "figures.json"
-    trace = tmp_path / "out.json"
+    figures, trace = tmp_path / "figures.json", tmp_path / "out.json"
     done = run_command(path, "--json", str(figures), "--timeline", str(trace))
     assert done.exit_code == 0, done.output
     report = replay(path)

@@ -82,10 +82,9 @@ class MeasuredGenerator(StandInGenerator):
 
     def step(self, batch: Batch) -> Sampled:
         rows = len(batch.decode_slots) + sum(chunk.stop - chunk.start for chunk in batch.chunks)
-        held = [self.memory.allocate(rows * self.row_bytes)]
+        handle = self.memory.allocate(rows * self.row_bytes)
         self.held_bytes.append(self.memory.allocated())
-        for handle in held:
-            self.memory.free(handle)
+        self.memory.free(handle)
         contexts = (batch.decode_positions + 1).tolist()
         chunks = [
             (chunk.start, chunk.stop, sum(item.row_stop - item.row_start for item in chunk.items))

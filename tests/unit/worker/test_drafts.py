@@ -92,14 +92,8 @@ def int32(*tokens: int) -> npt.NDArray[np.int32]:
 
 
 def test_masks_report_the_only_token() -> None:
-    mask = np.zeros(3, np.uint32)
-    assert only_token(mask) is None
-    mask[2] = 1 << 31
-    assert only_token(mask) == 95
-    mask[2] |= 1
-    assert only_token(mask) is None
-    mask[1:] = 1
-    assert only_token(mask) is None
+    masks = [0, 0, 0], [0, 0, 1 << 31], [0, 0, 1 << 31 | 1], [0, 1, 1]
+    assert [only_token(np.array(one, np.uint32)) for one in masks] == [None, 95, None, None]
 
 
 @pytest.mark.parametrize(
@@ -307,21 +301,18 @@ class Small(Periodic):
 
 
 def model_rank(
-    worker: Periodic, small: Small, *, chunk: int = 8, batch: int = 32, vocabulary: int = 100
-) -> GenerateRank:
+    *, wrong_every: int = 0, batch: int = 32, chunk: int = CONTEXT, vocabulary: int = 100
+) -> tuple[GenerateRank, Small]:
+    """Return a rank with a draft model, and its worker."""
+    small = Small(wrong_every=wrong_every)
+    limits = {"batch_tokens": batch, "chunk_tokens": chunk, "context_tokens": CONTEXT}
     model = DraftModel(
         DraftWorker(small, stand_in_info(context_tokens=CONTEXT)),
-        StepLimits(
-            slots=8,
-            batch_tokens=batch,
-            chunk_tokens=chunk,
-            context_tokens=CONTEXT,
-            block_size=BLOCK_SIZE,
-        ),
+        StepLimits(slots=8, block_size=BLOCK_SIZE, **limits),
         vocabulary=vocabulary,
         blocks=BLOCKS,
     )
-    return rank_of(worker, slots=8, draft_model=model, swap_blocks=4)
+    return rank_of(Periodic(), slots=8, draft_model=model, swap_blocks=4), small
 
 
 def begun(rank: GenerateRank, prompt: list[int], items: Sequence[ItemPlace] = ()) -> list[int]:
@@ -336,8 +327,7 @@ def by_model(tokens: int) -> list[DraftGrant]:
 
 
 def test_draft_model_proposes_and_all_prove_right_if_both_think_alike() -> None:
-    small = Small()
-    rank = model_rank(Periodic(), small)
+    rank, small = model_rank(chunk=8)
     begun(rank, [16, 17, 18])
     found = rank.apply(GenerateDecision(2, granted=by_model(3))).drafted[0]
     assert (found.drafts, len(found.tokens)) == (3, 3)
@@ -351,8 +341,7 @@ def test_draft_model_proposes_and_all_prove_right_if_both_think_alike() -> None:
 
 def test_draft_model_takes_no_more_positions_a_step_than_memory_is_proved_for() -> None:
     """One sequence catches up while draft tokens are proposed for another."""
-    small = Small()
-    rank = model_rank(Periodic(), small, chunk=8, batch=10)
+    rank, small = model_rank(chunk=8, batch=10)
     begun(rank, [16, 17, 18])
     long = [16 + at % 3 for at in range(20)]
     late = join(2, 1, long, blocks=own_blocks(1))
@@ -364,8 +353,7 @@ def test_draft_model_takes_no_more_positions_a_step_than_memory_is_proved_for() 
 
 
 def test_draft_model_computes_nothing_without_a_grant() -> None:
-    small = Small()
-    rank = model_rank(Periodic(), small)
+    rank, small = model_rank(chunk=8)
     begun(rank, [16, 17, 18])
     rank.apply(GenerateDecision(2, granted=[DraftGrant(0, 3, 1)]))
     rank.apply(GenerateDecision(3, granted=[DraftGrant(0, 0, 0, True)]))
@@ -373,8 +361,7 @@ def test_draft_model_computes_nothing_without_a_grant() -> None:
 
 
 def test_draft_model_tracks_the_prefix_cache_blocks_that_it_has_filled() -> None:
-    small = Small()
-    rank = model_rank(Periodic(), small, chunk=CONTEXT)
+    rank, small = model_rank()
     prompt = [16, 17, 18, 16, 17, 18, 16, 17, 18]
     blocks = begun(rank, prompt)
     rank.apply(GenerateDecision(2, granted=by_model(1)))
@@ -394,13 +381,11 @@ def test_draft_model_tracks_the_prefix_cache_blocks_that_it_has_filled() -> None
 
 
 def test_draft_model_recomputes_swapped_blocks() -> None:
-    small = Small()
-    rank = model_rank(Periodic(), small, chunk=CONTEXT)
+    rank, small = model_rank()
     blocks = begun(rank, [16, 17, 18, 16, 17, 18])
     rank.apply(GenerateDecision(2, granted=by_model(1)))
-    rank.apply(
-        GenerateDecision(3, left=[Leave(1, 0, keep=True)], swaps=SwapCopies([0, 0, 1, 1], []))
-    )
+    out = SwapCopies([0, 0, 1, 1], [])
+    rank.apply(GenerateDecision(3, left=[Leave(1, 0, keep=True)], swaps=out))
     small.kv[:] = NOTHING  # other requests used it meanwhile
     back = Join(1, 0, 8, 9, blocks[:3], None)
     rank.apply(prefill(back, step=4, swaps=SwapCopies([], [0, 0, 1, 1])))
@@ -410,18 +395,14 @@ def test_draft_model_recomputes_swapped_blocks() -> None:
 
 
 def test_draft_model_drafts_within_its_context_and_the_other_vocabulary() -> None:
-    small = Small()
-    rank = model_rank(Periodic(), small, chunk=CONTEXT, vocabulary=FIRST + 1)
+    rank, _ = model_rank(vocabulary=FIRST + 1)
     begun(rank, [16, 17, 18])
-    drafted = [
-        one
-        for step in range(2, 12)
-        for one in rank.apply(GenerateDecision(step, granted=by_model(4))).drafted
-    ]
+    drafted: list[Drafted] = []
+    for step in range(2, 12):
+        drafted += rank.apply(GenerateDecision(step, granted=by_model(4))).drafted
     assert drafted, "some tokens are known to both"
     assert all(one.drafts < 4 for one in drafted)
-    short = Small()
-    rank = model_rank(Periodic(), short, chunk=CONTEXT)
+    rank, _ = model_rank()
     assert rank._draft_model is not None
     rank._draft_model._info = stand_in_info(context_tokens=6)
     begun(rank, [16, 17, 18])
@@ -430,8 +411,7 @@ def test_draft_model_drafts_within_its_context_and_the_other_vocabulary() -> Non
 
 
 def test_draft_model_reads_tokens_beyond_its_vocabulary_and_drafts_no_image() -> None:
-    small = Small()
-    rank = model_rank(Periodic(), small, chunk=CONTEXT)
+    rank, small = model_rank()
     begun(rank, [16, 200, 200, 17], [ItemPlace(1, 2)])
     rank.apply(GenerateDecision(2, granted=by_model(2)))
     assert small.kv[0].tolist() == [16, 99, 99, 17]
@@ -457,8 +437,8 @@ def test_generate_rank_yields_the_same_with_drafts(*, model: bool) -> None:
         ]
         ranks = [rank_of(Periodic()) for _ in range(2)]
         if model:
-            sides = Small(), Small(wrong_every=rng.choice([0, 2, 5]))
-            ranks = [model_rank(Periodic(), one, chunk=rng.choice([3, 64])) for one in sides]
+            wrong = 0, rng.choice([0, 2, 5])
+            ranks = [model_rank(wrong_every=one, chunk=rng.choice([3, 64]))[0] for one in wrong]
         stops = (FIRST + 4,)
         plain, _ = run_drafted(ranks[0], prompts, params, None, stops=stops)
         received, found = run_drafted(ranks[1], prompts, params, rng, stops=stops, model=model)

@@ -142,13 +142,9 @@ def test_generate_rank_rows_are_decodes_by_slot_then_chunks() -> None:
     worker = Script([21, 22], [31, 32, 33])
     rank = rank_of(worker)
     rank.apply(prefill(join(1, 3, [1, 2]), join(2, 0, [3, 4])))
-    result = rank.apply(
-        GenerateDecision(
-            2,
-            joined=[join(3, 1, [5, 6, 7]), join(4, 2, [8])],
-            chunks=[ChunkPlan(1, 0, 2, []), whole(2, 1)],
-        )
-    )
+    joined = [join(3, 1, [5, 6, 7]), join(4, 2, [8])]
+    chunks = [ChunkPlan(1, 0, 2, []), whole(2, 1)]
+    result = rank.apply(GenerateDecision(2, joined=joined, chunks=chunks))
     last = worker.batches[-1]
     assert (last["slots"], last["tokens"], last["numbers"]) == ([0, 3], [22, 21], [2, 1])
     assert last["chunks"] == [(1, 0, 2, False), (2, 0, 1, True)]
@@ -229,10 +225,7 @@ def test_generate_rank_slot_that_is_left_is_as_new() -> None:
     ("change", "message"),
     [
         ({"joined": [join(2, 0, [1])]}, "request 2 joins slot 0, which is taken"),
-        (
-            {"joined": [Join(1, 1, 0, 9, [1], None)]},
-            "joins with 9 tokens; it is 1 tokens long here",
-        ),
+        ({"joined": [Join(1, 1, 0, 9, [1], None)]}, "with 9 tokens; it is 1 tokens long here"),
         ({"joined": [Join(5, 1, 0, 2, [1], None)]}, "joins with 2 tokens; it is unknown here"),
         ({"left": [Leave(1, 1, keep=True)]}, "leaves slot 1, which it has not"),
         ({"left": [Leave(2, 0, keep=True)]}, "leaves slot 0, which it has not"),
@@ -267,10 +260,8 @@ def test_generate_rank_goes_on_from_no_blocks_alone_if_there_is_a_state() -> Non
 def test_generate_rank_refuses_an_adapter_that_is_not_here() -> None:
     rank = rank_of(Script([5]))
     rank.adapters.add(7)
-    known, unknown = (
-        prefill(join(one, slot, [1, 2], adapter=one)) for slot, one in enumerate((7, 8))
-    )
-    rank.apply(known)
+    rank.apply(prefill(join(7, 0, [1, 2], adapter=7)))
+    unknown = prefill(join(8, 1, [1, 2], adapter=8))
     with pytest.raises(RankDesync, match="adapter 8, which is not here"):
         rank.apply(unknown)
 
@@ -395,11 +386,8 @@ def test_generate_rank_reads_masks_once_its_result_is_out(monkeypatch: pytest.Mo
     rank.look_ahead()
     assert reads() == [1, 0]
     rank.apply(GenerateDecision(3))
-    assert [one["masks"] for one in worker.batches] == [
-        {0: [20], 1: [20]},
-        {0: [19], 1: [19]},
-        {0: [18]},
-    ]
+    masks = [one["masks"] for one in worker.batches]
+    assert masks == [{0: [20], 1: [20]}, {0: [19], 1: [19]}, {0: [18]}]
 
 
 @pytest.mark.parametrize(

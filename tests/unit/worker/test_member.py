@@ -194,10 +194,9 @@ def test_member_reports_its_threads_when_their_number_changes() -> None:
         carry_out(member, EncodeDecision(step, []), log=log)
     side.worker.threads = 4
     carry_out(member, Heartbeat(), log=log)
-    assert [type(one).__name__ for one in member.link.sent[1:]] == [
-        *("Ready", "EncodeResult", "EncodeResult", "ThreadsInUse"),
-        *("EncodeResult", "Beat", "ThreadsInUse"),
-    ]
+    kinds = [type(one) for one in member.link.sent[1:]]
+    assert kinds[:4] == [Ready, EncodeResult, EncodeResult, ThreadsInUse]
+    assert kinds[4:] == [EncodeResult, Beat, ThreadsInUse]
     reports = [one for one in member.link.sent if isinstance(one, Ready | ThreadsInUse)]
     ready = Ready(8, {}, threads=ThreadsInUse(4, 4))
     assert reports == [ready, ThreadsInUse(3, 4), ThreadsInUse(4, 4)]
@@ -321,16 +320,9 @@ class Recording(FakePlugin):
 def test_a_draft_model_is_loaded_first_so_that_the_process_is_as_the_model_wants_it() -> None:
     """A deterministic model sets torch to one thread, and a draft model, which need not be, to all."""
     plugin = Recording()
-    role = GenerateRole(
-        address="",
-        plugin=NAME,
-        settings=WorkerSettings(deterministic=True),
-        limits=LOAD,
-        draft=model_info(),
-    )
-    spec = RankSpec(
-        groups=("generate",), layout=LAYOUT, info=model_info(), timeout_s=9, generate=role
-    )
+    info, settings = model_info(), WorkerSettings(deterministic=True)
+    role = GenerateRole(address="", plugin=NAME, settings=settings, limits=LOAD, draft=info)
+    spec = RankSpec(groups=("generate",), layout=LAYOUT, info=info, timeout_s=9, generate=role)
     host = RankHost(load_worker=lambda _name: plugin)
     with pytest.raises(CheckpointError, match="that was the model"):
         Rank(spec, None, [Member(spec, Link(), host)], host).load()  # type: ignore[arg-type]

@@ -57,9 +57,8 @@ def test_reserve_runs_the_worst_batch_and_holds_the_mark() -> None:
     """Every candidate runs, the largest twice, which adds nothing; the growth is the peak less the memory before."""
     loaded, reservation, worker = reserve()
     assert worker.batches == [[4, 4], [32], [32]]
-    assert reservation == Reservation(
-        rank=2, pool="simulated", growth_bytes=32 * worker.token_bytes, held=True
-    )
+    growth = 32 * worker.token_bytes
+    assert reservation == Reservation(rank=2, pool="simulated", growth_bytes=growth, held=True)
     assert worker.memory.reserved() == loaded.reserved_bytes + reservation.growth_bytes
     assert loaded.weights_bytes == worker.weights_bytes
 
@@ -106,9 +105,8 @@ def test_reserve_names_the_memory_that_others_must_leave_free(
 def test_reserve_repeats_the_largest_candidate_until_it_adds_nothing() -> None:
     """Memory that batches keep is part of the needs of a later worst batch."""
     loaded, reservation, worker = reserve(worker=Scattering(SimulatedMemory(1024 * MIB)))
-    assert worker.batches == [[4, 4], *[[32]] * 6], (
-        "the fifth kept the last of it, and the seventh added nothing"
-    )
+    # The fifth kept the last of it, and the seventh added nothing.
+    assert worker.batches == [[4, 4], *[[32]] * 6]
     for batch in [[LARGE], [SMALL] * 2, [LARGE]]:
         arena = BatchArena(model_info(), [batch])
         worker.encode(arena.jobs(batch), arena.embeddings)

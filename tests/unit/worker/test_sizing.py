@@ -278,13 +278,8 @@ def test_profiling_run_layouts_use_the_budget_up(
     slots: int, more: int, chunk_tokens: int, context_tokens: int
 ) -> None:
     """Neither more than the budget, nor less than slots of that many tokens can take."""
-    load = StepLimits(
-        slots=slots,
-        batch_tokens=slots + more,
-        chunk_tokens=chunk_tokens,
-        context_tokens=context_tokens,
-        block_size=16,
-    )
+    sizes = {"chunk_tokens": chunk_tokens, "context_tokens": context_tokens}
+    load = StepLimits(slots=slots, batch_tokens=slots + more, block_size=16, **sizes)
     most = min(load.batch_tokens, slots * load.chunk_max)
     assert sum(spread(load)) == sum(heap(load, load.batch_tokens)) == most
     assert len(spread(load)) == slots

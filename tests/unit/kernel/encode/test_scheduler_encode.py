@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import msgspec
@@ -18,12 +17,11 @@ from tests.unit.kernel.setups import (
     image_request,
     joined,
     make_cluster,
-    make_limits,
     words,
 )
 from vsched.failures import EncodeErrorKind
 from vsched.policy import Admission, AdmissionView, Dispatch
-from vsched.testing import ModelCluster, default_policies, make_request
+from vsched.testing import ModelCluster, make_request
 from vsched.types import Extent, FinishReason
 from vsched_policies.admission import TokenBudget
 
@@ -61,12 +59,13 @@ def test_encode_refused_items_keep_the_front(
     assert_served(cluster, "r")
 
 
+TWO_EACH = {"encoders": 2, "generators": 2, "step_target_ns": 50_000_000}
+
+
 @pytest.mark.parametrize("together", [True, False])
 def test_encode_next_to_decodes_may_keep_them_for_as_long_as_prefill_may(*, together: bool) -> None:
     """Decodes of the encode group's own generate group count, and only if the two share their processes."""
-    cluster = make_cluster(
-        encoders=2, generators=2, encode_pauses=together, step_target_ns=50_000_000
-    )
+    cluster = make_cluster(encode_pauses=together, **TWO_EACH)
     cluster.submit(image_request("first", (b"a", 8)))
     (first,) = [log[0].time_slice_ns for log in cluster.encode_logs.values() if log]
     assert first == (50_000_000 if together else 0), "a request may start to wait"
@@ -93,9 +92,7 @@ def test_encode_next_to_decodes_may_keep_them_for_as_long_as_prefill_may(*, toge
 @pytest.mark.parametrize("together", [True, False])
 def test_encode_goes_to_the_group_that_holds_up_the_fewest(*, together: bool) -> None:
     """If two encode groups are free, the one whose processes have the fewest decoding requests encodes."""
-    cluster = make_cluster(
-        encoders=2, generators=2, encode_pauses=together, step_target_ns=50_000_000
-    )
+    cluster = make_cluster(encode_pauses=together, **TWO_EACH)
     for name, tokens in (("long", 30), ("short", 1), ("longer", 30)):  # the groups take turns
         cluster.submit(make_request(name, words(5), max_tokens=tokens))
     while "short" not in cluster.ended:
@@ -108,11 +105,9 @@ def test_encode_goes_to_the_group_that_holds_up_the_fewest(*, together: bool) ->
 
 def test_encode_default_budget_is_that_of_a_generate_step() -> None:
     """Not the chunk size, nor a number of its own."""
-    limits = make_limits(batch_tokens=30, chunk_tokens=30)
-    policies = default_policies(encode_admission=TokenBudget())
     for budget, batches in ((30, [[b"a", b"b", b"c"]]), (29, [[b"a", b"b"], [b"c"]])):
-        limits = msgspec.structs.replace(limits, batch_tokens=budget, chunk_tokens=12)
-        cluster = ModelCluster(limits, policies)
+        limits = {"batch_tokens": budget, "chunk_tokens": 12}
+        cluster = make_cluster(**limits, encode_admission=TokenBudget())
         cluster.lose("encode")
         for name in ("a", "b", "c"):
             cluster.submit(image_request(name, (name.encode(), 10)))
@@ -162,16 +157,6 @@ def test_encode_length_mismatch_within_a_request_fails_it() -> None:
     assert_holds_nothing(cluster)
 
 
-def fail_when(cluster: ModelCluster, bad: bytes) -> None:
-    """Run all steps in flight; encode batches with a bad item fail."""
-    while cluster.encode_logs["encode"] or cluster.generators["generate"].log:
-        if cluster.encode_logs["encode"]:
-            poisoned = any(task.key == bad for task in cluster.encode_logs["encode"][0].tasks)
-            cluster.run_encode(fail=EncodeErrorKind.FAILED if poisoned else None)
-        else:
-            cluster.run_generate()
-
-
 def test_encode_brought_embeddings_cost_the_encoder_nothing() -> None:
     """Copied along with the raw items of a step, outside of its budget, and cached like them."""
     cluster = make_cluster(encode_admission=TokenBudget(max_tokens=20))
@@ -194,7 +179,9 @@ def test_encode_failing_item_is_isolated(broken: bytes) -> None:
     users = {b"a": ["r1", "r4"], b"b": ["r2"], b"c": ["r3"]}
     for name, key in (("r1", b"a"), ("r2", b"b"), ("r3", b"c"), ("r4", b"a")):
         cluster.submit(image_request(name, (key, 10)))
-    fail_when(cluster, broken)
+    while cluster.busy("encode"):
+        poisoned = any(task.key == broken for task in cluster.encode_logs["encode"][0].tasks)
+        cluster.run_encode(fail=EncodeErrorKind.FAILED if poisoned else None)
     assert cluster.encoded[1] == [b"a", b"b", b"c"]
     assert cluster.encoded[2] == [b"a", b"b"], "failed items returned to the front in order"
     assert [broken] in cluster.encoded
@@ -282,6 +269,9 @@ def last_group(view: Any) -> Dispatch:
     return Dispatch(max(index for index, group in enumerate(view.groups) if group.free))
 
 
+LAST_GROUP = answering("dispatch", last_group)
+
+
 def behind(view: Any) -> Dispatch:
     """Never the front while there is another, otherwise nothing while something is encoded."""
     free = next(index for index, group in enumerate(view.groups) if group.free)
@@ -303,12 +293,8 @@ def out(cluster: ModelCluster) -> dict[str, list[bytes]]:
     }
 
 
-def two_groups(dispatch: Callable[[Any], Dispatch]) -> ModelCluster:
-    return make_cluster(encoders=2, encode_items=1, dispatch=answering("dispatch", dispatch))
-
-
 def test_dispatch_policy_names_the_group_and_sees_the_state_of_groups() -> None:
-    cluster = two_groups(last_group)
+    cluster = make_cluster(encoders=2, encode_items=1, dispatch=LAST_GROUP)
     cluster.submit(image_request("r", (b"a", 8), (b"b", 12)))
     assert out(cluster) == {"encode-0": [b"b"], "encode-1": [b"a"]}
     first, second = VIEWS
@@ -320,10 +306,8 @@ def test_dispatch_policy_names_the_group_and_sees_the_state_of_groups() -> None:
 
 
 def test_dispatch_policy_is_not_called_if_there_is_one_answer() -> None:
-    cluster = make_cluster(
-        image_request("one", (b"a", 8)), encode_items=1, dispatch=answering("dispatch", last_group)
-    )
-    cluster.drain()
+    cluster = make_cluster(encode_items=1, dispatch=LAST_GROUP)
+    complete(cluster, image_request("one", (b"a", 8)))
     assert not VIEWS
     complete(cluster, image_request("two", (b"b", 8), (b"c", 8), (b"d", 8)))
     assert [len(waiting) for waiting in WAITING] == [3, 2]
@@ -331,9 +315,7 @@ def test_dispatch_policy_is_not_called_if_there_is_one_answer() -> None:
 
 
 def test_dispatch_policy_sees_the_requests_held_up_in_the_same_processes() -> None:
-    cluster = make_cluster(
-        encoders=2, generators=2, encode_pauses=True, dispatch=answering("dispatch", last_group)
-    )
+    cluster = make_cluster(encoders=2, generators=2, encode_pauses=True, dispatch=LAST_GROUP)
     cluster.submit(make_request("text", [1, 2, 3], max_tokens=8))
     cluster.run_generate()
     cluster.submit(image_request("image", (b"a", 8)))
@@ -345,7 +327,7 @@ def test_dispatch_policy_sees_the_requests_held_up_in_the_same_processes() -> No
 
 def test_dispatch_of_some_images_leaves_the_others_in_place() -> None:
     """The front waits while one is encoded; afterwards it is the only image left."""
-    cluster = two_groups(behind)
+    cluster = make_cluster(encoders=2, encode_items=1, dispatch=answering("dispatch", behind))
     cluster.submit(image_request("r", (b"a", 8), (b"b", 8), (b"c", 8)))
     assert out(cluster) == {"encode-0": [b"b"], "encode-1": [b"c"]}
     cluster.run_encode("encode-0")

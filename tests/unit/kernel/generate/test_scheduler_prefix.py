@@ -131,11 +131,8 @@ def test_prefix_blocks_are_evicted_from_their_end() -> None:
     """The end of a prefix is evicted before its beginning, so the rest can still be found."""
     cluster = make_cluster(make_request("long", words(39), max_tokens=1), blocks=12)
     cluster.drain()
-    complete(
-        cluster,
-        make_request("other", words(16, start=500), max_tokens=1),
-        make_request("again", words(39), max_tokens=1),
-    )
+    complete(cluster, make_request("other", words(16, start=500), max_tokens=1))
+    complete(cluster, make_request("again", words(39), max_tokens=1))
     assert generate_statistics(cluster)["prefix_evictions"] >= 2
     assert 24 <= cluster.ended["again"].times.cached_tokens < 36
     assert_served(cluster, "long", "other", "again")

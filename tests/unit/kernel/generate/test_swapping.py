@@ -16,6 +16,7 @@ from tests.unit.kernel.setups import (
     generate_statistics,
     image_request,
     make_limits,
+    prefilled,
     submit_texts,
     tight,
     words,
@@ -23,22 +24,13 @@ from tests.unit.kernel.setups import (
 from vsched.kernel import Scheduler, SchedulerLimits
 from vsched.kernel.commands import Decide
 from vsched.kernel.events import Encoded
-from vsched.policy import Draft, DraftingView, Preemption, PreemptionView
+from vsched.policy import Draft, Preemption
 from vsched.policy_host import SeatPolicies
 from vsched.policy_host.snapshot import encode_snapshot, restore_snapshot
 from vsched.testing import ModelCluster, default_policies, make_request, run_random
 from vsched.testing.cluster import random_limits
 
-
-def youngest(view: PreemptionView) -> Preemption:
-    return Preemption(len(view.running) - 1, "swap")
-
-
-def three_tokens(view: DraftingView) -> Draft:
-    return Draft(min(3, view.rows_free), 0, 2)
-
-
-SWAP_YOUNGEST = answering("preemption", youngest)
+SWAP_YOUNGEST = answering("preemption", lambda view: Preemption(len(view.running) - 1, "swap"))
 SWAPPING = default_policies(preemption=SWAP_YOUNGEST)
 
 
@@ -47,24 +39,11 @@ def swapping(**changes: Any) -> SchedulerLimits:
     return tight(**{"swap_blocks": 40, **changes})
 
 
-def run_growing(
-    limits: SchedulerLimits, policies: SeatPolicies = SWAPPING, *, drain: bool = True
-) -> ModelCluster:
-    """Run four requests that grow beyond the blocks."""
+def growing(limits: SchedulerLimits, policies: SeatPolicies = SWAPPING) -> ModelCluster:
+    """Return a cluster with four requests that grow beyond the blocks."""
     cluster = ModelCluster(limits, policies)
     submit_texts(cluster, 4, 12, apart=20, max_tokens=24)
-    if drain:
-        cluster.drain()
     return cluster
-
-
-def run_until_swapped(cluster: ModelCluster) -> None:
-    while not generate_statistics(cluster)["swapped"] or cluster.kernel.statistics()["waiting"] < 1:
-        cluster.run_generate()
-
-
-def prefilled(cluster: ModelCluster) -> int:
-    return generate_statistics(cluster)["tokens_prefilled"]
 
 
 DRAFTING = {"drafts": True, "slots": 7}
@@ -83,10 +62,10 @@ DRAFTING = {"drafts": True, "slots": 7}
 )
 def test_swapped_request_goes_on_where_it_was(limits: dict[str, Any]) -> None:
     """It computes one token to join again, its last one, and its outputs are those of an undisturbed run."""
-    policies = default_policies(
-        preemption=SWAP_YOUNGEST, drafting=answering("drafting", three_tokens)
-    )
-    cluster = run_growing(swapping(**limits), policies)
+    three = answering("drafting", lambda view: Draft(min(3, view.rows_free), 0, 2))
+    policies = default_policies(preemption=SWAP_YOUNGEST, drafting=three)
+    cluster = growing(swapping(**limits), policies)
+    cluster.drain()
     counts = generate_statistics(cluster)
     assert counts["swapped_out"] > 0
     assert counts["swapped_in"] > 0
@@ -96,7 +75,8 @@ def test_swapped_request_goes_on_where_it_was(limits: dict[str, Any]) -> None:
 
 
 def test_swap_without_room_recomputes() -> None:
-    cluster = run_growing(swapping(swap_blocks=2))
+    cluster = growing(swapping(swap_blocks=2))
+    cluster.drain()
     assert generate_statistics(cluster)["preemptions"] > 0
     assert generate_statistics(cluster)["swapped_out"] == 0
     assert prefilled(cluster) > 4 * 12 + 4
@@ -116,9 +96,8 @@ def test_swapped_images_are_not_encoded_again() -> None:
 
 def test_swap_copies_only_blocks_that_others_do_not_hold() -> None:
     """Blocks of a prefix that another request holds stay where they are, and both resume from them."""
-    cluster = ModelCluster(
-        make_limits(blocks=13, slots=2, swap_blocks=40, generate_depth=1), SWAPPING
-    )
+    limits = make_limits(blocks=13, slots=2, swap_blocks=40, generate_depth=1)
+    cluster = ModelCluster(limits, SWAPPING)
     prefix = words(16)  # 4 blocks
     cluster.submit(make_request("r0", [*prefix, 1, 2], max_tokens=28))
     cluster.run_generate()
@@ -134,8 +113,9 @@ def test_swap_copies_only_blocks_that_others_do_not_hold() -> None:
 
 def test_swapped_request_is_restored_from_a_snapshot() -> None:
     """A scheduler that takes over while requests are swapped out has the same copies to make."""
-    cluster = run_growing(swapping(), drain=False)
-    run_until_swapped(cluster)
+    cluster = growing(swapping())
+    while not generate_statistics(cluster)["swapped"] or cluster.kernel.statistics()["waiting"] < 1:
+        cluster.run_generate()
     state = encode_snapshot(cluster.kernel)
     cluster.kernel = restore_snapshot(Scheduler(cluster.limits, SWAPPING), state)
     assert encode_snapshot(cluster.kernel) == state

@@ -79,15 +79,9 @@ class Scene:
         end_ns = self.now_ns + int(took_ns * slow * self.factor())
         if images:
             self.jobs.append(ObservedJob(self.now_ns, end_ns))
-        self.requests.append(
-            ObservedRequest(
-                tokens=tokens,
-                images=images,
-                pixels=pixels,
-                received_ns=self.now_ns,
-                submitted_ns=end_ns,
-            )
-        )
+        sizes = {"tokens": tokens, "images": images, "pixels": pixels}
+        times = {"received_ns": self.now_ns, "submitted_ns": end_ns}
+        self.requests.append(ObservedRequest(**sizes, **times))
         self.now_ns = end_ns
 
     def round(self, slow: float = 1.0) -> None:
@@ -106,11 +100,9 @@ class Scene:
                 self.step(sample, slow, idle=True)
         for items, tokens in ((1, 64), (1, 400), (1, 1600), (4, 400), (2, 1600)):
             self.request(20, 196 * tokens, slow)
-            self.step(
-                EncodeSample(items=items, tokens=items * tokens, pairs=items * tokens**2, ns=1),
-                slow,
-                idle=True,
-            )
+            pairs = items * tokens**2
+            encode = EncodeSample(items=items, tokens=items * tokens, pairs=pairs, ns=1)
+            self.step(encode, slow, idle=True)
 
     def company(self, slowdown: float) -> None:
         """Let a long encoder step and many short generator steps slow each other down."""
@@ -187,10 +179,8 @@ def test_calibrate_finds_the_cost_of_concurrent_requests() -> None:
 
 def test_calibrate_reports_how_much_slower_a_machine_has_become() -> None:
     scene = rounds(1.3)
-    assert slowness(TRUE, scene.observation()) == {
-        "encode": pytest.approx(1.3, rel=0.01),
-        "generate": pytest.approx(1.3, rel=0.01),
-    }
+    expected = {"encode": 1.3, "generate": 1.3}
+    assert slowness(TRUE, scene.observation()) == pytest.approx(expected, rel=0.01)
     sample = GenerateSample(decodes=3, context=10, prefill=5, pairs=10, ns=1)
     assert predict(slower(TRUE, 1.0, 1.3), sample) == pytest.approx(1.3 * predict(TRUE, sample))
 

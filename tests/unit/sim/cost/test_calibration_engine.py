@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.unit.sim.shapes import arrival
 from tests.unit.sim.virtual import play
 from vsched.bench.fidelity.calibration import measure
 from vsched.bench.fidelity.measure import (
@@ -25,7 +26,7 @@ from vsched.sim.cluster import SimEngine, small_config
 from vsched.sim.cost.calibration import predict
 from vsched.sim.cost.model import CostModel, EncodeCost, EncodeSample, GenerateCost, GenerateSample
 from vsched.sim.workload.images import appearance_of, data_url, key_of
-from vsched.sim.workload.requests import Arrival, Image, PromptPart, Text, Workload, workload_of
+from vsched.sim.workload.requests import Arrival, Image, Text, Workload, workload_of
 from vsched.sim.world import Delays, World
 from vsched.worker.contract import Preprocessor
 
@@ -78,17 +79,10 @@ def requests(count: int) -> Workload:
     rng = Random(7)
     arrivals = []
     for number in range(count):
-        at_ns = int(number * 1e8 * rng.uniform(0.5, 1.5))
+        at_ms = number * 100 * rng.uniform(0.5, 1.5)
         images = [Image(f"{number}/{each}", rng.randint(8, 90)) for each in range(number % 3)]
-        prompt: list[PromptPart] = [*images, Text(number, rng.randint(10, 200))]
-        arrivals.append(
-            Arrival(
-                at_ns=at_ns,
-                request_id=f"r{number}",
-                prompt=tuple(prompt),
-                output_tokens=rng.randint(2, 40),
-            )
-        )
+        text = Text(number, rng.randint(10, 200))
+        arrivals.append(arrival(number, at_ms, *images, text, outputs=rng.randint(2, 40)))
     return workload_of("mixed", arrivals)
 
 

@@ -99,20 +99,15 @@ def test_delays_that_all_requests_have_are_part_of_the_costs(tmp_path: Path) -> 
         read_run(write_run(tmp_path / f"{number}.run", delayed=factor, stall=stall))
         for number, (factor, stall) in enumerate([(1.0, 1.0), (2.5, 1.0), (2.5, 1000.0)])
     )
-    model, after_stall = (
-        fit_run(one, COST_MODELS["tiny25"], name="") for one in (delayed, stalled)
-    )
+    base = COST_MODELS["tiny25"]
+    model, after_stall = (fit_run(one, base, name="") for one in (delayed, stalled))
 
     def total_ns(costs: CostModel) -> float:
-        return sum(
-            costs.generate_ns(
-                decodes=one.decodes,
-                context=one.context_tokens,
-                prefill=one.prefill_tokens,
-                pairs=one.pairs,
-            )
-            for one in delayed.steps
-        )
+        total = 0.0
+        for one in delayed.steps:
+            sizes: dict[str, Any] = {"prefill": one.prefill_tokens, "pairs": one.pairs}
+            total += costs.generate_ns(decodes=one.decodes, context=one.context_tokens, **sizes)
+        return total
 
     measured_ns = sum(one.busy_ns for one in delayed.steps)
     assert measured_ns > 1.3 * sum(one.busy_ns for one in plain.steps)

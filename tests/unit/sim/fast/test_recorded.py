@@ -121,20 +121,17 @@ def test_recorded_steps_have_about_their_costs(
     for name in ("ttft_ms", "tpot_ms"):
         for quantile in ("p50", "p95"):
             wanted = getattr(getattr(outcome.figures, name), quantile)
-            assert getattr(getattr(fitted.figures, name), quantile) == pytest.approx(
-                wanted, rel=0.05
-            )
+            found = getattr(getattr(fitted.figures, name), quantile)
+            assert found == pytest.approx(wanted, rel=0.05)
 
 
 def test_recorded_steps_that_slowed_each_other_down_take_their_time_once(tmp_path: Path) -> None:
     """The fitted steps have the mean of their times, alone and next to others, and are not slowed down again."""
     host = msgspec.structs.replace(COST.host, contention=(1.0, 2.0))
-    requests = [
-        msgspec.structs.replace(
-            one, at_ns=2 * one.at_ns, prompt=(Image(one.request_id, 60), *one.prompt)
-        )
-        for one in load()
-    ]
+    requests = []
+    for one in load():
+        prompt = (Image(one.request_id, 60), *one.prompt)
+        requests.append(msgspec.structs.replace(one, at_ns=2 * one.at_ns, prompt=prompt))
     cost = msgspec.structs.replace(COST, host=host)
     outcome, run, _ = record(tmp_path, workload_of("images", requests), cost=cost)
     fitted = again(run, cost=run.cost, info=COST.shape).figures
@@ -156,14 +153,11 @@ def test_clients_that_left_leave_again(tmp_path: Path) -> None:
 
 
 def test_requests_keep_the_fields_that_policies_see(tmp_path: Path) -> None:
-    workload = workload_of(
-        "two",
-        [
-            arrival(0, 5.0, tenant="a", priority=2, ttft_target_ms=70, adapter="one", max_tokens=9),
-            arrival(1, 8.0, Text(7, 3), Image("cat", 12), Text(8, 2), outputs=3, cache_salt="s"),
-        ],
-    )
-    _, run, submitted = record(tmp_path, workload)
+    two = [
+        arrival(0, 5.0, tenant="a", priority=2, ttft_target_ms=70, adapter="one", max_tokens=9),
+        arrival(1, 8.0, Text(7, 3), Image("cat", 12), Text(8, 2), outputs=3, cache_salt="s"),
+    ]
+    _, run, submitted = record(tmp_path, workload_of("two", two))
     first, second = run.workload
     assert (first.at_ns, second.at_ns) == (0, 3_000_000)
     assert (first.tenant, first.priority, first.ttft_target_ms) == ("a", 2, 70)
@@ -174,20 +168,11 @@ def test_requests_keep_the_fields_that_policies_see(tmp_path: Path) -> None:
     assert second.prompt_tokens == 17
 
 
-def turns(*, gap_ms: float) -> Workload:
-    """Return a conversation whose second turn repeats the first with its reply."""
-    said = (Text(5, 13), Reply(20), Text(6, 9))
-    return workload_of(
-        "turns",
-        [
-            arrival(0, 0.0, Text(5, 13), outputs=20, conversation="c"),
-            arrival(1, gap_ms, *said, outputs=3, conversation="c"),
-        ],
-    )
-
-
 def test_turns_repeat_the_reply_and_follow_the_turn_before(tmp_path: Path) -> None:
-    outcome, run, _ = record(tmp_path, turns(gap_ms=500.0))
+    first = arrival(0, 0.0, Text(5, 13), outputs=20, conversation="c")
+    said = (*first.prompt, Reply(20), Text(6, 9))
+    turns = [first, arrival(1, 500.0, *said, outputs=3, conversation="c")]
+    outcome, run, _ = record(tmp_path, workload_of("turns", turns))
     second = list(run.workload)[1]
     assert Reply(20) in second.prompt
     assert second.conversation == "c"
@@ -197,10 +182,7 @@ def test_turns_repeat_the_reply_and_follow_the_turn_before(tmp_path: Path) -> No
 
 
 def test_requests_of_a_session_at_the_same_time_are_no_turns(tmp_path: Path) -> None:
-    apart = workload_of(
-        "apart",
-        [arrival(number, number, outputs=30, conversation=f"c{number}") for number in (0, 1)],
-    )
+    requests = [arrival(n, n, outputs=30, conversation=f"c{n}") for n in (0, 1)]
 
     class OneSession(Observed):
         def see(self, now_ns: int, event: Event, *more: object) -> None:
@@ -209,7 +191,7 @@ def test_requests_of_a_session_at_the_same_time_are_no_turns(tmp_path: Path) -> 
                 event = msgspec.structs.replace(event, request=request)
             super().see(now_ns, event, *more)  # type: ignore[arg-type]
 
-    first, second = record(tmp_path, apart, OneSession)[1].workload
+    first, second = record(tmp_path, workload_of("apart", requests), OneSession)[1].workload
     assert first.conversation == "c"
     assert second.conversation not in {"", "c"}
 

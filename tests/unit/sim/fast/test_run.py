@@ -35,14 +35,12 @@ from vsched.sim.workload.requests import Arrival, Image, Text, Video, Workload, 
 from vsched_policies.admission import Fifo, TokenBudget
 from vsched_policies.requests import TenantFair
 
-PLAIN = CostModel(
+PLAIN = msgspec.structs.replace(
+    COST,
     name="plain",
-    source="round numbers",
     encode=EncodeCost(step_ns=1e6, item_ns=1e6, token_ns=4e3),
     generate=GenerateCost(step_ns=2e6, decode_ns=1e6, context_ns=100, prefill_ns=1e4, pair_ns=10),
-    bytes_per_token=192,
-    shape=TINY,
-    kv_tokens=4096,
+    host=HostCost(),
 )
 
 

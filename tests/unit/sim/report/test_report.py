@@ -100,9 +100,8 @@ def test_best_trial_must_be_measurably_better(outcomes: list[SimulationOutcome])
     def with_ttft(value: float) -> SimulationOutcome:
         figures = outcomes[0].figures
         spread = msgspec.structs.replace(figures.ttft_ms, p50=value)
-        return msgspec.structs.replace(
-            outcomes[0], figures=msgspec.structs.replace(figures, ttft_ms=spread)
-        )
+        changed = msgspec.structs.replace(figures, ttft_ms=spread)
+        return msgspec.structs.replace(outcomes[0], figures=changed)
 
     measure = next(one for one in MEASURES if one.name == "TTFT p50, ms")
     for values, found in (([10, 12, 10.01], {0, 2}), ([10, 10], set()), ([10], set())):
@@ -168,21 +167,19 @@ def test_html_charts_have_titles_units_and_values(
     at_95 = data["percentiles"].index(95)
     for values, outcome in zip(charts["ttft"]["values"], outcomes, strict=True):
         assert values[at_95] == pytest.approx(outcome.figures.ttft_ms.p95, rel=0.05)
-    assert max(charts["waiting"]["values"][0]) == pytest.approx(
-        max(outcomes[0].series.gauges["waiting"])
-    )
+    most = max(outcomes[0].series.gauges["waiting"])
+    assert max(charts["waiting"]["values"][0]) == pytest.approx(most)
 
 
 def test_html_compares_tenants_by_percentile(outcomes: list[SimulationOutcome]) -> None:
     first = with_tenants(outcomes[0])
-    slow_ms = msgspec.structs.replace(
-        outcomes[1].figures.ttft_ms, p99=2 * first.figures.ttft_ms.p99
-    )
+    p99_ms = first.figures.ttft_ms.p99
+    slow_ms = msgspec.structs.replace(outcomes[1].figures.ttft_ms, p99=2 * p99_ms)
     cdf: dict[str, list[tuple[float, float]]] = {"ttft": [(10.0, 0.5), (20.0, 1.0)]}
     html = render_html([first, with_tenants(outcomes[1], ttft_ms=slow_ms, cdf=cdf)])
     row = re.search(r"TTFT p99, ms</th>(.*)</tr>", html[html.index('aria-label="By tenant"') :])
     assert row is not None
-    assert f"{first.figures.ttft_ms.p99:,.1f}" in row[1]
+    assert f"{p99_ms:,.1f}" in row[1]
     assert "<small>+100%</small>" in row[1]
     assert "<option>[a]</option>" in html
     data = json.loads(Elements(html).texts["script"][0])
@@ -209,9 +206,8 @@ def test_load_that_no_figures_follow_from_is_named(
     outcome = simulate(one_slot, steady, cost=COST, label="one")
     grown = f"[^(]*{max(outcome.series.gauges['waiting']):,.0f} requests"
     found = load_warning(outcome)
-    assert re.search(
-        warning.format(grown=grown, refused=outcome.figures.failed.get("queue_full")), found
-    )
+    refused = outcome.figures.failed.get("queue_full")
+    assert re.search(warning.format(grown=grown, refused=refused), found)
     html = render_html([outcome])
     assert ('role="note"' in html) == bool(found)
     assert found in html

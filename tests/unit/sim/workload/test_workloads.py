@@ -291,10 +291,6 @@ def test_videos_have_the_published_lengths() -> None:
         assert statistics.mean(lengths) == pytest.approx(mean, rel=0.02)
 
 
-def maker() -> RequestMaker:
-    return RequestMaker(TINY, bytes_per_token=192, item_tokens_max=100)
-
-
 def test_equal_texts_are_equal_tokens_and_others_differ_in_every_block() -> None:
     """Of two texts with one number the shorter begins the longer; with two, they differ at once."""
     assert text_tokens(Text(5, 3)) == text_tokens(Text(5, 30))[:3]
@@ -307,7 +303,7 @@ def test_equal_texts_are_equal_tokens_and_others_differ_in_every_block() -> None
 def test_request_of_an_arrival() -> None:
     """Images larger than the limit are scaled down; they are equal by key within a tenant."""
     prompt = (Text(1, 3), Image("a", 5), Reply(2), Image("b", 200), Image("c", 100))
-    making = maker()
+    making = RequestMaker(TINY, bytes_per_token=192, item_tokens_max=100)
     made = making.request(arrival(1, 0, *prompt, outputs=9, priority=4))
     first, second, _ = made.items
     assert (first.offset, first.tokens, second.offset, second.tokens) == (3, 5, 10, 100)
