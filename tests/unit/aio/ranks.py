@@ -11,6 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -32,7 +33,7 @@ from vsched.policy import Reservation
 from vsched.testing import make_request
 from vsched.transport.arena import Arena
 from vsched.transport.zmq_link import OnFrame, rank_identity
-from vsched.types import FinishReason, Request, SamplingParams, stage_of
+from vsched.types import FinishReason, Request, stage_of
 from vsched.wire import (
     AcceptKv,
     EncodeResult,
@@ -349,19 +350,6 @@ async def check_tokens(streams: Sequence[Stream]) -> None:
         assert await stream.tokens() == expected_tokens(stream.prompt, 10)
 
 
-class Absent:
-    """Stands for the media pipeline, the arena and the grammars of an engine that has none."""
-
-    async def check(self, sampling: SamplingParams) -> None:
-        pass
-
-    def clear(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
 class ShellHarness:
     """A started shell and its ranks."""
 
@@ -369,9 +357,6 @@ class ShellHarness:
         self.ranks = Ranks(str(run_dir))
         self._place = self.ranks.home = Place(run_dir, self.ranks)
         self.shell: Shell
-        self._skip_pauses(monkeypatch)
-
-    def _skip_pauses(self, monkeypatch: pytest.MonkeyPatch) -> None:
         real = asyncio.sleep
 
         async def sleep(delay_s: float, result: Any = None) -> Any:
@@ -390,7 +375,8 @@ class ShellHarness:
 
     def engine(self) -> Engine:
         """Return an engine that serves with this shell alone."""
-        engine, absent = Engine(Config()), cast("Any", Absent())
+        engine = Engine(Config())
+        absent: Any = Mock(spec=["check", "clear", "close"], check=AsyncMock())
         engine._running = RunningParts(
             arena=absent,
             launcher=absent,

@@ -52,10 +52,8 @@ def checks(compiler: Compiler) -> Iterator[GrammarChecks]:
     assert compiler.closed
 
 
-async def test_grammars_compile_off_the_loop_and_refusals_come_back(
-    compiler: Compiler, checks: GrammarChecks
-) -> None:
-    """A grammar that was accepted is not compiled again."""
+async def test_grammars_compile_outside_the_loop(compiler: Compiler, checks: GrammarChecks) -> None:
+    """Refusals come back; a grammar that was accepted is not compiled again."""
     await checks.check(SamplingParams())
     for grammar in ("good", "other", "good"):
         await checks.check(SamplingParams(grammar=grammar))
@@ -163,9 +161,7 @@ def processes() -> Iterator[GrammarProcesses]:
         ("quote", r"^no \\ud800. Remedy"),
     ],
 )
-def test_grammar_processes_refuse_schemas_that_kill_them(
-    processes: GrammarProcesses, grammar: str, reason: str
-) -> None:
+def test_harmful_grammar_is_refused(processes: GrammarProcesses, grammar: str, reason: str) -> None:
     with pytest.raises(RequestRefused, match=reason) as refusal:
         processes.check(grammar)
     assert (refusal.value.code, refusal.value.status) == ("invalid_grammar", 400)
@@ -180,9 +176,7 @@ def test_grammar_is_not_blamed_for_a_kill_from_outside(processes: GrammarProcess
     assert failure.value.status == 503
 
 
-def test_grammar_processes_name_the_deadline(
-    processes: GrammarProcesses, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_grammar_has_deadline(processes: GrammarProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "_deadline_s", 0.05)
     with pytest.raises(RequestRefused, match=r"over 0\.05 s.*media\.prepare_s") as refusal:
         processes.check("loop")

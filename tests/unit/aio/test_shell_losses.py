@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -46,22 +47,19 @@ SHORT, WHOLE = slice(4), slice(None)
     [(SHORT, SHORT), (WHOLE, SHORT), (slice(-1), WHOLE)],
     ids=["tokens and numbers short", "numbers short", "no whole int32"],
 )
-async def test_shell_result_that_cannot_be_loses_the_group(
-    played: ShellHarness, tokens: slice, numbers: slice
-) -> None:
+async def test_shell_drops_odd_results(played: ShellHarness, tokens: slice, numbers: slice) -> None:
     """The result is discarded, the ranks are replaced, and the requests resume where they were."""
-    ranks = played.ranks
     streams = streams_of(played, 3, steps=3)
-    starts, victim, result = ranks.starts, ranks.of("generate"), ranks.step()
+    starts, victim, result = played.ranks.starts, played.ranks.of("generate"), played.ranks.step()
     assert isinstance(result, GenerateResult)
     odd = msgspec.structs.replace(
         result, tokens=result.tokens[tokens], numbers=result.numbers[numbers]
     )
-    ranks.say("generate", odd)
+    played.ranks.say("generate", odd)
     assert not played.shell.healthy
     await played.recover()
     assert victim.ended
-    assert ranks.starts == starts + 1
+    assert played.ranks.starts == starts + 1
     await played.run_out(streams)
 
 
@@ -82,11 +80,10 @@ async def test_shell_encode_result_that_cannot_be_loses_the_encoder(played: Shel
 
 async def test_shell_report_of_a_lost_rank_is_dropped(played: ShellHarness) -> None:
     """A late report would put tokens twice into the streams."""
-    ranks = played.ranks
     streams = streams_of(played, 3, steps=3)
-    late = ranks.step()
-    ranks.of("generate").exit(-9)
-    ranks.say("generate", late)
+    late = played.ranks.step()
+    played.ranks.of("generate").exit(-9)
+    played.ranks.say("generate", late)
     await played.recover()
     await played.run_out(streams)
 
@@ -144,12 +141,11 @@ async def test_shell_lost_as_soon_as_it_is_ready_restarts_again(
     played: ShellHarness, monkeypatch: pytest.MonkeyPatch, turns: int
 ) -> None:
     """Both during the start of the group and after it."""
-    ranks = played.ranks
     streams = streams_of(played, 3, steps=3)
-    starts = ranks.starts
+    starts = played.ranks.starts
     end_once_ready(played, monkeypatch, turns)
-    ranks.of("generate").exit(-9)
-    await ranks.until(lambda: ranks.starts == starts + 2 and played.shell.healthy)
+    played.ranks.of("generate").exit(-9)
+    await played.ranks.until(lambda: played.ranks.starts == starts + 2 and played.shell.healthy)
     await played.run_out(streams)
 
 
@@ -159,13 +155,12 @@ async def test_shell_lost_as_its_start_ends_does_not_serve_without_ranks(
 ) -> None:
     """The start fails, or the group is restarted."""
     await played.stop()
-    ranks = played.ranks
     end_once_ready(played, monkeypatch, turns)
     try:
         await played.start()
     except GroupLostError:
         await played.start()
-    await ranks.until(lambda: ranks.starts in (3, 4) and played.shell.healthy)
+    await played.ranks.until(lambda: played.ranks.starts in (3, 4) and played.shell.healthy)
     await played.run_out(streams_of(played, 3))
 
 
@@ -227,14 +222,7 @@ async def test_shell_losses_in_quick_succession_skip_the_short_pauses(played: Sh
     assert played.ranks.pauses_s == [], "every worker group has pauses of its own"
     streams = [*streams_of(played, 3), image_stream(played)]
     await lose(played)
-    for stream in streams:
-        error = await stream.error()
-        assert str(error) == played.shell.given_up == "generate could not be restarted"
-        assert (error.code, error.status) == ("given_up", 503)
-    await played.ranks.until(lambda: all(rank.ended for rank in played.ranks.made))
-    with pytest.raises(RequestRefused) as caught:
-        Stream(played.shell, make_request("late", [41]))
-    assert (caught.value.code, caught.value.status) == ("given_up", 503)
+    await all_given_up(played, streams, "generate could not be restarted")
 
 
 async def test_shell_losses_far_apart_are_each_the_first(played: ShellHarness) -> None:
@@ -278,9 +266,7 @@ async def test_kernel_uses_the_blocks_that_a_group_came_back_with(
     ],
     ids=["push first", "push later", "push last", "flush"],
 )
-async def test_shell_stream_whose_text_fails_ends_alone(
-    played: ShellHarness, text: Text, taken: int
-) -> None:
+async def test_shell_failed_stream_ends_alone(played: ShellHarness, text: Text, taken: int) -> None:
     """Its client gets one error, whatever the kernel reported; the others get all their tokens."""
     streams = streams_of(played, 3, text=text)
     played.ranks.run()
@@ -307,56 +293,50 @@ async def test_shell_stream_whose_text_fails_stops_computing(played: ShellHarnes
     assert played.shell.statistics()["running"] == 1
 
 
-async def all_given_up(played: ShellHarness, streams: list[Stream]) -> None:
+async def all_given_up(
+    played: ShellHarness, streams: list[Stream], why: str = "the scheduler failed"
+) -> None:
     """Assert that every stream ended with one error, and that nothing goes on."""
+    assert played.shell.given_up == why
     for stream in streams:
         error = await stream.error()
-        assert (str(error), error.code, error.status) == ("the scheduler failed", "given_up", 503)
+        assert (str(error), error.code, error.status) == (why, "given_up", 503)
     await played.ranks.until(lambda: all(rank.ended for rank in played.ranks.made))
     assert not played.shell.healthy
     assert played.shell._streams.request_ids(1) == []
     starts = played.ranks.starts
-    with pytest.raises(RequestRefused, match="the scheduler failed. Remedy: restart") as caught:
+    with pytest.raises(RequestRefused, match=f"{why}. Remedy: restart") as caught:
         Stream(played.shell, make_request("late", [41]))
     assert (caught.value.code, caught.value.status) == ("given_up", 503)
     await played.shell.wait_idle()
     assert played.ranks.starts == starts
 
 
-@pytest.mark.parametrize("at", ["result", "command"])
+@pytest.mark.parametrize("at", ["result", "command", "submission"])
 async def test_shell_scheduler_that_fails_ends_everything(
     played: ShellHarness, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
     """Every waiting client gets the error once, and no request is accepted after it.
 
-    The same if commands cannot be carried out, such as a decision that cannot be encoded. Later losses change nothing.
+    The same if commands cannot be carried out, such as a decision that cannot be encoded, or at a submission, which is
+    refused without a stream. Later losses change nothing.
     """
-
-    def send(rank: int, frames: object) -> bool:
-        raise OverflowError("Integer value out of range")
-
     streams = streams_of(played, 3, steps=1)
-    if at == "result":
+    if at == "submission":
+        fail_on(monkeypatch, Submitted)
+        with pytest.raises(RequestRefused) as caught:
+            Stream(played.shell, make_request("odd", [41]))
+        assert (caught.value.code, caught.value.status) == ("given_up", 503)
+    elif at == "result":
         fail_on(monkeypatch, Stepped)
     else:
-        monkeypatch.setattr(played.ranks.wires["generate"], "send", send)
+        fails = Mock(side_effect=OverflowError("Integer value out of range"))
+        monkeypatch.setattr(played.ranks.wires["generate"], "send", fails)
     played.ranks.run(1)
     await all_given_up(played, streams)
     for group in ("generate", "encode"):
         played.ranks.of(group).exit(1)
     assert [stream.ends for stream in streams] == [1, 1, 1]
-
-
-async def test_shell_scheduler_that_fails_at_a_submission_refuses_it(
-    played: ShellHarness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Meanwhile submissions are refused without a stream; the other streams end."""
-    streams = streams_of(played, 3)
-    fail_on(monkeypatch, Submitted)
-    with pytest.raises(RequestRefused) as caught:
-        Stream(played.shell, make_request("odd", [41]))
-    assert (caught.value.code, caught.value.status) == ("given_up", 503)
-    await all_given_up(played, streams)
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["stops", "fails"])
@@ -385,9 +365,7 @@ async def test_shell_that_ends_ends_a_restart(
     assert ranks.starts == (2 if pauses else 3)
 
 
-async def test_engine_reports_a_failed_scheduler(
-    played: ShellHarness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_engine_shows_failure(played: ShellHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     """`/health` reports it, and requests are refused before their images are processed."""
     engine = played.engine()
     assert engine.state == "ready"

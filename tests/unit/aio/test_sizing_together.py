@@ -227,10 +227,8 @@ async def led_again(sizing: Sizing, before: Group) -> Group:
     return again
 
 
-async def test_group_comes_back_with_the_size_that_fits_and_with_all_of_it_later(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """The steps of a smaller size are proved again; those of the whole size were proved at the first start."""
+async def test_group_comes_back_with_the_size_that_fits(caplog: pytest.LogCaptureFixture) -> None:
+    """Later with all of it, whose steps were proved at the first start; those of a smaller size are proved again."""
     device, sizing, groups = await sized()
     group, (blocks,) = groups[NAME], groups[NAME].accepted
     taken = group.votes[-1].memory.kv_bytes // 3

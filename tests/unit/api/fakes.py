@@ -32,8 +32,6 @@ IMAGE_TOKENS = 16
 KERNEL_CLOCK = Environment().now_ns
 Headers = dict[str, str] | list[tuple[str, str]] | None
 """Headers next to the Content-Type of JSON, or a list of all."""
-
-
 Script = Sequence[OutputDelta | Exception | asyncio.Event]
 
 

@@ -45,9 +45,7 @@ from vsched.worker.contract import PixelBounds, VideoSampling
          {"text": "Hello", "token_ids": None, "prompt_token_ids": None, "prompt_logprobs": None}),
     ],
 )  # fmt: skip
-async def test_a_whole_reply_has_the_text_the_usage_and_the_engines_id(
-    path: str, kind: str, choice: dict[str, Any]
-) -> None:
+async def test_a_reply_has_text_usage_and_id(path: str, kind: str, choice: dict[str, Any]) -> None:
     engine = FakeEngine()
     reply = await post(engine, path, body_of(path, model="demo", max_tokens=9))
     assert (reply.status, reply.json["object"]) == (200, kind)
@@ -310,10 +308,8 @@ async def test_body_over_the_cap_is_not_read() -> None:
         ([{"role": "user", "content": [{"type": "text", "text": "a"}] * 1000}], 1005),
     ],
 )
-async def test_slow_templates_are_rendered_in_the_thread_that_tokenizes(
-    messages: list[dict[str, object]], size: int
-) -> None:
-    """By the length of the text, and by the number of messages and of their parts."""
+async def test_slow_templates_leave_the_loop(messages: list[dict[str, object]], size: int) -> None:
+    """In the thread that tokenizes, by the length of the text, and by the number of messages and of their parts."""
     prompt = (await accepted(CHAT, chat(messages=messages))).calls[0]["prompt"]
     assert prompt == "user:hi" if size == 0 else len(prompt()) == size
 

@@ -9,6 +9,7 @@ import logging
 import re
 import socket
 from typing import TYPE_CHECKING, Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -349,50 +350,45 @@ async def test_access_clients_of_this_machine_work(
     assert engine.cleared == len(hosts)
 
 
-async def tenants_of(headers: list[dict[str, str]], **settings: Any) -> tuple[list[Any], str]:
-    """Return the status or the tenant of each request, and the metrics afterwards."""
+RED, TEAMS = bearer("key of red"), [{"x-team": f"t{number % 5}"} for number in range(10)]
+OF_A_TENANT = '_requests_total{model_name="demo",outcome="stop",tenant="%s"} %d.0'
+
+
+@each_case(
+    ("requested", "settings", "found", "shown", "hidden"),
+    [
+        # Of the key; a common one has none, and a client with a key cannot claim another tenant.
+        ([RED, {"x-api-key": "key of blue"}, bearer("another"), {}], {"tenant_keys": KEYS},
+         ["red", "blue", 401, 401],
+         [OF_A_TENANT % ("red", 1), '_tokens_total{kind="prompt",model_name="demo",tenant="blue"}'],
+         ""),
+        ([bearer("common"), {**RED, "x-tenant": "blue"}],
+         {"tenant_keys": KEYS, "api_key": "common"}, ["", "red"], [], ""),
+        # Of the header where it is configured.
+        ([{"x-team": "red"}, {}, {"x-team": "no name"}, {"x-team": "x" * 65}],
+         {"tenant_header": "x-team"}, ["red", "", 400, 400], [], ""),
+        ([{"x-team": "red"}], {}, [""], [], "red"),
+        # Policies see a tenant in any case; metrics have a bounded number.
+        (TEAMS, {"tenant_header": "x-team", "tenants_max": 2}, ["t0", "t1", "t2", "t3", "t4"] * 2,
+         [OF_A_TENANT % each for each in (("t0", 2), ("t1", 2), ("other tenants", 6))], "t2"),
+    ],
+)  # fmt: skip
+async def test_tenant_is_that_of_the_key_or_the_header(
+    requested: list[dict[str, str]],
+    settings: dict[str, Any],
+    found: list[Any],
+    shown: list[str],
+    hidden: str,
+) -> None:
+    """The status or the tenant of each request, and the metrics afterwards."""
     engine = FakeEngine()
     client = Client(create_app(engine, ApiSettings(metrics_without_key=True, **settings)))
-    found: list[Any] = []
-    for one in headers:
-        reply = await client.send("POST", CHAT, chat(), headers=one)
-        found.append(engine.calls[-1]["tenant"] if reply.status == 200 else reply.status)
-    return found, (await client.send("GET", "/metrics")).body.decode()
-
-
-async def test_tenant_is_that_of_the_key() -> None:
-    requested = [bearer("key of red"), {"x-api-key": "key of blue"}, bearer("another"), {}]
-    found, metrics = await tenants_of(requested, tenant_keys=KEYS)
-    assert found == ["red", "blue", 401, 401]
-    red = 'vsched_tenant_requests_total{model_name="demo",outcome="stop",tenant="red"} 1.0'
-    assert red in metrics
-    assert 'vsched_tenant_tokens_total{kind="prompt",model_name="demo",tenant="blue"}' in metrics
-
-
-async def test_common_key_has_no_tenant() -> None:
-    """And a client with a key cannot claim another tenant."""
-    sent = [bearer("common"), {**bearer("key of red"), "x-tenant": "blue"}]
-    found, metrics = await tenants_of(sent, tenant_keys=KEYS, api_key="common")
-    assert found == ["", "red"]
-    assert 'tenant=""' not in metrics
-
-
-async def test_tenant_is_that_of_the_header_where_it_is_configured() -> None:
-    requested = [{"x-team": "red"}, {}, {"x-team": "no name"}, {"x-team": "x" * 65}]
-    found, _ = await tenants_of(requested, tenant_header="x-team")
-    assert found == ["red", "", 400, 400]
-    ignored, _ = await tenants_of(requested[:1])
-    assert ignored == [""], "it was not requested"
-
-
-async def test_metrics_have_a_bounded_number_of_tenants() -> None:
-    requested = [{"x-team": f"t{number % 5}"} for number in range(10)]
-    found, metrics = await tenants_of(requested, tenant_header="x-team", tenants_max=2)
-    assert found == ["t0", "t1", "t2", "t3", "t4"] * 2, "policies see it in any case"
-    for tenant, count in (("t0", 2), ("t1", 2), ("other tenants", 6)):
-        labels = f'{{model_name="demo",outcome="stop",tenant="{tenant}"}}'
-        assert f"vsched_tenant_requests_total{labels} {count}.0" in metrics
-    assert 'tenant="t2"' not in metrics
+    for headers, wanted in zip(requested, found, strict=True):
+        reply = await client.send("POST", CHAT, chat(), headers=headers)
+        assert (engine.calls[-1]["tenant"] if reply.status == 200 else reply.status) == wanted
+    metrics = (await client.send("GET", "/metrics")).body.decode()
+    assert all(f"vsched_tenant{each}" in metrics for each in shown)
+    assert f'tenant="{hidden}"' not in metrics
 
 
 @each_case("text", ["red=a\nblue=b=c\n", " red = a ,blue=b=c"])
@@ -418,8 +414,6 @@ BODIES: dict[str, Any] = {
     "/admin/replicas": {"group": "x", "action": "dance"},
     "/nowhere": {},
 }
-
-
 FULL = RequestRefused("full", code="queue_full", status=429, retry_after_s=1)
 
 
@@ -461,10 +455,7 @@ async def test_request_id_of_a_client_is_a_part_of_the_engines() -> None:
 
 
 async def test_request_id_is_on_uncaught_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def broken(*_: object) -> None:
-        raise ValueError("broken")
-
-    monkeypatch.setattr(JsonEndpoint, "__call__", broken)
+    monkeypatch.setattr(JsonEndpoint, "__call__", AsyncMock(side_effect=ValueError("broken")))
     app = create_app(FakeEngine(), ApiSettings())
 
     async def survived(scope: Any, receive: Any, send: Any) -> None:
@@ -476,9 +467,7 @@ async def test_request_id_is_on_uncaught_errors(monkeypatch: pytest.MonkeyPatch)
     assert (reply.status, reply.headers["x-request-id"]) == (500, "mine")
 
 
-async def test_access_log_has_a_line_for_each_request_but_probes_if_it_is_on(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_access_log_has_all_but_probes_if_it_is_on(caplog: pytest.LogCaptureFixture) -> None:
     sent = {"x-request-id": "mine"}
     with caplog.at_level(logging.INFO, "vsched.access"):
         for on in (True, False):

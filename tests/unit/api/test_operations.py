@@ -17,7 +17,6 @@ from vsched.api.app import create_frontend
 from vsched.api.metrics import ApiMetrics
 from vsched.api.middleware import CheckAccess
 from vsched.errors import RequestFailed, RequestRefused
-from vsched.types import ModelInfo
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 ANTHROPIC = {"anthropic-version": "2023-06-01"}
@@ -48,14 +47,17 @@ async def test_models() -> None:
 async def test_models_in_the_format_of_anthropic() -> None:
     engine = FakeEngine()
     engine.adapter_rows.append({"name": "org/sql", "state": "ready"})
-    listed = (await ask("GET", "/v1/models?limit=20", headers=ANTHROPIC, engine=engine)).json
+    client = Client(
+        create_app(engine, ApiSettings())
+    )  # one: an application says since when it serves
+    listed = (await client.send("GET", "/v1/models?limit=20", headers=ANTHROPIC)).json
     first = listed.pop("data")[0]
     assert listed == {"first_id": "demo", "last_id": "org/sql", "has_more": False}
     assert (first["type"], first["display_name"]) == ("model", "demo")
     assert first["max_input_tokens"] == 1000
     assert dt.datetime.fromisoformat(first["created_at"]).tzinfo is not None
-    assert (await ask("GET", "/v1/models/demo", headers=ANTHROPIC, engine=engine)).json == first
-    refused = await ask("GET", "/v1/models/other", headers=ANTHROPIC, engine=engine)
+    assert (await client.send("GET", "/v1/models/demo", headers=ANTHROPIC)).json == first
+    refused = await client.send("GET", "/v1/models/other", headers=ANTHROPIC)
     assert (refused.status, refused.json["error"]["type"]) == (404, "not_found_error")
 
 
@@ -152,14 +154,9 @@ async def test_detokenize_takes_the_blank_away_that_the_tokenizer_adds() -> None
 
 async def test_tokenize_while_it_loads_is_refused() -> None:
     """A model that has not loaded yet has no known limit."""
-
-    class LoadingEngine(FakeEngine):
-        @property
-        def info(self) -> ModelInfo:
-            raise AttributeError("info")
-
-    engine = LoadingEngine()
+    engine = FakeEngine()
     engine.state = "loading"
+    del engine.preprocessor.info
     reply = await ask("POST", "/tokenize", {"prompt": "x"}, engine=engine)
     assert (reply.status, reply.error["code"]) == (503, "not_ready")
 

@@ -1,3 +1,5 @@
+"""Fields of requests: what reaches the engine, and errors that name parameter, value, limit and remedy."""
+
 from __future__ import annotations
 
 import threading
@@ -152,3 +154,261 @@ async def test_fields_that_change_nothing_are_accepted() -> None:
     }  # fmt: skip
     await accepted(CHAT, chat(**NEUTRAL, **of_chats))
     await accepted(PLAIN, body_of(PLAIN, **NEUTRAL, suffix=None))
+
+
+FUNCTION = {"type": "function", "function": {"name": "f"}}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
+
+
+def said(*parts: object) -> dict[str, Any]:
+    """The field of a chat with these content parts."""
+    return {"messages": [{"role": "user", "content": list(parts)}]}
+
+
+def called(arguments: str, name: str = "f", role: str = "assistant") -> dict[str, Any]:
+    """The field of a chat with a tool call in its history."""
+    call = {"id": "1", "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"messages": [{"role": role, "content": None, "tool_calls": [call]}]}
+
+
+def function(name: str = "f", **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "strict": True, **fields}}
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+OUTSIDE: dict[str, list[object]] = {
+    "n": [0, True, 129],
+    "temperature": [-0.1, 2.1, "hot"],
+    "top_p": [0, 1.01],
+    "top_k": [-2],
+    "min_p": [1.5],
+    "repetition_penalty": [0],
+    "presence_penalty": [2.5],
+    "frequency_penalty": [-2.5],
+    "max_tokens": [0, 1001],
+    "max_completion_tokens": [-1],
+    "min_tokens": [1001, -1],
+    "seed": [2**63, 1.5],
+    "stop": [[""], ["x"] * 17, "x" * 257],
+    "stop_token_ids": [[256], [1] * 65, [-1]],
+    "top_logprobs": [5],
+    "priority": [2**40],
+    "cache_salt": ["x" * 257],
+    "stream": ["yes"],
+    "messages": [
+        *([], "hello", [{"role": "user", "content": "x"}] * 1025),
+        said({"type": "video_url"})["messages"],
+        said(*[{"type": "text", "text": "x"}] * 4097)["messages"],
+    ],
+    "chat_template_kwargs": [{"tools": "x"}, {"enable_thinking": []}],
+    "logit_bias": [{"5": 101}, {"x": 1}, {"-1": 1}, {str(token): 0 for token in range(1025)}],
+    "bad_words": [[""], ["a"] * 65],
+    "guided_json": ["{", "[]"],
+    "guided_choice": [[], [""]],
+    "guided_whitespace_pattern": [" "],
+    "response_format": [
+        *({"type": "xml"}, {"type": "json_schema"}, {}),
+        *(
+            {"type": "json_schema", "json_schema": {"name": "n", "schema": each}}
+            for each in (None, 3)
+        ),
+    ],
+    "structured_outputs": [{"structural_tag": {}}, {"whitespace_pattern": " "}],
+    "prompt": [
+        *([], [[]], [1, "a"], [256], [[1], [2, 256]], [-1], [[1], []], ["x", 1], ["x", [1]]),
+        [[1], 2],
+    ],
+}
+
+
+@each_case(("field", "value"), [(name, one) for name, values in OUTSIDE.items() for one in values])
+async def test_parameters_out_of_bounds_are_refused(field: str, value: object) -> None:
+    path = PLAIN if field == "prompt" else CHAT
+    error = await refusal(path, body_of(path, **{field: value}))
+    assert error["type"] == "invalid_request_error"
+    assert error["param"].startswith(field)
+
+
+UNSERVED_PARTS = ("input_audio", "audio_url", "input_video", "file", "input_file", "document")
+USAGE = {"stream_options": {"include_usage": True}}
+OF_OTHER_SERVERS: list[tuple[dict[str, Any], str]] = [
+    ({"use_beam_search": True}, "value true, limit false"),
+    ({"length_penalty": 0.5}, "value 0.5, limit 1"),
+    ({"length_penalty": True}, "value true, limit 1"),
+    ({"thinking_token_budget": 100}, "value 100, limit -1"),
+    ({"documents": [{"text": "x"}]}, "value a list, limit []"),
+    ({"custom_params": {"x": "y" * 100}}, "value an object, limit {}"),
+    ({"chat_template": "x" * 100}, 'value a text of 100 characters, limit ""'),
+    ({"regex": "a+"}, 'value "a+", limit null'),
+]
+"""Fields that would change something, for which they are refused."""
+
+
+@each_case(
+    ("path", "fields", "param", "message"),
+    [
+        (CHAT, {"messages": 0}, "messages",
+         "is of the wrong type: value 0, limit a list. Remedy: send a list."),
+        (CHAT, {"max_tokens": 2.0}, "max_tokens", ("is of the wrong type: value 2.0, limit an "
+         "integer. Remedy: send an integer, which has no decimal point.")),
+        (CHAT, {"messages": [{"role": "wizard"}]}, "messages[0].role",
+         ('is no role: value "wizard", limit system, developer, '
+          "user, assistant, tool or function. Remedy: send one of these.")),
+        (CHAT, {"messages": [{"content": "x"}]}, "messages[0].role",
+         "is missing. Remedy: send it."),
+        (CHAT, {"temperature": 3.5}, "temperature",
+         "is out of bounds: value 3.5, limit <= 2.0. Remedy: send a"),
+        (CHAT, {"seed": 2**80}, "seed", (f"is out of bounds: value {2**80}, limit <= "
+         "9223372036854775807. Remedy: send a value within the limit.")),
+        (CHAT, {"max_tokens": 3, "min_tokens": 4}, "min_tokens", "value 4, limit 3 (max_tokens)"),
+        (CHAT, {"logprobs": True, "top_logprobs": 21}, "logprobs", "value 21, limit 20"),
+        (CHAT, {"logit_bias": {"5": 1, "twelve": 1}}, "logit_bias",
+         'value the key "twelve", limit'),
+        (CHAT, {"logit_bias": {"256": 1}}, "logit_bias",
+         "out of vocabulary: value 256, limit below 256,"),
+        (CHAT, {"continue_final_message": True, "add_generation_prompt": True},
+         "continue_final_message", "Remedy: send add_generation_prompt = false"),
+        # As in OpenAI's API: a client that waits for usage in a stream has forgotten `stream`.
+        (CHAT, USAGE, "stream_options", "needs a stream"),
+        (PLAIN, USAGE, "stream_options", "needs a stream"),
+        (CHAT, {"temprature": 0}, "temprature", "is not a known parameter"),
+        *(
+            (CHAT, {name: value}, name, "is not supported with this value")
+            for name, value in {
+                "best_of": 3, "functions": [{}], "function_call": {"name": "f"}, "audio": {},
+                "modalities": ["text", "audio"], "prediction": {"type": "content"},
+                "web_search_options": {},
+            }.items()
+        ),
+        *(
+            (path, fields, next(iter(fields)), f"is not supported with this value: {limit}. Remedy: ")
+            for path in (CHAT, PLAIN)
+            for fields, limit in OF_OTHER_SERVERS
+        ),
+        (PLAIN, {"prompt_embeds": "x"}, "prompt_embeds", "is not supported with this value"),
+        (PLAIN, {"suffix": "y"}, "suffix",
+         ('is not supported with this value: value "y", limit "". '
+         "Remedy: leave it out; the models served here only write on from a prompt.")),
+        *(
+            (CHAT, said({"type": kind, kind: {"data": ""}}), "messages[0].content[0].type",
+             f'"{kind}" is not supported. Remedy: send')
+            for kind in UNSERVED_PARTS
+        ),
+        (CHAT, said({"type": "movie"}), "messages[0].content[0].type",
+         "text, image_url, video_url, video, image_embeds, video_embeds, refusal or thinking"),
+        (CHAT, {"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type",
+         '"custom" is not supported.'),
+        (CHAT, {"tools": [FUNCTION], "tool_choice": {"type": "custom", "custom": {"name": "f"}}},
+         "tool_choice.type", '"custom" is not supported.'),
+        (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"id": "1", "type": "custom"}]}]},
+         "messages[0].tool_calls[0].type", '"custom" is not supported.'),
+        # Two constraints of one output.
+        (CHAT, {"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", ""),
+        (CHAT, {"response_format": SCHEMA, "structured_outputs": {"regex": "a"}},
+         "structured_outputs.regex", ""),
+        # Prompt log-probabilities, and prompts alone.
+        (PLAIN, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", ""),
+        (CHAT, {"prompt_logprobs": 0, "stream": True}, "prompt_logprobs", ""),
+        (PLAIN, {"prompt_logprobs": 21}, "prompt_logprobs", ""),
+        (PLAIN, {"prompt_logprobs": -1}, "prompt_logprobs", ""),
+        # No choice for `best_of` to make.
+        (PLAIN, {"n": 3, "best_of": 2}, "best_of", ""),
+        (PLAIN, {"best_of": 2, "stream": True}, "best_of", ""),
+        # Arguments of image processors.
+        (CHAT, {"mm_processor_kwargs": {"seconds": 2}}, "seconds", ""),
+        (CHAT, {"mm_processor_kwargs": {"max_pixels": 0}}, "mm_processor_kwargs.max_pixels", ""),
+        (CHAT, {"mm_processor_kwargs": {"size": {"height": 3}}}, "height", ""),
+        # Tools, choices of them, and calls in a history.
+        (CHAT, {"tools": [{"type": "function"}]}, "tools[0].type", ""),
+        (CHAT, {"tools": [function("a b")]}, "tools[0].function.name", ""),
+        (CHAT, {"tools": [function(""), function("g")]}, "tools[0].function.name", ""),
+        (CHAT, {"tools": [function("f"), function("f")]}, "tools[1].function.name", ""),
+        (CHAT, {"tools": [function(parameters={"type": "string"})]},
+         "tools[0].function.parameters.type", ""),
+        (CHAT, {"tools": [function(parameters=[1])]}, "tools[0].function.parameters", ""),
+        (CHAT, {"tools": [function(parameters=nested(200))]}, "tools[0].function.parameters", ""),
+        (CHAT, {"tools": [function(str(index)) for index in range(129)]}, "tools", ""),
+        (CHAT, {"tool_choice": "required"}, "tool_choice", ""),
+        (CHAT, {"tool_choice": FUNCTION}, "tool_choice", ""),
+        (CHAT, {"tools": [FUNCTION], "tool_choice": "f"}, "tool_choice", ""),
+        (CHAT, {"tools": [FUNCTION], "tool_choice": {"type": "function"}}, "tool_choice", ""),
+        (CHAT, {"tools": [FUNCTION], "tool_choice": function("h")}, "tool_choice", ""),
+        (CHAT, called('{"a":' * 40 + "1" + "}" * 40),
+         "messages[0].tool_calls[0].function.arguments", "limit"),
+        (CHAT, called("{}", name="<|im_end|>"), "messages[0].tool_calls[0].function.name", "limit"),
+        (CHAT, called("{}", role="user"), "messages[0].tool_calls", "limit"),
+    ],
+)  # fmt: skip
+async def test_refusals_name_the_parameter_value_and_limit(
+    path: str, fields: dict[str, Any], param: str, message: str
+) -> None:
+    error = await refusal(path, body_of(path, **fields))
+    assert error["param"] == param
+    assert message in error["message"]
+    if message:
+        assert f"`{param}`" in error["message"]
+        codes = {"not a known": "unknown_parameter", "not supported": "unsupported_parameter"}
+        code = next((codes[each] for each in codes if each in message), "invalid_value")
+        assert error["code"] == code
+
+
+@each_case(
+    "value",
+    [
+        *(None, "data", [], {}, {"data": 5}, {"data": ["A" * 5000]}, {"url": "A" * 5000}),
+        *({"data": "AAAA", "url": "data:,AAAA"}, {"data": ""}, {"url": None}),
+    ],
+)
+async def test_misshapen_embedding_is_refused_without_quoting_it(value: object) -> None:
+    for name in ("image_embeds", "video_embeds"):
+        error = await refusal(CHAT, chat(**said({"type": name, name: value})))
+        assert name in error["message"] or error["code"] == "unknown_parameter"
+        assert "AAAA" not in error["message"]
+
+
+@each_case(
+    "fields", [{}, {"image_url": {}}, {"image_url": None}, {"uuid": ""}, {"uuid": "x" * 257}]
+)
+async def test_image_without_url_and_name_is_refused(fields: dict[str, object]) -> None:
+    await refusal(CHAT, chat(**said({"type": "image_url", **fields})))
+
+
+async def test_refusals_do_not_quote_long_content() -> None:
+    """A data URL in the wrong field is not repeated in the error."""
+    error = await refusal(CHAT, chat(**said({"type": "data:image/png;base64," + "A" * 10_000})))
+    assert len(error["message"]) < 500
+    assert "AAAA" not in error["message"]
+
+
+@each_case("path", [CHAT, PLAIN, "/tokenize"])
+async def test_wrong_value_next_to_a_value_that_is_no_text_is_refused(path: str) -> None:
+    """Parts that msgspec skips are not checked until the value appears in an error."""
+    name = "prompt" if path == PLAIN else "messages"
+    error = await refusal(path, b'{"%s":0,"\xff":1}' % name.encode())
+    assert error["param"] == name
+
+
+@each_case("path", [CHAT, "/v1/messages", "/admin/replicas", "/admin/policies"])
+@each_case(
+    "body",
+    [b"", b"{", b"\xff\xfe", b"[]", b"null", b'"x"', b'{"user":' + b"[" * 100_000, b'{"a":1}{}'],
+)
+async def test_body_that_is_no_request_is_refused(path: str, body: bytes) -> None:
+    reply = await post(FakeEngine(), path, body)
+    assert reply.status == 400
+    assert "0x" not in reply.json["error"]["message"]
+
+
+async def test_invalid_operations_are_refused_and_change_nothing() -> None:
+    engine = FakeEngine()
+    for body in ({}, {"group": "generate-1"}, {"group": 1, "action": "drain"}):
+        assert (await post(engine, "/admin/replicas", body)).status == 400
+    tables = {"generate.step": "tenant-fair"}
+    assert (await post(engine, "/admin/policies", tables)).status == 400
+    assert (engine.actions, engine.tables["generate.step"]) == ([], {"use": "in-order"})

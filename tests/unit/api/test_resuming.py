@@ -8,6 +8,7 @@ import re
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY, AsyncMock, Mock
 
 import msgspec
 import pytest
@@ -80,16 +81,11 @@ class Server:
         return reply
 
 
-def record(monkeypatch: pytest.MonkeyPatch, left: Left) -> list[list[str]]:
-    """Replace the record of the dead engine; return the list of names it is queried with."""
-    requested: list[list[str]] = []
-
-    def read(_path: Path, names: list[str]) -> Left:
-        requested.append(names)
-        return left
-
+def record(monkeypatch: pytest.MonkeyPatch, left: Left) -> Mock:
+    """Replace the record of the dead engine; return its reader."""
+    read = Mock(return_value=left)
     monkeypatch.setattr(resuming, "read_left", read)
-    return requested
+    return read
 
 
 def blocks(reply: Reply) -> list[bytes]:
@@ -163,9 +159,9 @@ async def test_answer_continues_its_record(tmp_path: Path, monkeypatch: pytest.M
     reply = await first.killed_in(CHAT, chat(stream=True))
     name = choice_id(reply)
     started = PartialOutput(b"digest", (1, 2))
-    requested = record(monkeypatch, Left({name: started}, {}))
+    read = record(monkeypatch, Left({name: started}, {}))
     await Server(tmp_path).resumption.read()
-    assert requested == [[name]]
+    read.assert_called_once_with(ANY, [name])
     record(monkeypatch, Left({}, {}, "it is gone"))
     second = await Server(tmp_path).start()
     assert [call["started"] for call in second.engine.calls] == [started]
@@ -293,12 +289,9 @@ async def test_request_that_may_be_why_is_given_up(
     class DiedError(BaseException):
         pass
 
-    async def die(*_: object) -> None:
-        raise DiedError
-
     await Server(tmp_path).killed_in(CHAT, chat(), headers={"x-request-id": "mine"})
     if reading_kills:
-        monkeypatch.setattr(resuming.Resumption, "_job", die)
+        monkeypatch.setattr(resuming.Resumption, "_job", AsyncMock(side_effect=DiedError))
     for _ in range(resuming.RESUMED_MAX):
         for _ in range(3):
             await Server(tmp_path).resumption.read()

@@ -39,7 +39,6 @@ from vsched.logs import FIELDS, _formatter
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = "b7ad6b7169203331"
 SAMPLED = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "shop=7"}
-LOGGER = "vsched.api.tracing"
 
 
 class Collector:
@@ -155,22 +154,15 @@ async def test_request_has_a_span_with_its_phases(
         assert one.end_time_unix_nano == following.start_time_unix_nano
     assert phases[0].start_time_unix_nano == root.start_time_unix_nano
     assert phases[-1].end_time_unix_nano <= root.end_time_unix_nano
-    assert root.status.code == Status.STATUS_CODE_UNSET
+    assert root.status.code == UNSET
     expected = {
-        "gen_ai.operation.name": "chat",
-        "gen_ai.request.model": "demo",
-        "gen_ai.request.max_tokens": 9,
-        "gen_ai.request.temperature": 0.5,
-        "gen_ai.request.seed": 3,
-        "gen_ai.request.stream": stream,
-        "gen_ai.response.finish_reasons": ["stop"],
-        "gen_ai.usage.input_tokens": 7,
-        "gen_ai.usage.output_tokens": 5,
-        "gen_ai.usage.cache_read.input_tokens": 4,
-        "http.response.status_code": 200,
-        "url.path": CHAT,
-        "vsched.encoded_items": 1,
-    }
+        "gen_ai.operation.name": "chat", "gen_ai.request.model": "demo",
+        "gen_ai.request.max_tokens": 9, "gen_ai.request.temperature": 0.5,
+        "gen_ai.request.seed": 3, "gen_ai.request.stream": stream,
+        "gen_ai.response.finish_reasons": ["stop"], "gen_ai.usage.input_tokens": 7,
+        "gen_ai.usage.output_tokens": 5, "gen_ai.usage.cache_read.input_tokens": 4,
+        "http.response.status_code": 200, "url.path": CHAT, "vsched.encoded_items": 1,
+    }  # fmt: skip
     found = attributes(root)
     assert expected.items() <= found.items()
     assert found["gen_ai.response.id"] == reply.headers["x-request-id"]
@@ -181,9 +173,7 @@ async def test_request_has_a_span_with_its_phases(
     assert line.getMessage().endswith(TRACE)
 
 
-async def test_request_without_parent_starts_a_trace_and_an_unsampled_one_is_not_sent(
-    collector: Collector,
-) -> None:
+async def test_request_without_parent_is_traced_and_unsampled_one_not(collector: Collector) -> None:
     parents = ("00-zero-1-01", f"00-{TRACE}-{PARENT}-00")
     sent = [{}, *({"traceparent": parent} for parent in parents)]
     async with traced(collector.url, FakeEngine()) as client:
@@ -204,41 +194,37 @@ async def test_choices_have_phases_of_their_own(collector: Collector) -> None:
     assert attributes(root)["gen_ai.usage.output_tokens"] == 10
 
 
-def lost(at: str) -> FakeEngine:
-    """An engine that loses a request in `decode`, or refuses it in `prepare` with the code of the rest."""
-    phase, _, status = at.partition(" ")
-    if phase == "decode":
-        return FakeEngine(OutputDelta("a", [1]), RequestFailed("the group was lost", code="lost"))
-    engine = FakeEngine()
-    if phase == "prepare":
-        full = RequestRefused("the queue is full.", code="queue_full", status=int(status))
-        engine.refusal = full
-    return engine
+UNSET, ERROR = Status.STATUS_CODE_UNSET, Status.STATUS_CODE_ERROR
 
 
 @each_case(
-    ("at", "status", "kind", "message", "code"),
+    ("phase", "error", "status", "kind", "code"),
     [
-        ("decode", 500, "lost", "the group was lost", Status.STATUS_CODE_ERROR),
-        ("prepare 429", 429, "queue_full", "the queue is full.", Status.STATUS_CODE_UNSET),
-        ("prepare 503", 503, "queue_full", "the queue is full.", Status.STATUS_CODE_ERROR),
-        ("validate", 400, "invalid_value", None, Status.STATUS_CODE_UNSET),
+        ("decode", RequestFailed("the group was lost", code="lost"), 500, "lost", ERROR),
+        *(
+            ("prepare", RequestRefused("full.", code="queue_full", status=status), status,
+             "queue_full", code)
+            for status, code in ((429, UNSET), (503, ERROR))
+        ),
+        ("validate", None, 400, "invalid_value", UNSET),
     ],
-)
+)  # fmt: skip
 async def test_request_that_fails_ends_in_a_phase_with_the_reason(
-    collector: Collector, at: str, status: int, kind: str, message: str | None, code: Any
+    collector: Collector, phase: str, error: Exception | None, status: int, kind: str, code: Any
 ) -> None:
     """Without the contents of an invalid one."""
-    invalid = {"temperature": "my secret"} if at == "validate" else {}
-    reply, root, phases = await trace_of(collector, lost(at), chat(**invalid))
+    engine = FakeEngine(OutputDelta("a", [1]), *([error] if error else []))
+    engine.refusal = error if phase == "prepare" else None
+    invalid = {"temperature": "my secret"} if phase == "validate" else {}
+    reply, root, phases = await trace_of(collector, engine, chat(**invalid))
     found = attributes(root)
     assert reply.headers["traceparent"].split("-")[1] == TRACE
     assert reply.status == found["http.response.status_code"] == status
     assert (found["error.type"], root.status.code) == (kind, code)
-    assert message in {None, root.status.message, found.get("error.message")}
-    assert phases[-1].name == at.partition(" ")[0]
-    if at == "decode":
-        failed = [one.name for one in phases if one.status.code == Status.STATUS_CODE_ERROR]
+    assert error is None or str(error) in {root.status.message, found.get("error.message")}
+    assert phases[-1].name == phase
+    if phase == "decode":
+        failed = [one.name for one in phases if one.status.code == ERROR]
         assert failed == ["decode"]
     assert "secret" not in str(root)
 
@@ -275,8 +261,7 @@ async def test_aborted_request_is_traced_once_its_choice_has_ended(collector: Co
     assert attributes(root)["error.type"] == "disconnected"
     assert attributes(root)["gen_ai.response.finish_reasons"] == ["abort"]
     assert [one.name for one in phases] == ["validate", "prepare", "encode"]
-    unset, error = Status.STATUS_CODE_UNSET, Status.STATUS_CODE_ERROR
-    assert [one.status.code for one in phases] == [unset, unset, error]
+    assert [one.status.code for one in phases] == [UNSET, UNSET, ERROR]
 
 
 async def test_unreachable_collector_costs_one_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -292,7 +277,7 @@ async def test_unreachable_collector_costs_one_warning(caplog: pytest.LogCapture
     assert len(lost) == 1
     assert f"127.0.0.1:{port}" in lost[0]
     assert "Remedy:" in lost[0]
-    assert all(one.name.startswith(LOGGER) for one in warnings)
+    assert all(one.name.startswith("vsched.api.tracing") for one in warnings)
 
 
 async def test_stop_does_not_wait_for_a_silent_collector(

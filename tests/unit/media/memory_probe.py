@@ -30,7 +30,6 @@ from vsched_workers.families.qwen_image import QwenImages, ResizeLimits
 
 LIMITS = 10**8
 Save = dict[str, Any]
-
 CASES: Final[dict[str, tuple[str, str, Save]]] = {
     "png-rgb": ("PNG", "RGB", {}),
     "png-rgb-turned": ("PNG", "RGB", {"turned": True}),

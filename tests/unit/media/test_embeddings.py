@@ -420,17 +420,14 @@ def served(rows: npt.NDArray[np.float32], dtype: str) -> tuple[npt.NDArray[Any],
     return (as_bfloat16(rows), "BF16") if dtype == "bfloat16" else (rows, "F32")
 
 
-@each_case("dtype", ["float32", "float16", "bfloat16"])
-def test_write_rows_copies_the_served_dtype(dtype: str) -> None:
-    rows, kind = served(rows_of(2), dtype)
+@each_case(
+    ("dtype", "given_as"),
+    [("float16", "float32"), *((one, one) for one in ("float32", "float16", "bfloat16"))],
+)
+def test_write_rows_copies_the_served_dtype_and_converts_float32(dtype: str, given_as: str) -> None:
+    rows, kind = served(rows_of(2) * 1000, given_as)
     found = written(embedding_file(rows, embeds=kind), model_info(dtype=dtype))
-    assert found.tobytes() == rows.tobytes()
-
-
-def test_write_rows_converts_float32() -> None:
-    rows = rows_of(2) * 1000
-    found = written(embedding_file(rows), model_info(dtype="float16"))
-    assert found.tobytes() == rows.astype(np.float16).tobytes()
+    assert found.tobytes() == served(rows_of(2) * 1000, dtype)[0].tobytes()
 
 
 @given(
@@ -445,13 +442,9 @@ def test_write_rows_rounds_to_the_nearest_bfloat16(values: list[float]) -> None:
     found = written(embedding_file(rows), info).view(np.uint16)
     for value, bits in zip(rows.reshape(-1), found, strict=True):
         below = int(np.float32(value).view(np.uint32)) >> 16
-        near = [(_widened(near) - float(value), near) for near in (below, below + 1)]
-        best = min(near, key=lambda pair: (abs(pair[0]), pair[1] & 1))
-        assert int(bits) == best[1]
-
-
-def _widened(bits: int) -> float:
-    return float(np.array([bits << 16], np.uint32).view(np.float32)[0])
+        widened = {near: np.uint32(near << 16).view(np.float32) for near in (below, below + 1)}
+        best = min(widened, key=lambda near: (abs(float(widened[near]) - float(value)), near & 1))
+        assert int(bits) == best
 
 
 @each_case(

@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -15,7 +16,7 @@ from tests.each_case import each_case
 from tests.patience import PATIENCE_S, patience, until
 from tests.unit.media.fakes import FakePreprocessor, data_url, image_bytes, model_info
 from tests.unit.media.pipelines import ITEM_BYTES, Bench
-from tests.unit.media.test_fetch import private, server
+from tests.unit.media.test_sources import private, server
 from vsched.config import Config, MediaConfig
 from vsched.engine import Engine, RunningParts
 from vsched.errors import RequestFailed, RequestRefused, VschedError
@@ -216,13 +217,17 @@ async def test_long_texts_take_one_core_and_delay_nothing(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    "settings", [MediaConfig(preparing_max=1), MediaConfig(preparing_bytes_max=200)]
+    ("settings", "limit"),
+    [
+        (MediaConfig(preparing_max=1), "limit 1"),
+        (MediaConfig(preparing_bytes_max=50), r"value \d{3} bytes, limit 50 bytes"),
+    ],
 )
-async def test_too_many_in_preparation_is_a_429(settings: MediaConfig) -> None:
-    """Bounded in count and in bytes, with Retry-After."""
+async def test_too_many_in_preparation_is_a_429(settings: MediaConfig, limit: str) -> None:
+    """Bounded in count and in bytes, with Retry-After; a lone request has its own limits."""
     async with Bench(settings) as bench:
         first = await bench.stuck("\x01", [IMAGE])
-        with pytest.raises(RequestRefused) as caught:
+        with pytest.raises(RequestRefused, match=limit) as caught:
             await bench.prepare("\x01", [IMAGE])
         assert (caught.value.status, caught.value.retry_after_s) == (429, 1)
         bench.preprocessor.gate.set()
@@ -275,19 +280,11 @@ async def test_image_by_a_name_that_stands_for_none_is_refused(bench: Bench) -> 
     assert error.message.startswith("image 0: no image is kept under this uuid")
 
 
-def test_held_bytes_of_several_requests_are_limited() -> None:
+def test_held_bytes_may_reach_their_limit() -> None:
     held = HeldBytes(100)
-    first, second = held.open(), held.open()
-    first.add(60)
-    with pytest.raises(RequestRefused, match="value 101 bytes, limit 100 bytes") as caught:
-        second.add(41)
-    assert (caught.value.status, caught.value.retry_after_s) == (429, 1)
-    second.add(40)
+    held.open().add(60)
+    held.open().add(40)
     assert held.total == 100
-    second.drop()
-    assert held.total == 60
-    first.add(80)
-    assert held.total == 140, "a lone request has its own limits"
 
 
 async def held_while_processing(settings: MediaConfig, image: str) -> int:
@@ -349,20 +346,10 @@ async def test_cancelled_read_holds_its_bytes_to_its_end(monkeypatch: pytest.Mon
         gate.set()
 
 
-class Stopping:
-    """Stands for the parts of an engine that stop at once."""
-
-    async def stop(self, *, grace_s: float) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
 async def test_engine_stops_without_holding_the_loop_up(bench: Bench) -> None:
     """Only `stop` waits for an image that is still being decoded."""
-    engine = Engine(Config())
-    rest = dict.fromkeys(("arena", "launcher", "shell", "grammars", "adapters"), Stopping())
+    engine, at_once = Engine(Config()), Mock(spec=["stop", "close"], stop=AsyncMock())
+    rest = dict.fromkeys(("arena", "launcher", "shell", "grammars", "adapters"), at_once)
     parts = cast("Any", {**rest, "media": bench.pipeline, "computes_prompt_logprobs": False})
     engine._running = RunningParts(**parts)
     decoding = await bench.stuck("\x01", [IMAGE])

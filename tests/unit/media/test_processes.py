@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import NoReturn
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -27,7 +27,6 @@ from vsched.media.pictures.processes import LARGE_BYTES
 from vsched.transport.arena import Arena
 from vsched.types import ArenaLayout
 
-PIXEL_BYTES = 1 << 20
 DIES = data_url(image_bytes(value=FaultyPreprocessor.DIES))
 HANGS = data_url(image_bytes(value=FaultyPreprocessor.HANGS))
 
@@ -38,7 +37,7 @@ class ArenaBench(Bench):
     def __init__(
         self, prepare_s: float, preprocessor: type[FaultyPreprocessor] = FaultyPreprocessor
     ) -> None:
-        layout = ArenaLayout(pixel_bytes=PIXEL_BYTES, pages=0, page_rows=1, row_bytes=1)
+        layout = ArenaLayout(pixel_bytes=1 << 20, pages=0, page_rows=1, row_bytes=1)
         self.arena = Arena.create(layout)
         info = model_info(video_token_id=VIDEO_PLACEHOLDER)
         store = PixelStore(self.arena.pixels, self.arena.fd)
@@ -72,23 +71,16 @@ async def bench(all_large: None) -> AsyncIterator[ArenaBench]:
         yield bench
 
 
-async def test_large_images_are_not_processed_here(
-    bench: ArenaBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_large_images_run_outside(bench: ArenaBench, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process writes to the arena, where an extent may begin within a page."""
-
-    def fail(*_: object) -> NoReturn:
-        raise AssertionError("decoded in the engine")
-
-    monkeypatch.setattr(filling, "decode", fail)
+    fails = Mock(side_effect=AssertionError("decoded in the engine"))
+    monkeypatch.setattr(filling, "decode", fails)
     urls = [data_url(image_bytes(8 * n, 40, value=n)) for n in range(1, 12)]
     assert await bench.values(*urls) == [float(n) for n in range(1, 12)]
     assert bench.pipeline.statistics().processed == 11
 
 
-async def test_small_images_share_a_process(
-    bench: ArenaBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_small_ones_share_process(bench: ArenaBench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until one of them kills it."""
     monkeypatch.setattr(processes, "LARGE_BYTES", LARGE_BYTES)
     for value in (1, 2, 3):
@@ -104,10 +96,8 @@ async def test_small_images_share_a_process(
 async def test_headers_that_native_code_parses_are_read_in_a_process(
     bench: ArenaBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object, **__: object) -> NoReturn:
-        raise AssertionError("opened in the engine")
-
-    monkeypatch.setattr("PIL.WebPImagePlugin.WebPImageFile._open", fail)
+    fails = Mock(side_effect=AssertionError("opened in the engine"))
+    monkeypatch.setattr("PIL.WebPImagePlugin.WebPImageFile._open", fails)
     kinds = ["PNG", "JPEG", "WEBP", "BMP", "GIF"]
     urls = [data_url(image_bytes(kind=kind), f"image/{kind.lower()}") for kind in kinds]
     assert len(await bench.values(*urls)) == len(kinds)

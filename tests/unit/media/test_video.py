@@ -17,7 +17,6 @@ from vsched.media.video import VideoLimits, inspect_video, read_frames
 from vsched.worker.contract import VideoFacts
 
 LIMITS = VideoLimits(pixels=1 << 20, seconds=60.0, decode_s=10.0)
-
 FILES = {
     "mp4, B-frames": {"bf": "3", "g": "8"},
     "open groups": {"fmt": "mpegts", "bf": "2", "g": "8", "x264opts": "open-gop=1"},

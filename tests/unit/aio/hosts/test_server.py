@@ -158,9 +158,7 @@ async def test_server_lets_pulses_go_ahead_of_rows(wire: Wire) -> None:
 
 
 @pytest.mark.parametrize(("failure", "rows"), [(None, 1), (EncodeErrorKind.OUT_OF_MEMORY, 0)])
-async def test_server_sends_the_rows_of_a_step_that_succeeded(
-    wire: Wire, failure: EncodeErrorKind | None, rows: int
-) -> None:
+async def test_rows_precede_results(wire: Wire, failure: EncodeErrorKind | None, rows: int) -> None:
     """Each step's rows precede its result; a failed step has none."""
     for step in (1, 2):
         wire.engine.stream.put(Fetch("encode", step, [ByteRange(100 * step, 8)]))
@@ -177,23 +175,10 @@ async def test_server_sends_the_rows_of_a_step_that_succeeded(
         assert isinstance(result, FromRank)
 
 
-async def test_closing_server_accepts_no_new_request(wire: Wire) -> None:
-    """An engine may reconnect while ranks are ending; nothing would end the ranks that it starts then."""
-    wire.home.rank.may_end.clear()
-    closing = asyncio.create_task(wire.server.close())
-    await asyncio.sleep(0)
-    wire.server.receive(b"another peer", wire.opening)
-    wire.home.rank.may_end.set()
-    await closing
-    assert wire.home.places == 1
-
-
 @pytest.mark.parametrize(
     "error", [OSError(28, "No space left"), zmq.ZMQError(24, "Too many files")]
 )
-async def test_server_that_cannot_open_a_start_refuses_it(
-    monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
+async def test_server_refuses_when_full(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     """Its engine would wait for `cluster.connect_s`."""
     monkeypatch.setattr(Home, "open_link", Mock(side_effect=error))
     wire = Wire()
@@ -202,16 +187,23 @@ async def test_server_that_cannot_open_a_start_refuses_it(
     assert not wire.server.starts
 
 
-async def test_server_that_closes_waits_for_ranks_of_starts_that_are_over(wire: Wire) -> None:
+@pytest.mark.parametrize("over", [False, True])
+async def test_closing_server_waits_for_ranks_and_opens_no_start(wire: Wire, *, over: bool) -> None:
+    """Also for ranks of starts that are over.
+
+    An engine may reconnect while ranks are ending; nothing would end the ranks that it starts then.
+    """
     wire.home.rank.may_end.clear()
-    wire.engine.stream.put(Bye())
-    wire.deliver()
+    if over:
+        wire.engine.stream.put(Bye())
+        wire.deliver()
     closing = asyncio.create_task(wire.server.close())
     await asyncio.sleep(0)
+    wire.server.receive(b"another peer", wire.opening)
     assert not closing.done()
     wire.home.rank.may_end.set()
     await closing
-    assert wire.home.rank.ended
+    assert (wire.home.rank.ended, wire.home.places) == (True, 1)
 
 
 @pytest.mark.parametrize(("cores", "threads"), [(None, 4), (6, 2)])

@@ -72,12 +72,6 @@ def deliver(source: Side, sink: Side) -> None:
         sink.stream.receive(source.frames.popleft())
 
 
-def deliver_all(engine: Side, host: Side) -> None:
-    while engine.frames or host.frames:
-        deliver(engine, host)
-        deliver(host, engine)
-
-
 async def test_stream_keeps_order_between_messages_and_bytes() -> None:
     """So bytes arrive before the decision that reads them."""
     engine, host = Side(), Side()
@@ -100,7 +94,9 @@ async def test_stream_has_a_window_under_way_and_no_more() -> None:
     assert engine.stream.put(Kill(1))
     engine.stream.put_ahead(Kill(2))
     assert sum(map(len, engine.frames)) <= WINDOW + 1000
-    deliver_all(engine, host)
+    while engine.frames or host.frames:
+        deliver(engine, host)
+        deliver(host, engine)
     *written, last = [one for one in host.received if one != Kill(2)]
     assert b"".join(one.data for one in written) == b"x" * (1 << 20)
     assert last == Kill(1)

@@ -75,7 +75,7 @@ class FakeLoop:
 
     def __init__(self) -> None:
         self.now_s = 1000.0
-        self._real = asyncio.get_running_loop()
+        self.create_future = asyncio.get_running_loop().create_future
         self.timers: list[FakeTimer] = []
 
     def time(self) -> float:
@@ -84,9 +84,6 @@ class FakeLoop:
     def call_later(self, delay_s: float, call: Callable[..., object], *arguments: Any) -> FakeTimer:
         self.timers.append(FakeTimer(self.now_s + delay_s, partial(call, *arguments)))
         return self.timers[-1]
-
-    def create_future(self) -> asyncio.Future[list[Ready]]:
-        return self._real.create_future()
 
     def advance(self, seconds: float) -> None:
         """Advance the clock, firing due timers in order."""

@@ -14,6 +14,7 @@ from vsched.api.request_schema import ChatRequest
 from vsched.errors import RequestFailed, RequestRefused
 
 MESSAGES = "/v1/messages"
+COUNT = "/v1/messages/count_tokens"
 KEY = "key"
 TOOLS = [{"name": "f", "input_schema": {"type": "object"}}]
 
@@ -90,9 +91,6 @@ async def test_errors_have_anthropics_shape(
     assert (reply.status, reply.json["type"]) == (status, "error")
     assert reply.json["error"]["type"] == kind
     assert set(reply.json["error"]) == {"type", "message"}
-
-
-COUNT = "/v1/messages/count_tokens"
 
 
 def meant(**fields: Any) -> ChatRequest:

@@ -40,18 +40,16 @@ def test_link_carries_errors_with_all_their_fields(error: RequestRefused | Reque
     assert (type(found), str(found), vars(found)) == (kind, str(error), vars(error))
 
 
-REFERENCES: list[ImageReference] = [
-    "https://example.com/a.png",
-    MediaReference("c2FmZQ==", is_embedded=True, attention=((0, 3), (5, 8))),
-    MediaReference(uuid="a name", bounds=PixelBounds(28, 784)),
-    MediaReference("data:video/mp4;base64,AA==", is_video=True, sampling=VideoSampling(2.0)),
-    MediaReference(("data:one", "data:two"), is_video=True),
-]
-
-
 def test_link_carries_every_form_of_an_image() -> None:
-    frame = msgspec.msgpack.encode(REFERENCES)
-    assert msgspec.msgpack.decode(frame, type=list[ImageReference]) == REFERENCES
+    references: list[ImageReference] = [
+        "https://example.com/a.png",
+        MediaReference("c2FmZQ==", is_embedded=True, attention=((0, 3), (5, 8))),
+        MediaReference(uuid="a name", bounds=PixelBounds(28, 784)),
+        MediaReference("data:video/mp4;base64,AA==", is_video=True, sampling=VideoSampling(2.0)),
+        MediaReference(("data:one", "data:two"), is_video=True),
+    ]
+    frame = msgspec.msgpack.encode(references)
+    assert msgspec.msgpack.decode(frame, type=list[ImageReference]) == references
 
 
 class Side:
@@ -124,18 +122,15 @@ async def test_link_side_that_does_not_read_is_given_up_before_memory_is_full(pa
     pair.up.link.call("note", 1, "nobody hears this")
 
 
-@pytest.mark.parametrize("spoilt", ["a name", "a type", "what takes it"])
+@pytest.mark.parametrize(
+    "call", [("no",), ("note", "x", ""), ("note", 1, "")], ids=["a name", "a type", "what takes it"]
+)
 async def test_link_call_that_cannot_be_carried_out_ends_it(
-    pair: Pair, spoilt: str, caplog: pytest.LogCaptureFixture
+    pair: Pair, call: tuple[Any, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     await pair.open()
     pair.down.error = ValueError("a mistake")
-    arguments: dict[str, tuple[Any, ...]] = {
-        "what takes it": ("note", 1, ""),
-        "a name": ("no",),
-        "a type": ("note", "x", ""),
-    }
-    pair.up.link.call(*arguments[spoilt])
+    pair.up.link.call(*call)
     await until(lambda: pair.down.lost)
     assert pair.down.lost == ["made a call that could not be carried out"]
     assert "a call could not be carried out" in caplog.text
@@ -159,9 +154,7 @@ async def test_link_large_calls_go_one_after_the_other_as_they_are_read(pair: Pa
     assert [arguments[0] for arguments in pair.down.received] == [0, 1, 2, 3]  # type: ignore[index]
 
 
-async def test_link_counts_no_silence_while_its_process_was_suspended(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_link_counts_no_suspended_time(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a container that was frozen for an hour: its peer was, too."""
     await pair.open()
     link, now_s = pair.up.link, pair.up.link._loop.time()

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -96,10 +97,7 @@ class Joined:
 
     async def load(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Let the process load with the engine's facts."""
-
-        def load(*_: object, **__: object) -> tuple[FakePreprocessor, bool]:
-            return FakePreprocessor(self.engine.info), False
-
+        load = Mock(return_value=(FakePreprocessor(self.engine.info), False))
         monkeypatch.setattr(remote_engine_module, "load_worker", lambda *_, **__: None)
         monkeypatch.setattr(remote_engine_module, "load_front_end", load)
         monkeypatch.setattr(remote_engine_module, "grammar_processes", lambda *_: None)
@@ -172,9 +170,6 @@ def events(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> list[Event]:
     return received
 
 
-METRICS = {"method": "GET", "path": "/metrics", "query_string": b"", "headers": []}
-
-
 def ask(
     engine: Any, prompt: Any = "hello", *, names: tuple[str, ...] = ("r",), **options: Any
 ) -> Any:
@@ -236,16 +231,11 @@ async def test_remote_prompt_is_prepared_once_admitted(joined: Joined, events: l
             return Shed("full", 7) if view.request.tenant == "t" else Admit()
 
     joined.played.shell.kernel._gate._seat.ask = Full().arrive
-    rendered: list[str] = []
-
-    def render() -> str:
-        rendered.append("now")
-        return "hello"
-
+    render = Mock(return_value="hello")
     with pytest.raises(RequestRefused) as refused:
         await ask(joined.remote, render)
     assert (refused.value.code, refused.value.retry_after_s) == ("shed", 7)
-    assert rendered == []
+    render.assert_not_called()
     assert [name for name, _ in joined.up.sent] == ["admit"]
 
 
@@ -385,7 +375,8 @@ async def test_remote_engine_that_is_gone_ends_every_request_once(joined: Joined
     (streaming,) = await ask(joined.remote, names=("streaming",), max_tokens=50)
     joined.up.held = True
     waiting = asyncio.ensure_future(ask(joined.remote, names=("waiting",)))
-    asking = asyncio.ensure_future(joined.remote.ask("forward", METRICS, b""))
+    metrics = {"method": "GET", "path": "/metrics", "query_string": b"", "headers": []}
+    asking = asyncio.ensure_future(joined.remote.ask("forward", metrics, b""))
     await joined.turns()
     joined.remote.lose("the engine has closed its link")
     for failing in (waiting, asking, joined.read(streaming), ask(joined.remote)):

@@ -54,9 +54,7 @@ def test_the_template_gets_name_description_and_parameters_of_tools() -> None:
         ({"parallel_tool_calls": True}, "fg", "", False),
     ],
 )
-def test_tool_choice_selects_the_required_call(
-    fields: dict[str, Any], shown: str, forced: str, single: bool
-) -> None:
+def test_choices_of_tools(fields: dict[str, Any], shown: str, forced: str, single: bool) -> None:
     use = use_of(tools=TOOLS, **fields)
     assert [each.name for each in use.functions] == list(shown)
     assert [each.name for each in use.forced] == list(forced)

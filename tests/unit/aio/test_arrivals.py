@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 from collections.abc import Coroutine, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,13 +15,12 @@ from tests.patience import patience
 from tests.unit.aio.ranks import ShellHarness, fail_on
 from tests.unit.kernel.setups import ByTenant
 from tests.unit.rank.worker_groups import Text
-from vsched.aio.arrivals import PendingArrivals
+from vsched.aio.arrivals import PendingArrivals, check_numbers, checked_prompt, refusal_error
 from vsched.aio.streams import Generation
 from vsched.errors import RequestFailed, RequestRefused
+from vsched.kernel.commands import RefusalCode, Refuse
 from vsched.kernel.events import Cleared, PolicyReplaced
 from vsched.types import SamplingParams
-
-LONG_NS = 50_000_000_000
 
 
 class SlowMedia:
@@ -50,7 +50,7 @@ class Preparations:
 
     def __init__(self, played: ShellHarness) -> None:
         self.shell, self.ranks, self.media = played.shell, played.ranks, SlowMedia()
-        played.shell.kernel._gate._seat.ask = ByTenant(hold_ns=LONG_NS).arrive
+        played.shell.kernel._gate._seat.ask = ByTenant(hold_ns=50_000_000_000).arrive
         engine = self.engine = played.engine()
         assert engine._running is not None
         engine._running = dataclasses.replace(engine._running, media=cast("Any", self.media))
@@ -108,9 +108,7 @@ async def test_requests_in_preparation_wait(made: Preparations) -> None:
 
 
 @pytest.mark.parametrize("is_ready", [False, True], ids=["at work", "just ready"])
-async def test_clear_interrupts_requests_in_preparation(
-    made: Preparations, *, is_ready: bool
-) -> None:
+async def test_clear_interrupts_preparations(made: Preparations, *, is_ready: bool) -> None:
     """Like a request waiting in the kernel, even if its preparation has just ended."""
     tasks = await made.begin(6)
     if is_ready:
@@ -222,3 +220,81 @@ async def test_clients_that_leave_leave_nothing_at_the_door(made: Preparations) 
         await made.ask(prompt=[5000])
     assert made.counts() == (0, 0)
     assert made.shell.statistics()["waiting"] == 0
+
+
+@pytest.mark.parametrize("code", RefusalCode)
+def test_refusal_of_every_code_has_words(code: RefusalCode) -> None:
+    error = refusal_error(Refuse("r", code, 3, 2, "some.key", detail=(4, 5), reason="it is gone"))
+    assert error.code == code.value
+    assert error.message.count(". Remedy: ") == 1
+    assert error.message.endswith(".")
+    assert (error.status == 429) == (error.retry_after_s is not None)
+
+
+VOCABULARY = 100
+INT32_MAX = 2**31 - 1
+SEED_MAX = 2**63 - 1
+PROMPT, STOP_TOKEN = "a token id of the prompt", "a stop token id"
+
+
+@pytest.mark.parametrize(
+    ("name", "limit", "values"),
+    [
+        (PROMPT, "0 to 99", [-1, 100, 2**31]),
+        ("the length of a stop string", f"1 to {INT32_MAX}", [0]),
+        (STOP_TOKEN, "0 to 99", [100, -1, 2**70]),
+        ("seed", f"{-SEED_MAX - 1} to {SEED_MAX}", [2**63, -(2**70)]),
+        ("max_tokens", f"0 to {INT32_MAX}", [2**31, -1]),
+        ("min_tokens", f"0 to {INT32_MAX}", [2**31, -1]),
+        ("top_k", f"-1 to {INT32_MAX}", [2**31, -2]),
+        ("logprobs", "0 to 100", [101, -1]),
+        ("temperature", "0 to 1000000.0", [math.nan, math.inf, -0.1]),
+        ("top_p", "0 to 1", [1.1, math.nan]),
+        ("min_p", "0 to 1", [-0.1]),
+        ("repetition_penalty", "0.001 to 1000.0", [math.inf]),
+        ("presence_penalty", "-1000000.0 to 1000000.0", [math.nan]),
+        ("frequency_penalty", "-1000000.0 to 1000000.0", [-math.inf]),
+    ],
+)
+def test_check_numbers_refuses(name: str, limit: str, values: list[Any]) -> None:
+    for value in values:
+        token_ids, sampling = [1, 2], {name: value}
+        if name == PROMPT:
+            token_ids, sampling = [1, value, 2], {}
+        elif name == STOP_TOKEN:
+            sampling = {"stop_token_ids": (1, value)}
+        elif name == "the length of a stop string":
+            sampling = {"stop": ("x", "")}
+        with pytest.raises(RequestRefused) as caught:
+            check_numbers(token_ids, SamplingParams(**sampling), vocab_size=VOCABULARY)
+        assert (
+            caught.value.message == f"{name} is out of bounds: value {value}, limit {limit}. "
+            "Remedy: send a value within the limit."
+        )
+        assert (caught.value.code, caught.value.status) == ("invalid_value", 400)
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "sampling"),
+    [
+        ([], {}),
+        ([0, 99], {"stop_token_ids": (0, 99)}),
+        ([1], {"seed": SEED_MAX, "max_tokens": INT32_MAX, "min_tokens": INT32_MAX}),
+        ([1], {"seed": 0, "max_tokens": 0, "top_k": -1, "top_p": 0, "min_p": 1}),
+        ([1], {"temperature": 0, "logprobs": 0}),
+        ([1], {"temperature": 1e6, "logprobs": 100, "presence_penalty": -2}),
+    ],
+    ids=str,
+)
+def test_check_numbers_accepts_the_limits(token_ids: list[int], sampling: dict[str, Any]) -> None:
+    check_numbers(token_ids, SamplingParams(**sampling), vocab_size=VOCABULARY)
+
+
+def test_checked_prompt_keeps_the_class_of_a_text() -> None:
+    """A rendered prompt marks positions where special tokens are a client's text, not the template's."""
+
+    class Rendered(str):
+        marks = (3,)
+
+    rendered = Rendered("<s>")
+    assert checked_prompt(rendered) is rendered
