@@ -121,7 +121,7 @@ class RankProcess:
     def _started(self, pid: int, wait: Callable[[], int]) -> None:
         try:
             self._pidfd = os.pidfd_open(pid)
-        except OSError:  # no file descriptor: nobody would see its end
+        except OSError:  # no file descriptor, so its exit would stay unnoticed
             os.kill(pid, signal.SIGKILL)
             wait()
             raise

@@ -183,7 +183,7 @@ def check_checkpoint(loaded: LoadedConfig) -> CheckpointReport:
 def _report_media(
     report: CheckpointReport, config: Config, info: ModelInfo, preprocessor: Preprocessor
 ) -> None:
-    """Report the needs of images of three sizes and of a long video, and what the chat template cannot render."""
+    """Report the needs of images of three sizes and of a long video, and failures of the chat template."""
     if info.takes_images and config.media.images_max:
         for width, height in IMAGE_SIZES:
             try:

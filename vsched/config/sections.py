@@ -24,7 +24,10 @@ PolicyTable = dict[str, Any]
 
 Positive = Annotated[int, Meta(ge=1)]
 NonNegative = Annotated[int, Meta(ge=0)]
-Seconds = Annotated[float, Meta(gt=0, le=1_000_000)]
+_TIME_MAX = 1_000_000
+"""Maximum of times: larger ones overflow timers of libraries."""
+Seconds = Annotated[float, Meta(gt=0, le=_TIME_MAX)]
+TimeOrZero = Annotated[float, Meta(ge=0, le=_TIME_MAX)]
 
 
 def form(pattern: str, description: str) -> Meta:
@@ -217,7 +220,7 @@ class GenerateConfig(StageConfig, frozen=True, kw_only=True):
     chunk_tokens: NonNegative = 0
     """Maximum number of prompt tokens of one request in a step; 0 for 512 on a CPU, 8192 with CUDA, but at most
     `max_batch_tokens`."""
-    step_target_ms: Annotated[float, Meta(ge=0, le=1_000_000)] = 100.0
+    step_target_ms: TimeOrZero = 100.0
     """Target for the time of a step: while requests decode, prefill is limited to it, and so is encoding in the same
     processes; 0 for no limit. It is lower when more than 5 requests decode for each waiting one."""
     step_target_ratio: Annotated[float, Meta(ge=1.5)] = 8.0
@@ -541,9 +544,9 @@ class DeadlinesConfig(Section, frozen=True, kw_only=True):
     """Heartbeat interval of an idle leader."""
     rank_timeout_s: Seconds = 15.0
     """Time without a message from the leader after which a rank stops."""
-    waiting_s: Annotated[float, Meta(ge=0, le=1_000_000)] = 0.0
+    waiting_s: TimeOrZero = 0.0
     """Maximum time that a request waits for its first step; 0 for no limit."""
-    drain_s: Annotated[float, Meta(ge=0, le=1_000_000)] = 30.0
+    drain_s: TimeOrZero = 30.0
     """Maximum time for running requests to finish after the first Ctrl-C, or before their group is restarted."""
 
 

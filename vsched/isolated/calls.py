@@ -37,7 +37,7 @@ END_S = 10.0
 """Maximum time for a killed process to exit."""
 RETRY_AFTER_S = 5
 REPLY_BYTES_MAX = 64 << 20
-"""Maximum size of a reply; that of a video has up to a few bytes per token."""
+"""Maximum size of a reply; a video's reply has up to a few bytes per token."""
 KEPT_MAX = 8
 """Maximum number of idle processes kept for further calls."""
 KEPT_CALLS_MAX = 256
@@ -134,7 +134,7 @@ class _Forked:
                     self._set_deadline(until_s)
                     self._channel.sendall(part)
             size = int.from_bytes(self._receive(HEAD_BYTES, until_s), "little")
-            # A larger size is that of a process whose memory is corrupted.
+            # A larger size means that the memory of the process is corrupted.
             return self._receive(size, until_s) if size <= REPLY_BYTES_MAX else b""
         except TimeoutError:
             raise

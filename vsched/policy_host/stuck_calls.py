@@ -62,7 +62,7 @@ class StuckCalls:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-            # The handler may be that of another engine, without which its signal would end the process.
+            # Another engine may have installed its own handler since; without one, its signal would end the process.
             if signal.getsignal(SIGNAL) == self._interrupt and threading.get_ident() == self._main:
                 signal.signal(SIGNAL, self._handler_before or signal.SIG_DFL)
 

@@ -180,7 +180,7 @@ def _compile(
     warps: int = WARPS,
     capability: int = CAPABILITY,
 ) -> Compiled:
-    """Compile a kernel; `types` are those of pointers that are neither of this type nor in `_POINTERS`."""
+    """Compile a kernel; `types` has the types of the pointers that have another type and are not in `_POINTERS`."""
     import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
     from triton.backends.compiler import GPUTarget  # type: ignore[import-not-found,import-untyped,unused-ignore]
     from triton.compiler import ASTSource  # type: ignore[import-not-found,import-untyped,unused-ignore]

@@ -228,7 +228,7 @@ async def led_again(sizing: Sizing, before: Group) -> Group:
 
 
 async def test_group_comes_back_with_the_size_that_fits(caplog: pytest.LogCaptureFixture) -> None:
-    """Later with all of it, whose steps were proved at the first start; those of a smaller size are proved again."""
+    """A later full size was proved at the first start; a smaller size is proved again."""
     device, sizing, groups = await sized()
     group, (blocks,) = groups[NAME], groups[NAME].accepted
     taken = group.votes[-1].memory.kv_bytes // 3

@@ -364,7 +364,7 @@ OF_A_TENANT = '_requests_total{model_name="demo",outcome="stop",tenant="%s"} %d.
          ""),
         ([bearer("common"), {**RED, "x-tenant": "blue"}],
          {"tenant_keys": KEYS, "api_key": "common"}, ["", "red"], [], ""),
-        # Of the header where it is configured.
+        # From the header, if one is configured.
         ([{"x-team": "red"}, {}, {"x-team": "no name"}, {"x-team": "x" * 65}],
          {"tenant_header": "x-team"}, ["red", "", 400, 400], [], ""),
         ([{"x-team": "red"}], {}, [""], [], "red"),

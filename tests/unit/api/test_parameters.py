@@ -1,4 +1,4 @@
-"""Fields of requests: what reaches the engine, and errors that name parameter, value, limit and remedy."""
+"""Fields of requests: values in the engine, and errors with parameter, value, limit and remedy."""
 
 from __future__ import annotations
 

@@ -301,7 +301,7 @@ async def test_certificates_are_read_once(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(ssl, "create_default_context", read)
     for _ in range(2):
         with pytest.raises(RequestRefused, match="could not be fetched"):
-            await fetch("https://127.0.0.1:1/", private("127.0.0.1:1"))  # nobody listens there
+            await fetch("https://127.0.0.1:1/", private("127.0.0.1:1"))  # no listener
     assert read.call_count <= 1
 
 
@@ -377,4 +377,4 @@ async def test_fetch_refuses_other_answers(answer: bytes, text: str) -> None:
             await fetch(f"http://{host}/", private(host))
     assert "127.0.0.1" not in caught.value.message
     with pytest.raises(RequestRefused, match="could not be fetched"):
-        await fetch(f"http://{host}/", private(host))  # nobody listens there
+        await fetch(f"http://{host}/", private(host))  # no listener

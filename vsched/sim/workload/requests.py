@@ -125,7 +125,7 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return self.tenant if self.cache_salt is None else self.cache_salt
 
     def scaled_down(self, tokens_max: int) -> Arrival:
-        """Return it with at most so many tokens in each image and each frame group."""
+        """Return the arrival with at most `tokens_max` tokens per image and per frame group."""
 
         def fitted(part: PromptPart) -> PromptPart:
             if isinstance(part, Image):

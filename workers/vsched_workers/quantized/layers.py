@@ -127,7 +127,7 @@ class Quantizer:
         device: str = "cpu",
         int4: RoundGroups | None = None,
     ) -> None:
-        """Take a format, the group size or 0, the factory of products, their device, and as `quantize` int4."""
+        """Take a format, the group size or 0, the factory of products, their device, and `int4` of `quantize`."""
         self._kind, self._group, self._make, self._device = kind, group, make, device
         self._int4 = int4
         self._tied: Any = None

@@ -32,7 +32,7 @@ from typing import Any
 
 import llvmlite  # type: ignore[import-untyped]
 import numba
-import numba.np.arrayobj
+import numba.np.arrayobj  # loading a kernel imports it; here, once for all forked ranks
 from llvmlite import binding
 from numba.core.compiler import CompileResult
 from numba.core.runtime.nrt import rtsys

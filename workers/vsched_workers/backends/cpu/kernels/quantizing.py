@@ -37,12 +37,20 @@ def _find_largest(row: int, weight: Any, largest: Any) -> None:
 
 
 @compiled(fastmath=_REORDERED)
+def _divisor(scale: Any) -> Any:
+    return scale if scale != np.float32(0) else np.float32(1)
+
+
+@compiled(fastmath=_REORDERED)
+def _rounded(value: Any, divisor: Any) -> Any:
+    return min(max(np.rint(value / divisor), _LEAST), _MOST)
+
+
+@compiled(fastmath=_REORDERED)
 def _error_of(values: Any, scale: Any) -> Any:
-    divisor = scale if scale != np.float32(0) else np.float32(1)
-    total = np.float32(0)
+    divisor, total = _divisor(scale), np.float32(0)
     for place in range(len(values)):
-        value = min(max(np.rint(values[place] / divisor), _LEAST), _MOST)
-        apart = value * scale - values[place]
+        apart = _rounded(values[place], divisor) * scale - values[place]
         total += apart * apart
     return total
 
@@ -60,10 +68,10 @@ def _round_row(row: int, weight: Any, candidates: Any, scales: Any, pairs: Any) 
             if error < least:
                 best, least = scale, error
         scales[row, group] = best
-        divisor = best if best != np.float32(0) else np.float32(1)
+        divisor = _divisor(best)
         for pair in range(half):
-            low = min(max(np.rint(values[2 * pair] / divisor), _LEAST), _MOST) + _CENTRE
-            high = min(max(np.rint(values[2 * pair + 1] / divisor), _LEAST), _MOST) + _CENTRE
+            low = _rounded(values[2 * pair], divisor) + _CENTRE
+            high = _rounded(values[2 * pair + 1], divisor) + _CENTRE
             pairs[row, group * half + pair] = np.uint8(
                 np.uint8(low) | np.uint8(high) << np.uint8(4)
             )
