@@ -175,7 +175,7 @@ FEW_DECODES = [(1, 1024), (8, 1024), (64, 1024), (32, 8192)]
 DECODES = [(rows, 1024) for rows in (1, 2, 4, 8, 16, 32, 64, 128)] + [
     (rows, 8192) for rows in (1, 8, 32)
 ]
-FEW_BITS = [(rows, 1024) for rows in (1, 8, 64, 128)]
+QUANTIZED_DECODES = [(rows, 1024) for rows in (1, 8, 64, 128)]
 PREFILLS = [(0, 2048), (0, 8192), (8192, 2048)]
 
 

@@ -138,7 +138,7 @@ class ModelBench:
             return
         decodes = costs.FEW_DECODES if self.few else costs.DECODES
         if self.weights != "auto":  # affects steps with few rows only
-            decodes = costs.FEW_BITS
+            decodes = costs.QUANTIZED_DECODES
         for rows, context in decodes if self.full else [(1, 32), (3, 32)]:
             yield self._decode, rows, context
         if self.weights == "auto":

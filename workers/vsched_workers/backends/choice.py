@@ -145,17 +145,18 @@ def check_quantized(settings: WorkerSettings, dtype: torch.dtype, *, what: str) 
     Raises:
         ConfigError: With the supported combination.
     """
-    on_cuda = settings.device.startswith("cuda")
-    library = "triton" if on_cuda else "numba"
-    has_types = on_cuda or dtype in {torch.float32, torch.bfloat16}
-    has_library = find_spec(library) is not None
-    exact = settings.attention == "exact" and not on_cuda
-    if not has_types or exact or not has_library:
+    if settings.device.startswith("cuda"):
+        return
+    has_numba = find_spec("numba") is not None
+    if (
+        dtype not in {torch.float32, torch.bfloat16}
+        or settings.attention == "exact"
+        or not has_numba
+    ):
         raise ConfigError(
             f"{what} is not possible on {settings.device} with {_name(dtype)}, "
-            f"attention {settings.attention!r} and {'' if has_library else 'without '}{library}, only on cuda with "
-            "Triton, and on cpu with bfloat16 or float32, `auto` and numba. "
-            "Remedy: use these, or weights that are not quantized."
+            f"attention {settings.attention!r} and {'' if has_numba else 'without '}numba, only on cuda, and on cpu "
+            "with bfloat16 or float32, `auto` and numba. Remedy: use these, or weights that are not quantized."
         )
 
 

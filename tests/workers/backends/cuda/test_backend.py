@@ -13,7 +13,6 @@ from torch.nn import functional
 
 from vsched.errors import ConfigError, DeviceOutOfMemory
 from vsched.worker.contract import WorkerSettings
-from vsched_workers.backends import choice
 from vsched_workers.backends.choice import choose_backend
 from vsched_workers.backends.cuda.attention import KernelMissing, TritonDecode
 from vsched_workers.backends.cuda.attention_trials import load_kernels
@@ -21,6 +20,7 @@ from vsched_workers.backends.cuda.device import CudaMemory
 from vsched_workers.backends.cuda.fused_layers import LayerKernels
 from vsched_workers.backends.cuda.products import (
     FastKernel,
+    QuantizedKernels,
     RowProduct,
     RowTiles,
     row_tiles,
@@ -81,16 +81,6 @@ def test_backend_has_float32_be_float32() -> None:
 
 
 @pytest.mark.usefixtures("calls")
-def test_weights_in_a_few_bits_need_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = WorkerSettings(device="cuda:0", weights="int8")
-    monkeypatch.setattr(choice, "find_spec", lambda _: object())
-    choose_backend(given, torch.bfloat16)
-    monkeypatch.setattr(choice, "find_spec", lambda _: None)
-    with pytest.raises(ConfigError, match=r"on cuda:0 with bfloat16, .* without triton, .* Remedy"):
-        choose_backend(given, torch.bfloat16)
-
-
-@pytest.mark.usefixtures("calls")
 def test_variable_turns_parts_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VSCHED_CUDA_OFF", "graphs, triton")
     backend = choose_backend(WorkerSettings(device="cuda:0"), torch.bfloat16)
@@ -98,6 +88,7 @@ def test_variable_turns_parts_off(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KernelMissing, match="turned off"):
         TritonDecode(132)
     assert load_kernels(LayerKernels) is None
+    assert load_kernels(QuantizedKernels) is None
     monkeypatch.setenv("VSCHED_CUDA_OFF", "graph")
     with pytest.raises(ConfigError, match=r"VSCHED_CUDA_OFF: unknown part 'graph'.*Known: graphs"):
         choose_backend(WorkerSettings(device="cuda:0"), torch.bfloat16)

@@ -28,7 +28,7 @@ from vsched_workers.backends.base import LanguageLayers, RunModel
 from vsched_workers.backends.cuda.attention import TritonDecode
 from vsched_workers.backends.cuda.fused_layers import FusedLayers, LayerKernels, merge
 from vsched_workers.backends.cuda.graphs import DecodeGraphs
-from vsched_workers.backends.cuda.products import QuantizedLayer, TritonProduct
+from vsched_workers.backends.cuda.products import DeviceProduct, QuantizedKernels, QuantizedLayer
 from vsched_workers.backends.reference.attention import prefill_by_gather
 from vsched_workers.backends.reference.layers import ModuleLayers
 from vsched_workers.backends.reference.packed_weights import replace_linears
@@ -75,17 +75,14 @@ def triton_decode() -> DecodeKernel:
     return found
 
 
-def quantized_layer(linear: nn.Linear) -> QuantizedLayer:
-    """Return a layer with a quantized weight, whose kernel does nothing."""
+def quantized_layer(kernels: QuantizedKernels | None, linear: nn.Linear) -> QuantizedLayer:
+    """Return a layer with a quantized weight."""
     weight = quantize(torch.zeros(linear.weight.shape), "int4").to("meta")
-    kernels = Started(), Started()
-    return QuantizedLayer(
-        linear, TritonProduct(weight, linear.bias, processors=132, kernels=kernels)
-    )
+    return QuantizedLayer(linear, DeviceProduct(weight, linear.bias, kernels, processors=132))
 
 
 def captured_step(
-    folder: Path, rows: int, *, quantized: bool, fused: bool
+    folder: Path, rows: int, *, quantized: str, fused: bool
 ) -> Callable[[], torch.Tensor]:
     """Return a decode step of the smallest model, over memory on the device."""
     shape = SHAPES["nano"]
@@ -98,7 +95,8 @@ def captured_step(
     if fused:
         merge(model, make)
     if quantized:
-        assert replace_linears(model, quantized_layer)
+        kernels = QuantizedKernels(Started(), Started()) if quantized == "kernels" else None
+        assert replace_linears(model, functools.partial(quantized_layer, kernels))
     cache = KvCache(
         [KvShape(shape.kv_heads, shape.head_dim, shape.head_dim)] * shape.layers,
         blocks=8,
@@ -140,10 +138,10 @@ def step_of(cache: KvCache, run: RunModel) -> DecodeGraphs:
 
 
 @pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("quantized", ["", "kernels", "torch"])
 @pytest.mark.parametrize("fused", [False, True])
 def test_captured_step_touches_the_device_alone(
-    tmp_path: Path, rows: int, quantized: bool, fused: bool
+    tmp_path: Path, rows: int, quantized: str, fused: bool
 ) -> None:
     step = captured_step(tmp_path, rows, quantized=quantized, fused=fused)
     with torch.inference_mode(), Capturing():  # type: ignore[no-untyped-call]

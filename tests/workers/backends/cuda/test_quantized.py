@@ -1,8 +1,9 @@
-"""Quantized weights on a GPU: the kernels in Triton's interpreter or on a device, and the layers that use them."""
+"""Quantized weights on a GPU: kernels in Triton's interpreter or on a device, torch without Triton, and layers."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,15 +13,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-pytest.importorskip("triton")
-
 from tests.workers.backends.cuda.on_host import DEVICE, backend_here
-from vsched_workers.backends.cuda.products import FEW_ROWS_MAX, QuantizedLayer, TritonProduct
+from vsched_workers.backends.cuda.attention_trials import WITHIN, load_kernels
+from vsched_workers.backends.cuda.products import (
+    FEW_ROWS_MAX,
+    DeviceProduct,
+    QuantizedKernels,
+    QuantizedLayer,
+    quantized_trial,
+)
 from vsched_workers.families.decoders import Decoder
 from vsched_workers.quantized.layers import QuantizedLinear
 from vsched_workers.quantized.weights import QuantizedWeight, quantize
 
 pytestmark = pytest.mark.filterwarnings("default")
+KERNELS = load_kernels(QuantizedKernels)
+needs_triton = pytest.mark.skipif(KERNELS is None, reason="Triton is not installed")
 
 
 def drawn(outputs: int, inputs: int, kind: str, group: int, *, offsets: bool) -> QuantizedWeight:
@@ -44,7 +52,8 @@ def differs(weight: QuantizedWeight, rows: int, **device: Any) -> float:
     """Return the relative difference of a product to that of the dequantized weight, in double precision."""
     outputs, inputs = weight.shape
     given, bias = torch.randn(rows, inputs), torch.randn(outputs)
-    product = TritonProduct(weight.to(DEVICE), bias.to(DEVICE), **{"processors": 4, **device})
+    options = {"kernels": KERNELS, "processors": 4, **device}
+    product = DeviceProduct(weight.to(DEVICE), bias.to(DEVICE), **options)
     found = product(given.to(DEVICE)).cpu().double()
     wanted = given.double() @ weight.dequantized().double().T + bias
     return float((found - wanted).abs().max() / wanted.abs().max())
@@ -61,6 +70,7 @@ def differs(weight: QuantizedWeight, rows: int, **device: Any) -> float:
     rows=st.sampled_from([1, 2, 15, 16, 17, 33, FEW_ROWS_MAX, FEW_ROWS_MAX + 1]),
     processors=st.integers(1, 140),
     converts_fp8=st.booleans(),
+    kernels=st.sampled_from([KERNELS, None]),
 )
 def test_product_is_that_of_the_dequantized_weight(
     outputs: int, inputs: int, kind: str, group: int, offsets: bool, rows: int, **device: Any
@@ -77,21 +87,45 @@ def test_product_takes_inputs_in_the_order_of_groups(rows: int) -> None:
     assert differs(weight, rows) < 1e-5
 
 
+@needs_triton
 def test_widened_weight_has_the_bits_of_its_values() -> None:
     for kind in ("int8", "int4", "fp8"):
         weight = drawn(33, 101, kind, 32, offsets=True)
-        product = TritonProduct(weight.to(DEVICE), None, processors=4)
-        assert torch.equal(product.widened(torch.float32).cpu(), weight.dequantized())
+        assert KERNELS is not None
+        product = DeviceProduct(weight.to(DEVICE), None, KERNELS, processors=4)
+        assert torch.equal(product._widened(KERNELS, torch.float32).cpu(), weight.dequantized())
         chosen = torch.tensor([7, 0, 32])
         assert torch.equal(product.rows_of(chosen.to(DEVICE)).cpu(), weight.dequantized()[chosen])
 
 
+@needs_triton
 def test_fp8_is_converted_without_an_instruction_for_it() -> None:
     """As before compute capability 8.9, such as on an A100: every value, subnormal ones too, but NaN."""
     values = torch.tensor([each for each in range(256) if each & 127 != 127], dtype=torch.uint8)
     weight = QuantizedWeight("fp8", values[None], torch.ones(1, 1), 254, 254, torch.float32)
-    product = TritonProduct(weight.to(DEVICE), None, processors=4, converts_fp8=False)
-    assert torch.equal(product.widened(torch.float32).cpu(), weight.dequantized())
+    assert KERNELS is not None
+    product = DeviceProduct(weight.to(DEVICE), None, KERNELS, processors=4, converts_fp8=False)
+    assert torch.equal(product._widened(KERNELS, torch.float32).cpu(), weight.dequantized())
+
+
+class Zeros:
+    """A kernel that writes zeros to one of its arguments."""
+
+    def __init__(self, result: int) -> None:
+        self.result = result
+
+    def __getitem__(self, _grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *arguments, **_: arguments[self.result].zero_()
+
+
+@pytest.mark.usefixtures("properties")
+@pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
+def test_trial_tells_right_kernels_from_wrong_ones(kind: str) -> None:
+    # The interpreter multiplies bfloat16 as integers.
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    if KERNELS is not None:
+        assert quantized_trial(kind, KERNELS, dtype, DEVICE) <= WITHIN[dtype]
+    assert quantized_trial(kind, QuantizedKernels(Zeros(4), Zeros(3)), dtype, DEVICE) > 0.1
 
 
 class Block(nn.Module):
@@ -112,7 +146,7 @@ class Block(nn.Module):
 
 @pytest.mark.usefixtures("properties")
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_model_is_made_into_few_bits_on_loading(kind: str) -> None:
+def test_model_is_quantized_on_loading(kind: str) -> None:
     """Its logits equal those of the same model with dequantized weights; head and embedding share their memory."""
     torch.manual_seed(0)
     model, twin = Block().eval().requires_grad_(requires_grad=False), Block().eval()

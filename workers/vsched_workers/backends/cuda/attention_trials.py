@@ -84,7 +84,7 @@ def passes(trial: Callable[[], float], dtype: torch.dtype, *, without: str) -> b
 
 
 def load_kernels(kind: type[TritonKernels]) -> TritonKernels | None:
-    """Return the kernels of `triton_kernels.py` that a named tuple has fields for; None if Triton is not installed."""
+    """Return the kernels of `triton_kernels.py` that a named tuple has fields for; None without Triton."""
     if not has_triton():
         return None
     from vsched_workers.backends.cuda import triton_kernels
@@ -112,7 +112,7 @@ def usable_kernels(
     """
     kernels = load_kernels(kind)
     if kernels is None:
-        logger.info("no %s: Triton is not installed", what)
+        logger.info("no %s: Triton is not installed, or turned off", what)
         return None
     tried = functools.partial(trial, kernels, dtype, device)
     return kernels if passes(tried, dtype, without=f"no {what}") else None

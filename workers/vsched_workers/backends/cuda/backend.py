@@ -37,7 +37,14 @@ from vsched_workers.backends.cuda.device import (
 from vsched_workers.backends.cuda.fused_layers import FusedLayers, LayerKernels, fits, merge
 from vsched_workers.backends.cuda.fused_tower import FusedTower, VisionKernels
 from vsched_workers.backends.cuda.graphs import CudaGraphStream, DecodeGraphs
-from vsched_workers.backends.cuda.products import QuantizedLayer, RowProduct, TritonProduct
+from vsched_workers.backends.cuda.products import (
+    DeviceProduct,
+    QuantizedKernels,
+    QuantizedLayer,
+    RowProduct,
+    product_on,
+    quantized_trial,
+)
 from vsched_workers.backends.reference.backend import Backend
 from vsched_workers.backends.reference.layers import ModuleLayers, stored_bytes
 from vsched_workers.backends.reference.packed_weights import (
@@ -92,6 +99,11 @@ class CudaBackend(Backend):
         return RowCopies(self.device)
 
     @functools.cached_property
+    def _quantized_kernels(self) -> dict[str, QuantizedKernels | None]:
+        """The kernels of each format in use; None if they cannot be used."""
+        return {}
+
+    @functools.cached_property
     def _graph_stream(self) -> CudaGraphStream:
         return CudaGraphStream(self.device)
 
@@ -111,7 +123,7 @@ class CudaBackend(Backend):
             )
         if kernels is not None:
             merge(model, decoder)
-        size = self._keep_few_bits(model)
+        size = self._replace_quantized(model)
         layers: LanguageLayers
         if kernels is None:
             layers = ModuleLayers(model, self.send, axes=decoder.axes)
@@ -124,10 +136,10 @@ class CudaBackend(Backend):
             size += stored_bytes(head, *model.parameters())
             return RunnableLanguage(layers=layers, head=product, weights_bytes=size)
         model.embed_tokens = self._quantizer.embed(model.embed_tokens, head)
-        few_bits = self._quantizer.head(head, None)
-        size += few_bits.size_bytes + self._quantizer.embedding_bytes
+        head_product = self._quantizer.head(head, None)
+        size += head_product.size_bytes + self._quantizer.embedding_bytes
         size += stored_bytes(*model.parameters())
-        return RunnableLanguage(layers=layers, head=few_bits, weights_bytes=size)
+        return RunnableLanguage(layers=layers, head=head_product, weights_bytes=size)
 
     def prepare_tower(self, tower: nn.Module) -> int:
         flash = fused_tower.use_flash(tower, self.settings, self.dtype)
@@ -147,7 +159,7 @@ class CudaBackend(Backend):
                 )
         if kernels is not None:
             fused_tower.merge(tower)
-        size = self._keep_few_bits(tower) + sum(each.nbytes for each in tower.parameters())
+        size = self._replace_quantized(tower) + sum(each.nbytes for each in tower.parameters())
         if kernels is None:
             tower.register_forward_pre_hook(self._send_grids, with_kwargs=True)
         else:
@@ -166,19 +178,19 @@ class CudaBackend(Backend):
         return nullcontext()  # torch's allocator on a GPU splits and joins blocks freely
 
     def prepare_whole(self, model: nn.Module) -> int:
-        return self._keep_few_bits(model) + stored_bytes(*model.parameters())
+        return self._replace_quantized(model) + stored_bytes(*model.parameters())
 
     prepare_any_tower = prepare_whole
 
     def lays_out(self, module: nn.Module) -> Collection[str]:
         return () if self._quantizer is None else packed_names(module)
 
-    def _keep_few_bits(self, module: nn.Module) -> int:
+    def _replace_quantized(self, module: nn.Module) -> int:
         """Replace the layers below a module whose weights are or get quantized; return their bytes."""
-        replaced = replace_linears(module, self._few_bits)
+        replaced = replace_linears(module, self._quantized_layer)
         return sum(each.product.size_bytes for each in replaced)
 
-    def _few_bits(self, linear: nn.Linear) -> QuantizedLayer | None:
+    def _quantized_layer(self, linear: nn.Linear) -> QuantizedLayer | None:
         bias = None if linear.bias is None else linear.bias.to(self.device)
         if self._quantizer is not None:
             return QuantizedLayer(linear, self._quantizer.linear(linear.weight, bias))
@@ -186,14 +198,17 @@ class CudaBackend(Backend):
             return QuantizedLayer(linear, self._product(linear.weight, bias))
         return None
 
-    def _product(self, weight: QuantizedWeight, bias: torch.Tensor | None) -> TritonProduct:
-        device = torch.cuda.get_device_properties(self.device)
-        return TritonProduct(
-            weight.to(self.device),
-            bias,
-            processors=device.multi_processor_count,
-            converts_fp8=(device.major, device.minor) >= (8, 9),
-        )
+    def _product(self, weight: QuantizedWeight, bias: torch.Tensor | None) -> DeviceProduct:
+        kind = weight.kind
+        if kind not in self._quantized_kernels:
+            self._quantized_kernels[kind] = usable_kernels(
+                QuantizedKernels,
+                functools.partial(quantized_trial, kind),
+                self.dtype,
+                self.device,
+                what=f"kernels of {kind} weights",
+            )
+        return product_on(self.device, weight, bias, self._quantized_kernels[kind])
 
     def load_attention(self) -> None:
         if not self._captures:

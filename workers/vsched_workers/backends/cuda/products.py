@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from vsched_workers.quantized.weights import INT4_CENTRE, QuantizedWeight
+from vsched_workers.quantized.weights import INT4_CENTRE, QuantizedWeight, quantize
 
 TILE_MIN, TILE_MAX = 32, 512
 """Values of a weight's row that a program reads at a time."""
@@ -182,8 +182,17 @@ WIDENED_INPUTS = 1024
 """Values that a program dequantizes."""
 
 
-class TritonProduct:
+class QuantizedKernels(NamedTuple):
+    """The Triton kernels of quantized weights."""
+
+    multiply_few: Any
+    widen: Any
+
+
+class DeviceProduct:
     """The product of activations and a quantized weight [out, in] on a device.
+
+    Without Triton's kernels, each product dequantizes the weight by torch operations.
 
     Attributes:
         shape: Outputs and inputs.
@@ -194,21 +203,16 @@ class TritonProduct:
         self,
         weight: QuantizedWeight,
         bias: torch.Tensor | None,
+        kernels: QuantizedKernels | None,
         *,
         processors: int,
         converts_fp8: bool = True,
-        kernels: tuple[Any, Any] | None = None,
     ) -> None:
-        """Take a weight on the device, the device's number of SMs, and kernels in place of Triton's, if any.
+        """Take a weight on the device, the kernels, and the device's number of SMs.
 
         `converts_fp8`: the device has an instruction for it, from compute capability 8.9 on.
         """
-        if kernels is None:
-            from vsched_workers.backends.cuda.triton_kernels import multiply_few, widen
-
-            kernels = FastKernel(multiply_few), FastKernel(widen)
-        self._multiply: Any = kernels[0]
-        self._widen: Any = kernels[1]
+        self._kernels = kernels
         self._weight, self._bias, self._processors = weight, bias, processors
         self.shape, self.size_bytes = weight.shape, weight.nbytes
         offsets = weight.scales if weight.offsets is None else weight.offsets
@@ -221,21 +225,23 @@ class TritonProduct:
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply activations [..., in]; return [..., out] of the same type."""
-        order = self._weight.order
+        order, kernels = self._weight.order, self._kernels
+        if kernels is None:
+            return functional.linear(rows, self._weight.dequantized().to(rows.dtype), self._bias)
         rows = rows if order is None else rows.index_select(-1, order)
         flat = rows.reshape(-1, self.shape[1])
         if self._tile is None or len(flat) > FEW_ROWS_MAX:
-            return functional.linear(rows, self.widened(rows.dtype), self._bias)
-        summed = self._few(flat.contiguous(), self._tile)
+            return functional.linear(rows, self._widened(kernels, rows.dtype), self._bias)
+        summed = self._few(kernels, flat.contiguous(), self._tile)
         summed = summed if self._bias is None else summed + self._bias
         return summed.to(rows.dtype).view(*rows.shape[:-1], self.shape[0])
 
-    def _few(self, rows: torch.Tensor, tile: int) -> torch.Tensor:
+    def _few(self, kernels: QuantizedKernels, rows: torch.Tensor, tile: int) -> torch.Tensor:
         """Return the float32 product for small M, of activations [M, in]."""
         outputs, inputs = self.shape
         plan = plan_of(len(rows), outputs, -(-inputs // tile), self._processors)
         sums = rows.new_empty((plan.parts, len(rows), outputs), dtype=torch.float32)
-        self._multiply[-(-outputs // plan.outputs), -(-len(rows) // plan.rows), plan.parts](
+        kernels.multiply_few[-(-outputs // plan.outputs), -(-len(rows) // plan.rows), plan.parts](
             rows,
             *self._memory,
             sums,
@@ -254,11 +260,11 @@ class TritonProduct:
         )
         return sums[0] if plan.parts == 1 else sums.sum(0)
 
-    def widened(self, dtype: torch.dtype) -> torch.Tensor:
+    def _widened(self, kernels: QuantizedKernels, dtype: torch.dtype) -> torch.Tensor:
         """Return the dequantized weight, [out, in], with inputs in their stored order."""
         outputs, inputs = self.shape
         weight = torch.empty(self.shape, dtype=dtype, device=self._weight.values.device)
-        self._widen[outputs, -(-inputs // WIDENED_INPUTS)](
+        kernels.widen[outputs, -(-inputs // WIDENED_INPUTS)](
             *self._memory,
             weight,
             inputs,
@@ -277,10 +283,44 @@ class TritonProduct:
         return self._weight.rows_of(indices)
 
 
+def product_on(
+    device: str,
+    weight: QuantizedWeight,
+    bias: torch.Tensor | None,
+    kernels: QuantizedKernels | None,
+) -> DeviceProduct:
+    """Return the product of a weight on a device; copies the weight there."""
+    facts = torch.cuda.get_device_properties(device)
+    return DeviceProduct(
+        weight.to(device),
+        bias,
+        kernels,
+        processors=facts.multi_processor_count,
+        converts_fp8=(facts.major, facts.minor) >= (8, 9),
+    )
+
+
+def quantized_trial(kind: str, kernels: QuantizedKernels, dtype: torch.dtype, device: str) -> float:
+    """Return the largest difference to products by a dequantized weight of a format, for few and for many rows."""
+    seed = torch.Generator().manual_seed(0)
+    plain, rows = (torch.randn(count, 96, generator=seed) for count in (40, FEW_ROWS_MAX + 1))
+    if kind == "fp8":
+        values = plain.to(torch.float8_e4m3fn).view(torch.uint8)
+        weight = QuantizedWeight("fp8", values, torch.ones(40, 3), 32, 96, dtype)
+    else:
+        weight = quantize(plain, kind, group=32)
+    given, product = (rows / 8).to(device, dtype), product_on(device, weight, None, kernels)
+    wanted = given.float() @ weight.to(device).dequantized().T
+    return max(
+        float((product(given[:count]).float() - wanted[:count]).abs().max())
+        for count in (3, len(given))
+    )
+
+
 class QuantizedLayer(nn.Module):
     """A linear layer with a quantized weight."""
 
-    def __init__(self, linear: nn.Linear, product: TritonProduct) -> None:
+    def __init__(self, linear: nn.Linear, product: DeviceProduct) -> None:
         """Replace a layer."""
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
