@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vsched.errors import CheckpointError
+from vsched.worker.memory import weights_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 _CONVERSION = 2
 """Version of the conversion of GGUF files: one with other results converts earlier files again."""
+_LARGER = 1.5
+"""Ratio of the sizes of a checkpoint and its GGUF file, above which the file is quantized."""
 _HUB_ID = re.compile(
     r"(?P<repository>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+))?(?::(?P<part>[\w.-]+))?"
 )
@@ -122,6 +125,13 @@ def _converted(file: Path, progress: Progress | None) -> str:
             if not folder.is_dir():  # otherwise another process was faster
                 # The hub's cache has links to files that are named by their digests.
                 raise CheckpointError(str(error).replace(source.name, file.name)) from error
+        times = weights_bytes(str(folder)) / facts.st_size
+        if times > _LARGER:
+            logger.info(
+                "%s takes %.1f times its size in bfloat16. Smaller, with faster decode steps: "
+                "--set generate.weights=int8 (half of it), or int4 (a third)",
+                *(file.name, times),
+            )
     return str(folder)
 
 

@@ -309,6 +309,27 @@ def test_gguf_file_that_cannot_be_converted_is_named_as_in_the_repository(
         local_checkpoint("org/model:Q8_0")
 
 
+@pytest.mark.parametrize(("size", "quantized"), [(100, False), (356, True)])
+def test_quantization_is_suggested_for_a_gguf_file_that_was_quantized(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    size: int,
+    quantized: bool,
+) -> None:
+    class Tools:
+        def convert_gguf(self, _file: str, path: str, **_: object) -> None:
+            Path(path).mkdir()
+            (Path(path) / "model.safetensors").write_bytes(bytes(size))
+
+    caplog.set_level("INFO")
+    (tmp_path / "mine.gguf").write_bytes(bytes(100))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(checkpoint_tools, "load_tools", lambda *_: Tools())
+    local_checkpoint(str(tmp_path / "mine.gguf"))
+    assert ("mine.gguf takes 3.6 times its size in bfloat16" in caplog.text) == quantized
+
+
 def test_token_is_sent_and_named_if_absent(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.token = "secret"
     with pytest.raises(CheckpointError, match="HF_TOKEN"):
