@@ -98,9 +98,7 @@ def generate_pruned(path: Path, ask: VideoAsk) -> list[int]:
         more["deepstack_visual_embeds"] = [torch.cat(list(level))[mask] for level in levels]
     cache, found = DynamicCache(), []
     for _ in range(ask.count):
-        out = model.model.language_model(
-            inputs_embeds=embeds, position_ids=positions, past_key_values=cache, **more
-        )
+        out = model.model.language_model(None, None, positions, cache, embeds, **more)
         token = model.lm_head(out.last_hidden_state[:, -1]).argmax(-1)
         found.append(int(token))
         embeds = model.get_input_embeddings()(token[None])

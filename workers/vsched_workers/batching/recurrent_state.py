@@ -40,7 +40,7 @@ ASKS_FOR_STATES = frozenset({"get_conv_state", "get_recurrent_state", "get_linea
 BEGINS_ANEW = frozenset({"mamba_selective_scan"})
 """Functions over several tokens that take no initial state: after the first call, their modules run token by token."""
 
-CACHES = ("cache_params", "past_key_values")
+CACHES = ("cache_params", "past_key_values", "cache")
 """Parameter names of a module's cache."""
 
 MASK = "attention_mask"
