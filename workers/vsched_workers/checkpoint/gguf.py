@@ -31,6 +31,10 @@ _LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.
 _LLAMA3 |= {"original_max_position_embeddings": 8192}
 """The scaling of all models of Llama 3.1 to 3.3, apart from its factor."""
 
+_GEMMA_27B = {("gemma2", 46), ("gemma3_text", 62)}
+"""Type and layers of the models whose attention scores are scaled by hidden size per head."""
+_TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>")
+
 
 def check_conversion(path: str, *, dtype: str) -> None:
     """Check the requirements of a conversion before a GGUF file exists.
@@ -66,7 +70,8 @@ def convert_gguf(file: str, path: str, *, dtype: str, progress: Progress) -> int
         with _reading(source):
             model = _model(source, dtype, progress)
             _mend_rope(model.config, source)
-        model.generation_config.eos_token_id = tokenizer.eos_token_id
+            _mend_scores(model.config)
+            model.generation_config.eos_token_id = _end_tokens(tokenizer, source)
         progress("writing the weights", 0.0)
         with without_bars():
             model.save_pretrained(folder)
@@ -172,6 +177,28 @@ def _llama3(rope: Mapping[str, Any], divisors: list[float]) -> dict[str, Any] | 
     found = _LLAMA3 | {"factor": max(divisors)}
     same = torch.allclose(plain / llama3_scaled(plain, found), torch.tensor(divisors), rtol=1e-3)
     return found if same else None
+
+
+def _mend_scores(config: Any) -> None:
+    """Scale Gemma's attention scores as llama.cpp: the file does not state it, and the 27B models are an exception."""
+    if hasattr(config, "query_pre_attn_scalar"):
+        is_27b = (config.model_type, config.num_hidden_layers) in _GEMMA_27B
+        by_width = config.hidden_size // config.num_attention_heads
+        config.query_pre_attn_scalar = by_width if is_27b else config.head_dim
+
+
+def _end_tokens(tokenizer: Any, source: Path) -> list[int]:
+    """Return the end-of-sequence token and the tokens that end a turn, which may be stated by their text only."""
+    from gguf import GGUFReader
+
+    reader = GGUFReader(source)
+    stated = [_field(reader, f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    harmony = (
+        _field(reader, "general.architecture") == "gpt-oss"
+    )  # ends parts of a turn with <|end|>
+    named = tokenizer.get_added_vocab()
+    named = {named[each] for each in _TURN_ENDS if each in named and not harmony}
+    return sorted({int(each) for each in stated if each} | named)
 
 
 def _model(source: Path, dtype: str, progress: Progress) -> Any:
