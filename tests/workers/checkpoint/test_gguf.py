@@ -66,32 +66,15 @@ def permuted(weight: Any, heads: int) -> Any:
     return weight.reshape(heads, 2, shape[0] // heads // 2, -1).swapaxes(1, 2).reshape(shape)
 
 
-GGUF_NAMES = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-
-
 def gguf_tensors(model: Any) -> dict[str, Any]:
-    held = {name: value.detach().numpy() for name, value in model.state_dict().items()}
-    tensors = {
-        "token_embd.weight": held["model.embed_tokens.weight"],
-        "output_norm.weight": held["model.norm.weight"],
-    }
-    heads = {"attn_q": model.config.num_attention_heads, "attn_k": model.config.num_key_value_heads}
-    for layer in range(LAYERS):
-        for name, short in GGUF_NAMES.items():
-            weight = held[f"model.layers.{layer}.{name}.weight"]
-            if short in heads:
-                weight = permuted(weight, heads[short])
-            tensors[f"blk.{layer}.{short}.weight"] = weight
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, LAYERS)
+    config, tensors = model.config, {}
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    for name, value in model.model.state_dict(prefix="model.").items():
+        weight, part = value.numpy(), name.split(".")[-2]
+        if part in heads:
+            weight = permuted(weight, heads[part])
+        tensors[names.get_name(name, (".weight",))] = weight
     return tensors
 
 
