@@ -1,7 +1,8 @@
 """Conversion of a GGUF file to a checkpoint: safetensors, tokenizer, chat template and generation settings.
 
-Transformers reads the file and dequantizes it. Additions here are SmolLM's pre-tokenizer, the EOS token in the
-generation settings, a tokenizer class that does not change its rules on loading, and the scaling of rotary embeddings.
+Transformers reads the file and dequantizes it. Additions here are SmolLM's pre-tokenizer, the end tokens in the
+generation settings, a tokenizer class that does not change its rules on loading, and the scaling of rotary embeddings
+and of Gemma's attention scores.
 
 Rejected: serving GGUF files directly, which takes 30 s of conversion at each start of a rank and the memory of both
 forms; a reader of our own, since transformers and `gguf` are maintained; keeping quantized blocks, whose rows only
