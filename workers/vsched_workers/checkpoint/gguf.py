@@ -190,11 +190,10 @@ def _mend_scores(config: Any) -> None:
 def _end_tokens(tokenizer: Any, reader: Any) -> list[int]:
     """Return the end-of-sequence token and the tokens that end a turn, which may be stated by their text only."""
     stated = [_field(reader, f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    harmony = (
-        _field(reader, "general.architecture") == "gpt-oss"
-    )  # ends parts of a turn with <|end|>
-    named = tokenizer.get_added_vocab()
-    named = {named[each] for each in _TURN_ENDS if each in named and not harmony}
+    words = tokenizer.get_vocab()
+    if _field(reader, "general.architecture") == "gpt-oss":
+        words = {}  # <|end|> ends a part of a turn
+    named = {words[each] for each in _TURN_ENDS if each in words}
     return sorted({int(each) for each in stated if each} | named)
 
 
