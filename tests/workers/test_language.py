@@ -206,11 +206,24 @@ def test_states_are_declared_by_their_type(tmp_path: Path) -> None:
     assert half.state_bytes == info.state_bytes // 2
 
 
-def test_load_reports_windows_unknown_to_attention(edited: Copy) -> None:
-    """They may be expressed by a mask alone, which is not built: a Llama would attend to all tokens."""
-    path = edited(layer_types=["full_attention", "sliding_attention"] * 2)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"layer_types": ["full_attention", "sliding_attention"] * 2},
+            "windows that are not passed",
+        ),
+        ({"hidden_act": "swishy"}, "lacks .'swishy'"),
+        ({"model_type": "qwen3", "rope_parameters": {"rope_type": "odd"}}, "lacks .'odd'"),
+    ],
+)
+def test_load_reports_features_unknown_to_transformers_or_attention(
+    edited: Copy, changes: dict[str, Any], message: str
+) -> None:
+    """Windows may be expressed by a mask alone, which is not built: a Llama would attend to all tokens."""
+    path = edited(**changes)
     (path / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")
-    with pytest.raises(CheckpointError, match="windows that are not passed to the attention"):
+    with pytest.raises(CheckpointError, match=message):
         load_generator(inspect(path))
 
 

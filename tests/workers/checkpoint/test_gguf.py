@@ -21,7 +21,7 @@ from tests.workers.driver import inspect
 from vsched.checkpoints import with_local_checkpoints
 from vsched.config import load_config
 from vsched.errors import CheckpointError
-from vsched_workers.checkpoint.gguf import check_conversion, convert_gguf
+from vsched_workers.checkpoint.gguf import _mend_scores, check_conversion, convert_gguf
 from vsched_workers.checkpoint.random_init import SMALL_TEXT, learnt_tokenizer
 from vsched_workers.plugin import TransformersPlugin
 
@@ -66,32 +66,15 @@ def permuted(weight: Any, heads: int) -> Any:
     return weight.reshape(heads, 2, shape[0] // heads // 2, -1).swapaxes(1, 2).reshape(shape)
 
 
-GGUF_NAMES = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-
-
 def gguf_tensors(model: Any) -> dict[str, Any]:
-    held = {name: value.detach().numpy() for name, value in model.state_dict().items()}
-    tensors = {
-        "token_embd.weight": held["model.embed_tokens.weight"],
-        "output_norm.weight": held["model.norm.weight"],
-    }
-    heads = {"attn_q": model.config.num_attention_heads, "attn_k": model.config.num_key_value_heads}
-    for layer in range(LAYERS):
-        for name, short in GGUF_NAMES.items():
-            weight = held[f"model.layers.{layer}.{name}.weight"]
-            if short in heads:
-                weight = permuted(weight, heads[short])
-            tensors[f"blk.{layer}.{short}.weight"] = weight
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, LAYERS)
+    config, tensors = model.config, {}
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    for name, value in model.model.state_dict(prefix="model.").items():
+        weight, part = value.numpy(), name.split(".")[-2]
+        if part in heads:
+            weight = permuted(weight, heads[part])
+        tensors[names.get_name(name, (".weight",))] = weight
     return tensors
 
 
@@ -100,13 +83,14 @@ def make(tmp_path: Path, model: Any, tokenizer: Any) -> Make:
     """Write a GGUF file of the model with a tensor in Q4_1; `pre` names the pre-tokenizer.
 
     `without` is a part of the names of tensors to leave out; `rope` has entries and tensors that scale the rotary
-    embedding.
+    embedding; `end` is the EOS token.
     """
 
     def write(
         pre: str = "smollm",
         without: str = "no tensor",
         rope: Mapping[str, Any] = MappingProxyType({}),
+        end: str = "<|im_end|>",
     ) -> Path:
         path = tmp_path / "source" / "tiny.gguf"
         path.parent.mkdir()
@@ -137,7 +121,7 @@ def make(tmp_path: Path, model: Any, tokenizer: Any) -> Make:
         writer.add_token_types([3 if token in special else 1 for token in tokens])
         writer.add_token_merges([" ".join(pair) for pair in content["model"]["merges"]])
         writer.add_bos_token_id(vocabulary["<|im_start|>"])
-        writer.add_eos_token_id(vocabulary["<|im_end|>"])
+        writer.add_eos_token_id(vocabulary[end])
         writer.add_chat_template(TEMPLATE)
         for name, value in gguf_tensors(model).items():
             if without in name:
@@ -222,7 +206,30 @@ def test_convert_gguf_keeps_weights_tokens_and_template(
         assert read(text).input_ids == tokenizer(text).input_ids
         assert read.decode(read(text).input_ids) == text
     assert read.chat_template == TEMPLATE
-    assert made.generation_config.eos_token_id == tokenizer.eos_token_id == read.eos_token_id
+    assert made.generation_config.eos_token_id == [tokenizer.eos_token_id] == [read.eos_token_id]
+
+
+def test_convert_gguf_ends_at_tokens_that_end_a_turn(
+    make: Make, tmp_path: Path, tokenizer: Any
+) -> None:
+    """Phi-4 and Gemma have one EOS token, and another one after an answer, which is known by its text."""
+    convert(make(end="<|endoftext|>"), tmp_path / "made")
+    ids = tokenizer.get_vocab()
+    assert {*inspect(tmp_path / "made").stop_token_ids} == {ids["<|endoftext|>"], ids["<|im_end|>"]}
+
+
+@pytest.mark.parametrize(
+    ("config", "wanted"),
+    [
+        (transformers.Gemma2Config(num_hidden_layers=46, hidden_size=4608, head_dim=128), 144),
+        (transformers.Gemma3TextConfig(num_hidden_layers=62, hidden_size=5376, head_dim=128), 168),
+        (transformers.Gemma3TextConfig(num_hidden_layers=26, hidden_size=1152, head_dim=256), 256),
+    ],
+)
+def test_attention_scores_of_gemma_are_scaled_as_in_llama_cpp(config: Any, wanted: int) -> None:
+    config.num_attention_heads = 32
+    _mend_scores(config)
+    assert config.query_pre_attn_scalar == wanted
 
 
 @pytest.mark.slow

@@ -36,13 +36,7 @@ EXACT: Mapping[str, tuple[Any, ...]] = {
 
 HARMLESS = frozenset(
     {
-        *(
-            "r",
-            "lora_alpha",
-            "use_rslora",
-            "alpha_pattern",
-            "rank_pattern",
-        ),  # read, or implied by the tensors
+        *("r", "lora_alpha", "use_rslora", "alpha_pattern", "rank_pattern"),  # read, or in tensors
         *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),  # likewise
         *("lora_dropout", "inference_mode", "ensure_weight_tying", "loftq_config", "eva_config"),
         *("corda_config", "lora_ga_config", "runtime_config", "megatron_core", "qalora_group_size"),

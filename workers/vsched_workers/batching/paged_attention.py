@@ -128,8 +128,14 @@ def prefill_by_rule(
     heads, rows, _ = query.shape
     kv_heads = kept.keys.shape[1]
     out = query.new_empty(rows, heads, kept.value_dim)
+    grouped_out = out.unflatten(1, (kv_heads, -1))
+    # Widened for one head at a time, as float32 keys of all heads take twice the memory.
+    widens = _multiplies_slowly(query)
+    count, dtype = (1, torch.float32) if widens else (kv_heads, query.dtype)
     before = len(slots) - rows
-    for first, last, low, causal_high in _parts(rows, len(slots), heads, rule.window):
+    for first, last, low, causal_high in _parts(
+        rows, len(slots), heads // kv_heads * count, rule.window
+    ):
         spans = [
             each
             for each in bidirectional_spans
@@ -137,8 +143,7 @@ def prefill_by_rule(
         ]
         high = max([causal_high, *(end for _, end in spans)])
         keys, values = kept.read(slots[low:high], query.dtype)
-        grouped = query[:, first:last].reshape(kv_heads, heads // kv_heads, last - first, -1)
-        scores = grouped @ keys.permute(1, 2, 0)[:, None]
+        grouped = query[:, first:last].unflatten(0, (kv_heads, -1))
         position = torch.arange(before + first, before + last, device=query.device)[:, None]
         other = torch.arange(low, high, device=query.device)
         is_visible = other <= position
@@ -146,10 +151,22 @@ def prefill_by_rule(
             is_visible |= (position >= start) & (position < end) & (other >= start) & (other < end)
         if rule.window is not None:
             is_visible &= other > position - rule.window
-        weights = _weights(scores, is_visible, rule, (kv_heads, -1, 1, 1))
-        attended = weights @ values.transpose(0, 1)[:, None]
-        out[first:last] = attended.permute(2, 0, 1, 3).flatten(1, 2)
+        for head in range(0, kv_heads, count):
+            part = slice(head, head + count)
+            sinks = None if rule.sinks is None else rule.sinks.unflatten(0, (kv_heads, -1))[part]
+            scores = grouped[part].to(dtype) @ keys[:, part].to(dtype).permute(1, 2, 0)[:, None]
+            own = rule._replace(sinks=sinks)
+            weights = _weights(scores, is_visible, own, (count, -1, 1, 1))
+            attended = weights @ values[:, part].to(dtype).transpose(0, 1)[:, None]
+            grouped_out[first:last, part] = attended.permute(2, 0, 1, 3).to(out.dtype)
     return out
+
+
+def _multiplies_slowly(rows: torch.Tensor) -> bool:
+    """Return whether torch multiplies such matrices at a fraction of the rate of float32: on a CPU without AVX512."""
+    if rows.device.type != "cpu" or rows.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return not torch.ops.mkldnn._is_mkldnn_bf16_supported()  # noqa: SLF001
 
 
 def _parts(

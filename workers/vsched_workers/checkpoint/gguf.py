@@ -1,7 +1,8 @@
 """Conversion of a GGUF file to a checkpoint: safetensors, tokenizer, chat template and generation settings.
 
-Transformers reads the file and dequantizes it. Additions here are SmolLM's pre-tokenizer, the EOS token in the
-generation settings, a tokenizer class that does not change its rules on loading, and the scaling of rotary embeddings.
+Transformers reads the file and dequantizes it. Additions here are SmolLM's pre-tokenizer, the end tokens in the
+generation settings, a tokenizer class that does not change its rules on loading, and the scaling of rotary embeddings
+and of Gemma's attention scores.
 
 Rejected: serving GGUF files directly, which takes 30 s of conversion at each start of a rank and the memory of both
 forms; a reader of our own, since transformers and `gguf` are maintained; keeping quantized blocks, whose rows only
@@ -30,6 +31,10 @@ _LLAMA3_TENSOR = "rope_freqs.weight"
 _LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LLAMA3 |= {"original_max_position_embeddings": 8192}
 """The scaling of all models of Llama 3.1 to 3.3, apart from its factor."""
+
+_GEMMA_27B = {("gemma2", 46), ("gemma3_text", 62)}
+"""Type and layers of the models whose attention scores are scaled by hidden size per head."""
+_TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>")
 
 
 def check_conversion(path: str, *, dtype: str) -> None:
@@ -61,12 +66,16 @@ def convert_gguf(file: str, path: str, *, dtype: str, progress: Progress) -> int
     with new_checkpoint(path) as folder:
         progress("reading the tokenizer", 0.0)
         with _reading(source):
-            tokenizer = _tokenizer(source)
+            from gguf import GGUFReader
+
+            reader = GGUFReader(source)
+            tokenizer = _tokenizer(source, reader)
         tokenizer.save_pretrained(folder)
         with _reading(source):
             model = _model(source, dtype, progress)
-            _mend_rope(model.config, source)
-        model.generation_config.eos_token_id = tokenizer.eos_token_id
+            _mend_rope(model.config, source.name, reader)
+            _mend_scores(model.config)
+            model.generation_config.eos_token_id = _end_tokens(tokenizer, reader)
         progress("writing the weights", 0.0)
         with without_bars():
             model.save_pretrained(folder)
@@ -88,7 +97,7 @@ def _reading(source: Path) -> Iterator[None]:
         ) from error
 
 
-def _tokenizer(source: Path) -> Any:
+def _tokenizer(source: Path, reader: Any) -> Any:
     """Return the file's tokenizer, which splits words as the model's own does."""
     import transformers
 
@@ -96,7 +105,7 @@ def _tokenizer(source: Path) -> Any:
         str(source.parent), gguf_file=source.name, local_files_only=True, trust_remote_code=False
     )
     backend = read.backend_tokenizer
-    _mend_split(backend, source)
+    _mend_split(backend, source.name, reader)
     make: Any = (
         transformers.PreTrainedTokenizerFast
     )  # the model's own class would split by other rules
@@ -106,21 +115,20 @@ def _tokenizer(source: Path) -> Any:
     return tokenizer
 
 
-def _mend_split(backend: Any, source: Path) -> None:
+def _mend_split(backend: Any, file: str, reader: Any) -> None:
     """Correct the pre-tokenizer if transformers does not know the file's name for it and used GPT-2's."""
-    from gguf import GGUFReader
     from tokenizers import pre_tokenizers
 
     if type(backend.pre_tokenizer) is not pre_tokenizers.ByteLevel:
         return  # transformers knew it, or the tokenizer does not split
-    name = _field(GGUFReader(source), "tokenizer.ggml.pre") or "default"
+    name = _field(reader, "tokenizer.ggml.pre") or "default"
     if name == _SMOLLM_SPLIT:
         words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
         digits = pre_tokenizers.Digits(individual_digits=True)
         backend.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
     elif name not in _GPT2_SPLITS:
         raise CheckpointError(
-            f"{source.name!r} splits words by the rule {name!r}, which transformers does not know: "
+            f"{file!r} splits words by the rule {name!r}, which transformers does not know: "
             "its tokens would differ from those in training. "
             "Remedy: get the model as safetensors, with its tokenizer.json."
         )
@@ -131,15 +139,12 @@ def _field(reader: Any, name: str) -> str:
     return str(field.contents()) if field is not None else ""
 
 
-def _mend_rope(config: Any, source: Path) -> None:
+def _mend_rope(config: Any, file: str, reader: Any) -> None:
     """Scale the rotary embedding as the file states, which transformers reads for few architectures only.
 
     Llama 3's scaling is a tensor, the divisor of each frequency. If some layers have a window (Gemma 3), only the
     others are scaled.
     """
-    from gguf import GGUFReader
-
-    reader = GGUFReader(source)
     rope = config.rope_parameters or {}
     rope = rope.get("full_attention", rope)
     prefix = f"{_field(reader, 'general.architecture')}.rope.scaling"
@@ -156,7 +161,7 @@ def _mend_rope(config: Any, source: Path) -> None:
             found["original_max_position_embeddings"] = int(original)
     if found is None:
         raise CheckpointError(
-            f"{source.name!r} scales its rotary embedding in a way that is not known ({', '.join(divisors) or kind}). "
+            f"{file!r} scales its rotary embedding in a way that is not known ({', '.join(divisors) or kind}). "
             "Remedy: get the model as safetensors."
         )
     rope.update(found)
@@ -172,6 +177,24 @@ def _llama3(rope: Mapping[str, Any], divisors: list[float]) -> dict[str, Any] | 
     found = _LLAMA3 | {"factor": max(divisors)}
     same = torch.allclose(plain / llama3_scaled(plain, found), torch.tensor(divisors), rtol=1e-3)
     return found if same else None
+
+
+def _mend_scores(config: Any) -> None:
+    """Scale Gemma's attention scores as llama.cpp: the file does not state it, and the 27B models are an exception."""
+    if hasattr(config, "query_pre_attn_scalar"):
+        is_27b = (config.model_type, config.num_hidden_layers) in _GEMMA_27B
+        by_width = config.hidden_size // config.num_attention_heads
+        config.query_pre_attn_scalar = by_width if is_27b else config.head_dim
+
+
+def _end_tokens(tokenizer: Any, reader: Any) -> list[int]:
+    """Return the end-of-sequence token and the tokens that end a turn, which may be stated by their text only."""
+    stated = [_field(reader, f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    words = tokenizer.get_vocab()
+    if _field(reader, "general.architecture") == "gpt-oss":
+        words = {}  # <|end|> ends a part of a turn
+    named = {words[each] for each in _TURN_ENDS if each in words}
+    return sorted({int(each) for each in stated if each} | named)
 
 
 def _model(source: Path, dtype: str, progress: Progress) -> Any:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from vsched.errors import CheckpointError
 from vsched.worker.contract import Progress
 from vsched_workers.checkpoint.files import checkpoint_directory
-from vsched_workers.families.generic import refusal, text_config, vision_facts
+from vsched_workers.families.generic import build_model, refusal, text_config, vision_facts
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +33,7 @@ def build_whole(path: str, family: str, dtype: torch.dtype) -> Any:
 
     config = text_config(checkpoint_directory(path), family)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+        return build_model(AutoModelForCausalLM, config, family, dtype=dtype)
 
 
 def build_tower(path: str, family: str) -> Any:
@@ -75,7 +75,7 @@ def _vision_language_class(path: str, family: str) -> Any:
     facts = vision_facts(checkpoint_directory(path), family)
     try:
         with torch.device("meta"):
-            whole = AutoModelForImageTextToText.from_config(facts.config)
+            whole = build_model(AutoModelForImageTextToText, facts.config, family)
     except ImportError as error:
         raise refusal(
             family, f"modules of a package that is not installed ({error.name})"

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from vsched_workers.families.generic import shorter_window, text_config
+from vsched_workers.families.generic import build_model, shorter_window, text_config
 from vsched_workers.families.qwen_positions import Items
 from vsched_workers.families.sharing import Sharing, Split
 
@@ -369,9 +369,8 @@ class TextFamily:
         """Build the language model without its head, on the current default device, uninitialized."""
         from transformers import AutoModel
 
-        model: nn.Module = AutoModel.from_config(
-            self.model_config(path), attn_implementation=attention
-        )
+        config = self.model_config(path)
+        model: nn.Module = build_model(AutoModel, config, self.name, attn_implementation=attention)
         return model
 
     def positions(

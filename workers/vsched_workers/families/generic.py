@@ -161,6 +161,18 @@ def text_config(directory: Path, family: str) -> Any:
     return config
 
 
+def build_model(auto: Any, config: Any, family: str, **options: Any) -> Any:
+    """Return a model of a class of transformers, such as `AutoModel`, on the current default device.
+
+    Raises:
+        CheckpointError: When the configuration names an activation or a rotary embedding that transformers lacks.
+    """
+    try:
+        return auto.from_config(config, **options)
+    except KeyError as error:
+        raise refusal(family, f"a part that transformers lacks ({error})") from error
+
+
 def check_text(config: Any, family: str) -> None:
     """Check that a language model, alone or as a part of another model, is supported.
 
