@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_CONVERSION = 2
+_CONVERSION = 3
 """Version of the conversion of GGUF files: one with other results converts earlier files again."""
 _LARGER = 1.5
 """Ratio of the sizes of a checkpoint and its GGUF file, above which the file is quantized."""
