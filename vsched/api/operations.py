@@ -102,6 +102,7 @@ class ClientOperations:
         return messages_model(described) if is_anthropic else described
 
     def _model(self, adapter: str = "") -> Model:
+        check_ready(self._engine)  # before, its context is unknown
         base = self._engine.model_name
         return Model(
             adapter or base,

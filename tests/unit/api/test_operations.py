@@ -152,12 +152,16 @@ async def test_detokenize_takes_the_blank_away_that_the_tokenizer_adds() -> None
     assert reply.json == {"prompt": "<s> Hi"}
 
 
-async def test_tokenize_while_it_loads_is_refused() -> None:
+@each_case(
+    ("path", "body"),
+    [("/tokenize", {"prompt": "x"}), ("/v1/models", b""), ("/v1/models/demo", b"")],
+)
+async def test_while_it_loads_the_model_is_not_described(path: str, body: object) -> None:
     """A model that has not loaded yet has no known limit."""
     engine = FakeEngine()
     engine.state = "loading"
     del engine.preprocessor.info
-    reply = await ask("POST", "/tokenize", {"prompt": "x"}, engine=engine)
+    reply = await ask("POST" if body else "GET", path, body, engine=engine)
     assert (reply.status, reply.error["code"]) == (503, "not_ready")
 
 
