@@ -389,16 +389,33 @@ class ResponsesErrorEvent(NumberedEvent, kw_only=True):
     param: str | None
 
 
+class ResponseFailedEvent(NumberedEvent, kw_only=True):
+    """The end of a stream of /v1/responses after an error, which it repeats."""
+
+    type: str = "response.failed"
+    response: Any
+
+
 class ResponsesForm(NamedEvents):
     """Format of OpenAI's Responses API: OpenAI's errors, and events with names and numbers."""
 
+    _first: Any = None
+
     def error_events(self, error: RequestRefused | RequestFailed) -> bytes:
         found = envelope(error).error
-        event = ResponsesErrorEvent(code=found.code, message=found.message, param=found.param)
-        return self.events([event])
+        events: list[StreamEvent] = [
+            ResponsesErrorEvent(code=found.code, message=found.message, param=found.param)
+        ]
+        if self._first is not None:  # clients wait for an end of the response that it created
+            end = {"status": "failed", "error": {"code": found.code, "message": found.message}}
+            failed = msgspec.structs.replace(self._first.response, **end)
+            events.append(ResponseFailedEvent(response=failed))
+        return self.events(events)
 
     def _event(self, event: StreamEvent) -> bytes:
         assert isinstance(event, NumberedEvent)
+        if not self._number:
+            self._first = event
         event.sequence_number = self._number
         return super()._event(event)
 
