@@ -634,7 +634,7 @@ def _parts(sent: Sequence[InputPart], where: str) -> list[Any]:
         if not isinstance(part, InputImage):
             made.append(part)
             continue
-        if part.image_url is None:
+        if part.image_url is None and part.file_id is not None:
             raise unsupported(f"{where}.content.file_id", remedy="send the image as image_url")
         made.append(ImagePart(part.image_url))
     return made
