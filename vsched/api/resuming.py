@@ -528,6 +528,8 @@ class KeptResponseRoute(ApiRoute):
         scope = exchange.scope
         query = QueryParams(scope.get("query_string", b""))
         after, stream = _after(exchange, query), _flag(query)
+        if stream is None and after < 0 and exchange.header(b"accept") == b"application/json":
+            stream = False  # OpenAI's clients, which ask for streams by `stream`
         name = scope["path_params"]["request_id"]
         resumed = self._resumption.find(name, self._endpoint.path, tenant_of(scope))
         job, choices = await resumed.read()
