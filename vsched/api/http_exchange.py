@@ -368,6 +368,9 @@ class MessagesForm(NamedEvents):
         kind = _MESSAGES_TYPES.get(error.status, default)
         body = envelope(error).error
         details = _MESSAGES_DETAILS.get(body.param or "", UNSET)
+        if body.code == "context_length_exceeded":
+            # Claude Code compacts its history at these words.
+            body.message = f"prompt is too long: {error.message}"
         return MessagesError(error=MessagesErrorBody(kind, body.message, details))
 
     def error_events(self, error: RequestRefused | RequestFailed) -> bytes:
