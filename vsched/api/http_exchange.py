@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
 from starlette.types import Receive, Scope, Send
 
 from vsched.api.errors import ClientDisconnected, envelope
@@ -367,10 +368,10 @@ class MessagesForm(NamedEvents):
         default = "invalid_request_error" if error.status < 500 else "api_error"
         kind = _MESSAGES_TYPES.get(error.status, default)
         body = envelope(error).error
-        details = _MESSAGES_DETAILS.get(body.param or "", UNSET)
         if body.code == "context_length_exceeded":
             # Claude Code compacts its history at these words.
             body.message = f"prompt is too long: {error.message}"
+        details = _MESSAGES_DETAILS.get(body.param or "", UNSET)
         return MessagesError(error=MessagesErrorBody(kind, body.message, details))
 
     def error_events(self, error: RequestRefused | RequestFailed) -> bytes:
@@ -392,33 +393,26 @@ class ResponsesErrorEvent(NumberedEvent, kw_only=True):
     param: str | None
 
 
-class ResponseFailedEvent(NumberedEvent, kw_only=True):
-    """The end of a stream of /v1/responses after an error, which it repeats."""
-
-    type: str = "response.failed"
-    response: Any
-
-
 class ResponsesForm(NamedEvents):
     """Format of OpenAI's Responses API: OpenAI's errors, and events with names and numbers."""
 
-    _first: Any = None
+    _created: Any = None
 
     def error_events(self, error: RequestRefused | RequestFailed) -> bytes:
         found = envelope(error).error
-        events: list[StreamEvent] = [
-            ResponsesErrorEvent(code=found.code, message=found.message, param=found.param)
-        ]
-        if self._first is not None:  # clients wait for an end of the response that it created
-            end = {"status": "failed", "error": {"code": found.code, "message": found.message}}
-            failed = msgspec.structs.replace(self._first.response, **end)
-            events.append(ResponseFailedEvent(response=failed))
-        return self.events(events)
+        event = ResponsesErrorEvent(code=found.code, message=found.message, param=found.param)
+        if self._created is None:
+            return self.events([event])
+        reason = {"code": found.code, "message": found.message}
+        response = replace(self._created.response, status="failed", error=reason)
+        return self.events(
+            [event, replace(self._created, type="response.failed", response=response)]
+        )
 
     def _event(self, event: StreamEvent) -> bytes:
         assert isinstance(event, NumberedEvent)
         if not self._number:
-            self._first = event
+            self._created = event
         event.sequence_number = self._number
         return super()._event(event)
 

@@ -66,9 +66,9 @@ def response_id(scope: Scope) -> bytes:
 def _with_id(scope: Scope, headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
     own = next((value for name, value in headers if name == HEADER), b"")
     chosen = sent_id(scope).encode() or own or response_id(scope)
-    names = (b"request-id", HEADER) if is_anthropic_client(scope["headers"]) else (HEADER,)
     kept = [(name, value) for name, value in headers if name != HEADER]
-    return [*kept, *((name, chosen) for name in names)]
+    kept += [(b"request-id", chosen)] if is_anthropic_client(scope["headers"]) else []
+    return [*kept, (HEADER, chosen)]
 
 
 logger = logging.getLogger("vsched.access")

@@ -297,8 +297,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
 class ResponsesEvent(NumberedEvent, kw_only=True):
     """An event of a stream of /v1/responses; its fields depend on its type.
 
-    Events about the response are `response.created`, `.in_progress`, and at the end `.completed`, `.incomplete` or,
-    after an `error`, `.failed`;
+    Events about the response are `response.created`, `.in_progress`, and last `.completed`, `.incomplete` or `.failed`;
     those of an item `.output_item.added` and `.done`; those of the only part of an item `.content_part.added` and
     `.done`. Text is appended by `.output_text.delta`, `.reasoning_text.delta` and `.function_call_arguments.delta`;
     each has a `.done` with the whole text.

@@ -129,8 +129,7 @@ async def test_a_stream_that_fails_ends_with_an_error_event(path: str) -> None:
     engine = FakeEngine(OutputDelta("a", [1]), RequestFailed("lost", code="group_lost"))
     events = named_events(await post(engine, path, {**APIS[path][1], "stream": True}))
     if path == MESSAGES:
-        error = {"type": "api_error", "message": "lost"}
-        assert events[-1] == {"type": "error", "error": error}
+        assert events[-1] == {"type": "error", "error": {"type": "api_error", "message": "lost"}}
         return
     assert events[-2] == {"type": "error", **LOST, "param": None, "sequence_number": 5}
     failed = {**events[0]["response"], "status": "failed", "error": LOST}
