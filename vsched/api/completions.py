@@ -223,7 +223,6 @@ class CompletionEndpoint:
             RequestRefused: If it cannot be served.
         """
         assert isinstance(request, CompletionRequest)
-        check_model(request.model, self._engine)
         prompts = parameters.completion_prompts(request, self._engine.info)
         return await self._job(
             request,

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
 from starlette.types import Receive, Scope, Send
 
 from vsched.api.errors import ClientDisconnected, envelope
@@ -367,6 +368,9 @@ class MessagesForm(NamedEvents):
         default = "invalid_request_error" if error.status < 500 else "api_error"
         kind = _MESSAGES_TYPES.get(error.status, default)
         body = envelope(error).error
+        if body.code == "context_length_exceeded":
+            # Claude Code compacts its history at these words.
+            body.message = f"prompt is too long: {error.message}"
         details = _MESSAGES_DETAILS.get(body.param or "", UNSET)
         return MessagesError(error=MessagesErrorBody(kind, body.message, details))
 
@@ -392,13 +396,23 @@ class ResponsesErrorEvent(NumberedEvent, kw_only=True):
 class ResponsesForm(NamedEvents):
     """Format of OpenAI's Responses API: OpenAI's errors, and events with names and numbers."""
 
+    _created: Any = None
+
     def error_events(self, error: RequestRefused | RequestFailed) -> bytes:
         found = envelope(error).error
         event = ResponsesErrorEvent(code=found.code, message=found.message, param=found.param)
-        return self.events([event])
+        if self._created is None:
+            return self.events([event])
+        reason = {"code": found.code, "message": found.message}
+        response = replace(self._created.response, status="failed", error=reason)
+        return self.events(
+            [event, replace(self._created, type="response.failed", response=response)]
+        )
 
     def _event(self, event: StreamEvent) -> bytes:
         assert isinstance(event, NumberedEvent)
+        if not self._number:
+            self._created = event
         event.sequence_number = self._number
         return super()._event(event)
 
@@ -420,5 +434,5 @@ def form_of(scope: Scope) -> WireForm:
 
 
 def is_anthropic_client(headers: Iterable[tuple[bytes, bytes]]) -> bool:
-    """Return True for a client of Anthropic's API; needed for paths that both APIs have."""
+    """Return True for a client of Anthropic's API; needed for what both APIs have."""
     return any(name == b"anthropic-version" for name, _ in headers)

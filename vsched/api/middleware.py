@@ -32,7 +32,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vsched.api.contract import ApiSettings
-from vsched.api.http_exchange import HttpExchange
+from vsched.api.http_exchange import HttpExchange, is_anthropic_client
 from vsched.api.page import PAGE_PATHS
 from vsched.errors import ConfigError, RequestRefused, limit_message
 from vsched.logs import FIELDS
@@ -66,7 +66,9 @@ def response_id(scope: Scope) -> bytes:
 def _with_id(scope: Scope, headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
     own = next((value for name, value in headers if name == HEADER), b"")
     chosen = sent_id(scope).encode() or own or response_id(scope)
-    return [*((name, value) for name, value in headers if name != HEADER), (HEADER, chosen)]
+    kept = [(name, value) for name, value in headers if name != HEADER]
+    kept += [(b"request-id", chosen)] if is_anthropic_client(scope["headers"]) else []
+    return [*kept, (HEADER, chosen)]
 
 
 logger = logging.getLogger("vsched.access")
@@ -200,7 +202,7 @@ def request_middleware(settings: ApiSettings) -> list[Middleware]:
         allow_methods=("GET", "POST"),
         allow_headers=("*",),
         allow_private_network=True,
-        expose_headers=("x-request-id", "retry-after", "traceparent"),
+        expose_headers=("x-request-id", "request-id", "retry-after", "traceparent"),
     )
     serve = Middleware(ServeRequest, settings=settings)
     # Outside the key check: a preflight has no key, and pages must be able to read the reason of a refusal.

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Sequence
 from importlib.metadata import version
 from typing import Any, TypeVar
 
@@ -102,6 +101,7 @@ class ClientOperations:
         return messages_model(described) if is_anthropic else described
 
     def _model(self, adapter: str = "") -> Model:
+        check_ready(self._engine)  # before, its context is unknown
         base = self._engine.model_name
         return Model(
             adapter or base,
@@ -276,26 +276,20 @@ class OperatorOperations:
 
     async def load_lora_adapter(self, request: LoadLoraRequest) -> str:
         """Load an adapter, in vLLM's format."""
-        with _vllm_status():
-            await self._engine.load_adapter(request.lora_name, request.lora_path)
-        return _success(request.lora_name, "added")
+        name = request.lora_name
+        return await _done(self._engine.load_adapter(name, request.lora_path), name, "added")
 
     async def unload_lora_adapter(self, request: UnloadLoraRequest) -> str:
         """Unload an adapter, in vLLM's format."""
-        with _vllm_status():
-            await self._engine.unload_adapter(request.lora_name)
-        return _success(request.lora_name, "removed")
+        name = request.lora_name
+        return await _done(self._engine.unload_adapter(name), name, "removed")
 
 
-@contextlib.contextmanager
-def _vllm_status() -> Iterator[None]:
-    """Refuse a conflict with status 400, like vLLM."""
+async def _done(work: Awaitable[None], name: str, action: str) -> str:
+    """Return vLLM's text about a change of adapters; a conflict has status 400, as in vLLM."""
     try:
-        yield
+        await work
     except RequestRefused as error:
         error.status = 400 if error.status == 409 else error.status
         raise
-
-
-def _success(name: str, action: str) -> str:
     return f"Success: LoRA adapter {name!r} {action} successfully."

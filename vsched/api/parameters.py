@@ -30,7 +30,7 @@ Body = TypeVar("Body")
 
 _SESSION_CHARACTERS_MAX = 64
 _CACHE_SALT_CHARACTERS_MAX = 256
-_STOP_MAX, _STOP_TOKEN_IDS_MAX = 16, 64
+_STOP_MAX = 16
 _WORD_CHARACTERS_MAX = 256
 """Maximum characters of a stop string, and of a forbidden word."""
 _LOGIT_BIAS_MAX = 1024
@@ -186,6 +186,8 @@ def sampling_params(
         )
     logprobs = alternatives("logprobs", logprobs, info, settings)
 
+    check_vocabulary("stop_token_ids", request.stop_token_ids or (), info)
+
     def given(value: float | None, default: float) -> float:
         return default if value is None else float(value)
 
@@ -204,7 +206,8 @@ def sampling_params(
         presence_penalty=given(request.presence_penalty, 0.0),
         frequency_penalty=given(request.frequency_penalty, 0.0),
         stop=_stop(request.stop),
-        stop_token_ids=_stop_token_ids(request.stop_token_ids, info),
+        # The engine limits them, with the checkpoint's own.
+        stop_token_ids=tuple(dict.fromkeys(request.stop_token_ids or ())),
         include_stop=request.include_stop_str_in_output,
         ignore_eos=request.ignore_eos,
         show_special=request.skip_special_tokens is False,
@@ -300,13 +303,6 @@ def _stop(stop: str | list[str] | None) -> tuple[str, ...]:
     for text in strings:
         _check_length("stop", text, "a stop string")
     return tuple(strings)
-
-
-def _stop_token_ids(token_ids: list[int] | None, info: ModelInfo) -> tuple[int, ...]:
-    token_ids = token_ids or []
-    check_count("stop_token_ids", len(token_ids), _STOP_TOKEN_IDS_MAX, "tokens")
-    check_vocabulary("stop_token_ids", token_ids, info)
-    return tuple(token_ids)
 
 
 def check_vocabulary(param: str, token_ids: Sequence[int], info: ModelInfo) -> None:

@@ -501,7 +501,7 @@ def _exchange(request: KeptRequest) -> HttpExchange:
 
 
 _FLAGS = {"true": True, "1": True, "false": False, "0": False}
-_EVENTS_MAX = 2**53
+_EVENT_DIGITS_MAX = 15
 
 
 class KeptResponseRoute(ApiRoute):
@@ -528,6 +528,8 @@ class KeptResponseRoute(ApiRoute):
         scope = exchange.scope
         query = QueryParams(scope.get("query_string", b""))
         after, stream = _after(exchange, query), _flag(query)
+        if stream is None and after < 0 and exchange.header(b"accept") == b"application/json":
+            stream = False  # OpenAI's clients, which ask for streams by `stream`
         name = scope["path_params"]["request_id"]
         resumed = self._resumption.find(name, self._endpoint.path, tenant_of(scope))
         job, choices = await resumed.read()
@@ -559,8 +561,7 @@ def _after(exchange: HttpExchange, query: QueryParams) -> int:
         sent = (exchange.header(b"last-event-id") or b"").decode("latin-1").strip()
     if not sent:
         return -1
-    is_number = sent.isascii() and sent.isdigit() and len(sent) <= len(str(_EVENTS_MAX))
-    if not is_number or int(sent) > _EVENTS_MAX:
+    if not (sent.isascii() and sent.isdigit() and len(sent) <= _EVENT_DIGITS_MAX):
         raise out_of_bounds(
             "starting_after",
             value=sent[:40],

@@ -71,7 +71,7 @@ def refuse_unsupported(request: msgspec.Struct) -> None:
         raise ParameterRefused.of_limit(
             f"`{name}` is not supported with this value",
             value=shown(value),
-            limit=" or ".join(_json(one) for one in known.values) or "null",
+            limit=" or ".join(msgspec.json.encode(one).decode() for one in known.values) or "null",
             remedy=known.remedy,
             param=name,
             code="unsupported_parameter",
@@ -92,10 +92,6 @@ def _neutral_fields(kind: type[msgspec.Struct]) -> tuple[tuple[str, Neutral], ..
 def _same(value: object, known: object) -> bool:
     # `True == 1` in Python; in a request it is an error.
     return value == known and isinstance(value, bool) == isinstance(known, bool)
-
-
-def _json(value: object) -> str:
-    return msgspec.json.encode(value).decode()
 
 
 _KINDS = {

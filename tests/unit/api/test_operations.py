@@ -27,13 +27,18 @@ ANTHROPIC = {"anthropic-version": "2023-06-01"}
     [("loading", 503), ("ready", 200), ("degraded", 200), ("draining", 503), ("stopped", 503)],
 )
 async def test_state_is_reported_and_gates_requests(state: str, status: int) -> None:
+    """A model that has not loaded yet has no known limit."""
     engine = FakeEngine()
     engine.state = state
+    if state == "loading":
+        del engine.preprocessor.info
     for path in ("/health", "/ready"):
         reply = await ask("GET", path, engine=engine)
         assert (reply.status, reply.json) == (status, {"status": state})
-    reply = await ask("POST", "/v1/chat/completions", CHAT, engine=engine)
-    assert (reply.status, "retry-after" in reply.headers) == (status, status == 503)
+    for path, body in (("chat/completions", CHAT), ("models", b""), ("models/demo", b"")):
+        reply = await ask("POST" if body else "GET", f"/v1/{path}", body, engine=engine)
+        assert (reply.status, "retry-after" in reply.headers) == (status, status == 503)
+    assert (await ask("POST", "/tokenize", {"prompt": "x"}, engine=engine)).status == status
 
 
 async def test_models() -> None:
@@ -47,9 +52,8 @@ async def test_models() -> None:
 async def test_models_in_the_format_of_anthropic() -> None:
     engine = FakeEngine()
     engine.adapter_rows.append({"name": "org/sql", "state": "ready"})
-    client = Client(
-        create_app(engine, ApiSettings())
-    )  # one: an application says since when it serves
+    # One application: it says since when it serves.
+    client = Client(create_app(engine, ApiSettings()))
     listed = (await client.send("GET", "/v1/models?limit=20", headers=ANTHROPIC)).json
     first = listed.pop("data")[0]
     assert listed == {"first_id": "demo", "last_id": "org/sql", "has_more": False}
@@ -58,6 +62,7 @@ async def test_models_in_the_format_of_anthropic() -> None:
     assert dt.datetime.fromisoformat(first["created_at"]).tzinfo is not None
     assert (await client.send("GET", "/v1/models/demo", headers=ANTHROPIC)).json == first
     refused = await client.send("GET", "/v1/models/other", headers=ANTHROPIC)
+    assert refused.headers["request-id"] == refused.headers["x-request-id"]
     assert (refused.status, refused.json["error"]["type"]) == (404, "not_found_error")
 
 
@@ -150,15 +155,6 @@ async def test_detokenize_takes_the_blank_away_that_the_tokenizer_adds() -> None
     assert reply.json == {"prompt": "Hi"}
     reply = await ask("POST", "/detokenize", {"tokens": [1, 2]}, engine=engine)
     assert reply.json == {"prompt": "<s> Hi"}
-
-
-async def test_tokenize_while_it_loads_is_refused() -> None:
-    """A model that has not loaded yet has no known limit."""
-    engine = FakeEngine()
-    engine.state = "loading"
-    del engine.preprocessor.info
-    reply = await ask("POST", "/tokenize", {"prompt": "x"}, engine=engine)
-    assert (reply.status, reply.error["code"]) == (503, "not_ready")
 
 
 @each_case(

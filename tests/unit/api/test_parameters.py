@@ -57,7 +57,7 @@ SENT = {
     "max_completion_tokens": 5, "max_tokens": 9, "min_tokens": 2, "temperature": 0, "top_p": 0.5,
     "top_k": 7, "min_p": 0.1, "seed": -1, "repetition_penalty": 1.1, "presence_penalty": 0.2,
     "frequency_penalty": -0.3, "stop": "END", "include_stop_str_in_output": True,
-    "stop_token_ids": [5], "ignore_eos": True, "logprobs": True, "top_logprobs": 3,
+    "stop_token_ids": [5] * 99, "ignore_eos": True, "logprobs": True, "top_logprobs": 3,
     "priority": -4, "ttft_target_ms": 250, "cache_salt": "tenant",
 }  # fmt: skip
 ARRIVED = {
@@ -196,7 +196,7 @@ OUTSIDE: dict[str, list[object]] = {
     "min_tokens": [1001, -1],
     "seed": [2**63, 1.5],
     "stop": [[""], ["x"] * 17, "x" * 257],
-    "stop_token_ids": [[256], [1] * 65, [-1]],
+    "stop_token_ids": [[256], [-1]],
     "top_logprobs": [5],
     "priority": [2**40],
     "cache_salt": ["x" * 257],

@@ -131,6 +131,7 @@ async def test_client_reads_the_rest_after_its_last_event(tmp_path: Path, path: 
     assert same.body == rest.body
     end = await second.get(f"{path}/{name}?starting_after={ids(everything)[-1]}")
     assert ids(end) == []
+    assert (await second.get(f"{path}/{name}", accept="application/json")).json["id"] == name
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -274,7 +274,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     model: str
     output: list[OutputItem]
     usage: ResponsesUsage | None
-    error: None = None
+    error: dict[str, str] | None = None
     incomplete_details: IncompleteDetails | None = None
     instructions: str | None
     max_output_tokens: int | None
@@ -297,7 +297,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
 class ResponsesEvent(NumberedEvent, kw_only=True):
     """An event of a stream of /v1/responses; its fields depend on its type.
 
-    Events about the response are `response.created`, `.in_progress`, and at the end `.completed` or `.incomplete`;
+    Events about the response are `response.created`, `.in_progress`, and last `.completed`, `.incomplete` or `.failed`;
     those of an item `.output_item.added` and `.done`; those of the only part of an item `.content_part.added` and
     `.done`. Text is appended by `.output_text.delta`, `.reasoning_text.delta` and `.function_call_arguments.delta`;
     each has a `.done` with the whole text.
@@ -633,7 +633,7 @@ def _parts(sent: Sequence[InputPart], where: str) -> list[Any]:
         if not isinstance(part, InputImage):
             made.append(part)
             continue
-        if part.image_url is None:
+        if part.image_url is None and part.file_id is not None:
             raise unsupported(f"{where}.content.file_id", remedy="send the image as image_url")
         made.append(ImagePart(part.image_url))
     return made

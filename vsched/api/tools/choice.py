@@ -304,7 +304,11 @@ def shown_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
 def _functions(tools: Sequence[Tool]) -> list[FunctionTool]:
     check_count("tools", len(tools), TOOLS_MAX, "tools")
     functions = [_function(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
-    _check_names([function.name for function in functions])
+    names = [function.name for function in functions]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            message = f"two tools are called {name}. Remedy: give each tool a different name."
+            raise ParameterRefused(message, param=f"tools[{index}].function.name")
     return functions
 
 
@@ -345,13 +349,6 @@ def _function(tool: Tool, where: str) -> FunctionTool:
             remedy="give the schema of an object whose properties are the arguments",
         )
     return function
-
-
-def _check_names(names: Sequence[str]) -> None:
-    for index, name in enumerate(names):
-        if name in names[:index]:
-            message = f"two tools are called {name}. Remedy: give each tool a different name."
-            raise ParameterRefused(message, param=f"tools[{index}].function.name")
 
 
 def _allowed(

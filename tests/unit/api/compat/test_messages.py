@@ -69,7 +69,7 @@ async def test_ends(finish: str, stop: str | None, reason: str, *, stream: bool)
 @each_case(
     ("fields", "key", "error", "status", "kind"),
     [
-        ({}, KEY, RequestRefused("no", code="x"), 400, "invalid_request_error"),
+        ({}, KEY, RequestRefused("no", code="context_exceeded"), 400, "invalid_request_error"),
         ({}, KEY, RequestRefused("no", code="x", status=413), 413, "request_too_large"),
         ({}, KEY, RequestRefused("no", code="queue_full", status=429), 429, "rate_limit_error"),
         ({}, KEY, RequestRefused("no", code="x", status=503, retry_after_s=5), 529,
@@ -91,6 +91,8 @@ async def test_errors_have_anthropics_shape(
     assert (reply.status, reply.json["type"]) == (status, "error")
     assert reply.json["error"]["type"] == kind
     assert set(reply.json["error"]) == {"type", "message"}
+    found = reply.json["error"]["message"].startswith("prompt is too long: ")  # for Claude Code
+    assert found == (getattr(error, "code", "") == "context_exceeded")
 
 
 def meant(**fields: Any) -> ChatRequest:

@@ -252,6 +252,7 @@ SERVERS_TOOLS = (
         (said({"type": "movie"}), "limit input_text,"),
         (said({"type": "input_image", "file_id": "f"}),
          "`input[0].content.file_id` is not supported"),
+        (said({"type": "input_image", "detail": "low"}), "`image_url` is missing"),
         ({"max_output_tokens": 10**6}, "`max_output_tokens` is out of bounds"),
         ({"text": {"format": {"type": "json_schema"}}}, "`text.format` has no JSON schema"),
         ({"tools": [{"type": "movie"}]}, '`tools[0].type` is out of bounds: value "movie"'),
