@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub.constants
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -16,7 +17,7 @@ from tests.programs import printed_by
 from vsched.cli import app
 from vsched.cli.main import COMMANDS, import_commands, main
 from vsched.config import keys_table, load_config
-from vsched.errors import CheckpointError, ConfigError
+from vsched.errors import ConfigError, VschedError
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,16 +29,24 @@ def run(*arguments: str, env: dict[str, str] | None = None) -> str:
     return result.output
 
 
-def test_cli_config_check_looks_at_the_checkpoint(tmp_path: Path) -> None:
+def test_cli_config_check_looks_at_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`config check` reports the same errors as the start of `vsched serve`."""
-    with pytest.raises(CheckpointError, match="checkpoint 'nowhere' does not exist. Remedy: "):
-        run("config", "check", "--set", f"model.path={tmp_path / 'nowhere'}")
-    there = ["config", "check", "--set", f"model.path={ROOT / 'workers/demo-model'}"]
-    assert run(*there) == "The configuration is valid.\n"
-    with pytest.raises(CheckpointError, match="tensor_parallel"):
-        run(*there, "--set", "generate.tensor_parallel=7")
-    with pytest.raises(ConfigError, match=r"generate.context_tokens: more than the checkpoint"):
-        run(*there, "--set", "generate.context_tokens=1000000000")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    there = ["config", "check", "--set", f"model.path={ROOT / 'workers/demo-model'}", "--set"]
+    assert run(*there, "generate.slots=8") == "The configuration is valid.\n"
+    for assignment, text in {
+        f"model.path={tmp_path / 'nowhere'}": "checkpoint 'nowhere' does not exist. Remedy: ",
+        "model.path=org/nowhere": "'org/nowhere' is not a folder, HF_HUB_OFFLINE is set",
+        "model.chat_template=nowhere.jinja": "'nowhere.jinja' is no file, and no template",
+        "generate.tensor_parallel=7": "generate.tensor_parallel",
+        "generate.context_tokens=1000000000": "generate.context_tokens: more than the checkpoint",
+        "generate.device=xpu": "generate.device: not a device: value xpu",
+        'generate.drafting={use = "draft-model"}': "generate.drafting: the policy drafts with a m",
+    }.items():
+        with pytest.raises(VschedError, match=text):
+            run(*there, assignment)
 
 
 def test_cli_config_show_prints_toml_that_is_valid_and_loads(tmp_path: Path) -> None:
