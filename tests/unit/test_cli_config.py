@@ -17,7 +17,7 @@ from tests.programs import printed_by
 from vsched.cli import app
 from vsched.cli.main import COMMANDS, import_commands, main
 from vsched.config import keys_table, load_config
-from vsched.errors import ConfigError, VschedError
+from vsched.errors import VschedError
 
 ROOT = Path(__file__).parents[2]
 
