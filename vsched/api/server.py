@@ -200,6 +200,14 @@ def api_settings(config: Config, address: str) -> ApiSettings:
         ConfigError: If a configured key is not in the environment, or a package for traces is missing.
     """
     server = config.server
+    for key, folder in (
+        ("media.directory", config.media.directory),
+        ("adapters.directory", config.adapters.directory),
+    ):
+        if folder and not os.path.isdir(folder):
+            logger.warning(
+                "%s: there is no folder %s. Remedy: create it", key, os.path.abspath(folder)
+            )
     resolved = {
         "allowed_hosts": _allowed_hosts(config, address),
         "tenant_header": server.tenant_header.lower(),

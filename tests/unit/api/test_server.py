@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 from signal import SIGINT, SIGTERM
 from typing import Any
 from unittest.mock import Mock
@@ -25,7 +26,7 @@ from vsched.api import http_server as http_server_module
 from vsched.api import server as server_module
 from vsched.api.http_server import favour_event_loop, http_server
 from vsched.api.server import RunningServer, running_server, serve
-from vsched.config import Config, ModelConfig, ServerConfig
+from vsched.config import Config, ModelConfig, ServerConfig, load_config
 from vsched.engine import Engine
 from vsched.errors import CheckpointError, ConfigError, GroupLostError
 
@@ -158,6 +159,18 @@ def test_server_key_is_its_variable_without_line_breaks(monkeypatch: pytest.Monk
     settings = config(api_key_variable="VSCHED_TEST_KEY", admin_key_variable="VSCHED_TEST_KEY")
     found = server_module.api_settings(settings, "127.0.0.1")
     assert (found.api_key, found.admin_key) == ("secret", "secret")
+
+
+def test_server_warns_of_a_missing_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A relative path is shown whole."""
+    monkeypatch.chdir(tmp_path)
+    sets = ["media.directory=pictures", f"adapters.directory={tmp_path}"]
+    with caplog.at_level("WARNING"):
+        server_module.api_settings(load_config(None, sets=sets, environ={}).config, "127.0.0.1")
+    missing = f"media.directory: there is no folder {tmp_path / 'pictures'}. Remedy: create it"
+    assert caplog.messages == [missing]
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "localhost", "::1", "[::1]", "::"])
