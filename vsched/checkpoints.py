@@ -248,8 +248,7 @@ def _no_weights(hub_id: str, names: list[str], part: str | None) -> CheckpointEr
     what = f"GGUF file with {part!r} in its name" if part else "weights as safetensors"
     return CheckpointError(
         f"{hub_id} has no {what}, only {', '.join(names[:8]) or 'other files'}. Remedy: name a repository or a "
-        "revision (ORG/NAME@REVISION) that has model.safetensors, or a part of the name of a GGUF file that it has "
-        "(ORG/NAME:Q4_K_M)"
+        "revision (ORG/NAME@REVISION) that has model.safetensors, or a GGUF file that it has (ORG/NAME:Q4_K_M)"
     )
 
 

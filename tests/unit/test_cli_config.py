@@ -1,4 +1,4 @@
-"""The command line's configuration and policy commands."""
+"""The command line's configuration, host and policy commands."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ import typer
 from typer.testing import CliRunner
 
 from tests.programs import printed_by
+from vsched.aio.hosts.link import read_key_file
 from vsched.cli import app
 from vsched.cli.main import COMMANDS, import_commands, main
 from vsched.config import keys_table, load_config
-from vsched.errors import VschedError
+from vsched.errors import ConfigError, VschedError
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,7 +43,6 @@ def test_cli_config_check_looks_at_the_checkpoint(
         "model.chat_template=nowhere.jinja": "'nowhere.jinja' is no file, and no template",
         "generate.tensor_parallel=7": "generate.tensor_parallel",
         "generate.context_tokens=1000000000": "generate.context_tokens: more than the checkpoint",
-        "generate.device=xpu": "generate.device: not a device: value xpu",
         'generate.drafting={use = "draft-model"}': "generate.drafting: the policy drafts with a m",
     }.items():
         with pytest.raises(VschedError, match=text):
@@ -66,6 +66,19 @@ def test_cli_config_show_reports_origins() -> None:
 
 def test_cli_config_keys_prints_the_documented_table() -> None:
     assert run("config", "keys") == keys_table()
+
+
+def test_cli_host_makes_a_key_that_engine_and_hosts_can_read(tmp_path: Path) -> None:
+    path = tmp_path / "hosts.key"
+    assert "has a new key" in run("host", "--make-key", str(path))
+    assert read_key_file(str(path), key="cluster.key_file")
+    for words, message in (
+        ([], "--listen and --key-file are needed"),
+        (["--listen", "tcp://127.0.0.2:*"], "--listen and --key-file are needed"),
+        (["--listen", "tcp://192.0.2.1:1", "--key-file", str(path)], r"cannot listen on tcp://192"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            run("host", *words)
 
 
 def test_cli_policies_lists_names_fields_and_defaults() -> None:

@@ -161,9 +161,8 @@ def check_checkpoint(loaded: LoadedConfig) -> CheckpointReport:
         _report_media(report, config, info, front_end[0])
         # Ranks on other hosts may have other devices.
         for spec in () if config.cluster.elsewhere else rank_specs(config, info, loaded.policies):
-            for stage, role in (("encode", spec.encode), ("generate", spec.generate)):
-                if role is not None:
-                    tools.check_settings(info, role.settings, stage=stage)
+            for stage, role in spec.roles.items():
+                tools.check_settings(info, role.settings, stage=stage)
         tools.check_built(info)
     except VschedError as error:
         report.problems.append(str(error))
@@ -191,11 +190,7 @@ def check_checkpoint(loaded: LoadedConfig) -> CheckpointReport:
 
 
 def check_served(loaded: LoadedConfig) -> None:
-    """Check that a checkpoint can be served with this configuration.
-
-    Raises:
-        CheckpointError, ConfigError: If it cannot.
-    """
+    """Raise a `CheckpointError` or a `ConfigError` if a checkpoint cannot be served with this configuration."""
     plugin = load_worker(loaded.config.generate.plugin, path="generate.plugin")
     if not isinstance(plugin, CheckpointTools) or not supports(plugin, "describe"):
         inspect_checkpoint(loaded.config, loaded.policies)
