@@ -165,7 +165,7 @@ def download(hub_id: str, needed: Sequence[str] = MODEL_FILES) -> Path:
     except Exception as error:
         raise _in_a_sentence(hub_id, error) from error
     if not _weights(files := _files_in(folder), part):
-        raise _no_weights(hub_id, files)
+        raise _no_weights(hub_id, files, part)
     return folder
 
 
@@ -215,7 +215,7 @@ def _check_size(hub_id: str, fields: dict[str, Any], part: str | None) -> None:
         return  # not connected: only an earlier download can serve
     names = [file.filename for file in files]
     if not _weights(names, part):
-        raise _no_weights(hub_id, names)
+        raise _no_weights(hub_id, names, part)
     if part:
         only = _one_of(hub_id, part, names)
         fields["allow_patterns"] = [only]
@@ -254,10 +254,11 @@ def _progress_bar() -> type[Any]:
     return TerminalBar
 
 
-def _no_weights(hub_id: str, names: list[str]) -> CheckpointError:
+def _no_weights(hub_id: str, names: list[str], part: str | None) -> CheckpointError:
+    what = f"GGUF file with {part!r} in its name" if part else "weights as safetensors"
     return CheckpointError(
-        f"{hub_id} has no weights as safetensors, only {', '.join(names[:8]) or 'other files'}. Remedy: name a "
-        "repository or a revision (ORG/NAME@REVISION) that has model.safetensors, or a GGUF file (ORG/NAME:Q4_K_M)"
+        f"{hub_id} has no {what}, only {', '.join(names[:8]) or 'other files'}. Remedy: name a repository or a "
+        "revision (ORG/NAME@REVISION) that has model.safetensors, or a GGUF file that it has (ORG/NAME:Q4_K_M)"
     )
 
 
@@ -267,6 +268,8 @@ def _in_a_sentence(hub_id: str, error: Exception) -> CheckpointError:
 
     if isinstance(error, CheckpointError):
         return error
+    if isinstance(error.__cause__, errors.HfHubHTTPError):
+        error = error.__cause__  # it answers, but not with the files
     host = constants.ENDPOINT.partition("://")[2]
     absent = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"no hub answers at {host}"
     offline = (
@@ -291,7 +294,9 @@ def _in_a_sentence(hub_id: str, error: Exception) -> CheckpointError:
             f"{hub_id}: {error.filename} cannot be written: {error.strerror}. Remedy: set HF_HOME to a writable folder"
         )
     reason = str(error).strip().partition("\n")[0] or type(error).__name__
-    return CheckpointError(
-        f"{hub_id}: the download from {host} failed: {reason}. Remedy: run the same command again; it downloads only "
-        "the files that are missing"
-    )
+    status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else 0
+    remedy = {
+        401: "set HF_TOKEN to a token that is valid, or unset it",
+        429: "wait, or set HF_TOKEN: users who are known may send more requests",
+    }.get(status, "run the same command again; it downloads only the files that are missing")
+    return CheckpointError(f"{hub_id}: the download from {host} failed: {reason}. Remedy: {remedy}")

@@ -183,6 +183,14 @@ class RunningParts:
             self.arena.close()
 
 
+async def _abandon(starting: asyncio.Future[Shell]) -> None:
+    """Stop a shell that has started, or that is starting."""
+    starting.cancel()
+    await asyncio.wait([starting])
+    if not starting.cancelled() and starting.exception() is None:
+        await starting.result().stop()
+
+
 logger = logging.getLogger(__name__)
 Sink = TypeVar("Sink", bound=ChoiceSink)
 Progress = Callable[[str, str, float], None]
@@ -270,9 +278,7 @@ class Engine:
             started.callback(arena.close)
             launcher = environment.make_launcher(config)
             started.callback(launcher.close)
-            loading = asyncio.ensure_future(asyncio.to_thread(load_front_end, info))
-            started.callback(loading.cancel)
-            shell = await start_shell(
+            shell_start = start_shell(
                 partial(self._worker_groups, arena, launcher, self._sizing),
                 limits=lambda blocks: scheduler_limits(
                     config, info, self._policies, blocks=blocks, drafts=drafts
@@ -291,8 +297,13 @@ class Engine:
                 now_ns=environment.now_ns,
                 queued_ns=environment.make_queue_clock(),
             )
-            started.push_async_callback(shell.stop)
-            self.preprocessor, computes_prompt_logprobs = await loading
+            starting = asyncio.ensure_future(shell_start)
+            started.push_async_callback(_abandon, starting)
+            # A wrong tokenizer or chat template ends the start before the weights are loaded.
+            front_end, shell = await asyncio.gather(
+                asyncio.to_thread(load_front_end, info), starting
+            )
+            self.preprocessor, computes_prompt_logprobs = front_end
             # Last: their processes should not load at the same time as the ranks.
             checker = environment.make_grammar_checker(config, info)
             grammars = GrammarChecks(checker, deadline_s=config.media.prepare_s)

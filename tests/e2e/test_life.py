@@ -9,13 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 
 from tests.e2e.asking import TEXTS, Ask, begin, drawn_image, read
 from tests.e2e.serving import ServeProcess
 from tests.patience import PATIENCE_S, until
 from tests.traces import is_alive, traces
+from tests.unit.rank.fake_plugin import NAME, Behaviour
 from vsched import Config, Engine
+from vsched.config import load_config
 from vsched.errors import ConfigError, RequestRefused
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
@@ -24,16 +27,30 @@ Checkpoints = Callable[[str], Path]
 Configure = Callable[..., Config]
 
 
-async def test_long_temporary_path_is_an_error(
+async def test_temporary_folder_that_cannot_hold_sockets_is_an_error(
     configure: Configure, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The address of a Unix socket is limited to about a hundred characters."""
-    folder = temporary / ("x" * 100)
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    with pytest.raises(ConfigError, match=r"value \d+, limit \d+ characters. Remedy: set TMPDIR"):
-        await Engine(configure("nano25")).start()
+    """The address of a Unix socket is limited to about a hundred characters; containers may be read-only."""
+    (folder := temporary / ("x" * 100)).mkdir()
+    for name, text in (
+        (folder.name, r"value \d+, limit \d+ characters"),
+        ("none", "cannot be created"),
+    ):
+        monkeypatch.setattr(tempfile, "tempdir", str(temporary / name))
+        with pytest.raises(ConfigError, match=f"{text}.* Remedy: set TMPDIR"):
+            await Engine(configure("nano25")).start()
     folder.rmdir()  # fails unless it is empty
+
+
+async def test_start_ends_before_weights_are_loaded_if_the_tokenizer_cannot_be(
+    temporary: Path,
+) -> None:
+    path = msgspec.json.encode(Behaviour(load_s=1000)).decode()
+    sets = [f"model.path={path}", "encode.replicas=0", "deadlines.ready_s=10"]
+    config = load_config(None, sets=[*sets, f"generate.plugin={NAME}"], environ={}).config
+    with pytest.raises(NotImplementedError):  # after 10 s it would be the ranks' deadline
+        await Engine(config).start()
+    assert not traces(temporary).files
 
 
 @pytest.mark.slow

@@ -26,8 +26,17 @@ COMMIT = "a" * 40
 NO_HEADERS: Mapping[str, str] = {}
 
 
+REFUSALS = {
+    "org/gated": (403, "GatedRepo"),
+    "org/denied": (401, "Invalid credentials"),
+    "org/busy": (429, ""),
+    "org/broken": (503, ""),
+}
+"""Statuses and error codes of repositories that cannot be read."""
+
+
 class HubServer(ThreadingHTTPServer):
-    """Repositories by id, as folders; the terms of `org/gated` are not accepted.
+    """Repositories by id, as folders.
 
     Attributes:
         token: Required access token; empty for none.
@@ -97,10 +106,10 @@ class _Handler(BaseHTTPRequestHandler):
     def _refusal(self, repository: str, revision: str) -> tuple[int, str] | None:
         if self.server.token and self.headers.get("Authorization") != f"Bearer {self.server.token}":
             return 401, "RepoNotFound"
+        if repository in REFUSALS:
+            return REFUSALS[repository]
         if repository not in self.server.repositories:
             return 404, "RepoNotFound"
-        if repository == "org/gated":
-            return 403, "GatedRepo"
         return None if revision in ("main", COMMIT) else (404, "RevisionNotFound")
 
     def _redirect_to_file(self, file: Path) -> None:
@@ -170,7 +179,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     (tmp_path / "adapter").mkdir()
     for name in ("adapter_config.json", "adapter_model.safetensors", "optimizer.pt"):
         (tmp_path / "adapter" / name).write_bytes(b"{}")
-    folders = {f"org/{name}": name for name in ("model", "pickles", "adapter", "gated")}
+    folders = {f"org/{name}": name for name in ("model", "pickles", "adapter")}
     server = HubServer({name: tmp_path / folder for name, folder in folders.items()})
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
@@ -250,8 +259,11 @@ def test_configuration_gets_folders_and_clients_the_hub_id(hub: HubServer) -> No
         ("org/nothing", "neither a folder nor a repository at 127.0.0.1"),
         ("org/model@v2", "no such revision"),
         ("org/pickles", "no weights as safetensors, only"),
-        ("org/model:Q4_K_M", "no weights as safetensors"),
+        ("org/model:Q4_K_M", "no GGUF file with 'Q4_K_M' in its name"),
         ("org/gated", "accepted its terms"),
+        ("org/denied", r"401 .*Remedy: set HF_TOKEN to a token that is valid"),
+        ("org/busy", r"127.0.0.1:\d+ failed: .*429 .*Remedy: wait, or set HF_TOKEN"),
+        ("org/broken", r"127.0.0.1:\d+ failed: .*503 .*Remedy: run the same command again"),
     ],
 )
 def test_refusals_of_a_hub_are_one_sentence(hub: HubServer, name: str, text: str) -> None:

@@ -1,4 +1,4 @@
-"""The command line's configuration and policy commands."""
+"""The command line's configuration, host and policy commands."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub.constants
 import pytest
 import typer
 from typer.testing import CliRunner
 
 from tests.programs import printed_by
+from vsched.aio.hosts.link import read_key_file
 from vsched.cli import app
 from vsched.cli.main import COMMANDS, import_commands, main
 from vsched.config import keys_table, load_config
-from vsched.errors import CheckpointError, ConfigError
+from vsched.errors import ConfigError, VschedError
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,16 +30,23 @@ def run(*arguments: str, env: dict[str, str] | None = None) -> str:
     return result.output
 
 
-def test_cli_config_check_looks_at_the_checkpoint(tmp_path: Path) -> None:
+def test_cli_config_check_looks_at_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`config check` reports the same errors as the start of `vsched serve`."""
-    with pytest.raises(CheckpointError, match="checkpoint 'nowhere' does not exist. Remedy: "):
-        run("config", "check", "--set", f"model.path={tmp_path / 'nowhere'}")
-    there = ["config", "check", "--set", f"model.path={ROOT / 'workers/demo-model'}"]
-    assert run(*there) == "The configuration is valid.\n"
-    with pytest.raises(CheckpointError, match="tensor_parallel"):
-        run(*there, "--set", "generate.tensor_parallel=7")
-    with pytest.raises(ConfigError, match=r"generate.context_tokens: more than the checkpoint"):
-        run(*there, "--set", "generate.context_tokens=1000000000")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    there = ["config", "check", "--set", f"model.path={ROOT / 'workers/demo-model'}", "--set"]
+    assert run(*there, "generate.slots=8") == "The configuration is valid.\n"
+    for assignment, text in {
+        f"model.path={tmp_path / 'nowhere'}": "checkpoint 'nowhere' does not exist. Remedy: ",
+        "model.path=org/nowhere": "'org/nowhere' is not a folder, HF_HUB_OFFLINE is set",
+        "model.chat_template=nowhere.jinja": "'nowhere.jinja' is no file, and no template",
+        "generate.tensor_parallel=7": "generate.tensor_parallel",
+        "generate.context_tokens=1000000000": "generate.context_tokens: more than the checkpoint",
+        'generate.drafting={use = "draft-model"}': "generate.drafting: the policy drafts with a m",
+    }.items():
+        with pytest.raises(VschedError, match=text):
+            run(*there, assignment)
 
 
 def test_cli_config_show_prints_toml_that_is_valid_and_loads(tmp_path: Path) -> None:
@@ -57,6 +66,19 @@ def test_cli_config_show_reports_origins() -> None:
 
 def test_cli_config_keys_prints_the_documented_table() -> None:
     assert run("config", "keys") == keys_table()
+
+
+def test_cli_host_makes_a_key_that_engine_and_hosts_can_read(tmp_path: Path) -> None:
+    path = tmp_path / "hosts.key"
+    assert "has a new key" in run("host", "--make-key", str(path))
+    assert read_key_file(str(path), key="cluster.key_file")
+    for words, message in (
+        ([], "--listen and --key-file are needed"),
+        (["--listen", "tcp://127.0.0.2:*"], "--listen and --key-file are needed"),
+        (["--listen", "tcp://192.0.2.1:1", "--key-file", str(path)], r"cannot listen on tcp://192"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            run("host", *words)
 
 
 def test_cli_policies_lists_names_fields_and_defaults() -> None:

@@ -105,6 +105,7 @@ def test_config_set_parses_by_type(assignment: str, section: str, key: str, valu
     ("sets", "expected"),
     [
         ("generate.slots=1.5", "generate.slots (from command line) is not valid: value 1.5,"),
+        ("server.host=", "server.host (from command line) is not valid: value '', limit an address, or 0.0"),
         ("generate.slots=true", "generate.slots (from command line) is not valid: value True,"),
         (
             "encode.weights_group=17",

@@ -476,7 +476,7 @@ class Shell:
     @property
     def healthy(self) -> bool:
         """True if every group is up and takes requests."""
-        return self.groups.all_up() and not self.given_up
+        return not self.given_up and all(one.state == "up" for one in self.groups.values())
 
     @property
     def limits(self) -> SchedulerLimits:

@@ -500,9 +500,6 @@ class ServedGroups(dict[str, ServedGroup]):
     def of_stage(self, stage: str) -> list[ServedGroup]:
         return [group for group in self.values() if group.stage == stage]
 
-    def all_up(self) -> bool:
-        return all(group.state == "up" for group in self.values())
-
     def busy_ms(self) -> dict[str, float]:
         """Return the compute time of ranks by stage, and by group if a stage has several."""
         spent: dict[str, float] = {}

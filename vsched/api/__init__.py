@@ -1,6 +1,6 @@
 """The OpenAI-compatible HTTP API of an engine."""
 
 from vsched.api.app import create_app
-from vsched.api.contract import ApiSettings, EngineContract, Generation
+from vsched.api.contract import ApiSettings, Generation
 
-__all__ = ["ApiSettings", "EngineContract", "Generation", "create_app"]
+__all__ = ["ApiSettings", "Generation", "create_app"]

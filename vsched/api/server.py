@@ -197,9 +197,15 @@ def api_settings(config: Config, address: str) -> ApiSettings:
     """Settings of the HTTP layer for a server that listens on this address.
 
     Raises:
-        ConfigError: If a configured key is not in the environment, or a package for traces is missing.
+        ConfigError: If a configured key is not in the environment or is malformed, or a package for traces is missing.
     """
     server = config.server
+    folders = {"media": config.media.directory, "adapters": config.adapters.directory}
+    for name, folder in folders.items():
+        if folder and not os.path.isdir(folder):
+            path = os.path.abspath(folder)
+            logger.warning("%s.directory: there is no folder %s. Remedy: create it", name, path)
+    keys = _key(config, "tenant_keys_variable")
     resolved = {
         "allowed_hosts": _allowed_hosts(config, address),
         "tenant_header": server.tenant_header.lower(),
@@ -208,7 +214,7 @@ def api_settings(config: Config, address: str) -> ApiSettings:
         **{**msgspec.structs.asdict(server), **resolved},
         api_key=_key(config, "api_key_variable"),
         admin_key=_key(config, "admin_key_variable"),
-        tenant_keys=_tenant_keys(config),
+        tenant_keys=read_tenant_keys(keys, path="server.tenant_keys_variable") if keys else {},
         tool_format=config.model.tool_format,
         reasoning_format=config.model.reasoning_format,
         traces_url=traces_url(server),
@@ -251,17 +257,6 @@ def _key(config: Config, setting: str) -> str:
             f"Remedy: set it, or leave server.{setting} empty to ask for no key"
         )
     return key
-
-
-def _tenant_keys(config: Config) -> dict[str, str]:
-    """Keys of tenants, by tenant.
-
-    Raises:
-        ConfigError: If the configured variable is not set, or malformed.
-    """
-    text = _key(config, "tenant_keys_variable")
-    path = "server.tenant_keys_variable"
-    return read_tenant_keys(text, path=path) if text else {}
 
 
 async def _unless(stop: asyncio.Event, work: Coroutine[None, None, None]) -> None:

@@ -15,15 +15,17 @@ from vsched.assembly import (
     as_served,
     cached_bytes_per_token,
     inspect_checkpoint,
+    load_front_end,
     rank_specs,
     state_bytes,
+    verifies_drafts,
 )
-from vsched.checkpoint_tools import CheckpointDescription, load_tools
+from vsched.checkpoint_tools import CheckpointDescription, CheckpointTools, load_tools
 from vsched.cli import app
 from vsched.config import Config, ConfiguredPolicies, LoadedConfig
 from vsched.config.devices import placement_here
 from vsched.config.sections import StageConfig
-from vsched.errors import RequestRefused, VschedError, limit_message
+from vsched.errors import CheckpointError, RequestRefused, VschedError, limit_message
 from vsched.media.pixels import aligned
 from vsched.memory import size_text
 from vsched.terminal.options import (
@@ -36,7 +38,13 @@ from vsched.terminal.options import (
     write_json,
 )
 from vsched.types import ModelInfo, SamplingDefaults
-from vsched.worker.contract import Preprocessor, VideoFacts, VideoSampling, extent_bytes
+from vsched.worker.contract import (
+    Preprocessor,
+    VideoFacts,
+    VideoSampling,
+    extent_bytes,
+    supports,
+)
 from vsched.worker.memory import host_available
 from vsched.worker.registry import load_worker
 from vsched.worker.spec import cores_text
@@ -148,12 +156,13 @@ def check_checkpoint(loaded: LoadedConfig) -> CheckpointReport:
             report.placement = str(placement_here(config))
         config, _ = as_served(config, info)
         plugin = load_worker(config.generate.plugin, path="generate.plugin")
-        _report_media(report, config, info, plugin.load_preprocessor(info))
+        verifies_drafts(config, info, loaded.policies)
+        front_end = load_front_end(plugin, info, ranks=config.generate.tensor_parallel)
+        _report_media(report, config, info, front_end[0])
         # Ranks on other hosts may have other devices.
         for spec in () if config.cluster.elsewhere else rank_specs(config, info, loaded.policies):
-            for stage, role in (("encode", spec.encode), ("generate", spec.generate)):
-                if role is not None:
-                    tools.check_settings(info, role.settings, stage=stage)
+            for stage, role in spec.roles.items():
+                tools.check_settings(info, role.settings, stage=stage)
         tools.check_built(info)
     except VschedError as error:
         report.problems.append(str(error))
@@ -178,6 +187,15 @@ def check_checkpoint(loaded: LoadedConfig) -> CheckpointReport:
     if report.problems:
         report.path = "refused"
     return report
+
+
+def check_served(loaded: LoadedConfig) -> None:
+    """Raise a `CheckpointError` or a `ConfigError` if a checkpoint cannot be served with this configuration."""
+    plugin = load_worker(loaded.config.generate.plugin, path="generate.plugin")
+    if not isinstance(plugin, CheckpointTools) or not supports(plugin, "describe"):
+        inspect_checkpoint(loaded.config, loaded.policies)
+    elif problems := check_checkpoint(loaded).problems:
+        raise CheckpointError("\n".join(problems))
 
 
 def _report_media(

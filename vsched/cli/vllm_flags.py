@@ -266,11 +266,6 @@ def json_list(key: str) -> Convert:
     return convert
 
 
-def pinned_bytes(words: Sequence[str]) -> Assignments:
-    """KV cache of a fixed size."""
-    return {"generate.memory.use": "pinned", "generate.memory.bytes": str(size(words[0]))}
-
-
 def media_limits(words: Sequence[str]) -> Assignments:
     """Limits of images and videos from `{"image": 4}`, `{"image": {"count": 4}}` or `image=4,video=0`."""
     word = words[0]
@@ -367,7 +362,10 @@ _CONVERT: dict[str, Convert] = {
         {"evs": "most-changed"},
         "leave it out, or name a pruning policy in media.pruning.use",
     ),
-    "--kv-cache-memory-bytes": pinned_bytes,
+    "--kv-cache-memory-bytes": lambda words: {
+        "generate.memory.use": "pinned",
+        "generate.memory.bytes": str(size(words[0])),
+    },
     "--kv-cache-dtype": choice(
         "generate.kv_dtype",
         _names("auto=auto int8=int8 int8_per_token_head=int8"),

@@ -362,7 +362,7 @@ class ModelConfig(Section, frozen=True, kw_only=True):
 class ServerConfig(Section, frozen=True, kw_only=True):
     """The HTTP server."""
 
-    host: str = "127.0.0.1"
+    host: Annotated[str, form(r"\S+", "an address, or 0.0.0.0 or :: for all")] = "127.0.0.1"
     """Address to listen on."""
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
     """Port to listen on; 0 lets the system choose."""

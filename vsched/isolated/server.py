@@ -137,7 +137,8 @@ def limit_resources(*, cpu_s: float, wall_s: float, memory_bytes: int, stack_byt
     _, hard = resource.getrlimit(resource.RLIMIT_STACK)
     resource.setrlimit(resource.RLIMIT_STACK, (_at_most(stack_bytes, hard), hard))
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = _data_bytes() + memory_bytes
+    # RLIMIT_DATA counts data and stack, which `statm` has in pages.
+    limit = int(Path("/proc/self/statm").read_text().split()[5]) * _PAGE_BYTES + memory_bytes
     resource.setrlimit(resource.RLIMIT_DATA, (_at_most(limit, hard), hard))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
@@ -148,11 +149,6 @@ def limit_resources(*, cpu_s: float, wall_s: float, memory_bytes: int, stack_byt
 
 def _at_most(limit: int, hard: int) -> int:
     return limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-
-
-def _data_bytes() -> int:
-    """Return the private memory of this process as RLIMIT_DATA counts it (data and stack in `statm`, in pages)."""
-    return int(Path("/proc/self/statm").read_text().split()[5]) * _PAGE_BYTES
 
 
 def read_setup(descriptor: int) -> bytes:

@@ -5,7 +5,7 @@
 
 from vsched.media.measure import refuse_images
 from vsched.media.pipeline import MediaPipeline, PreparedRequest, Prompt
-from vsched.media.pixels import PixelLease, PixelStatistics, PixelStore
+from vsched.media.pixels import PixelStore
 from vsched.media.references import ImageReference, MediaReference, scheme_of
 from vsched.media.sources import frames_of
 
@@ -13,8 +13,6 @@ __all__ = [
     "ImageReference",
     "MediaPipeline",
     "MediaReference",
-    "PixelLease",
-    "PixelStatistics",
     "PixelStore",
     "PreparedRequest",
     "Prompt",

@@ -42,9 +42,14 @@ def make_socket_folder() -> str:
     """Create a folder for sockets that only this user can access.
 
     Raises:
-        ConfigError: If the path would be too long for a socket address.
+        ConfigError: If it cannot be created, or its path would be too long for a socket address.
     """
-    folder = tempfile.mkdtemp(prefix="vsched-")  # mkdtemp creates it with mode 0700
+    try:
+        folder = tempfile.mkdtemp(prefix="vsched-")  # mkdtemp creates it with mode 0700
+    except OSError as error:  # as in a container with a read-only file system
+        raise ConfigError(
+            f"the folder for sockets cannot be created: {error}. Remedy: set TMPDIR to a writable folder"
+        ) from error
     limit = zmq.IPC_PATH_MAX_LEN - NAME_CHARACTERS_MAX
     if len(folder) > limit:
         Path(folder).rmdir()

@@ -25,7 +25,7 @@ from vsched.api import http_server as http_server_module
 from vsched.api import server as server_module
 from vsched.api.http_server import favour_event_loop, http_server
 from vsched.api.server import RunningServer, running_server, serve
-from vsched.config import Config, ModelConfig, ServerConfig
+from vsched.config import Config, ModelConfig, ServerConfig, load_config
 from vsched.engine import Engine
 from vsched.errors import CheckpointError, ConfigError, GroupLostError
 
@@ -158,6 +158,13 @@ def test_server_key_is_its_variable_without_line_breaks(monkeypatch: pytest.Monk
     settings = config(api_key_variable="VSCHED_TEST_KEY", admin_key_variable="VSCHED_TEST_KEY")
     found = server_module.api_settings(settings, "127.0.0.1")
     assert (found.api_key, found.admin_key) == ("secret", "secret")
+
+
+def test_server_warns_of_a_missing_folder(caplog: pytest.LogCaptureFixture) -> None:
+    sets = ["media.directory=/nowhere", "adapters.directory=/proc"]
+    server_module.api_settings(load_config(None, sets=sets, environ={}).config, "127.0.0.1")
+    (warning,) = caplog.messages
+    assert warning == "media.directory: there is no folder /nowhere. Remedy: create it"
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "localhost", "::1", "[::1]", "::"])

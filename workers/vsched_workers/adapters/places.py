@@ -148,7 +148,7 @@ class TorchSums:
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         """Take the type and the device of the product's weight."""
-        self._dtype = kept_type(dtype, device)
+        self._dtype = torch.float32 if device.type == "cpu" else dtype
         self._parts: dict[int, Sequence[Part]] = {}
 
     def place_parts(self, parts: Sequence[Part], room: Room) -> Sequence[Part]:
@@ -178,11 +178,6 @@ class TorchSums:
                 target = made[:, first : first + len(up)]
                 added = (own @ down.T) @ up.T
                 target[index] = (target[index] + added * scaling).to(made.dtype)
-
-
-def kept_type(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the type of LoRA matrices for a weight."""
-    return torch.float32 if device.type == "cpu" else dtype
 
 
 Share = Callable[[torch.Tensor], torch.Tensor]

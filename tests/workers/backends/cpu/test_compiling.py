@@ -256,12 +256,17 @@ def test_unused_folders_are_deleted_when_a_new_one_is_made(cache: Path) -> None:
 def test_folder_lies_next_to_the_sources_if_the_user_has_none(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    warnings: list[str] = []
     cache.parent.mkdir()
     cache.write_text("a file")
     monkeypatch.setattr(kernel_store, "KERNELS", cache.parent)
     folder = kernel_folder()
     assert folder is not None
     assert folder.parent == cache.parent / "__pycache__"
+    monkeypatch.setattr(kernel_store, "KERNELS", cache)
+    monkeypatch.setattr(kernel_store, "_warn_once", warnings.append)
+    assert kernel_folder() is None
+    assert warnings == [f"{cache}: Not a directory, {cache / '__pycache__'}: Not a directory"]
 
 
 def test_kernels_and_their_constants_key_the_cache() -> None:

@@ -63,17 +63,20 @@ def kernel_folder() -> Path | None:
 
     Creating a folder removes the folders of other sources that were unused for a month.
     """
+    failures = []
     for root in _roots():
         folder = root / f"kernels-{_sources()}"
         if not folder.is_dir():
             try:
                 folder.mkdir(mode=0o700, parents=True)
-            except OSError:
+            except OSError as error:
+                failures.append(f"{root}: {error.strerror}")
                 continue
             _remove_unused(root)
         with suppress(OSError):
             os.utime(folder)
         return folder
+    _warn_once(", ".join(failures))
     return None
 
 
@@ -158,7 +161,7 @@ class _KernelCache:
         except OSError as error:
             with suppress(OSError):
                 partial.unlink()
-            _warn_once(str(file.parent), str(error))
+            _warn_once(f"{file.parent}: {error.strerror}")
 
     def _file(self, signature: Any, codegen: Any) -> Path:
         key = repr((signature, codegen.magic_tuple())).encode()
@@ -170,9 +173,9 @@ def _digest(data: bytes) -> bytes:
 
 
 @functools.cache
-def _warn_once(folder: str, why: str) -> None:
+def _warn_once(why: str) -> None:
     logger.warning(
-        "compiled kernels cannot be stored in %s, and are compiled again at each start: %s",
-        folder,
+        "compiled kernels cannot be stored, and are compiled again at each start, which takes minutes (%s). "
+        "Remedy: set NUMBA_CACHE_DIR to a writable folder",
         why,
     )

@@ -14,7 +14,7 @@ from vsched_workers.checkpoint.preprocess.text import TextPreprocessor
 from vsched_workers.checkpoint.tokenizer_files import load_tokenizer
 from vsched_workers.families import FAMILIES
 
-__all__ = ["AnyPreprocessor", "QwenPreprocessor", "TextPreprocessor", "load_preprocessor"]
+__all__ = ["AnyPreprocessor", "QwenPreprocessor", "load_preprocessor"]
 
 
 def load_preprocessor(info: ModelInfo) -> TextPreprocessor:
