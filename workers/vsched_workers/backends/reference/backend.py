@@ -146,6 +146,8 @@ class Backend:
 
     def prepare_any_tower(self, model: nn.Module) -> int:
         """Prepare a loaded vision tower of the generic path; see `prepare_tower`."""
+        if self.make_plain is not None:
+            flatten_patches(model, self.make_plain)
         size = self._pack(model)
         block_activations(model)
         return size + stored_bytes(*model.parameters())
