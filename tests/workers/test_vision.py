@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +48,7 @@ from vsched_workers.backends.reference.any_tower import AnyTower
 from vsched_workers.backends.reference.backend import Backend
 from vsched_workers.checkpoint.whole_model import build_tower, load_whole
 from vsched_workers.families.qwen_image import grid_of
+from vsched_workers.memory.sparse_runs import sparsely
 from vsched_workers.plugin import plugin
 
 IMAGES = [drawn_image(1, 90, 60), drawn_image(2, 200, 70), drawn_image(3, 33, 33)]
@@ -223,6 +225,19 @@ def test_packed_weights_give_the_rows_of_those_that_are_not(name: str) -> None:
     packed = AnyTower(model, torch.bfloat16)(image)
     scale = plain.float().std().item()
     assert (packed.float() - plain.float()).abs().max().item() < 0.05 * scale
+
+
+def test_sparse_runs_leave_out_layers_in_the_middle() -> None:
+    """The last one computes while the results of the others are held."""
+    vision = {**VISION_ARCHITECTURES["llava"].vision, "num_hidden_layers": 9}
+    tower = AnyTower(make_model("llava", vision_config=vision), torch.float32)
+    computed: list[int] = []
+    for index, layer in enumerate(tower.layers):
+        attention: Any = layer.self_attn
+        attention.register_forward_hook(lambda *_, index=index: computed.append(index))
+    with torch.inference_mode(), sparsely():
+        assert tower(images_of("llava")[0]).isfinite().all()
+    assert computed == [0, 1, 8]
 
 
 @pytest.fixture(scope="module")

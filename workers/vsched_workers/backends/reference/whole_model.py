@@ -149,7 +149,9 @@ class DecoderLayers:
         """Take the layers in order, and their kinds if the configuration lists them."""
         self._layers: list[Any] = list(layers)
         names: Sequence[str] = stated or [""] * len(layers)
-        self._kinds = [(name, *_parts(layer)) for name, layer in zip(names, layers, strict=True)]
+        self._kinds = [
+            (name, *layer_kind(layer)) for name, layer in zip(names, layers, strict=True)
+        ]
         self._more: list[int | None] = [None] * len(layers)
 
     @contextmanager
@@ -193,7 +195,7 @@ def _pass(more: int | None, hidden_states: torch.Tensor, *_: object, **__: objec
     return hidden_states if more is None else (hidden_states, *[None] * more)
 
 
-def _parts(layer: nn.Module) -> tuple[Hashable, ...]:
+def layer_kind(layer: nn.Module) -> tuple[Hashable, ...]:
     """Return a key that is equal for two layers of one kind: modules, and the shapes of their weights."""
     modules = tuple((name, type(module)) for name, module in layer.named_modules())
     return modules, tuple(weight.shape for weight in layer.parameters())
