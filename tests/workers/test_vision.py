@@ -62,14 +62,6 @@ def empty_pages(info: ModelInfo) -> npt.NDArray[np.uint8]:
     return np.full((101, ROWS_A_PAGE, info.embedding_row_bytes), 0xA5, dtype=np.uint8)
 
 
-def rows_of(
-    stage: Stage, job: EncodeJob, embeddings: npt.NDArray[np.uint8]
-) -> npt.NDArray[np.float32]:
-    rows = embeddings[list(job.pages)].reshape(-1, stage.info.embedding_row_bytes)[: job.tokens]
-    levels = stage.info.embedding_levels
-    return rows.view(np.float32).reshape(job.tokens, levels, stage.info.hidden_size)
-
-
 @pytest.mark.parametrize("size", ["nano25", "nano3"])
 def test_encode_equals_the_whole_model(
     stages: Stages, references: Callable[[str], Reference], size: str
@@ -87,7 +79,8 @@ def test_encode_equals_the_whole_model(
             return_dict=True,
         )
     for index, job in enumerate(jobs):
-        rows = rows_of(stage, job, embeddings)
+        rows = embeddings[list(job.pages)].reshape(-1, stage.info.embedding_row_bytes)[: job.tokens]
+        rows = rows.view(np.float32).reshape(job.tokens, -1, stage.info.hidden_size)
         deepstack = getattr(out, "deepstack_features", ())
         wanted = [out.pooler_output[index], *(level[index] for level in deepstack)]
         assert rows.shape[1] == len(wanted)

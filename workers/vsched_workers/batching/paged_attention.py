@@ -129,8 +129,7 @@ def prefill_by_rule(
     kv_heads = kept.keys.shape[1]
     out = query.new_empty(rows, heads, kept.value_dim)
     # On a CPU, torch takes ten times as long for batches of products in 16 bits.
-    is_slow = query.device.type == "cpu" and query.itemsize == 2
-    dtype = torch.float32 if is_slow else query.dtype
+    dtype = torch.float32 if query.device.type == "cpu" and query.itemsize == 2 else query.dtype
     before = len(slots) - rows
     for first, last, low, causal_high in _parts(rows, len(slots), heads, rule.window):
         spans = [
@@ -543,6 +542,9 @@ def attend_by_rule(
     out = query.new_empty(query.shape[1], query.shape[0], kept.value_dim)
     if kernel is not None and rows:
         out[:rows] = kernel.by_rule(query[:, :rows].transpose(0, 1), layer, step, rule)
+    elif rows and rule == ScoreRule(rule.scaling) and kept.keys.shape == kept.values.shape:
+        # Only chunks differ: images that see each other.
+        out[:rows] = step.decode(query[:, :rows].transpose(0, 1), layer, step, rule.scaling)
     elif rows:
         if len(step.contexts) < rows:
             raise RuntimeError("no kernel for this score rule can be captured in a CUDA graph")

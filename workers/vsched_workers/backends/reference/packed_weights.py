@@ -127,9 +127,9 @@ class FlatPatches(nn.Module):
         for dimension, side in enumerate(self._sides, 2):
             pixels = pixels.unfold(dimension, side, side)
         patches = pixels.movedim(1, -len(self._sides) - 1).flatten(-len(self._sides) - 1)
-        if self.packed is not None:
-            return self.packed(patches).movedim(-1, 1)
-        return functional.linear(patches, self.weight, self.bias).movedim(-1, 1)
+        if self.packed is None:
+            return functional.linear(patches, self.weight, self.bias).movedim(-1, 1)
+        return self.packed(patches).movedim(-1, 1)
 
 
 class BlockedActivation(nn.Module):

@@ -67,7 +67,7 @@ class WholeModel:
     def runnable(self, weights_bytes: int) -> RunnableLanguage:
         """Return it as a backend runs it; layers and head are separate unless it computes the logits of all rows."""
         apart = (self._hidden_states, self._logits_of) if self._keeps else None
-        return RunnableLanguage(self, _unchanged, weights_bytes, apart)
+        return RunnableLanguage(self, lambda logits: logits, weights_bytes, apart)
 
     def __call__(
         self,
@@ -132,10 +132,6 @@ class WholeModel:
         finally:
             del self._base.forward
         return logits
-
-
-def _unchanged(logits: torch.Tensor) -> torch.Tensor:
-    return logits
 
 
 class DecoderLayers:
