@@ -222,7 +222,8 @@ def flatten_patches(tower: nn.Module, make: MakeProduct | None) -> None:
     for child in list(tower.modules()):
         for name, convolution in list(child.named_children()):
             if (
-                type(convolution) in {nn.Conv2d, nn.Conv3d}
+                isinstance(convolution, nn.Conv2d | nn.Conv3d)
+                and type(convolution) in {nn.Conv2d, nn.Conv3d}  # a subclass may compute more
                 and convolution.kernel_size == convolution.stride
                 and convolution.groups == 1
                 and convolution.padding in ("valid", (0,) * len(convolution.stride))
