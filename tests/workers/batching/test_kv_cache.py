@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import mmap
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 
 from tests.bench.swap.__main__ import main
-from tests.workers.backends.paged import filled_cache, row_written_out
+from tests.workers.backends.paged import filled_cache, row_written_out, segment_of
 from tests.workers.driver import Checkpoints
 from vsched.errors import DeviceOutOfMemory
 from vsched.worker.memory import status_bytes
@@ -29,6 +31,7 @@ from vsched_workers.batching.kv_cache import (
 from vsched_workers.batching.paged_attention import (
     PagedStep,
     ScoreRule,
+    attend_by_rule,
     context_slots,
     decode_by_rule,
     prefill_by_rule,
@@ -239,3 +242,17 @@ def test_prefill_in_bfloat16_multiplies_in_float32_if_that_is_faster(
     wide = LayerKv(kept.keys.float(), kept.values.float())
     wanted = prefill_by_rule(query.float(), wide, slots, rule).bfloat16()
     torch.testing.assert_close(found, wanted, rtol=2**-7, atol=0)
+
+
+def test_decoding_next_to_images_that_see_each_other_uses_the_kernel() -> None:
+    _, step = filled_cache(torch.float32, KV_HEADS, KEY_DIM, contexts=CONTEXTS, block_size=BLOCK)
+    rows = len(CONTEXTS)
+    segment = segment_of(step, 2, 0, 30, start=rows)
+    segment.bidirectional_spans = ((3, 9),)
+    decode = Mock(spec=decode_by_rule, return_value=torch.full((rows, HEADS, KEY_DIM), 7.0))
+    query = torch.randn(HEADS, rows + 30, KEY_DIM)
+    for window in (None, 5):
+        made = dataclasses.replace(step, decode=decode, segments=[segment])
+        found = attend_by_rule(query, 0, made, ScoreRule(0.5, window))
+        assert bool((found[:rows] == 7.0).all()) is (window is None)
+    decode.assert_called_once()

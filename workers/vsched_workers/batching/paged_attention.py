@@ -557,6 +557,9 @@ def attend_by_rule(
     out = query.new_empty(query.shape[1], query.shape[0], kept.value_dim)
     if kernel is not None and rows:
         out[:rows] = kernel.by_rule(query[:, :rows].transpose(0, 1), layer, step, rule)
+    elif rows and rule == ScoreRule(rule.scaling) and kept.keys.shape == kept.values.shape:
+        # Only chunks differ: images that see each other.
+        out[:rows] = step.decode(query[:, :rows].transpose(0, 1), layer, step, rule.scaling)
     elif rows:
         if len(step.contexts) < rows:
             raise RuntimeError("no kernel for this score rule can be captured in a CUDA graph")

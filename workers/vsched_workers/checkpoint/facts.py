@@ -18,10 +18,9 @@ from vsched.types import ModelInfo, SamplingDefaults
 from vsched_workers.checkpoint.files import checkpoint_directory, read_if_there, read_json
 from vsched_workers.checkpoint.images import (
     PROCESSOR_FILES,
-    clamped_tokens,
     load_image_processor,
     stated_image_settings,
-    token_range,
+    tokens_max,
 )
 from vsched_workers.checkpoint.tokenizer_files import load_part, tokenizer_files
 from vsched_workers.checkpoint.weights import (
@@ -387,7 +386,7 @@ def _inspect_any(
     return msgspec.structs.replace(
         info,
         embedding_levels=vision.embedding_levels,
-        item_tokens_max=clamped_tokens(token_range(processor), item_tokens_max),
+        item_tokens_max=tokens_max(processor, item_tokens_max),
         item_atomic=vision.item_atomic,
         prompt_atomic=vision.prompt_atomic,
         image_token_id=vision.image_token_id,

@@ -73,9 +73,7 @@ class HollowBackend(PilBackend):
         return np.broadcast_to(image.dtype.type(0), (image.shape[0], *found))
 
     def rescale(self, image: npt.NDArray[Any], *_: Any, **__: Any) -> npt.NDArray[np.float32]:
-        """Return an image with the type of a rescaled one."""
+        """Return an image with the type of a rescaled or normalized one."""
         return np.broadcast_to(np.float32(0), image.shape)
 
-    def normalize(self, image: npt.NDArray[Any], *_: Any, **__: Any) -> npt.NDArray[np.float32]:
-        """Return an image with the type of a normalized one."""
-        return np.broadcast_to(np.float32(0), image.shape)
+    normalize = rescale

@@ -362,29 +362,27 @@ def load_image_processor(
     return made
 
 
-@dataclass(frozen=True, slots=True)
-class TokenRange:
-    """The fewest and the most tokens of an image, and a size of an image with the most."""
-
-    least: int
-    most: int
-    size: tuple[int, int]
-
-
-def token_range(processor: ImageProcessor) -> TokenRange:
-    """Search for the image with the most tokens.
+def tokens_max(processor: ImageProcessor, budget: int) -> int:
+    """Return the most tokens that an image may have within the configured budget, 0 for none.
 
     Images that the search misses are shrunk slightly more than necessary.
 
     Raises:
+        ConfigError: When all images have more.
         ValueError: When the processor accepts no image.
     """
-    found: dict[tuple[int, int], int] = {}
+    found = set()
     for size in revealing_sizes(processor):
         with suppress(ValueError):  # too thin or too small for the processor
-            found[size] = processor.tokens(*size)
-    size = max(found, key=lambda each: (found[each], -each[0] * each[1]))
-    return TokenRange(min(found.values()), found[size], size)
+            found.add(processor.tokens(*size))
+    if budget and budget < min(found):
+        raise ConfigError.of_limit(
+            "the token budget of one image is below the tokens of the smallest image",
+            value=budget,
+            limit=min(found),
+            remedy="raise encode.admission.max_tokens",
+        )
+    return min(max(found), budget or max(found))
 
 
 def revealing_sizes(
@@ -406,22 +404,6 @@ def revealing_sizes(
         ranked = sorted(reported, key=lambda size: (-reported[size], size[0] * size[1]))
         yield from ranked[:PROMISING] or _sizes(FEW_SIDES, pixels_max)
         yield from ranked[-1:]
-
-
-def clamped_tokens(found: TokenRange, budget: int) -> int:
-    """Return the most tokens that an image may have within the configured budget, 0 for none.
-
-    Raises:
-        ConfigError: When all images have more.
-    """
-    if budget and budget < found.least:
-        raise ConfigError.of_limit(
-            "the token budget of one image is below the tokens of the smallest image",
-            value=budget,
-            limit=found.least,
-            remedy="raise encode.admission.max_tokens",
-        )
-    return min(found.most, budget) if budget else found.most
 
 
 def _sizes(sides: Sequence[int], pixels_max: int | None) -> list[tuple[int, int]]:

@@ -116,7 +116,8 @@ def _drop_language(model: Any) -> None:
 def _drop_all_but_language(model: Any) -> None:
     from torch import nn
 
-    kept = {each for part in _language_parts(model) for each in part.modules()}
+    parts = (model.get_decoder(), model.get_output_embeddings(), model.get_input_embeddings())
+    kept = {each for part in parts if part is not None for each in part.modules()}
     for parent in list(model.modules()):
         if parent in kept:
             continue
@@ -130,11 +131,6 @@ def left_out(model: Any) -> list[str]:
     from torch import nn
 
     return [name for name, module in model.named_modules() if isinstance(module, nn.Identity)]
-
-
-def _language_parts(model: Any) -> list[Any]:
-    parts = (model.get_decoder(), model.get_output_embeddings(), model.get_input_embeddings())
-    return [each for each in parts if each is not None]
 
 
 def load_whole(

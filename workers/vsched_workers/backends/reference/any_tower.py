@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,12 @@ import torch
 from torch import nn
 
 from vsched.worker.contract import EncodeJob
+from vsched_workers.backends.reference.whole_model import layer_kind, pass_rows
 from vsched_workers.device_copies import sent
 from vsched_workers.families.generic import VIDEO_GRID, unpack_metadata
 from vsched_workers.families.qwen_image import LEVELS, PIXELS, flat_patches
 from vsched_workers.families.qwen_levels import pixel_values
+from vsched_workers.memory.sparse_runs import is_left_out, is_sparse
 
 
 class AnyTower:
@@ -41,6 +44,7 @@ class AnyTower:
             if parameter.kind not in {parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL}
         }
         self._has_videos = hasattr(self._owner, "get_video_features")
+        _leave_out_layers(self.layers)
 
     @property
     def layers(self) -> Sequence[nn.Module]:
@@ -107,3 +111,40 @@ def _rows(features: Any) -> torch.Tensor:
     """Return the features of one image, one tensor or several (as one per crop), as [tokens, hidden]."""
     parts = [features] if isinstance(features, torch.Tensor) else list(features)
     return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
+
+
+def _leave_out_layers(layers: Sequence[nn.Module]) -> None:
+    """Have sparse runs copy rows past a layer, except the first two of each kind and the last.
+
+    The last one runs while the results of all others are still held, if the tower collects them.
+    """
+    kinds = [layer_kind(layer) for layer in layers]
+    formats: dict[Hashable, int | None] = {}
+    for index, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
+        first = next(iter(inspect.signature(layer.forward).parameters), "")
+        if kind in kinds[index + 1 :] and first == "hidden_states":
+            layer.forward = functools.partial(_run_or_copy, layer.forward, kind, formats)
+
+
+def _run_or_copy(
+    run: Callable[..., Any],
+    kind: Hashable,
+    formats: dict[Hashable, int | None],
+    hidden_states: torch.Tensor,
+    *more: Any,
+    **given: Any,
+) -> Any:
+    if not is_sparse():
+        return run(hidden_states, *more, **given)
+    # Layers of one kind may attend within windows or to all patches, by their arguments.
+    sizes = [
+        each.shape if isinstance(each, torch.Tensor) else each
+        for each in (*more, *given.values())
+        if isinstance(each, torch.Tensor | int)
+    ]
+    key = (kind, hidden_states.shape, *sizes)
+    if is_left_out(key):
+        return pass_rows(formats[key], hidden_states.clone())
+    found = run(hidden_states, *more, **given)
+    formats[key] = None if isinstance(found, torch.Tensor) else len(found) - 1
+    return found

@@ -131,14 +131,10 @@ class Backend:
 
     def prepare_tower(self, tower: nn.Module) -> int:
         """Prepare a loaded vision tower for this device; its layers may be replaced. Return its weights' bytes."""
-        size = stored_bytes(*tower.parameters())
         flatten_patches(tower, self.make_plain)
-        if self.make_product is not None:
-            before = stored_bytes(*tower.parameters())
-            packed = self._pack(tower)
-            size += packed + stored_bytes(*tower.parameters()) - before
+        size = self._pack(tower)
         block_activations(tower)
-        return size
+        return size + stored_bytes(*tower.parameters())
 
     def prepare_whole(self, model: nn.Module) -> int:
         """Prepare a loaded language model of the generic path; see `prepare_tower`."""
@@ -146,6 +142,8 @@ class Backend:
 
     def prepare_any_tower(self, model: nn.Module) -> int:
         """Prepare a loaded vision tower of the generic path; see `prepare_tower`."""
+        if self.make_plain is not None:
+            flatten_patches(model, self.make_plain)
         size = self._pack(model)
         block_activations(model)
         return size + stored_bytes(*model.parameters())

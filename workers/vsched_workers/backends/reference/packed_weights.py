@@ -113,20 +113,23 @@ class PackedLinear(nn.Module):
 
 
 class FlatPatches(nn.Module):
-    """The patch embedding as a matrix product, in place of a convolution."""
+    """A patch embedding as a matrix product, in place of a convolution in two or three dimensions."""
 
-    def __init__(self, convolution: nn.Conv3d, make: MakeProduct | None) -> None:
+    def __init__(self, convolution: nn.Conv2d | nn.Conv3d, make: MakeProduct | None) -> None:
         super().__init__()
         self.weight = nn.Parameter(convolution.weight.flatten(1).contiguous(), requires_grad=False)
         self.bias = convolution.bias
         self.packed = make(self.weight, self.bias) if make is not None else None
+        self._sides = convolution.kernel_size
 
-    def forward(self, patches: torch.Tensor) -> torch.Tensor:
-        """Project patches [patches, channels, time, height, width]; returns [patches, hidden, 1, 1, 1]."""
-        flat = patches.flatten(1)
-        if self.packed is not None:
-            return self.packed(flat)[:, :, None, None, None]
-        return functional.linear(flat, self.weight, self.bias)[:, :, None, None, None]
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Project the patches of pixels [n, channels, ...]; returns [n, hidden, patches along each dimension]."""
+        for dimension, side in enumerate(self._sides, 2):
+            pixels = pixels.unfold(dimension, side, side)
+        patches = pixels.movedim(1, -len(self._sides) - 1).flatten(-len(self._sides) - 1)
+        if self.packed is None:
+            return functional.linear(patches, self.weight, self.bias).movedim(-1, 1)
+        return self.packed(patches).movedim(-1, 1)
 
 
 class BlockedActivation(nn.Module):
@@ -215,13 +218,15 @@ def warm_up(module: nn.Module, dtype: torch.dtype, *others: PackedProduct) -> No
 
 
 def flatten_patches(tower: nn.Module, make: MakeProduct | None) -> None:
-    """Replace the convolution of the patch embedding if it is equivalent to a matrix product."""
-    embedding: Any = getattr(tower, "patch_embed", None)
-    convolution = getattr(embedding, "proj", None)
-    if (
-        isinstance(convolution, nn.Conv3d)
-        and convolution.kernel_size == convolution.stride
-        and convolution.groups == 1
-        and not any(convolution.padding)
-    ):
-        embedding.proj = FlatPatches(convolution, make)
+    """Replace the convolutions below a tower that are equivalent to a matrix product."""
+    for child in list(tower.modules()):
+        for name, convolution in list(child.named_children()):
+            if (
+                isinstance(convolution, nn.Conv2d | nn.Conv3d)
+                and type(convolution) in {nn.Conv2d, nn.Conv3d}  # a subclass may compute more
+                and convolution.kernel_size == convolution.stride
+                and convolution.groups == 1
+                and convolution.padding in ("valid", (0,) * len(convolution.stride))
+                and not any(size > 1 for size in convolution.dilation)
+            ):
+                setattr(child, name, FlatPatches(convolution, make))

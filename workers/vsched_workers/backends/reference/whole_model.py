@@ -67,7 +67,7 @@ class WholeModel:
     def runnable(self, weights_bytes: int) -> RunnableLanguage:
         """Return it as a backend runs it; layers and head are separate unless it computes the logits of all rows."""
         apart = (self._hidden_states, self._logits_of) if self._keeps else None
-        return RunnableLanguage(self, _unchanged, weights_bytes, apart)
+        return RunnableLanguage(self, lambda logits: logits, weights_bytes, apart)
 
     def __call__(
         self,
@@ -134,10 +134,6 @@ class WholeModel:
         return logits
 
 
-def _unchanged(logits: torch.Tensor) -> torch.Tensor:
-    return logits
-
-
 class DecoderLayers:
     """The layers of a model, some of which can be skipped temporarily.
 
@@ -149,7 +145,9 @@ class DecoderLayers:
         """Take the layers in order, and their kinds if the configuration lists them."""
         self._layers: list[Any] = list(layers)
         names: Sequence[str] = stated or [""] * len(layers)
-        self._kinds = [(name, *_parts(layer)) for name, layer in zip(names, layers, strict=True)]
+        self._kinds = [
+            (name, *layer_kind(layer)) for name, layer in zip(names, layers, strict=True)
+        ]
         self._more: list[int | None] = [None] * len(layers)
 
     @contextmanager
@@ -180,7 +178,7 @@ class DecoderLayers:
             if seen[kind] > count:
                 left_out.append(index)
         for index in left_out:
-            self._layers[index].forward = functools.partial(_pass, self._more[index])
+            self._layers[index].forward = functools.partial(pass_rows, self._more[index])
         try:
             yield
         finally:
@@ -188,12 +186,12 @@ class DecoderLayers:
                 del self._layers[index].forward
 
 
-def _pass(more: int | None, hidden_states: torch.Tensor, *_: object, **__: object) -> Any:
+def pass_rows(more: int | None, hidden_states: torch.Tensor, *_: object, **__: object) -> Any:
     """Stand in for a layer that returns hidden states alone, or a tuple with `more` further values."""
     return hidden_states if more is None else (hidden_states, *[None] * more)
 
 
-def _parts(layer: nn.Module) -> tuple[Hashable, ...]:
+def layer_kind(layer: nn.Module) -> tuple[Hashable, ...]:
     """Return a key that is equal for two layers of one kind: modules, and the shapes of their weights."""
     modules = tuple((name, type(module)) for name, module in layer.named_modules())
     return modules, tuple(weight.shape for weight in layer.parameters())
