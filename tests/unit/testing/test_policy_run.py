@@ -84,6 +84,11 @@ def test_run_policy_names_the_line_of_a_failure() -> None:
     assert any("in admit" in note for note in caught.value.__notes__)
 
 
+def test_run_policy_refuses_two_requests_of_one_name() -> None:
+    with pytest.raises(PolicyError, match="requests have one name: a, a"):
+        run_policy(LastFirst(), RequestAt(name="a"), RequestAt(name="a"))
+
+
 def test_default_policies_put_a_policy_at_all_its_seats() -> None:
     policies = default_policies(LastFirst())
     arriving, encoding = (policies.by_table[one] for one in ("arrival", "encode.admission"))
