@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
+import time
 from typing import cast
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -94,13 +97,14 @@ def test_dresser_repeats_the_answers_of_the_model(texts: RequestTexts) -> None:
     assert ids[7:] == [73, 74]
 
 
-def test_calls_name_tenant_and_session_for_policies(texts: RequestTexts) -> None:
+def test_calls_name_tenant_session_and_adapter(texts: RequestTexts) -> None:
     """As the simulation that they are compared with does; runs differ in the salt of caches only."""
     one = msgspec.structs.replace(
-        arrival(Text(1, 2), tenant="t"), conversation="c", cache_salt="run 1 t"
+        arrival(Text(1, 2), tenant="t"), conversation="c", cache_salt="run 1 t", adapter="a"
     )
     call = texts.call(one, [])
     assert (call["tenant"], call["session"], call["cache_salt"]) == ("t", "c", "run 1 t")
+    assert call["adapter"] == "a"
     assert texts.call(arrival(Text(1, 2), tenant="t"), [])["cache_salt"] == "t"
 
 
@@ -108,6 +112,14 @@ def test_replies_of_turns_that_were_not_sent_are_texts(texts: RequestTexts) -> N
     ids = texts.prompt(arrival(Text(1, 2), Reply(3), Reply(2)), [[70, 71, 72]])
     assert ids[2:5] == [70, 71, 72]
     assert len(ids) == 7
+
+
+async def test_clients_leave_as_in_the_trace(texts: RequestTexts) -> None:
+    engine = Mock(generate=lambda **_: asyncio.sleep(60))
+    client = TraceClient(engine, time.monotonic_ns)
+    one = msgspec.structs.replace(arrival(Text(1, 2)), leaves_ns=1)
+    await client.run(texts, workload_of("w", [one]), lambda: None)
+    assert client.failed == {"abort": 1}
 
 
 def test_traces_that_cannot_be_compared_are_refused(texts: RequestTexts) -> None:
