@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from vsched.assembly import arena_layout, as_served, scheduler_limits
+from vsched.assembly import arena_layout, as_served, cached_bytes_per_token, scheduler_limits
 from vsched.config import Config, ConfiguredPolicies, LoadedConfig, plain_config, resolve_policies
 from vsched.config.devices import assumed
 from vsched.config.policies import configured_policies
@@ -140,7 +140,7 @@ def _kv_tokens(config: Config, info: ModelInfo, cost: CostModel, given: int | No
     memory = config.generate.memory
     if memory.get("use") == "pinned":
         tokens: int | None = memory.get("tokens")
-        return tokens if tokens is not None else int(memory["bytes"]) // info.kv_bytes_per_token
+        return tokens or int(memory["bytes"]) // cached_bytes_per_token(config, info)
     if cost.kv_tokens:
         return cost.kv_tokens
     raise ConfigError(
