@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import random
 from pathlib import Path
 from typing import Any, ClassVar
@@ -30,11 +29,7 @@ from vsched.policy import (
 )
 from vsched.testing import run_random
 from vsched.testing.cluster import default_policies
-
-
-class Pace(enum.Enum):
-    EVEN = "even"
-    FAST = "fast"
+from vsched.types import FinishReason
 
 
 class Whole(RequestPolicy, frozen=True, kw_only=True):
@@ -45,7 +40,7 @@ class Whole(RequestPolicy, frozen=True, kw_only=True):
 
     part: Fraction = 0.5
     most: PositiveCount
-    pace: Pace = Pace.EVEN
+    end: FinishReason = FinishReason.STOP
 
     def admit(self, look: AdmissionView, *, extra: int = 0) -> Admission:
         return Admission([0] * (extra + 1))
@@ -149,8 +144,8 @@ def test_resolve_policy_by_module_and_class() -> None:
             "a.b.rates is not valid: value {'a': 0}, limit object (Expected `float` > 0.0 - at `$[...]`)",
         ),
         (
-            {"use": f"{__name__}:Whole", "most": 1, "pace": "slow"},
-            "a.b.pace is not valid: value 'slow', limit 'even' or 'fast'.",
+            {"use": f"{__name__}:Whole", "most": 1, "end": "never"},
+            "a.b.end is not valid: value 'never', limit 'abort' or 'error' or 'length' or 'stop'.",
         ),
     ],
 )  # fmt: skip
@@ -216,7 +211,7 @@ def test_list_policies_reports_kind_fields_and_summary() -> None:
     assert listed["memory", "pinned"].fields[0].type == "number, above 0, at most 1"
     whole = describe_policy(f"{__name__}:Whole")
     required = [(field.name, field.required) for field in whole.fields]
-    assert required == [("part", False), ("most", True), ("pace", False)]
+    assert required == [("part", False), ("most", True), ("end", False)]
 
 
 class Counts(msgspec.Struct):

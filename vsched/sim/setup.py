@@ -50,9 +50,7 @@ def prepare(
     Args:
         config: The configuration.
         cost: Cost model; also the fallback for the model shape and the KV cache size.
-        policies: Replacements for configured policies, by table, such as `encode.encoding`. The table `policy` stands
-            for all tables that the policy has methods for and that are not named. An object that several tables name
-            has one state for all of them.
+        policies: Replacements for configured policies, as in `simulate`.
         info: The model's shape; by default the cost model's, else the shape of the checkpoint at
             `model.path`.
         kv_tokens: KV cache size of a replica; by default as pinned by `generate.memory`, else the

@@ -2,8 +2,6 @@
 
 Prompts are described by the hashes of their KV blocks, so that shared beginnings stay shared in a simulation. Next to
 the trace, a file of the same name with `.run` has the times of requests and steps, to fit a cost model to them.
-
-Fit a cost model to a run of another host, such as vLLM, from the file that `HostRecorder` writes.
 """
 
 from __future__ import annotations
