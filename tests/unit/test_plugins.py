@@ -139,14 +139,10 @@ def test_resolve_policy_by_module_and_class() -> None:
         ({"use": f"{__name__}:Whole"}, "a.b.most: a field of '"),
         ({"use": "fifo", "x": 1}, "a.b.x: unknown field of 'fifo'. Its fields: "),
         ({"use": "token-budget", "max_items": "8"}, "a.b.max_items is not valid: value '8', limit"),
-        (
-            {"use": "tenant-fair", "rates": {"a": 0}},
-            "a.b.rates is not valid: value {'a': 0}, limit object (Expected `float` > 0.0 - at `$[...]`)",
-        ),
-        (
-            {"use": f"{__name__}:Whole", "most": 1, "end": "never"},
-            "a.b.end is not valid: value 'never', limit 'abort' or 'error' or 'length' or 'stop'.",
-        ),
+        ({"use": "tenant-fair", "rates": {"a": 0}},
+         "a.b.rates is not valid: value {'a': 0}, limit object (Expected `float` > 0.0 - at `$[...]`)"),
+        ({"use": f"{__name__}:Whole", "most": 1, "end": "never"},
+         "a.b.end is not valid: value 'never', limit 'abort' or 'error' or 'length' or 'stop'."),
     ],
 )  # fmt: skip
 def test_resolve_policy_refusal_starts_with_the_key(table: dict[str, Any], expected: str) -> None:

@@ -72,6 +72,8 @@ def test_run_policy_lists_a_preempted_request_again() -> None:
     run = run_policy(Oldest(), *requests, blocks=8)
     assert run.joined == ["1", "2", "2"]
     assert run.times["2"].preemptions == 1
+    with pytest.raises(PolicyError, match="requests have one name: a, a"):
+        run_policy(Oldest(), RequestAt(name="a"), RequestAt(name="a"))
 
 
 def test_run_policy_names_the_line_of_a_failure() -> None:
@@ -82,11 +84,6 @@ def test_run_policy_names_the_line_of_a_failure() -> None:
     with pytest.raises(PolicyError, match=r"Broken failed at test_policy_run.py:\d+") as caught:
         run_policy(Broken(), RequestAt())
     assert any("in admit" in note for note in caught.value.__notes__)
-
-
-def test_run_policy_refuses_two_requests_of_one_name() -> None:
-    with pytest.raises(PolicyError, match="requests have one name: a, a"):
-        run_policy(LastFirst(), RequestAt(name="a"), RequestAt(name="a"))
 
 
 def test_default_policies_put_a_policy_at_all_its_seats() -> None:
