@@ -136,7 +136,7 @@ def _serve(
             for group in busy:
                 run = cluster.run_encode if group in cluster.encode_logs else cluster.run_generate
                 run(group)
-        elif due:
+        elif due and (not cluster.timers or due[0][0] <= cluster.timers[0]):
             arrive(due[0][0])
         elif cluster.timers:
             cluster.wait(max(cluster.timers[0] - cluster.now_ns, 0))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
-import time
 from typing import cast
 from unittest.mock import Mock
 
@@ -110,8 +109,7 @@ def test_calls_name_tenant_session_and_adapter(texts: RequestTexts) -> None:
 
 
 async def test_clients_leave_as_in_the_trace(texts: RequestTexts) -> None:
-    engine = Mock(generate=lambda **_: asyncio.sleep(60))
-    client = TraceClient(engine, time.monotonic_ns)
+    client = TraceClient(Mock(generate=lambda **_: asyncio.sleep(60)), lambda: 0)
     one = msgspec.structs.replace(arrival(Text(1, 2)), leaves_ns=1)
     await client.run(texts, workload_of("w", [one]), lambda: None)
     assert client.failed == {"abort": 1}

@@ -97,9 +97,8 @@ def test_outage_takes_time_and_must_be_of_a_known_group() -> None:
     )
     assert 0.05 < longer.span_s - plain.span_s < 0.2
     assert longer.itl_ms.p99 >= plain.itl_ms.p99
-    unknown = GroupOutage(group="generate-7", at_ns=0)
     with pytest.raises(ConfigError, match="generate-7: no such group. Known: encode, generate"):
-        simulate(config(), scarce(0), cost=COST, outages=[unknown])
+        simulate(config(), scarce(0), cost=COST, outages=[GroupOutage(group="generate-7", at_ns=0)])
 
 
 def test_overlapping_outages_are_one() -> None:
