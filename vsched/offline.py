@@ -158,7 +158,7 @@ class LLM:
             RequestFailed: If a request ended in an error.
         """
         listed = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        return self._run(list(map(_prompt, listed)), sampling, on_error, options)
+        return self._run([partial(_prompt, one) for one in listed], sampling, on_error, options)
 
     def chat(
         self,
@@ -290,17 +290,17 @@ _Prepare = Callable[[], tuple[Prompt, Sequence[ImageReference]]]
 """Returns a prompt and its images; called in a thread, once the request may start."""
 
 
-def _prompt(prompt: str | Sequence[int] | Mapping[str, Any]) -> _Prepare:
-    """Return the preparation of one entry of `generate`."""
+def _prompt(prompt: str | Sequence[int] | Mapping[str, Any]) -> tuple[Prompt, Any]:
+    """Return one entry of `generate` as a prompt and its images."""
     if not isinstance(prompt, Mapping):
-        return lambda: (cast("Prompt", prompt), ())  # the engine refuses other types
+        return cast("Prompt", prompt), ()  # the engine refuses other types
     unknown = sorted(prompt.keys() - {"prompt", "images"})
     if unknown or "prompt" not in prompt:
         raise RequestRefused(
             f"a prompt has the keys {', '.join(map(str, prompt))}. Remedy: pass prompt, and images if there are any.",
             code="invalid_value",
         )
-    return lambda: (prompt["prompt"], _references(prompt.get("images", ())))
+    return prompt["prompt"], _references(prompt.get("images", ()))
 
 
 def _conversation(

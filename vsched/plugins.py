@@ -77,6 +77,11 @@ def resolve_policy(kind: str, table: Mapping[str, Any], *, path: str = "") -> Po
             continue
         with problems.collected():
             convert_value(value, known[key].type, path=f"{path}.{key}")
+    for key in [key for key, field in known.items() if field.required and key not in fields]:
+        problems.add(
+            f"{path}.{key}: a field of {name!r} without a default. Remedy: set it; in `vsched policies try`, with "
+            f"--set {key}=VALUE"
+        )
     problems.raise_all()
     try:
         return msgspec.convert(fields, cls)
@@ -130,16 +135,20 @@ def convert_value(value: object, wanted: Any, *, path: str, origin: str = "") ->
     Raises:
         ConfigError: If the value is not valid; the message gives the key's path, value, limit and remedy.
     """
+    problem = ""
     try:
         converted = msgspec.convert(value, wanted)
         if not isinstance(converted, float) or math.isfinite(converted):
             return converted
-    except msgspec.ValidationError:
-        pass
+    except msgspec.ValidationError as error:
+        problem = str(error)
+    limit = type_text(wanted)
+    if problem and limit in ("array", "object"):  # this says nothing about the values inside
+        limit += f" ({problem})"
     message = limit_message(
         f"{path}{f' (from {origin})' if origin else ''} is not valid",
         value=repr(value),
-        limit=type_text(wanted),
+        limit=limit,
         remedy=f"set {path} within the limit, or leave it out for the default",
     )
     raise ConfigError(message)
@@ -249,7 +258,12 @@ def type_text(annotation: Any) -> str:
         schema = msgspec.json.schema(annotation)
     except TypeError:
         return str(annotation)
-    options = [option for option in schema.get("anyOf", [schema]) if option.get("type") != "null"]
+    known = schema.get("$defs", {})
+    options = [
+        known.get(option.get("$ref", "").rpartition("/")[2], option)
+        for option in schema.get("anyOf", [schema])
+        if option.get("type") != "null"
+    ]
     return "; ".join(map(_option_text, options))
 
 

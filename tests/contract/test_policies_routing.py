@@ -120,14 +120,11 @@ def first_choice(number: int, count: int, *, down: Sequence[int] = (), loads: in
     return ImageAffinity().choose(routing_view(of, items=[image(number), image(7)], routed=number))
 
 
-def test_image_affinity_spreads_unseen_images() -> None:
+def test_image_affinity_spreads_unseen_images_which_stay_when_a_replica_comes_or_goes() -> None:
+    """Only the images of the replica that went move, and a new one gets images of all others."""
     counts = Counter(first_choice(number, 4) for number in range(1000))
     assert sorted(counts) == [0, 1, 2, 3]
     assert min(counts.values()) > 200
-
-
-def test_image_affinity_unseen_images_stay_when_a_replica_comes_or_goes() -> None:
-    """Only the images of the replica that went move, and a new one gets images of all others."""
     for number in range(200):
         before = first_choice(number, 3)
         assert first_choice(number, 4) in {before, 3}

@@ -61,12 +61,13 @@ def test_offline_chat_takes_one_conversation_or_many_with_images(llm: LLM) -> No
 
 
 def test_offline_error_is_raised_or_kept(llm: LLM) -> None:
-    prompts = ["short", "long " * 5000, "short"]
+    prompts = ["short", "long " * 5000, {"prompt": "x", "image": []}, "short"]
     with pytest.raises(RequestRefused, match="context"):
-        llm.generate(prompts, GREEDY)
+        llm.generate(prompts[:2], GREEDY)
     done = llm.generate(prompts, GREEDY, on_error="keep")
-    assert [one.finish_reason for one in done] == ["length", "error", "length"]
+    assert [one.finish_reason for one in done] == ["length", "error", "error", "length"]
     assert "context" in done[1].error
+    assert "images" in done[2].error
     with pytest.raises(RequestRefused, match="messages"):
         llm.chat([{"role": "emperor", "content": "Hello"}])
 

@@ -29,6 +29,7 @@ from vsched.policy import (
 )
 from vsched.testing import run_random
 from vsched.testing.cluster import default_policies
+from vsched.types import FinishReason
 
 
 class Whole(RequestPolicy, frozen=True, kw_only=True):
@@ -39,6 +40,7 @@ class Whole(RequestPolicy, frozen=True, kw_only=True):
 
     part: Fraction = 0.5
     most: PositiveCount
+    end: FinishReason = FinishReason.STOP
 
     def admit(self, look: AdmissionView, *, extra: int = 0) -> Admission:
         return Admission([0] * (extra + 1))
@@ -134,9 +136,13 @@ def test_resolve_policy_by_module_and_class() -> None:
             ),
         ),
         ({"use": ":"}, "a.b.use: cannot import ':'"),
-        ({"use": f"{__name__}:Whole"}, "a.b: Object missing required field `most`"),
+        ({"use": f"{__name__}:Whole"}, "a.b.most: a field of '"),
         ({"use": "fifo", "x": 1}, "a.b.x: unknown field of 'fifo'. Its fields: "),
         ({"use": "token-budget", "max_items": "8"}, "a.b.max_items is not valid: value '8', limit"),
+        ({"use": "tenant-fair", "rates": {"a": 0}},
+         "a.b.rates is not valid: value {'a': 0}, limit object (Expected `float` > 0.0 - at `$[...]`)"),
+        ({"use": f"{__name__}:Whole", "most": 1, "end": "never"},
+         "a.b.end is not valid: value 'never', limit 'abort' or 'error' or 'length' or 'stop'."),
     ],
 )  # fmt: skip
 def test_resolve_policy_refusal_starts_with_the_key(table: dict[str, Any], expected: str) -> None:
@@ -201,7 +207,7 @@ def test_list_policies_reports_kind_fields_and_summary() -> None:
     assert listed["memory", "pinned"].fields[0].type == "number, above 0, at most 1"
     whole = describe_policy(f"{__name__}:Whole")
     required = [(field.name, field.required) for field in whole.fields]
-    assert required == [("part", False), ("most", True)]
+    assert required == [("part", False), ("most", True), ("end", False)]
 
 
 class Counts(msgspec.Struct):

@@ -141,7 +141,7 @@ def gallery(
     ] = False,
 ) -> None:
     """Draw the figures of docs/policies.md: every gallery case, in the simulator."""
-    from vsched.sim.gallery import CASES, draw_case, run_case
+    from vsched.sim.gallery import CASES, draw_case, run_choice
     from vsched.sim.workload.traces import save_trace
 
     try:
@@ -153,7 +153,7 @@ def gallery(
     for case in CASES.values():
         path = folder / f"policies-{case.name}.png"
         try:
-            draw_case(case, run_case(case), path)
+            draw_case(case, [run_choice(case, label) for label in case.choices], path)
         except ImportError as error:
             raise ConfigError(
                 f"{path}: {error.name} is not installed. Remedy: pip install 'vsched[report]'"

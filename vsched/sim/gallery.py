@@ -305,21 +305,13 @@ CASES: dict[str, GalleryCase] = {
 }
 
 
-def run_case(case: GalleryCase, labels: tuple[str, ...] = ()) -> list[SimulationOutcome]:
-    """Simulate the choices of a case: all, or the named ones."""
-    return [
-        run_policies(case, label, policies_of(changes))
-        for label, changes in case.choices.items()
-        if not labels or label in labels
-    ]
-
-
-def policies_of(changes: Iterable[PolicyChange]) -> dict[str, Policy]:
-    """Build the policies of a choice, by table."""
-    return {
+def run_choice(case: GalleryCase, label: str) -> SimulationOutcome:
+    """Simulate a choice of a case."""
+    policies = {
         table: resolve_policy(POLICY_TABLES.get(table, table), fields, path=table)
-        for table, fields in changes
+        for table, fields in case.choices[label]
     }
+    return run_policies(case, label, policies)
 
 
 def run_policies(
@@ -370,17 +362,14 @@ _GOOD = GalleryMeasure(
 )
 
 
-def measures_of(case: GalleryCase) -> tuple[GalleryMeasure, GalleryMeasure]:
-    """Return the measures of a case; goodput is left out if nearly all requests meet the targets."""
-    return (_P50, _P95) if case.in_time else (_P95, _GOOD)
-
-
 def draw_case(case: GalleryCase, outcomes: Sequence[SimulationOutcome], path: Path) -> None:
     """Draw a PNG with a panel per measure, a group of bars per choice, and a bar per tenant; needs matplotlib."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    labels, measures = [one.label for one in outcomes], measures_of(case)
+    labels = [one.label for one in outcomes]
+    # Goodput is left out if nearly all requests meet the targets.
+    measures = (_P50, _P95) if case.in_time else (_P95, _GOOD)
     height = 0.8 / len(case.shown)
     with mpl.rc_context(FIGURE_SETTINGS):
         figure = Figure(figsize=(10, 1.4 + 0.5 * len(outcomes)), layout="constrained")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from vsched.assembly import arena_layout, as_served, scheduler_limits
+from vsched.assembly import arena_layout, as_served, cached_bytes_per_token, scheduler_limits
 from vsched.config import Config, ConfiguredPolicies, LoadedConfig, plain_config, resolve_policies
 from vsched.config.devices import assumed
 from vsched.config.policies import configured_policies
@@ -50,9 +50,7 @@ def prepare(
     Args:
         config: The configuration.
         cost: Cost model; also the fallback for the model shape and the KV cache size.
-        policies: Replacements for configured policies, by table, such as `encode.encoding`. The table `policy` stands
-            for all tables that the policy has methods for and that are not named. An object that several tables name
-            has one state for all of them.
+        policies: Replacements for configured policies, as in `simulate`.
         info: The model's shape; by default the cost model's, else the shape of the checkpoint at
             `model.path`.
         kv_tokens: KV cache size of a replica; by default as pinned by `generate.memory`, else the
@@ -140,7 +138,7 @@ def _kv_tokens(config: Config, info: ModelInfo, cost: CostModel, given: int | No
     memory = config.generate.memory
     if memory.get("use") == "pinned":
         tokens: int | None = memory.get("tokens")
-        return tokens if tokens is not None else int(memory["bytes"]) // info.kv_bytes_per_token
+        return tokens or int(memory["bytes"]) // cached_bytes_per_token(config, info)
     if cost.kv_tokens:
         return cost.kv_tokens
     raise ConfigError(

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from vsched.errors import PolicyError
 from vsched.kernel import SchedulerLimits
 from vsched.kernel.commands import RequestTimes
 from vsched.policy import Policy, decisions_of
@@ -75,10 +76,13 @@ def run_policy(
         limits: Fields of `SchedulerLimits`, such as `slots` and `blocks`.
 
     Raises:
-        PolicyError: When a call of the policy fails or returns an invalid answer.
+        PolicyError: When a call of the policy fails or returns an invalid answer, or two requests have one name.
     """
     cluster = ModelCluster(SchedulerLimits(**{**LIMITS, **limits}), default_policies(policy))
     named = [_request(number, one) for number, one in enumerate(requests, 1)]
+    names = [one.request_id for one in named]
+    if len({*names}) < len(names):
+        raise PolicyError(f"requests have one name: {', '.join(names)}. Remedy: name each one")
     times_ns = [int(one.at_s * SECOND_NS) for one in requests]
     due = sorted(zip(times_ns, named, strict=True), key=lambda pair: pair[0])
     arrived = _serve(cluster, due, int(step_ms * 1e6))
@@ -132,7 +136,7 @@ def _serve(
             for group in busy:
                 run = cluster.run_encode if group in cluster.encode_logs else cluster.run_generate
                 run(group)
-        elif due:
+        elif due and (not cluster.timers or due[0][0] <= cluster.timers[0]):
             arrive(due[0][0])
         elif cluster.timers:
             cluster.wait(max(cluster.timers[0] - cluster.now_ns, 0))

@@ -20,7 +20,7 @@ from vsched.policy_host.seats import Ask
 from vsched.policy_host.stuck_calls import StuckCalls
 from vsched.sim.cluster.scenario import SwarmFailure, swarm
 from vsched.sim.fast.metrics import SimulationOutcome
-from vsched.sim.gallery import CASES, GalleryCase, policies_of, run_policies
+from vsched.sim.gallery import CASES, GalleryCase, run_choice, run_policies
 from vsched.testing.policy_check import PolicyReport, check_policy
 
 OnProgress = Callable[[str, int, int], None]
@@ -221,10 +221,7 @@ def _run_case(
                 seat.overruled[reason] = seat.overruled.get(reason, 0) + count
     for name, text in own.policy_failures.items():
         trial.tracebacks.setdefault(name, text)
-    others = [
-        run_policies(case, label, policies_of(case.choices[label]))
-        for label in _compared(case, placed)
-    ]
+    others = [run_choice(case, label) for label in _compared(case, placed)]
     return CaseTrial(case, [first, own, *others])
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 from typing import cast
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -88,26 +90,29 @@ def test_dresser_writes_texts_that_begin_alike_where_simulated_ones_do(texts: Re
 
 
 def test_dresser_repeats_the_answers_of_the_model(texts: RequestTexts) -> None:
+    """For a turn that was not sent, any text."""
     said = arrival(Text(1, 2), Reply(3), Text(2, 2), Reply(2))
     ids = texts.prompt(said, [[70, 71, 72], [73, 74, 75]])
-    assert ids[2:5] == [70, 71, 72]
-    assert ids[7:] == [73, 74]
+    assert (ids[2:5], ids[7:]) == ([70, 71, 72], [73, 74])
+    assert len(texts.prompt(said, [[70, 71, 72]])) == len(ids)
 
 
-def test_calls_name_tenant_and_session_for_policies(texts: RequestTexts) -> None:
+def test_calls_name_tenant_session_and_adapter(texts: RequestTexts) -> None:
     """As the simulation that they are compared with does; runs differ in the salt of caches only."""
     one = msgspec.structs.replace(
-        arrival(Text(1, 2), tenant="t"), conversation="c", cache_salt="run 1 t"
+        arrival(Text(1, 2), tenant="t"), conversation="c", cache_salt="run 1 t", adapter="a"
     )
     call = texts.call(one, [])
     assert (call["tenant"], call["session"], call["cache_salt"]) == ("t", "c", "run 1 t")
+    assert call["adapter"] == "a"
     assert texts.call(arrival(Text(1, 2), tenant="t"), [])["cache_salt"] == "t"
 
 
-def test_replies_of_turns_that_were_not_sent_are_texts(texts: RequestTexts) -> None:
-    ids = texts.prompt(arrival(Text(1, 2), Reply(3), Reply(2)), [[70, 71, 72]])
-    assert ids[2:5] == [70, 71, 72]
-    assert len(ids) == 7
+async def test_clients_leave_as_in_the_trace(texts: RequestTexts) -> None:
+    client = TraceClient(Mock(generate=lambda **_: asyncio.sleep(60)), lambda: 0)
+    one = msgspec.structs.replace(arrival(Text(1, 2)), leaves_ns=1)
+    await client.run(texts, workload_of("w", [one]), lambda: None)
+    assert client.failed == {"abort": 1}
 
 
 def test_traces_that_cannot_be_compared_are_refused(texts: RequestTexts) -> None:

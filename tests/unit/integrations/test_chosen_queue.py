@@ -43,7 +43,8 @@ def test_entry_has_the_facts_of_policies() -> None:
     assert (entry.view.tenant, entry.view.priority) == ("a", -3)
     assert entry.target_ns == entry.arrived_ns + 5_000_000
     long = SimpleNamespace(extra_args={"tenant": "x" * 20_000})
-    assert request(2, sampling_params=long).vsched.tenant == "x" * 64
+    cut = request(2, sampling_params=long, session_id="s" * 20_000).vsched
+    assert (cut.tenant, cut.session) == ("x" * 64, "s" * 64)
 
 
 def test_scheduler_sees_only_chosen_requests_and_others_keep_their_places() -> None:

@@ -149,11 +149,14 @@ async def test_without_the_header_a_client_names_no_tenant() -> None:
     assert server.bodies == [{"vllm_xargs": {"tenant": ""}}]
 
 
-async def test_a_tenant_in_a_body_is_cut() -> None:
+@pytest.mark.parametrize("limit", ["max_completion_tokens", "max_tokens", "max_output_tokens"])
+async def test_view_has_the_output_limit_and_cut_names_of_the_body(limit: str) -> None:
     """Policies keep names in a state of limited size."""
-    server, arrival = Server(), SeesAll()
-    await call(Door(server, {"arrival": arrival}), {"vllm_xargs": {"tenant": "x" * 20_000}})
-    assert arrival.seen[0].request.tenant == "x" * 64
+    arrival = SeesAll()
+    body = {"vllm_xargs": {"tenant": "x" * 20_000}, "session_id": "s" * 20_000, limit: 7}
+    await call(Door(Server(), {"arrival": arrival}), body)
+    seen = arrival.seen[0].request
+    assert (seen.tenant, seen.session, seen.outputs_max) == ("x" * 64, "s" * 64, 7)
 
 
 async def test_routing_policy_names_the_replica() -> None:

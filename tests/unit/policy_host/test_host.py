@@ -163,8 +163,5 @@ def test_host_refuses_policies_that_it_cannot_follow(
 ) -> None:
     with pytest.raises(PolicyError, match=sentence):
         check_capabilities(policy, table, PLAIN)
-
-
-def test_host_takes_policies_that_need_only_its_features() -> None:
     check_capabilities(Youngest(), "generate.preemption", PLAIN)
     check_capabilities(Preempts(), "generate.preemption", PLAIN)  # it never admits there

@@ -218,7 +218,8 @@ async def test_threads_take_turns_in_the_order_of_the_calls() -> None:
 
 
 @pytest.mark.sim
-async def test_posts_of_a_thread_precede_its_result_in_order() -> None:
+async def test_posts_of_a_thread_precede_its_result_and_wait_until_nothing_else_can_run() -> None:
+    """However fast the thread is: anything that was ready before is done first."""
     loop = current()
     received: list[object] = []
 
@@ -229,13 +230,7 @@ async def test_posts_of_a_thread_precede_its_result_in_order() -> None:
 
     received.append(await asyncio.to_thread(work))
     assert received == [0, 1, 2, "result"]
-
-
-@pytest.mark.sim
-async def test_posts_of_a_thread_wait_until_nothing_else_can_run() -> None:
-    """However fast the thread is: anything that was ready before is done first."""
-    loop = current()
-    received: list[str] = []
+    received.clear()
     thread = threading.Thread(target=loop.call_soon_threadsafe, args=(received.append, "posted"))
     thread.start()
     thread.join()

@@ -6,6 +6,7 @@ import re
 from typing import Any, ClassVar
 
 import msgspec
+import numpy as np
 import pytest
 
 from tests.each_case import each_case
@@ -15,6 +16,9 @@ from vsched.errors import DeviceOutOfMemory, PolicyError, limit_message
 from vsched.policy import (
     Admission,
     AdmissionView,
+    Admit,
+    ArrivalDecision,
+    ArrivalView,
     Build,
     EncodeLimits,
     EncodingView,
@@ -36,15 +40,12 @@ from vsched_policies.routing import RoundRobin
 
 
 class Shortest(RequestPolicy, frozen=True, kw_only=True):
-    """A correct policy of a user's."""
+    """A correct policy of a user's, who sorts with numpy."""
 
     most: int = 4
 
     def admit(self, view: AdmissionView) -> Admission:
-        def size(index: int) -> int:
-            return view.waiting[index].tokens or 0
-
-        order = sorted(range(len(view.waiting)), key=size)
+        order: Any = np.argsort([entry.tokens or 0 for entry in view.waiting], kind="stable")
         return Admission(order[: min(self.most, view.entries_free)])
 
 
@@ -90,11 +91,11 @@ class Learns(RequestPolicy, frozen=True, kw_only=True):
 
 
 class Hoards(Learns, frozen=True, kw_only=True):
-    """Remembers every call."""
+    """Remembers every arrival."""
 
-    def admit(self, view: AdmissionView) -> Admission:
-        view.state.sizes.append(len(view.waiting))
-        return Admission(range(min(len(view.waiting), view.entries_free)))
+    def arrive(self, view: ArrivalView) -> ArrivalDecision:
+        view.state.text += "one more, "
+        return Admit()
 
 
 class Overflows(Learns, frozen=True, kw_only=True):
@@ -144,8 +145,7 @@ class Sorts(RoutingPolicy, frozen=True, kw_only=True):
     def choose(self, view: RoutingView) -> int:
         replicas: Any = view.replicas
         replicas.sort(key=lambda replica: (not replica.healthy, replica.load_tokens))
-        first = view.replicas[0]
-        return first.index
+        return 0
 
 
 class Proposes(MemoryPolicy, frozen=True, kw_only=True):

@@ -19,6 +19,7 @@ from vsched.policy import (
     Shed,
 )
 from vsched.testing import RequestAt, default_policies, run_policy
+from vsched_policies.requests import TenantFair
 
 
 class Seen(msgspec.Struct):
@@ -61,6 +62,9 @@ def test_run_policy_shows_order_times_states_and_rejections() -> None:
     assert run.rejected == {"4": "not today"}
     assert run.states["generate.admission"] == Seen(arrived=4, joined=3)
     assert run.statistics["finished"]["length"] == 3
+    held = TenantFair(rate=1, burst=1, wait_s=2)
+    run = run_policy(held, RequestAt(), RequestAt(), RequestAt(at_s=9))
+    assert run.times["2"].first_token_ns == pytest.approx(1.01e9, abs=1e6), "not as the next comes"
 
 
 def test_run_policy_lists_a_preempted_request_again() -> None:
@@ -72,6 +76,8 @@ def test_run_policy_lists_a_preempted_request_again() -> None:
     run = run_policy(Oldest(), *requests, blocks=8)
     assert run.joined == ["1", "2", "2"]
     assert run.times["2"].preemptions == 1
+    with pytest.raises(PolicyError, match="requests have one name: a, a"):
+        run_policy(Oldest(), RequestAt(name="a"), RequestAt(name="a"))
 
 
 def test_run_policy_names_the_line_of_a_failure() -> None:

@@ -50,7 +50,7 @@ from vsched.sim.cost.calibration import (
 )
 from vsched.sim.cost.model import CostModel, EncodeSample, GenerateSample
 from vsched.sim.fast.metrics import SimulationOutcome
-from vsched.sim.fast.simulation import simulate
+from vsched.sim.fast.simulation import LEFT, simulate
 from vsched.sim.workload.generators import independent, poisson
 from vsched.sim.workload.requests import (
     Arrival,
@@ -185,6 +185,7 @@ class RequestTexts:
             "cache_salt": arrival.salt,
             "tenant": arrival.tenant,
             "session": arrival.conversation,
+            "adapter": arrival.adapter,
         }
 
     def prompt(self, arrival: Arrival, replies: Sequence[Sequence[int]] = ()) -> list[int]:
@@ -478,21 +479,22 @@ class TraceClient:
                 due_ns = max(due_ns, ended_ns + arrival.think_ns)
             await asyncio.sleep((due_ns - self._since_ns()) / 1e9)
             call = texts.call(arrival, pictures[arrival.request_id], replies)
-            replies.append(await self._ask(call, due_ns))
+            replies.append(await self._ask(call, due_ns, arrival.leaves_ns))
             ended_ns = self._since_ns()
             advanced()
 
     def _since_ns(self) -> int:
         return self._now_ns() - self._began_ns
 
-    async def _ask(self, call: dict[str, Any], due_ns: int) -> list[int]:
+    async def _ask(self, call: dict[str, Any], due_ns: int, leaves_ns: int | None) -> list[int]:
         sent_ns, first_ns, token_ids = self._since_ns(), 0, list[int]()
         try:
-            async for delta in await self._engine.generate(**call):
-                token_ids += delta.token_ids
-                first_ns = first_ns or self._since_ns()
-        except (RequestRefused, RequestFailed) as error:
-            self.failed[error.code] += 1
+            async with asyncio.timeout(None if leaves_ns is None else leaves_ns / 1e9):
+                async for delta in await self._engine.generate(**call):
+                    token_ids += delta.token_ids
+                    first_ns = first_ns or self._since_ns()
+        except (RequestRefused, RequestFailed, TimeoutError) as error:
+            self.failed[LEFT if isinstance(error, TimeoutError) else error.code] += 1
             return token_ids
         self.seen.append(
             Seen(

@@ -23,6 +23,7 @@ from vsched.api.middleware import NAME, NAME_FORM, read_tenant_keys
 from vsched.config.policies import HostSettings
 from vsched.integrations.vllm.settings import (
     FRONT,
+    NAME_CHARACTERS_MAX,
     read_settings,
     statistics_path,
     target_of,
@@ -60,9 +61,9 @@ class InFlight:
         self.arrived_ns, self.tenant = time.monotonic_ns(), tenant
         self.priority = -_decoded(body, "priority", int)  # vLLM: less is more urgent
         self.choices = max(_decoded(body, "n", int), 1)
-        limits = [_decoded(body, f"max_{name}", int) for name in ("completion_tokens", "tokens")]
-        self.outputs_max = limits[0] or limits[1]
-        self.session = _decoded(body, "session_id", str)
+        names = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+        self.outputs_max = next(filter(None, (_decoded(body, name, int) for name in names)), 0)
+        self.session = _decoded(body, "session_id", str)[:NAME_CHARACTERS_MAX]
         self.more = _decoded(body, "vllm_xargs", dict[str, Any])
         self.target_ns = target_of(self.more, self.arrived_ns)
         self.state, self.asks, self.replica, self.refused = "held", 0, 0, False

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from vsched.integrations.vllm.settings import target_of, tenant_of
+from vsched.integrations.vllm.settings import NAME_CHARACTERS_MAX, target_of, tenant_of
 from vsched.policy_host import HostedRequest, OrderedQueue
 
 VllmRequest = Any
@@ -32,7 +32,7 @@ class Entry(HostedRequest):
             arrived_ns=arrived_ns,
             priority=-request.priority,  # vLLM: less is more urgent
             tenant=tenant_of(extra),
-            session=str(request.session_id or ""),
+            session=str(request.session_id or "")[:NAME_CHARACTERS_MAX],
             target_ns=target_of(extra, arrived_ns),
             images=len(request.mm_features),
             image_tokens=sum(one.mm_position.length for one in request.mm_features),

@@ -14,8 +14,8 @@ from vsched.config.policies import HostSettings, read_host_settings
 from vsched.errors import ConfigError
 from vsched.policy_host import HostCapabilities
 
-TENANT_CHARACTERS_MAX = 64
-"""Maximum length of a tenant. A policy keeps names in its state, which a longer one from a client could fill."""
+NAME_CHARACTERS_MAX = 64
+"""Maximum length of a tenant or session. A policy keeps names in its state, which a longer one could fill."""
 SCHEDULER = ("generate.admission", "generate.step", "generate.preemption")
 EMBEDDINGS = ("encode.eviction",)
 FRONT = ("arrival", "routing")
@@ -74,7 +74,7 @@ def target_of(arguments: Mapping[str, Any], arrived_ns: int) -> int | None:
 
 def tenant_of(arguments: Mapping[str, Any]) -> str:
     """Return the tenant in the extra arguments of a request, cut to the length of names of tenants."""
-    return str(arguments.get("tenant", ""))[:TENANT_CHARACTERS_MAX]
+    return str(arguments.get("tenant", ""))[:NAME_CHARACTERS_MAX]
 
 
 def statistics_path(vllm_config: Any) -> Path:

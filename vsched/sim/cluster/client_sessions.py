@@ -198,13 +198,9 @@ class ClientSession:
         phase = kernel.phase(self._request.request_id) if kernel is not None else None
         if phase is None or kernel is None:
             return None
-        return "encode" if self._awaits_embedding(kernel) else PHASES[phase]
-
-    def _awaits_embedding(self, kernel: Scheduler) -> bool:
-        return any(
-            self.number in entry.claims and entry.phase is not EntryPhase.READY
-            for entry in kernel.embeddings
-        )
+        claimed = [entry for entry in kernel.embeddings if self.number in entry.claims]
+        ready = all(entry.phase is EntryPhase.READY for entry in claimed)
+        return PHASES[phase] if ready else "encode"
 
     def leave(self) -> None:
         """Disconnect."""

@@ -324,11 +324,8 @@ def as_observed(model: CostModel, observation: Observation) -> CostModel:
 
 def _means(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Return the means of both sides; zeros without pairs."""
-    return (
-        (statistics.fmean(one for one, _ in pairs), statistics.fmean(other for _, other in pairs))
-        if pairs
-        else (0.0, 0.0)
-    )
+    one, other = (statistics.fmean(side) for side in zip(*pairs or [(0.0, 0.0)], strict=True))
+    return one, other
 
 
 def _alone(observation: Observation) -> Iterator[tuple[ObservedStep, bool]]:

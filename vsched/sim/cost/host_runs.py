@@ -2,8 +2,6 @@
 
 Prompts are described by the hashes of their KV blocks, so that shared beginnings stay shared in a simulation. Next to
 the trace, a file of the same name with `.run` has the times of requests and steps, to fit a cost model to them.
-
-Fit a cost model to a run of another host, such as vLLM, from the file that `HostRecorder` writes.
 """
 
 from __future__ import annotations
@@ -110,7 +108,7 @@ class HostRecorder:
         self._trace, self._run = self._files
         self._encode = msgspec.json.Encoder().encode
         self._open: dict[int, Arrival | None] = {}
-        self._sent_ns: dict[int, tuple[int, int]] = {}
+        self._sent: dict[int, tuple[int, int, str]] = {}
         self._texts: dict[Hashable, int] = {}
         self._began_ns, self._last_ns, self._block_size = -1, 0, header.block_size
         self._write(self._run, header)
@@ -122,7 +120,10 @@ class HostRecorder:
             self._began_ns = request.arrived_ns
         self._last_ns = max(request.arrived_ns - self._began_ns, self._last_ns)
         self._open[number] = None
-        self._sent_ns[number] = self._last_ns, now_ns - request.arrived_ns
+        talk = request.session
+        if talk and any(talk == other for *_, other in self._sent.values()):
+            talk = f"{talk} {number}"  # turns of one conversation would wait for each other
+        self._sent[number] = self._last_ns, now_ns - request.arrived_ns, talk
 
     def note_end(
         self,
@@ -141,7 +142,7 @@ class HostRecorder:
         number = request.order[0]
         if number not in self._open:
             return
-        at_ns, prepared_ns = self._sent_ns.pop(number)
+        at_ns, prepared_ns, talk = self._sent.pop(number)
         if not kept or not request.output_tokens:
             del self._open[number]
         else:
@@ -161,7 +162,7 @@ class HostRecorder:
             )
             self._write(self._run, line)
             parts = tuple(self._parts(number, request.prompt_tokens, images, hashes))
-            self._open[number] = self._arrival(name, at_ns, request, parts)
+            self._open[number] = self._arrival(name, at_ns, talk, request, parts)
         while self._open:
             first, arrival = next(iter(self._open.items()))
             if arrival is None:
@@ -200,7 +201,7 @@ class HostRecorder:
         file.write(self._encode(one) + b"\n")
 
     def _arrival(
-        self, name: str, at_ns: int, one: HostedRequest, parts: tuple[PromptPart, ...]
+        self, name: str, at_ns: int, talk: str, one: HostedRequest, parts: tuple[PromptPart, ...]
     ) -> Arrival:
         wait_ns = None if one.target_ns is None else max(one.target_ns - one.arrived_ns, 0)
         return Arrival(
@@ -208,7 +209,7 @@ class HostRecorder:
             request_id=name,
             prompt=parts,
             output_tokens=one.output_tokens,
-            conversation=one.session,
+            conversation=talk,
             tenant=one.tenant,
             priority=one.priority,
             ttft_target_ms=None if wait_ns is None else wait_ns // 1_000_000,

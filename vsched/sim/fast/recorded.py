@@ -423,7 +423,8 @@ class _RecordReader:
         if not self._found:
             raise RecordError(f"{path}: no requests")
         found = sorted(self._found, key=lambda one: one.sent_ns)
-        self._count_unfinished(found)
+        if open_ones := len(self._live):
+            self._notes["requests had not ended, and have the median output length"] = open_ones
         outputs = [one.output_tokens for one in found if one.output_tokens]
         usual = int(statistics.median(outputs)) if outputs else 1
         arrivals = [*_in_sessions(found, usual)]
@@ -435,13 +436,6 @@ class _RecordReader:
             cost=self._cost(path),
             measured=self._collector.figures(),
         )
-
-    def _count_unfinished(self, found: Sequence[_RecordedRequest]) -> None:
-        open_ones = sum(
-            one.leaves_ns is None and not one.output_tokens for one in self._live.values()
-        )
-        if open_ones:
-            self._notes["requests had not ended, and have the median output length"] = open_ones
 
     def _measured(self) -> str:
         one = self._collector.figures()

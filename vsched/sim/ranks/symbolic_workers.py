@@ -405,7 +405,8 @@ class SymbolicGenerator(StandInGenerator):
         blocks = batch.block_tables[slot, : -(-stop // size)]
         kv = self._blocks[blocks].reshape(-1)
         if known.length < start:  # a prefix computed by another request
-            known.grow(sequence, start, self._seen(known))
+            seen = int(known.fingerprints[known.length - 1]) if known.length else known.root
+            known.grow(sequence, start, seen)
         if not (kv[:start] == known.fingerprints[:start]).all():
             position = int(np.flatnonzero(kv[:start] != known.fingerprints[:start])[0])
             self._world.violate(
@@ -433,9 +434,6 @@ class SymbolicGenerator(StandInGenerator):
         if sequence.token_mask is not None:
             return chosen_token(seen, allowed_tokens(sequence.token_mask))
         return next_token(seen)
-
-    def _seen(self, known: Known) -> int:
-        return int(known.fingerprints[known.length - 1]) if known.length else known.root
 
     def _sees_items(self, chunk: Chunk, embeddings: npt.NDArray[np.uint8]) -> bool:
         """Return True if the embeddings belong to the images.

@@ -184,12 +184,15 @@ def test_arrivals_come_in_order_with_their_tenants(tmp_path: Path) -> None:
         end(recorder, requests[2])
         end(recorder, requests[0], kept=False)  # its client left
         end(recorder, requests[1])
+        end(recorder, begin(recorder, 3, 140, 9))
         recorder.note_step(StepTime(5, 4, 3, 2, 1, 0.5), 70, [3, 4])
-    first, second = load_trace(trace)
-    assert (first.request_id, second.request_id) == ("r1", "r2")
+    first, second, last = load_trace(trace)
+    assert (first.request_id, second.request_id, last.conversation) == ("r1", "r2", "s")
     assert (first.at_ns, second.at_ns) == (0, 10)
-    assert (first.tenant, first.conversation, first.priority) == ("a", "s", 2)
-    assert (first.prompt_tokens, first.output_tokens) == (9, 5)
+    # The session of the first one that was sent; the others ran beside it, and do not wait for it.
+    assert (first.conversation, second.conversation) == ("s 1", "s 2")
+    facts = (first.tenant, first.priority, first.prompt_tokens, first.output_tokens)
+    assert facts == ("a", 2, 9, 5)
     header, *noted, step = (
         msgspec.json.decode(line, type=RunLine)
         for line in run_file(trace).read_bytes().splitlines()

@@ -89,7 +89,7 @@ def test_outage_ends_requests_only_without_another_group(
     assert set(figures.failed) == codes
 
 
-def test_outage_takes_time() -> None:
+def test_outage_takes_time_and_must_be_of_a_known_group() -> None:
     lost = GroupOutage(group="generate", at_ns=30 * MS, duration_ns=70 * MS)
     plain, longer = (
         simulate(config(*SCARCE), scarce(3), cost=COST, outages=outages).figures
@@ -97,6 +97,8 @@ def test_outage_takes_time() -> None:
     )
     assert 0.05 < longer.span_s - plain.span_s < 0.2
     assert longer.itl_ms.p99 >= plain.itl_ms.p99
+    with pytest.raises(ConfigError, match="generate-7: no such group. Known: encode, generate"):
+        simulate(config(), scarce(0), cost=COST, outages=[GroupOutage(group="generate-7", at_ns=0)])
 
 
 def test_overlapping_outages_are_one() -> None:
@@ -116,12 +118,6 @@ def test_overlapping_outages_are_one() -> None:
     )
     assert one.figures.finished == one.figures.requests == 40
     assert one.digest == same.digest
-
-
-def test_outage_of_an_unknown_group_is_refused() -> None:
-    outage = GroupOutage(group="generate-7", at_ns=0)
-    with pytest.raises(ConfigError, match="generate-7: no such group. Known: encode, generate"):
-        simulate(config(), scarce(0), cost=COST, outages=[outage])
 
 
 # --- the fast simulator and the model cluster agree: the same results, and the same decisions ---

@@ -246,8 +246,9 @@ def test_run_size_of_the_kv_cache() -> None:
     pinned = config('generate.memory={use="pinned", tokens=160}')
     assert prepare(pinned, COST, kv_tokens=320).limits.blocks == 20
     assert prepare(pinned, COST).limits.blocks == 10
-    in_bytes = config('generate.memory={use="pinned", bytes=20480}')
-    assert prepare(in_bytes, COST).limits.blocks == 20
+    in_bytes = 'generate.memory={use="pinned", bytes=20480}'  # on each rank
+    assert prepare(config(in_bytes), COST).limits.blocks == 20
+    assert prepare(config(in_bytes, "generate.tensor_parallel=2"), COST).limits.blocks == 40
     assert prepare(config(), COST).limits.blocks == 256
     with pytest.raises(ConfigError, match="holds no block"):
         prepare(config(), COST, kv_tokens=15)

@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 
 from vsched.sim.fast.metrics import SimulationOutcome, TenantFigures
-from vsched.sim.gallery import CASES, draw_case, run_case
+from vsched.sim.gallery import CASES, draw_case, run_choice
 
 
 @cache
 def outcome(case: str, label: str) -> SimulationOutcome:
-    (found,) = run_case(CASES[case], (label,))
-    return found
+    return run_choice(CASES[case], label)
 
 
 def tenant(case: str, label: str, name: str) -> TenantFigures:
