@@ -389,6 +389,10 @@ class MediaPipeline:
         except asyncio.CancelledError:
             files.cancellation.cancel()
             raise
+        finally:
+            del (
+                reading
+            )  # its error refers to this frame, a cycle that would keep the request's files
 
     def _tokenize(self, prompt: Prompt, *, images: bool) -> list[int]:
         if isinstance(prompt, list):

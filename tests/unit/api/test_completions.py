@@ -269,11 +269,36 @@ async def test_images_are_not_held_during_the_answer(path: str, part: object, to
     engine = FakeEngine(asyncio.Event())
     client, sending = await under_way(engine, path, body)
     engine.calls.clear()
-    kinds = (ChatRequest, MessagesRequest, ResponsesRequest, CheckedRequest)
-    held = [one for one in gc.get_objects() if isinstance(one, kinds) and "data:kept" in str(one)]
-    assert held == []
+    assert holders() == []
     client.leave()
     await sending
+
+
+def holders() -> list[object]:
+    kinds = (ChatRequest, MessagesRequest, ResponsesRequest, CheckedRequest, MediaReference)
+    found = [one for one in gc.get_objects() if isinstance(one, kinds)]
+    return [one for one in found if "data:kept" in f"{one} {getattr(one, 'source', '')}"]
+
+
+@pytest.mark.parametrize("refused", [True, False])
+async def test_images_are_not_held_after_an_error_or_a_disconnect(refused: bool) -> None:
+    """No cycle of errors and frames keeps them until garbage is collected."""
+    engine = FakeEngine()
+    engine.entering = asyncio.Event()
+    engine.refusal = RequestRefused("the image is odd", code="odd")
+    client = Client(create_app(engine, ApiSettings()))
+    part = {"type": "image_url", "image_url": "data:kept"}
+    gc.disable()
+    try:
+        sending = asyncio.ensure_future(client.send("POST", CHAT, user(part)))
+        await engine.entered.wait()
+        engine.entering.set() if refused else client.leave()
+        assert (await sending).status == 400 * refused
+        engine.refusal = None
+        engine.calls.clear()
+        assert holders() == []
+    finally:
+        gc.enable()
 
 
 async def test_cancelled_server_aborts_the_generation() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import random
 import threading
@@ -31,6 +32,8 @@ from vsched.media.budget import ByteBudget, Grant
 from vsched.media.decode import inspect
 from vsched.media.estimate import preprocess_bytes
 from vsched.media.fills import Fills
+from vsched.media.items import MeasuredItem
+from vsched.media.references import MediaReference
 
 PROCESS = Fills._process
 SMALL = (16, 8)
@@ -212,6 +215,32 @@ async def test_failing_image_is_not_kept_by_its_error(monkeypatch: pytest.Monkey
                 await bench.prepare("\x01", [image_url()])
             await bench.all_back()
             assert seen[0]() is None, caught
+        finally:
+            gc.enable()
+
+
+@pytest.mark.parametrize("end", ["prepared", "refused", "cancelled"])
+async def test_file_of_a_request_is_not_kept_by_cycles(end: str) -> None:
+    """Uncounted files would fill the memory until garbage is collected, which is rare."""
+    url = image_url() if end != "refused" else data_url(image_bytes(*SMALL)[:-40])
+    async with bench_with(work_bytes() + SLACK) as bench:
+        gc.collect()
+        gc.disable()
+        try:
+            if end == "cancelled":
+                running = await bench.stuck("\x01", [url])
+                waiting = bench.start("\x01", [image_url(value=1)])
+                await until(lambda: decoding(bench)[1] == 1)
+                await give_up(waiting)
+                await give_up(running)
+                del running, waiting
+                bench.preprocessor.gate.set()
+            else:
+                with contextlib.suppress(RequestRefused):
+                    await bench.prepare("\x01", [url])
+            await bench.all_back()
+            kinds = (MediaReference, MeasuredItem)
+            await until(lambda: not [one for one in gc.get_objects() if isinstance(one, kinds)])
         finally:
             gc.enable()
 
