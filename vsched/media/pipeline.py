@@ -390,9 +390,7 @@ class MediaPipeline:
             files.cancellation.cancel()
             raise
         finally:
-            del (
-                reading
-            )  # its error refers to this frame, a cycle that would keep the request's files
+            del reading  # its error refers to this frame: a cycle that would keep the images
 
     def _tokenize(self, prompt: Prompt, *, images: bool) -> list[int]:
         if isinstance(prompt, list):
