@@ -188,6 +188,7 @@ class CompletionEndpoint:
             record.end(outcome)
             if trace is not None:
                 trace.end(outcome, failure, status=exchange.status or refusal_of(scope)[0])
+            del failure  # its traceback refers to this frame
             REQUEST_FIELDS.reset(ids)
 
     def _begin_trace(self, exchange: HttpExchange) -> RequestTrace | None:

@@ -113,12 +113,16 @@ class HttpExchange:
                 result = await work
                 watcher.cancel()
         except BaseExceptionGroup as group_error:
+            # Frames in tracebacks refer to errors, and to the request: cycles that would keep its images.
+            group_error.__traceback__ = group_error.__context__ = None
             # An error of the work is more specific than a disconnect at the same time.
-            errors = group_error.exceptions
-            raise next(
-                (error for error in errors if not isinstance(error, ClientDisconnected)), errors[0]
-            ) from None
-        return result
+            error = min(group_error.exceptions, key=lambda one: isinstance(one, ClientDisconnected))
+        else:
+            return result
+        try:
+            raise error
+        finally:
+            del error
 
     async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":

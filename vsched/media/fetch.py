@@ -260,22 +260,23 @@ async def _read_body(
         # Compression was not requested, and would bypass the size limit.
         raise ValueError
     if int(headers.get(b"content-length", b"0")[:18]) > limit:
-        raise _too_large(limit, kind)
+        raise refuse_size(f"over {limit}", limit, kind)
     content = bytearray()
     async for piece in response.aiter_stream():
         if len(content) + len(piece) > limit:
-            raise _too_large(limit, kind)
+            raise refuse_size(f"over {limit}", limit, kind)
         reserve(len(piece))
         content += piece
     return bytes(content)
 
 
-def _too_large(limit: int, kind: MediaKind) -> RequestRefused:
+def refuse_size(size: int | str, limit: int, kind: MediaKind = IMAGE) -> RequestRefused:
+    """Error for a file with too many bytes."""
     message = limit_message(
-        f"the fetched {kind.noun} is too large",
-        value=f"over {limit} bytes",
+        f"the encoded {kind.noun} is too large",
+        value=f"{size} bytes",
         limit=f"{limit} bytes",
-        remedy=f"use a smaller {kind.noun} or raise media.{kind.limit}",
+        remedy=f"send a smaller {kind.noun} or raise media.{kind.limit}",
     )
     return _refuse(kind, message, "too_large", 413)
 

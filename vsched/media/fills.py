@@ -51,9 +51,10 @@ class _Fill:
         return self.image.key
 
     def give_back(self) -> None:
-        """Release memory and arena space."""
+        """Release memory and arena space; `grant` and `work` refer to the fill, a cycle that would keep the file."""
         if self.grant is not None:
             self.grant.release()
+        self.grant = self.work = None
         self.lease.release()
 
 
@@ -195,7 +196,6 @@ class Fills:
 
     def _end(self, fill: _Fill, outcome: RequestRefused | RequestFailed | None) -> None:
         del self._fills[fill.key]
-        fill.work = None
         fill.give_back()
         fill.outcome.set_result(outcome)
 

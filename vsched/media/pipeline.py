@@ -389,6 +389,8 @@ class MediaPipeline:
         except asyncio.CancelledError:
             files.cancellation.cancel()
             raise
+        finally:
+            del reading  # its error refers to this frame: a cycle that would keep the images
 
     def _tokenize(self, prompt: Prompt, *, images: bool) -> list[int]:
         if isinstance(prompt, list):

@@ -15,7 +15,7 @@ from urllib.parse import unquote, urlsplit
 from vsched.errors import RequestRefused, limit_message, one_of
 from vsched.media.base64_text import decode_base64
 from vsched.media.embeddings import malformed
-from vsched.media.fetch import Reserve, uncounted
+from vsched.media.fetch import Reserve, refuse_size, uncounted
 from vsched.media.formats import IMAGE, MediaKind
 from vsched.media.references import scheme_of
 
@@ -28,17 +28,6 @@ _HEADER_CHARACTERS_MAX = 256
 _WHITESPACE_RATIO_MAX = 1.05
 """Line breaks of base64: two characters for every 76, or fewer."""
 _BASE64_FAULT = "its base64 is not valid; its alphabet has + and /, not - and _"
-
-
-def refuse_size(size: int, limit: int, kind: MediaKind = IMAGE) -> RequestRefused:
-    """Error for a file with too many bytes."""
-    message = limit_message(
-        f"the encoded {kind.noun} is too large",
-        value=f"{size} bytes",
-        limit=f"{limit} bytes",
-        remedy=f"send a smaller {kind.noun} or raise media.{kind.limit}",
-    )
-    return RequestRefused(message, code=f"{kind.noun}_too_large", status=413)
 
 
 def is_local(reference: str) -> bool:

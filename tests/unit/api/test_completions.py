@@ -232,17 +232,6 @@ async def test_disconnect_aborts_all_choices(stream: bool) -> None:
     assert len(reply.pieces) == (2 if stream else 0)
 
 
-async def test_disconnect_while_preparing_cancels_it() -> None:
-    engine = FakeEngine()
-    engine.entering = asyncio.Event()
-    client = Client(create_app(engine, ApiSettings()))
-    task = asyncio.ensure_future(client.send("POST", CHAT, chat()))
-    await engine.entered.wait()
-    client.leave()
-    assert (await task).status == 0
-    assert engine.cancelled
-
-
 async def test_disconnect_in_the_body_never_reaches_the_engine() -> None:
     engine = FakeEngine()
     client = Client(create_app(engine, ApiSettings()))
@@ -269,11 +258,37 @@ async def test_images_are_not_held_during_the_answer(path: str, part: object, to
     engine = FakeEngine(asyncio.Event())
     client, sending = await under_way(engine, path, body)
     engine.calls.clear()
-    kinds = (ChatRequest, MessagesRequest, ResponsesRequest, CheckedRequest)
-    held = [one for one in gc.get_objects() if isinstance(one, kinds) and "data:kept" in str(one)]
-    assert held == []
+    assert holders() == []
     client.leave()
     await sending
+
+
+def holders() -> list[object]:
+    kinds = (ChatRequest, MessagesRequest, ResponsesRequest, CheckedRequest, MediaReference)
+    found = [one for one in gc.get_objects() if isinstance(one, kinds)]
+    return [one for one in found if "data:kept" in f"{one} {getattr(one, 'source', '')}"]
+
+
+@pytest.mark.parametrize("refused", [True, False])
+async def test_refused_or_cancelled_preparation_keeps_no_images(refused: bool) -> None:
+    """No cycle of errors and frames keeps them until garbage is collected; a disconnect cancels."""
+    engine = FakeEngine()
+    engine.entering = asyncio.Event()
+    engine.refusal = RequestRefused("the image is odd", code="odd")
+    client = Client(create_app(engine, ApiSettings()))
+    body = user({"type": "image_url", "image_url": "data:kept"})
+    gc.disable()
+    try:
+        sending = asyncio.ensure_future(client.send("POST", CHAT, body))
+        await engine.entered.wait()
+        engine.entering.set() if refused else client.leave()
+        assert (await sending).status == 400 * refused
+        assert engine.cancelled is not refused
+        engine.refusal = None
+        engine.calls.clear()
+        assert holders() == []
+    finally:
+        gc.enable()
 
 
 async def test_cancelled_server_aborts_the_generation() -> None:

@@ -71,31 +71,25 @@ async def test_acquire_waits_in_order_and_holds_nothing_meanwhile() -> None:
 
 
 async def test_cancelled_waiter_leaves_nothing_and_lets_the_next_in() -> None:
+    """Also just after the grant."""
     store = store_of(4)
     held = take(store, a=3)
-    large = asyncio.ensure_future(store.acquire({b"b": 4 * UNIT}))
-    small = asyncio.ensure_future(store.acquire({b"c": UNIT}))
+    large, small, last = (
+        asyncio.ensure_future(store.acquire({name: units * UNIT}))
+        for name, units in ((b"b", 4), (b"c", 1), (b"d", 4))
+    )
     await asyncio.sleep(0)
     large.cancel()
     lease = await small
-    assert large.cancelled()
-    held.release()
     lease.release()
-    assert store.statistics().bytes_held == 0
-    assert store.statistics().waiting == 0
-
-
-async def test_cancelled_just_after_the_grant_gives_it_back() -> None:
-    store = store_of(1)
-    held = take(store, a=1)
-    waiter = asyncio.ensure_future(store.acquire({b"b": UNIT}))
-    await asyncio.sleep(0)
     held.release()
-    waiter.cancel()
+    last.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await waiter
-    assert store.statistics().bytes_held == 0
-    take(store, c=1).release()
+        await last
+    assert large.cancelled()
+    statistics = store.statistics()
+    assert (statistics.bytes_held, statistics.waiting) == (0, 0)
+    take(store, e=4).release()
 
 
 def test_own_pixels_in_the_way_give_way() -> None:
