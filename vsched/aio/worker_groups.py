@@ -304,6 +304,7 @@ class WorkerGroup:
 
     def plan_restart(self, failure: GroupFailure) -> None:
         """Note that an operator restarts the ranks: it does not count as a loss, and ranks get the grace period."""
+        logger.warning("%s", failure)
         self.down = True
         self.last_loss = (failure, time.time())
         self._restart_grace_s = STOP_GRACE_S
@@ -358,7 +359,7 @@ class WorkerGroup:
         # The last attempt may have left unusable ranks.
         await self.stop(grace_s=0)
         probe("worker_group.given_up")
-        logger.error("%s: could not be restarted", self._names)
+        logger.error("could not be restarted: %s", failure)
         self.retired = failure
         self._restarting = None
         self._events.on_retired(self.groups, failure)

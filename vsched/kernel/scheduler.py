@@ -320,7 +320,7 @@ class Scheduler(SnapshotRoot):
         if event.planned and not group.idle:
             probe("kernel.restarted_while_running")
         group.set_status(Status.DOWN)
-        commands: list[Command] = [Notice(f"{event.group} was lost: {event.failure}")]
+        commands: list[Command] = []
         if isinstance(group, EncodeGroup):
             message = (
                 "an image could not be encoded: the encoder was lost twice while working on it"
@@ -329,8 +329,7 @@ class Scheduler(SnapshotRoot):
             commands += self._moves.fail_all(failed, now_ns, message, code="encode_failed")
         elif isinstance(group, GenerateGroup):
             commands += self._lose_generator(group, now_ns, blame=not event.planned)
-        commands.append(RestartGroup(event.group))
-        return commands
+        return [*commands, RestartGroup(event.group)]
 
     def _recovering(self, group: Group) -> bool:
         """Return True if another group of the same stage is down."""
@@ -367,7 +366,7 @@ class Scheduler(SnapshotRoot):
         group.set_status(Status.RETIRED)
         if isinstance(group, EncodeGroup):
             self.encode.free_orphaned(group)
-        commands: list[Command] = [Notice(f"{event.group} is given up: {event.failure}")]
+        commands: list[Command] = []
         generators_gone = all(one.retired for one in self.generators)
         if generators_gone or self.encode.gone:
             names = " and ".join(event.failure.groups)

@@ -210,7 +210,9 @@ async def lose(played: ShellHarness, group: str = "generate") -> None:
     await played.ranks.until(lambda: played.shell.healthy or played.shell.given_up)
 
 
-async def test_shell_losses_in_quick_succession_skip_the_short_pauses(played: ShellHarness) -> None:
+async def test_shell_losses_in_quick_succession_skip_the_short_pauses(
+    played: ShellHarness, caplog: pytest.LogCaptureFixture
+) -> None:
     """Ranks that die as soon as they are up do not make the server spin; in the end every client gets one error."""
     pauses_s: list[list[float]] = []
     for _ in RESTART_DELAYS_S:
@@ -223,6 +225,10 @@ async def test_shell_losses_in_quick_succession_skip_the_short_pauses(played: Sh
     streams = [*streams_of(played, 3), image_stream(played)]
     await lose(played)
     await all_given_up(played, streams, "generate could not be restarted")
+    assert [one for one in caplog.messages if "again" not in one][-2:] == [
+        "lost: generate: rank 0 was killed by SIGKILL",
+        "could not be restarted: generate: lost too often",
+    ]
 
 
 async def test_shell_losses_far_apart_are_each_the_first(played: ShellHarness) -> None:
