@@ -18,7 +18,6 @@ thread: no ZeroMQ context, no thread pool, no device (CUDA cannot be used after 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ctypes
 import fcntl
 import gc
@@ -98,7 +97,7 @@ def answer(
     for each in (write, *descriptors):
         os.close(each)
     # The orphan is the engine's child only now; the engine stops being a subreaper when it receives the pid.
-    with contextlib.suppress(ConnectionError):
+    with suppress(ConnectionError):
         channel.send(os.read(read, 4))
     os.close(read)
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import msgspec
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from vsched.policy import PositiveCount, RequestPolicy, StepShares, StepView
 
@@ -17,7 +16,7 @@ class InOrder(RequestPolicy, frozen=True, kw_only=True):
         return StepShares(range(len(view.prefilling)))
 
 
-class PrefillTime(msgspec.Struct):
+class PrefillTime(Struct):
     """Time limit of prefill in a step, 0 before the first, and the end of the last steps and first tokens seen."""
 
     time_ns: float = 0.0

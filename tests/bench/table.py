@@ -8,12 +8,11 @@ third digit of a rate does not matter here.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -178,7 +177,7 @@ def our_spec(best: Sequence[str], side: str, model: str, checkpoint: Path) -> Sp
         sets += [f"{stage}.weights={weights}" for stage in stages]
     version = f"vsched {sides.described()}"
     version = f"{version} with {' '.join(sets)}" if sets else version
-    return dataclasses.replace(spec_of(checkpoint, sets), side=side, version=version)
+    return replace(spec_of(checkpoint, sets), side=side, version=version)
 
 
 def best_of(best: Sequence[str], model: str) -> list[str]:

@@ -7,7 +7,6 @@ specification that depend on the host are filled in there, so a worker group sen
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import fcntl
 import logging
@@ -19,7 +18,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -126,7 +125,7 @@ class RankProcess:
             wait()
             raise
         self.pid, self._wait = pid, wait
-        with contextlib.suppress(BrokenPipeError):  # it has ended already; `_reap` reports that
+        with suppress(BrokenPipeError):  # it has ended already; `_reap` reports that
             self._lifeline.write(msgspec.json.encode(self._spec) + b"\n")
             self._lifeline.flush()
         self._loop.add_reader(self._pidfd, self._reap)
@@ -139,7 +138,7 @@ class RankProcess:
         self._ended(code)
 
     def _ended(self, code: int) -> None:
-        with contextlib.suppress(BrokenPipeError):
+        with suppress(BrokenPipeError):
             self._lifeline.close()
         self._exited.set_result(code)
         if code in TOLD_CODES and not self._ending:
@@ -327,7 +326,7 @@ class LocalLauncher(OwnLauncher):
         super().__init__(run_dir or make_socket_folder())
         # Lock against systemd-tmpfiles, which deletes files after some days without use, such as copies of adapters.
         folder = os.open(self.run_dir, os.O_RDONLY)
-        self._locked = contextlib.ExitStack()
+        self._locked = ExitStack()
         self._locked.callback(os.close, folder)
         with suppress(OSError):  # not every file system has locks
             fcntl.flock(folder, fcntl.LOCK_SH)

@@ -358,7 +358,7 @@ class WorkerGroup:
         # The last attempt may have left unusable ranks.
         await self.stop(grace_s=0)
         probe("worker_group.given_up")
-        logger.error("%s: could not be restarted", self._names)
+        logger.error("could not be restarted: %s", failure)
         self.retired = failure
         self._restarting = None
         self._events.on_retired(self.groups, failure)

@@ -14,6 +14,7 @@ import contextlib
 import errno
 import gc
 import os
+import resource
 import secrets
 import socket
 import sys
@@ -451,6 +452,16 @@ def forgo_models(config: Config) -> None:
     """Disable library parts that only models need, for the life of this process, which only serves HTTP."""
     plugin = load_worker(config.generate.plugin, path="generate.plugin")
     plugin.forgo_models(config.model.path)
+
+
+def raise_open_files_limit() -> None:
+    """Raise the soft limit of open files, often 1024, to the hard limit of this process, and of those it starts.
+
+    At the limit, libuv closes new connections without a response, and ranks cannot be restarted.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError):  # a hard limit above the system's cannot be set again
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def favour_event_loop() -> None:

@@ -126,12 +126,13 @@ def _serve(
     gc.disable()
     import uvloop
 
-    from vsched.api.http_server import forgo_models
+    from vsched.api.http_server import forgo_models, raise_open_files_limit
     from vsched.api.server import serve as serve_http
     from vsched.config.devices import placement_here
     from vsched.engine import Environment, make_launcher
     from vsched.terminal.progress import loading_progress
 
+    raise_open_files_limit()
     forgo_models(settings)
     environment = Environment(make_launcher=partial(make_launcher, started=started))
 

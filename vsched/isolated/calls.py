@@ -19,7 +19,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -278,7 +277,7 @@ class IsolatedCalls:
         frames: Sequence[bytes],
         answer_type: type[Answer],
         deadline_s: float,
-        watch: Callable[[_Forked], AbstractContextManager[object]],
+        watch: Callable[[_Forked], contextlib.AbstractContextManager[object]],
         *,
         keep: bool,
     ) -> Answer | _Death:

@@ -262,17 +262,17 @@ class MediaPipeline:
         return self._store.clear()
 
     def close(self) -> None:
-        """Stop the threads and processes.
+        """Stop the processes and threads; images in them end with an error, waiting ones are cancelled.
 
-        Blocks: until running images are done; waiting ones are cancelled.
+        Blocks: until running threads are done.
         """
+        if self._processes is not None:
+            self._processes.close()  # first, because threads wait for them
         self._long_texts.shutdown(wait=True, cancel_futures=True)
         self._videos.shutdown(wait=True, cancel_futures=True)
         self._executor.shutdown(wait=True, cancel_futures=True)
         if self.pruning is not None:
             self.pruning.close()
-        if self._processes is not None:
-            self._processes.close()
 
     def _check_room(self, images: int) -> None:
         settings = self._settings

@@ -7,11 +7,10 @@ replaced by a digest.
 
 from __future__ import annotations
 
-import typing
 from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import msgspec
 
@@ -57,9 +56,7 @@ def _name(cls: type) -> str:
     return _NAMES.get(cls.__name__, cls.__name__)
 
 
-_CLASSES: dict[str, type[Any]] = {
-    _name(cls): cls for cls in (*typing.get_args(Event), *typing.get_args(Command))
-}
+_CLASSES: dict[str, type[Any]] = {_name(cls): cls for cls in (*get_args(Event), *get_args(Command))}
 
 
 class _EventFrame(msgspec.Struct, frozen=True, array_like=True):

@@ -6,11 +6,10 @@ both pass received frames to a `Member`, and have `Rank` execute the next entry.
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
@@ -417,7 +416,7 @@ def _load_draft(plugin: WorkerPlugin, role: GenerateRole, progress: Progress) ->
     if role.draft is None:
         return None
     meeting = role.settings.rendezvous
-    settings = dataclasses.replace(
+    settings = replace(
         role.settings,
         adapters=0,
         deterministic=False,

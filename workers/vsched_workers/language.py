@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -307,7 +306,7 @@ class LanguageWorker(RankWorker, GenerateWorker):
             logits, special = logits_of(hidden, len(rows)), special_rows(batch)
             greedy = self._backend.argmax(logits)
             sampled = choose_tokens(greedy, logits, special, self._backend.draw)
-            return dataclasses.replace(sampled, prompts=reported) if reported else sampled
+            return replace(sampled, prompts=reported) if reported else sampled
 
     def _logits_of(self, head: Product, hidden: torch.Tensor, rows: int) -> torch.Tensor:
         """Return the logits of hidden states, [rows, vocabulary], the same ones on every rank."""
@@ -467,7 +466,7 @@ def family_language(
     runnable = backend.prepare_language(model, head, family.decoder)
     rule = family.decoder.logit_rule(text)
     if rule is not None:
-        runnable = dataclasses.replace(runnable, head=RuledHead(runnable.head, rule))
+        runnable = replace(runnable, head=RuledHead(runnable.head, rule))
     return LanguageModel(
         module=model,
         runnable=runnable,

@@ -7,7 +7,6 @@ A stall is a gap less the median of all gaps.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import random
 import statistics
@@ -15,7 +14,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -224,7 +223,7 @@ async def _memory(server: Server) -> AsyncIterator[list[float]]:
         yield found
     finally:
         task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
+        with suppress(asyncio.CancelledError):
             await task
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import resource
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -87,8 +88,12 @@ def test_serve_without_a_terminal_reports_its_life_in_log_lines(
 
 
 def test_serve_on_all_addresses_names_one(served: Served, caplog: pytest.LogCaptureFixture) -> None:
-    """0.0.0.0 is no address to connect to."""
+    """0.0.0.0 is no address to connect to. At a soft limit of files, connections would be closed without a response."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, hard), hard))
     serve("checkpoint", "--host", "0.0.0.0", "--port", "0")
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     (ready,) = [text for text in caplog.messages if "is served at" in text]
     assert "http://127.0.0.1:" in ready
     assert ", and on every other address of this machine (" in ready

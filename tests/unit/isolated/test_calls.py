@@ -9,6 +9,8 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -17,37 +19,22 @@ from tests.unit.isolated import shaky_server
 from vsched.isolated.calls import CallFailedError, IsolatedCalls, ServerClosedError, ServerLostError
 
 
-def shaky() -> IsolatedCalls:
-    return IsolatedCalls(
+def shaky() -> Iterator[IsolatedCalls]:
+    made = IsolatedCalls(
         shaky_server.__name__, b"setup and ", name="shaky", failure="it failed", code="failed"
     )
-
-
-@pytest.fixture(scope="module")
-def calls() -> Iterator[IsolatedCalls]:
-    """A server for most tests: what happens to one call must not matter to another."""
-    with contextlib.closing(shaky()) as made:
+    with contextlib.closing(made):
         yield made
 
 
-@pytest.fixture
-def fresh() -> Iterator[IsolatedCalls]:
-    """A server that has not started."""
-    with contextlib.closing(shaky()) as made:
-        yield made
+calls = pytest.fixture(scope="module", name="calls")(shaky)
+"""A server for most tests: what happens to one call must not matter to another."""
+fresh = pytest.fixture(name="fresh")(shaky)
+"""A server that has not started."""
 
 
-def call(
-    calls: IsolatedCalls,
-    order: str,
-    deadline_s: float = PATIENCE_S,
-    *,
-    keep: bool = False,
-    retry: bool = False,
-) -> str:
-    return calls.call(
-        order.encode(), answer_type=str, deadline_s=deadline_s, keep=keep, retry=retry
-    )
+def call(calls: IsolatedCalls, order: str, deadline_s: float = PATIENCE_S, **options: Any) -> str:
+    return calls.call(order.encode(), answer_type=str, deadline_s=deadline_s, **options)
 
 
 def test_calls_answer_and_know_the_setup_until_they_are_closed(fresh: IsolatedCalls) -> None:
@@ -156,11 +143,9 @@ def test_kept_processes_are_replaced_after_many_calls(
 def test_calls_fail_when_there_is_no_file_descriptor(
     fresh: IsolatedCalls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def socketpair(*_args: object) -> None:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
     with monkeypatch.context() as patched:
-        patched.setattr("vsched.isolated.calls.socket.socketpair", socketpair)
+        fails = Mock(side_effect=OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
+        patched.setattr("vsched.isolated.calls.socket.socketpair", fails)
         with pytest.raises(ServerLostError, match="shaky server can be started: Too many open"):
             call(fresh, "order")
     assert call(fresh, "order") == "setup and order"

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from tests.patience import NEVER_S, until
+from tests.patience import NEVER_S, patience, until
 from tests.unit.media.fakes import (
     VIDEO_PLACEHOLDER,
     FaultyPreprocessor,
@@ -133,6 +133,17 @@ async def test_process_that_hangs_is_killed() -> None:
             await hasty.values(HANGS)
         assert caught.value.code == "prepare_timeout"
         await hasty.all_back()
+
+
+async def test_closing_does_not_wait_for_a_process_that_hangs() -> None:
+    """A second Ctrl-C stops a server at once."""
+    async with ArenaBench(NEVER_S) as bench:
+        request = bench.start("\x01", [HANGS])
+        await until(lambda: bool(children(bench.pictures.pid)))
+        async with patience():
+            await asyncio.to_thread(bench.pipeline.close)
+        with pytest.raises(RequestFailed, match="stopping"):
+            await request
 
 
 @pytest.mark.parametrize(

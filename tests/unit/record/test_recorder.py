@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -20,6 +21,11 @@ from vsched.record import Recorder, check_record_path, open_recorder, replay
 from vsched.testing.cluster import default_policies
 
 LIMITS = SchedulerLimits(blocks=2000, slots=2, context_tokens=64, pages=4)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "run.vlog"
 
 
 def begin(
@@ -41,13 +47,8 @@ def names(folder: Path) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir())
 
 
-def test_recorder_is_none_if_no_path_is_given() -> None:
-    assert open_recorder(Config(), Scheduler(LIMITS, default_policies())) is None
-
-
-def test_recorder_writes_each_event_at_once_for_its_owner_only(tmp_path: Path) -> None:
+def test_recorder_writes_each_event_at_once_for_its_owner_only(path: Path) -> None:
     """A killed process loses no entry, and a record holds the clients' prompts."""
-    path = tmp_path / "run.vlog"
     kernel, recorder = begin(path)
     assert path.stat().st_mode & 0o777 == 0o600
     for number in range(1, 4):
@@ -56,8 +57,7 @@ def test_recorder_writes_each_event_at_once_for_its_owner_only(tmp_path: Path) -
     recorder.close()
 
 
-def test_recorder_is_bounded_and_the_kept_segments_replay(tmp_path: Path) -> None:
-    path = tmp_path / "run.vlog"
+def test_recorder_is_bounded_and_the_kept_segments_replay(path: Path, tmp_path: Path) -> None:
     cluster = record_run(path, 0, events=300, segment_bytes=4096, segments=3)
     found = names(tmp_path)
     assert len(found) == 3
@@ -79,13 +79,10 @@ def test_recorder_does_not_write_a_large_state_after_every_event(tmp_path: Path)
     assert names(tmp_path) == ["run.vlog"]
 
 
-def test_recorder_sets_an_earlier_record_aside(tmp_path: Path) -> None:
+def test_recorder_sets_an_earlier_record_aside(path: Path, tmp_path: Path) -> None:
     """A restart after a crash must not destroy its record; the record before it is deleted."""
-    path = tmp_path / "run.vlog"
-    runs = []
-    for seed in range(3):
-        cluster = record_run(path, seed, events=200, segment_bytes=4096)
-        runs.append(len(cluster.received))
+    clusters = [record_run(path, seed, events=200, segment_bytes=4096) for seed in range(3)]
+    runs = [len(cluster.received) for cluster in clusters]
     assert replay(path).events == runs[2]
     earlier = replay(tmp_path / "run.vlog.previous")
     assert earlier.events == runs[1]
@@ -120,9 +117,8 @@ def test_recorder_refuses_a_record_that_another_server_writes(tmp_path: Path) ->
 
 
 def test_recorder_reports_once_that_the_disk_is_full_and_serving_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = tmp_path / "run.vlog"
     kernel, recorder = begin(path)
     note(kernel, recorder, 2)
     write = os.write
@@ -151,10 +147,8 @@ def test_recorder_without_room_for_the_next_segment_ends(
 ) -> None:
     kernel, recorder = begin(tmp_path / "run.vlog", segment_bytes=4096)
 
-    def full(*_: object) -> int:
-        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
-
-    monkeypatch.setattr(os, "open", full)
+    full = OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+    monkeypatch.setattr(os, "open", Mock(side_effect=full))
     note(kernel, recorder, 1000)
     monkeypatch.undo()
     assert len(caplog.records) == 1
@@ -162,11 +156,11 @@ def test_recorder_without_room_for_the_next_segment_ends(
     assert replay(tmp_path / "run.vlog").difference is None
 
 
-def test_recorder_does_not_begin_if_a_policy_cannot_be_recorded(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_recorder_does_not_begin_without_a_path_or_if_a_policy_cannot_be_recorded(
+    path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = tmp_path / "run.vlog"
     path.write_text("an earlier record")
+    assert open_recorder(Config(), Scheduler(LIMITS, default_policies())) is None, "no path"
     policies = default_policies(generate_eviction=Locked(early=True))
     assert open_recorder(config_for(path, policies), Scheduler(LIMITS, policies)) is None
     (said,) = caplog.records
@@ -176,9 +170,8 @@ def test_recorder_does_not_begin_if_a_policy_cannot_be_recorded(
 
 
 def test_recorder_ends_if_a_policy_state_cannot_be_recorded(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = tmp_path / "run.vlog"
     policies = default_policies(generate_eviction=Locked(), encode_eviction=Locked())
     cluster = record_run(path, 0, policies=policies, events=300, segment_bytes=4096)
     (said,) = caplog.records

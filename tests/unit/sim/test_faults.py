@@ -3,9 +3,8 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-import hypothesis
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, find, settings
 
 from tests.each_case import each_case
 from vsched.errors import ConfigError
@@ -108,7 +107,7 @@ def test_strategy_draws_faults_of_hosts_only_if_there_are_some() -> None:
         return any(isinstance(fault, HostCrash) for fault in plan.faults)
 
     plans = fault_plans(GROUPS, SPAN_NS, kinds=[Hang, HostCrash], hosts=["far"])
-    (crash,) = hypothesis.find(plans, has_a_crash, settings=SHRINKING).faults
+    (crash,) = find(plans, has_a_crash, settings=SHRINKING).faults
     assert isinstance(crash, HostCrash)
     assert crash.host == "far"
     with pytest.raises(ValueError, match=r"HostCrash strikes a host, and there is none. Remedy:"):
@@ -132,7 +131,7 @@ def test_strategy_shrinks_to_the_two_faults_that_matter() -> None:
 
     kinds: list[type[AnyFault]] = [Disconnect, Slowdown, Hang, WorkerCrash, Partition]
     plans = fault_plans(["encode-0", "generate-0"], SPAN_NS, ranks=2, kinds=kinds)
-    found = hypothesis.find(plans, is_bad, settings=SHRINKING)
+    found = find(plans, is_bad, settings=SHRINKING)
     assert found.seed == 0
     assert sorted(found.faults, key=lambda fault: fault.at_ns) == [
         Partition(at_ns=0, duration_ns=1001 * MS, group="generate-0"),

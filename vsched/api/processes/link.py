@@ -22,6 +22,7 @@ import msgspec
 
 from vsched.api.contract import ApiSettings
 from vsched.config import Config
+from vsched.fork_server import IMPORT_S
 
 logger = logging.getLogger(__name__)
 WAITING_BYTES_MAX = 64 << 20
@@ -72,7 +73,7 @@ class Link:
         self._loop = asyncio.get_running_loop()
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
-        self._silent_s = 0.0
+        self._silent_s = SILENT_S - IMPORT_S  # until its first data, the peer may be importing
         self._looked_s = self._loop.time()
         self.lost = False
 

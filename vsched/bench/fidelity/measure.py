@@ -12,7 +12,6 @@ import asyncio
 import dataclasses
 import itertools
 import math
-import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -85,7 +84,7 @@ class RequestTexts:
     def __init__(self, preprocessor: Preprocessor, *, words: str = "") -> None:
         """Prepare for a checkpoint; prompts use the tokens of `words`, by default random ones."""
         self._preprocessor = preprocessor
-        rng = random.Random(0)  # noqa: S311 - a load, not a secret
+        rng = Random(0)  # noqa: S311 - a load, not a secret
         # Word by word, because all together might exceed the context.
         tokens = {
             token
@@ -132,7 +131,7 @@ class RequestTexts:
 
     def text(self, content: int, tokens: int) -> list[int]:
         """Return ordinary tokens; of two texts with the same content, one is a prefix of the other."""
-        rng = random.Random(content)  # noqa: S311 - a load, not a secret
+        rng = Random(content)  # noqa: S311 - a load, not a secret
         return rng.choices(self._ordinary, k=tokens)
 
     def picture(self, key: str, tokens: int) -> str:

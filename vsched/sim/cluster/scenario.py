@@ -16,12 +16,11 @@ reported with its seed, its minimized fault plan as JSON, and the command that r
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -542,7 +541,7 @@ async def play(scenario: Scenario) -> ScenarioReport:
         for operation in scenario.operations:
             engine.operate(operation)
         await engine.run(scenario.arrivals)
-        with contextlib.suppress(SimulationFailed):  # the report contains it
+        with suppress(SimulationFailed):  # the report contains it
             if scenario.shut_down_ns is None:
                 await engine.heal()
             else:

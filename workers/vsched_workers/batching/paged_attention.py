@@ -22,11 +22,10 @@ float32, tokens before a window are not read, and a chunk is split so that tempo
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -439,9 +438,7 @@ class PagedStep:
             part = slice(each.start, each.stop)
             tables[part, : each.blocks] = each.table[: each.blocks]
             contexts[part] = np.arange(each.first + 1, each.context + 1)
-        return dataclasses.replace(
-            self, decode_rows=rows, tables=tables, contexts=contexts, segments=[]
-        )
+        return replace(self, decode_rows=rows, tables=tables, contexts=contexts, segments=[])
 
 
 def context_slots(

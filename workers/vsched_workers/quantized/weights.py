@@ -11,9 +11,8 @@ the least squared error. Scales are float16 if that is exact, and values are rou
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn import functional
@@ -120,7 +119,7 @@ class QuantizedWeight:
         else:
             scales, offsets, group = self.scales, self.offsets, max(cut.size, 1)
         packed = packed_int4(values) if self.kind == "int4" else values.contiguous()
-        return dataclasses.replace(
+        return replace(
             self, values=packed, scales=scales, offsets=offsets, inputs=cut.size, group=group
         )
 
@@ -132,7 +131,7 @@ class QuantizedWeight:
         """Return it on a device."""
         order = None if self.order is None else self.order.to(device)
         moved = self._with_each(lambda each: each.to(device))
-        return dataclasses.replace(moved, order=order)
+        return replace(moved, order=order)
 
     def rows_of(self, indices: torch.Tensor) -> torch.Tensor:
         """Return dequantized rows, as for an embedding; indices int64 [n], returns [n, in]."""
@@ -154,7 +153,7 @@ class QuantizedWeight:
     def _replaced(
         self, values: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | None = None
     ) -> QuantizedWeight:
-        return dataclasses.replace(self, values=values, scales=scales, offsets=offsets)
+        return replace(self, values=values, scales=scales, offsets=offsets)
 
     @property
     def form(self) -> tuple[object, ...]:
@@ -174,7 +173,7 @@ def merged_weights(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
         offsets = torch.cat(
             [torch.zeros_like(w.scales) if w.offsets is None else w.offsets for w in weights]
         ).to(dtype)
-    return dataclasses.replace(
+    return replace(
         first,
         values=torch.cat([each.values for each in weights]),
         scales=torch.cat([each.scales for each in weights]).to(dtype),

@@ -12,9 +12,8 @@ architectures keep transformers' modules.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -521,7 +520,7 @@ def _only(step: PagedStep, wanted: npt.NDArray[np.int64]) -> PagedStep:
     """Return a step of decode rows in which only the wanted rows attend."""
     contexts = np.zeros_like(step.contexts)
     contexts[wanted] = step.contexts[wanted]
-    return dataclasses.replace(step, contexts=contexts)
+    return replace(step, contexts=contexts)
 
 
 def product_of(module: nn.Module) -> Product:
