@@ -61,7 +61,7 @@ def test_offline_chat_takes_one_conversation_or_many_with_images(llm: LLM) -> No
 
 
 def test_offline_error_is_raised_or_kept(llm: LLM) -> None:
-    prompts = ["short", "long " * 5000, {"prompt": "x", "image": []}, "short"]
+    prompts: list[Any] = ["short", "long " * 5000, {"prompt": "x", "image": []}, "short"]
     with pytest.raises(RequestRefused, match="context"):
         llm.generate(prompts[:2], GREEDY)
     done = llm.generate(prompts, GREEDY, on_error="keep")
