@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 
 _CONVERSION = 3
 """Version of the conversion of GGUF files: one with other results converts earlier files again."""
-_LARGER = 1.5
-"""Ratio of the sizes of a checkpoint and its GGUF file, above which the file is quantized."""
+_QUANTIZED_RATIO = 1.5
+"""Ratio of a checkpoint's size to its GGUF file's, above which the file was quantized."""
 _HUB_ID = re.compile(
     r"(?P<repository>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+))?(?::(?P<part>[\w.-]+))?"
 )
@@ -126,7 +126,7 @@ def _converted(file: Path, progress: Progress | None) -> str:
                 # The hub's cache has links to files that are named by their digests.
                 raise CheckpointError(str(error).replace(source.name, file.name)) from error
         times = weights_bytes(str(folder)) / facts.st_size
-        if times > _LARGER:
+        if times > _QUANTIZED_RATIO:
             logger.info(
                 "%s takes %.1f times its size in bfloat16. Smaller, with faster decode steps: "
                 "--set generate.weights=int8 (half of it), or int4 (a third)",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from msgspec import Meta, Struct
+import msgspec
+from msgspec import Meta
 
 from vsched.policy import PositiveCount, RequestPolicy, StepShares, StepView
 
@@ -16,7 +17,7 @@ class InOrder(RequestPolicy, frozen=True, kw_only=True):
         return StepShares(range(len(view.prefilling)))
 
 
-class PrefillTime(Struct):
+class PrefillTime(msgspec.Struct):
     """Time limit of prefill in a step, 0 before the first, and the end of the last steps and first tokens seen."""
 
     time_ns: float = 0.0

@@ -438,5 +438,5 @@ def form_of(scope: Scope) -> WireForm:
 
 
 def is_anthropic_client(headers: Iterable[tuple[bytes, bytes]]) -> bool:
-    """Return True for a client of Anthropic's API; needed for what both APIs have."""
+    """Return True for a client of Anthropic's API, which shares paths with OpenAI's."""
     return any(name == b"anthropic-version" for name, _ in headers)

@@ -277,18 +277,20 @@ class OperatorOperations:
     async def load_lora_adapter(self, request: LoadLoraRequest) -> str:
         """Load an adapter, in vLLM's format."""
         name = request.lora_name
-        return await _done(self._engine.load_adapter(name, request.lora_path), name, "added")
+        return await _text_of_change(
+            self._engine.load_adapter(name, request.lora_path), name, "added"
+        )
 
     async def unload_lora_adapter(self, request: UnloadLoraRequest) -> str:
         """Unload an adapter, in vLLM's format."""
         name = request.lora_name
-        return await _done(self._engine.unload_adapter(name), name, "removed")
+        return await _text_of_change(self._engine.unload_adapter(name), name, "removed")
 
 
-async def _done(work: Awaitable[None], name: str, action: str) -> str:
+async def _text_of_change(change: Awaitable[None], name: str, action: str) -> str:
     """Return vLLM's text about a change of adapters; a conflict has status 400, as in vLLM."""
     try:
-        await work
+        await change
     except RequestRefused as error:
         error.status = 400 if error.status == 409 else error.status
         raise

@@ -120,6 +120,7 @@ async def running_server(
         engine = Engine(config, on_progress=on_progress, environment=environment)
         check_record_path(config)  # the journal is part of the record
         resumption = open_resumption(config)
+        warn_of_missing_folders(config)
         settings = api_settings(config, listener.getsockname()[0])
         front: ApiProcesses | _InProcessFrontend
         if config.server.processes > 1:
@@ -193,6 +194,15 @@ async def serve(
         await signalled.wait()
 
 
+def warn_of_missing_folders(config: Config) -> None:
+    """Log a warning for each configured folder that does not exist."""
+    folders = {"media": config.media.directory, "adapters": config.adapters.directory}
+    for name, folder in folders.items():
+        if folder and not os.path.isdir(folder):
+            path = os.path.abspath(folder)
+            logger.warning("%s.directory: there is no folder %s. Remedy: create it", name, path)
+
+
 def api_settings(config: Config, address: str) -> ApiSettings:
     """Settings of the HTTP layer for a server that listens on this address.
 
@@ -200,11 +210,6 @@ def api_settings(config: Config, address: str) -> ApiSettings:
         ConfigError: If a configured key is not in the environment or is malformed, or a package for traces is missing.
     """
     server = config.server
-    folders = {"media": config.media.directory, "adapters": config.adapters.directory}
-    for name, folder in folders.items():
-        if folder and not os.path.isdir(folder):
-            path = os.path.abspath(folder)
-            logger.warning("%s.directory: there is no folder %s. Remedy: create it", name, path)
     keys = _key(config, "tenant_keys_variable")
     resolved = {
         "allowed_hosts": _allowed_hosts(config, address),

@@ -8,7 +8,7 @@ import typer
 
 from vsched.cli import app
 from vsched.config import keys_table, to_toml
-from vsched.terminal.options import ConfigOption, SetOption, load, load_served
+from vsched.terminal.options import ConfigOption, SetOption, load, resolve_served
 
 config_app = typer.Typer(help="Check and show the configuration.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
@@ -17,10 +17,11 @@ app.add_typer(config_app, name="config")
 @config_app.command()
 def check(config: ConfigOption = None, assignments: SetOption = None) -> None:
     """Load the configuration, build all its policies, and check the checkpoint, if one is set."""
-    if load(config, assignments).config.model.path:
+    loaded = load(config, assignments)
+    if loaded.config.model.path:
         from vsched.cli.check_command import check_served
 
-        check_served(load_served(config, assignments))
+        check_served(resolve_served(loaded))
     typer.echo("The configuration is valid.")
 
 

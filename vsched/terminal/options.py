@@ -53,9 +53,15 @@ def load_served(
     *,
     only_serves: bool = False,
 ) -> LoadedConfig:
-    """Load a configuration with `path` as its `model.path`, and choose the devices.
+    """Load a configuration with `path` as its `model.path`, and resolve it as `resolve_served`."""
+    loaded = load(config, [*(assignments or ()), *([f"model.path={path}"] if path else [])])
+    return resolve_served(loaded, only_serves=only_serves)
 
-    A checkpoint that is missing is downloaded or converted. `only_serves` means that this process loads no model.
+
+def resolve_served(loaded: LoadedConfig, *, only_serves: bool = False) -> LoadedConfig:
+    """Choose the devices of a configuration, and download or convert a checkpoint that is missing.
+
+    `only_serves` means that this process loads no model.
     """
     from rich.console import Console
 
@@ -63,7 +69,6 @@ def load_served(
     from vsched.devices import resolve_loaded
     from vsched.terminal.progress import loading_progress
 
-    loaded = load(config, [*(assignments or ()), *([f"model.path={path}"] if path else [])])
     with loading_progress(Console(stderr=True)) as report:
         served = with_local_checkpoints(loaded.config, partial(report, "checkpoint"))
     return resolve_loaded(msgspec.structs.replace(loaded, config=served), only_serves=only_serves)

@@ -162,7 +162,7 @@ def test_server_key_is_its_variable_without_line_breaks(monkeypatch: pytest.Monk
 
 def test_server_warns_of_a_missing_folder(caplog: pytest.LogCaptureFixture) -> None:
     sets = ["media.directory=/nowhere", "adapters.directory=/proc"]
-    server_module.api_settings(load_config(None, sets=sets, environ={}).config, "127.0.0.1")
+    server_module.warn_of_missing_folders(load_config(None, sets=sets, environ={}).config)
     (warning,) = caplog.messages
     assert warning == "media.directory: there is no folder /nowhere. Remedy: create it"
 

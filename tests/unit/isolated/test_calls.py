@@ -19,18 +19,24 @@ from tests.unit.isolated import shaky_server
 from vsched.isolated.calls import CallFailedError, IsolatedCalls, ServerClosedError, ServerLostError
 
 
-def shaky() -> Iterator[IsolatedCalls]:
-    made = IsolatedCalls(
+def shaky() -> IsolatedCalls:
+    return IsolatedCalls(
         shaky_server.__name__, b"setup and ", name="shaky", failure="it failed", code="failed"
     )
-    with contextlib.closing(made):
+
+
+@pytest.fixture(scope="module")
+def calls() -> Iterator[IsolatedCalls]:
+    """A server shared by most tests: a failed call must not affect later ones."""
+    with contextlib.closing(shaky()) as made:
         yield made
 
 
-calls = pytest.fixture(scope="module", name="calls")(shaky)
-"""A server for most tests: what happens to one call must not matter to another."""
-fresh = pytest.fixture(name="fresh")(shaky)
-"""A server that has not started."""
+@pytest.fixture
+def fresh() -> Iterator[IsolatedCalls]:
+    """A server that has not started."""
+    with contextlib.closing(shaky()) as made:
+        yield made
 
 
 def call(calls: IsolatedCalls, order: str, deadline_s: float = PATIENCE_S, **options: Any) -> str:

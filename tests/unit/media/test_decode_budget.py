@@ -7,10 +7,14 @@ import contextlib
 import gc
 import random
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
+from PIL import Image
 
 from tests.patience import until
 from tests.unit.media.fakes import (
@@ -211,6 +215,30 @@ async def test_prepared_or_refused_image_is_not_kept(content: bytes) -> None:
     async with bench_with(10**9) as bench:
         with contextlib.suppress(RequestRefused):
             await bench.prepare("\x01", [data_url(content)])
+
+
+async def test_failing_image_is_not_kept_by_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Returned bytes are free: no traceback keeps half-processed pixels alive."""
+    seen: list[weakref.ref[Image.Image]] = []
+
+    def refuse(image: Image.Image) -> npt.NDArray[np.float32]:
+        seen.append(weakref.ref(image))
+        try:
+            raise OSError
+        except OSError:
+            raise RequestRefused("the image is odd", code="odd") from None
+
+    async with bench_with(10**9) as bench:
+        monkeypatch.setattr(bench.preprocessor, "process_image", refuse)
+        gc.collect()
+        gc.disable()
+        try:
+            with pytest.raises(RequestRefused, match="is odd") as caught:
+                await bench.prepare("\x01", [image_url()])
+            await bench.all_back()
+            assert seen[0]() is None, caught
+        finally:
+            gc.enable()
 
 
 async def test_closing_fails_requests_that_wait_for_memory() -> None:

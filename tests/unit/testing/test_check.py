@@ -40,7 +40,7 @@ from vsched_policies.routing import RoundRobin
 
 
 class Shortest(RequestPolicy, frozen=True, kw_only=True):
-    """A correct policy of a user's, who sorts with numpy."""
+    """A correct user policy that sorts with numpy."""
 
     most: int = 4
 

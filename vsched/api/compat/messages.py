@@ -409,9 +409,7 @@ def chat_request(request: MessagesRequest) -> ChatRequest:
     last = messages[-1] if messages else None
     return ChatRequest(
         messages=messages,
-        # A prefilled answer, which the model continues.
-        continue_final_message=last is not None
-        and (last.role == "assistant" and bool(last.content) and not last.tool_calls),
+        continue_final_message=last is not None and _is_started(last),
         stop=request.stop_sequences,
         tools=[_tool(each, index) for index, each in enumerate(request.tools or ())] or None,
         tool_choice=_choice(request),
@@ -420,6 +418,11 @@ def chat_request(request: MessagesRequest) -> ChatRequest:
         chat_template_kwargs=_template_arguments(request),
         **shared_fields(request, but=_DIFFERENT),
     )
+
+
+def _is_started(last: Message) -> bool:
+    """True if the last message is a prefilled answer, which the model continues."""
+    return last.role == "assistant" and bool(last.content) and not last.tool_calls
 
 
 def _system(system: str | list[TextBlock] | None) -> list[Message]:

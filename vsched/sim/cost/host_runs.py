@@ -120,10 +120,12 @@ class HostRecorder:
             self._began_ns = request.arrived_ns
         self._last_ns = max(request.arrived_ns - self._began_ns, self._last_ns)
         self._open[number] = None
-        talk = request.session
-        if talk and any(talk == other for *_, other in self._sent.values()):
-            talk = f"{talk} {number}"  # turns of one conversation would wait for each other
-        self._sent[number] = self._last_ns, now_ns - request.arrived_ns, talk
+        conversation = request.session
+        if conversation and any(conversation == other for *_, other in self._sent.values()):
+            conversation = (
+                f"{conversation} {number}"  # turns of one conversation would wait for each other
+            )
+        self._sent[number] = self._last_ns, now_ns - request.arrived_ns, conversation
 
     def note_end(
         self,
@@ -142,7 +144,7 @@ class HostRecorder:
         number = request.order[0]
         if number not in self._open:
             return
-        at_ns, prepared_ns, talk = self._sent.pop(number)
+        at_ns, prepared_ns, conversation = self._sent.pop(number)
         if not kept or not request.output_tokens:
             del self._open[number]
         else:
@@ -162,7 +164,7 @@ class HostRecorder:
             )
             self._write(self._run, line)
             parts = tuple(self._parts(number, request.prompt_tokens, images, hashes))
-            self._open[number] = self._arrival(name, at_ns, talk, request, parts)
+            self._open[number] = self._arrival(name, at_ns, conversation, request, parts)
         while self._open:
             first, arrival = next(iter(self._open.items()))
             if arrival is None:
@@ -201,7 +203,12 @@ class HostRecorder:
         file.write(self._encode(one) + b"\n")
 
     def _arrival(
-        self, name: str, at_ns: int, talk: str, one: HostedRequest, parts: tuple[PromptPart, ...]
+        self,
+        name: str,
+        at_ns: int,
+        conversation: str,
+        one: HostedRequest,
+        parts: tuple[PromptPart, ...],
     ) -> Arrival:
         wait_ns = None if one.target_ns is None else max(one.target_ns - one.arrived_ns, 0)
         return Arrival(
@@ -209,7 +216,7 @@ class HostRecorder:
             request_id=name,
             prompt=parts,
             output_tokens=one.output_tokens,
-            conversation=talk,
+            conversation=conversation,
             tenant=one.tenant,
             priority=one.priority,
             ttft_target_ms=None if wait_ns is None else wait_ns // 1_000_000,

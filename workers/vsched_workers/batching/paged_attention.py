@@ -554,7 +554,7 @@ def attend_by_rule(
     out = query.new_empty(query.shape[1], query.shape[0], kept.value_dim)
     if kernel is not None and rows:
         out[:rows] = kernel.by_rule(query[:, :rows].transpose(0, 1), layer, step, rule)
-    elif rows and rule == ScoreRule(rule.scaling) and kept.keys.shape == kept.values.shape:
+    elif rows and rule.window is None and _is_plain_within_window(rule, kept):
         # Only chunks differ: images that see each other.
         out[:rows] = step.decode(query[:, :rows].transpose(0, 1), layer, step, rule.scaling)
     elif rows:
@@ -566,7 +566,8 @@ def attend_by_rule(
         )
         out[:rows] = decode_by_rule(decoding, kept, index, rule)
     prefill = step.prefill if isinstance(step.prefill, WindowedPrefill) else None
-    if prefill is not None and not (prefill.takes_windows and _only_window(rule, kept)):
+    windowed = rule.window is not None and _is_plain_within_window(rule, kept)
+    if prefill is not None and not (prefill.takes_windows and windowed):
         prefill = None
     for segment in step.segments:
         part = slice(segment.start, segment.stop)
@@ -580,10 +581,9 @@ def attend_by_rule(
     return out
 
 
-def _only_window(rule: ScoreRule, kept: LayerKv) -> bool:
-    """Return whether attention is plain but for a window."""
-    has_window = rule.window is not None and rule.softcap is None and rule.sinks is None
-    return has_window and kept.keys.shape == kept.values.shape
+def _is_plain_within_window(rule: ScoreRule, kept: LayerKv) -> bool:
+    """Return whether attention is plain, but for a window if there is one."""
+    return rule.softcap is None and rule.sinks is None and kept.keys.shape == kept.values.shape
 
 
 def register() -> None:

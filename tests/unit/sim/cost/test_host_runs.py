@@ -189,7 +189,7 @@ def test_arrivals_come_in_order_with_their_tenants(tmp_path: Path) -> None:
     first, second, last = load_trace(trace)
     assert (first.request_id, second.request_id, last.conversation) == ("r1", "r2", "s")
     assert (first.at_ns, second.at_ns) == (0, 10)
-    # The session of the first one that was sent; the others ran beside it, and do not wait for it.
+    # Concurrent requests of one session become conversations of their own, which do not wait for each other.
     assert (first.conversation, second.conversation) == ("s 1", "s 2")
     facts = (first.tenant, first.priority, first.prompt_tokens, first.output_tokens)
     assert facts == ("a", 2, 9, 5)

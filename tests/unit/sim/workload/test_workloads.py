@@ -62,7 +62,7 @@ IMAGES = "TIMESTAMP,NumImages,ContextTokens,GeneratedTokens\n"
     ("text", "arrivals"),
     [
         # ServeGen.
-        (SERVEGEN + "0.5,20,30|30,2\n1.7,20,30,7\n", [(0, 80, [30, 30], 2), (1.2, 50, [30], 7)]),
+        (SERVEGEN + "0.5,179,1200|30,2\n1.7,20,,7\n", [(0, 1409, [1200, 30], 2), (1.2, 20, [], 7)]),
         # Azure 2023.
         (
             AZURE + "2023-11-16 18:17:03.9799600,4808,10\n2023-11-16 18:17:04,3,8\n",
@@ -88,7 +88,7 @@ IMAGES = "TIMESTAMP,NumImages,ContextTokens,GeneratedTokens\n"
 def test_table_is_read_as_arrivals(
     tmp_path: Path, text: str, arrivals: list[tuple[float, int, list[int], int]]
 ) -> None:
-    """Packed or not; images and texts occur once."""
+    """Packed or not."""
     packed = tmp_path / "trace.csv.gz"
     packed.write_bytes(gzip.compress(text.encode()))
     for workload in (load_trace(write(tmp_path, text)), load_trace(packed)):
@@ -99,10 +99,16 @@ def test_table_is_read_as_arrivals(
             assert one.at_ns / 1e9 == pytest.approx(at_s, abs=1e-6)
             assert [one.prompt_tokens, images, one.output_tokens] == rest
         assert workload.requests == 2
-        parts = [part for one in workload for part in one.prompt]
-        assert len({*parts}) == len(parts)
         left_out = ("1 rows without output tokens were left out",) if text.startswith(BURST) else ()
         assert workload.notes == left_out
+
+
+def test_trace_images_and_texts_occur_once(tmp_path: Path) -> None:
+    path = write(tmp_path, SERVEGEN + "0,10,5|5,1\n0,10,5,1\n")
+    first, second = load_trace(path)
+    keys = [image.key for image in [*first.images, *second.images]]
+    assert len(set(keys)) == 3
+    assert first.prompt[-1] != second.prompt[-1]
 
 
 def test_mooncake_trace_shares_prefixes(tmp_path: Path) -> None:

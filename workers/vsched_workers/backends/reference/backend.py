@@ -132,9 +132,7 @@ class Backend:
     def prepare_tower(self, tower: nn.Module) -> int:
         """Prepare a loaded vision tower for this device; its layers may be replaced. Return its weights' bytes."""
         flatten_patches(tower, self.make_plain)
-        size = self._pack(tower)
-        block_activations(tower)
-        return size + stored_bytes(*tower.parameters())
+        return self._pack_tower(tower)
 
     def prepare_whole(self, model: nn.Module) -> int:
         """Prepare a loaded language model of the generic path; see `prepare_tower`."""
@@ -144,9 +142,12 @@ class Backend:
         """Prepare a loaded vision tower of the generic path; see `prepare_tower`."""
         if self.make_plain is not None:
             flatten_patches(model, self.make_plain)
-        size = self._pack(model)
-        block_activations(model)
-        return size + stored_bytes(*model.parameters())
+        return self._pack_tower(model)
+
+    def _pack_tower(self, tower: nn.Module) -> int:
+        size = self._pack(tower)
+        block_activations(tower)
+        return size + stored_bytes(*tower.parameters())
 
     def _pack(self, module: nn.Module, *others: PackedProduct) -> int:
         """Pack the linear layers and experts below a module, if weights are packed; return their bytes.

@@ -220,10 +220,10 @@ def warm_up(module: nn.Module, dtype: torch.dtype, *others: PackedProduct) -> No
 def flatten_patches(tower: nn.Module, make: MakeProduct | None) -> None:
     """Replace the convolutions below a tower that are equivalent to a matrix product."""
     for child in list(tower.modules()):
-        for name, convolution in list(child.named_children()):
+        children: list[tuple[str, Any]] = list(child.named_children())
+        for name, convolution in children:
             if (
-                isinstance(convolution, nn.Conv2d | nn.Conv3d)
-                and type(convolution) in {nn.Conv2d, nn.Conv3d}  # a subclass may compute more
+                type(convolution) in {nn.Conv2d, nn.Conv3d}  # a subclass may compute more
                 and convolution.kernel_size == convolution.stride
                 and convolution.groups == 1
                 and convolution.padding in ("valid", (0,) * len(convolution.stride))
