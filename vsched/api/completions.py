@@ -490,8 +490,9 @@ class ChatEndpoint(CompletionEndpoint):
         if images:
             # Before they reach a template without image support.
             refuse_images(self._engine.info, images)
-        arguments = parameters.template_arguments(request)
-        template = self._engine.preprocessor.chat_template
+        preprocessor = self._engine.preprocessor
+        arguments = parameters.template_arguments(request, preprocessor.template_variables)
+        template = preprocessor.chat_template
         parsed = self._parses(template)
         tools = tool_use(request, self._settings, template, parsed=parsed)
         if tools is not None:

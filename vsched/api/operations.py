@@ -138,7 +138,8 @@ class ClientOperations:
                 )
                 if images:
                     refuse_images(self._engine.info, images)
-                arguments = parameters.template_arguments(request)
+                variables = self._engine.preprocessor.template_variables
+                arguments = parameters.template_arguments(request, variables)
                 if request.tools:
                     arguments["tools"] = shown_tools(request.tools)
                 return rendered(self._engine, messages, arguments), images

@@ -6,7 +6,7 @@ import contextlib
 import re
 import secrets
 from collections.abc import Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_args
 
 import msgspec
 
@@ -16,6 +16,7 @@ from vsched.api.errors import ParameterRefused, check_count, out_of_bounds, show
 from vsched.api.request_schema import (
     ChatRequest,
     CompletionRequest,
+    ReasoningEffort,
     SamplingFields,
     StreamOptions,
     TextPart,
@@ -35,8 +36,8 @@ _WORD_CHARACTERS_MAX = 256
 """Maximum characters of a stop string, and of a forbidden word."""
 _LOGIT_BIAS_MAX = 1024
 _BAD_WORDS_MAX = 64
-_TEMPLATE_ARGUMENTS = ("add_vision_id", "enable_thinking")
-"""Names that `chat_template_kwargs` may set."""
+_COMMON_ARGUMENTS = frozenset({"add_vision_id", "enable_thinking", "reasoning_effort", "thinking"})
+"""Names in `chat_template_kwargs` that clients send to all models: a template that does not read them ignores them."""
 _MESSAGE_CHARACTERS_MAX = 300
 _FIELD = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
 _STEP = re.compile(r"(\w+|(?<=\[)\.\.\.)|\[(\d+)\]")
@@ -104,6 +105,12 @@ def _invalid(text: str, body: bytes, kind: type) -> ParameterRefused:
     if path.endswith("].role"):
         what, limit = "is no role", getattr(kind, "ROLES", _ROLES)
         remedy = "send one of these"
+    elif path.endswith("effort"):
+        what, limit, remedy = (
+            "is no effort",
+            ", ".join(get_args(ReasoningEffort)),
+            "send one of these",
+        )
     elif _PART_KIND.search(path) is not None:
         what, limit = "is no kind of content part", getattr(kind, "PARTS", _PARTS)
         remedy = "send one of these"
@@ -447,21 +454,28 @@ def response_options(
     )
 
 
-def template_arguments(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
-    """Arguments of a request for the chat template: its own, and the ending of the prompt.
+def template_arguments(
+    request: ChatRequest | TokenizeRequest, variables: frozenset[str]
+) -> dict[str, Any]:
+    """Arguments of a request for a chat template with these variables: its own, its effort, and how the prompt ends.
 
     Raises:
-        ParameterRefused: If one is not on the allow-list, or two endings are requested.
+        ParameterRefused: If the template has no such variable, or two endings are requested.
     """
     arguments: dict[str, Any] = dict(request.chat_template_kwargs or {})
+    known = sorted(variables | _COMMON_ARGUMENTS)
     for name in arguments:
-        if name not in _TEMPLATE_ARGUMENTS:
+        if name not in known:
             raise out_of_bounds(
                 "chat_template_kwargs",
-                value="another name",
-                limit=", ".join(_TEMPLATE_ARGUMENTS),
-                remedy="leave the others out",
+                value=shown(name),
+                limit=", ".join(known),
+                remedy="leave it out",
             )
+    if isinstance(request, ChatRequest) and (effort := request.reasoning_effort) is not None:
+        thinks = effort != "none"
+        sent = {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
+        arguments = sent | arguments
     if request.continue_final_message:
         if request.add_generation_prompt:
             message = (

@@ -28,6 +28,7 @@ Int32 = Annotated[int, msgspec.Meta(ge=-_MAX_INT32, le=_MAX_INT32)]
 Alternatives = Annotated[int, msgspec.Meta(ge=-1, le=_MAX_INT32)]
 """Number of alternatives to report per token; -1 for the whole vocabulary."""
 TemplateArguments = dict[str, bool | int | float | str]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class ImageUrl(msgspec.Struct):
@@ -406,7 +407,7 @@ class SamplingFields(CommonFields, kw_only=True):
 @with_fields(
     {
         "moderation prompt_cache_key prompt_cache_options prompt_cache_retention": None,
-        "reasoning_effort safety_identifier service_tier store verbosity": None,
+        "safety_identifier service_tier store verbosity": None,
         "prediction web_search_options": neutral(),
         "best_of": neutral(1, remedy="send n, and select one of the choices"),
         "add_special_tokens": neutral(False, remedy="leave it to the template"),
@@ -427,6 +428,7 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     max_completion_tokens: PositiveCount | None = None
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
+    reasoning_effort: ReasoningEffort | None = None
     chat_template_kwargs: TemplateArguments | None = None
     mm_processor_kwargs: ProcessorArguments | None = None
     media_io_kwargs: MediaArguments | None = None

@@ -722,6 +722,11 @@ class Preprocessor(ImageProcessing):
         """The text of the chat template, or of all templates; empty for none."""
         return ""
 
+    @property
+    def template_variables(self) -> frozenset[str]:
+        """Variables of the chat template that requests may set."""
+        return frozenset()
+
     @abstractmethod
     def render(self, messages: Sequence[dict[str, Any]], **template_arguments: Any) -> str:
         """Render messages in OpenAI's format with the chat template, with one placeholder per image.

@@ -37,6 +37,12 @@ DEFAULTS = {
         (PLAIN, {"skip_special_tokens": False}, {"show_special": True}),
         (CHAT, {"chat_template_kwargs": {"enable_thinking": False}},
             {"prompt": "enable_thinking=False;user:hi"}),
+        (CHAT, {"chat_template_kwargs": {"date_string": "today"}},
+            {"prompt": "date_string=today;user:hi"}),
+        (CHAT, {"reasoning_effort": "none"}, {"prompt": "reasoning_effort=none;"
+            "enable_thinking=False;thinking=False;user:hi"}),
+        (CHAT, {"reasoning_effort": "low", "chat_template_kwargs": {"thinking": False}},
+            {"prompt": "reasoning_effort=low;enable_thinking=True;thinking=False;user:hi"}),
         # The prompt may go on with the last message.
         (CHAT, {"add_generation_prompt": True}, {"prompt": "user:hi"}),
         (CHAT, {"add_generation_prompt": False}, {"prompt": "add_generation_prompt=False;user:hi"}),
@@ -206,7 +212,8 @@ OUTSIDE: dict[str, list[object]] = {
         said({"type": "video_url"})["messages"],
         said(*[{"type": "text", "text": "x"}] * 4097)["messages"],
     ],
-    "chat_template_kwargs": [{"tools": "x"}, {"enable_thinking": []}],
+    "chat_template_kwargs": [{"tools": "x"}, {"enable_thinking": []}, {"date_strin": "x"}],
+    "reasoning_effort": ["a lot", 3],
     "logit_bias": [{"5": 101}, {"x": 1}, {"-1": 1}, {str(token): 0 for token in range(1025)}],
     "bad_words": [[""], ["a"] * 65],
     "guided_json": ["{", "[]"],

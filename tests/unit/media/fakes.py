@@ -102,6 +102,10 @@ class FakePreprocessor(Preprocessor):
         self.error: Exception | None = None
         self.rows_missing = 0
 
+    @property
+    def template_variables(self) -> frozenset[str]:
+        return frozenset({"date_string"})
+
     def render(self, messages: Sequence[dict[str, Any]], **template_arguments: Any) -> str:
         parts: list[str] = [f"{name}={value};" for name, value in template_arguments.items()]
         for message in messages:

@@ -14,7 +14,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from tests.workers.driver import Checkpoints
 from tests.workers.edited import copy_of, write
-from vsched_workers.checkpoint.chat_templates import render_template
+from vsched_workers.checkpoint.chat_templates import render_template, variables_of
 from vsched_workers.checkpoint.plain_tokenizer import _QWEN_STEPS, load_plain
 
 TEXT = "<|im_start|>It's 12 é€😀\n\n<|vision_start|><|image_pad|> two<|im_end|>"
@@ -156,3 +156,11 @@ def test_rendering_equals_transformers(template: str) -> None:
             assert outcome(render_template, template, chat, **arguments) == outcome(
                 wanted, template, chat, **arguments
             )
+
+
+def test_requests_set_variables_that_a_template_reads() -> None:
+    """All but those that rendering fills, and the names and macros of the template."""
+    read = "{{ messages }}{{ tools }}{{ bos_token }}{% if thinking is defined %}{{ effort }}{% endif %}"
+    own = "{% macro f(a) %}{{ a }}{{ strftime_now('%Y') }}{% endmacro %}{% set b = 1 %}{{ f(b) }}"
+    assert variables_of(read + own) == {"bos_token", "thinking", "effort"}
+    assert variables_of(LOOP) == set()

@@ -36,7 +36,9 @@ from vsched.api.request_schema import (
     NamedSchema,
     NamedTool,
     PositiveCount,
+    ReasoningEffort,
     ResponseFormat,
+    TemplateArguments,
     TextPart,
     Tool,
     ToolCall,
@@ -166,10 +168,10 @@ class OutputFormat(msgspec.Struct):
 
 
 class OutputConfig(msgspec.Struct):
-    """Output options; `effort` is ignored."""
+    """Output options."""
 
     format: OutputFormat | None = None
-    effort: Any = None
+    effort: ReasoningEffort | None = None
 
 
 @with_fields(
@@ -568,8 +570,11 @@ def _format(request: MessagesRequest) -> ResponseFormat | None:
     return ResponseFormat("json_schema", NamedSchema(schema=sent.schema))
 
 
-def _template_arguments(request: MessagesRequest) -> dict[str, bool | int | float | str] | None:
-    if request.thinking is None:
-        return request.chat_template_kwargs
-    thinks = request.thinking.type != "disabled"
-    return {"enable_thinking": thinks, **(request.chat_template_kwargs or {})}
+def _template_arguments(request: MessagesRequest) -> TemplateArguments:
+    arguments: TemplateArguments = {}
+    if request.thinking is not None:
+        thinks = request.thinking.type != "disabled"
+        arguments |= {"enable_thinking": thinks, "thinking": thinks}
+    if request.output_config is not None and request.output_config.effort is not None:
+        arguments["reasoning_effort"] = request.output_config.effort
+    return arguments | (request.chat_template_kwargs or {})

@@ -41,6 +41,7 @@ from vsched.api.request_schema import (
     NamedSchema,
     NamedTool,
     PositiveCount,
+    ReasoningEffort,
     RefusalPart,
     ResponseFormat,
     TextPart,
@@ -150,6 +151,13 @@ class TextOptions(msgspec.Struct, omit_defaults=True):
     verbosity: Any = None
 
 
+class ReasoningOptions(msgspec.Struct):
+    """Reasoning effort; `summary` is repeated in the response only, as reasoning is complete there."""
+
+    effort: ReasoningEffort | None = None
+    summary: str | None = None
+
+
 @with_fields(
     {
         # `store` is ignored as in chat completions; the response has `store: false`.
@@ -183,7 +191,7 @@ class ResponsesRequest(ChatFields, kw_only=True, forbid_unknown_fields=True):
     tool_choice: str | ResponsesToolChoice | None = None
 
     metadata: Any = None
-    reasoning: Any = None
+    reasoning: ReasoningOptions | None = None
     user: Any = None
 
 
@@ -280,7 +288,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     max_output_tokens: int | None
     metadata: Any
     parallel_tool_calls: bool
-    reasoning: Any
+    reasoning: ReasoningOptions | None
     temperature: float | None
     text: TextOptions
     tool_choice: str | ResponsesToolChoice
@@ -497,7 +505,7 @@ _REPEATED_BYTES_MAX, _REPEATED_DEPTH_MAX = 1 << 20, 64
 
 
 def _check_repeated(original: ResponsesRequest) -> None:
-    if deeper([original.metadata, original.reasoning, original.user], _REPEATED_DEPTH_MAX):
+    if deeper([original.metadata, original.user], _REPEATED_DEPTH_MAX):
         message = "a field besides `input` is nested too deeply. Remedy: send flat metadata."
         raise ParameterRefused(message, param="metadata")
     size = len(msgspec.json.encode(original))
@@ -539,6 +547,7 @@ def chat_request(request: ResponsesRequest) -> ChatRequest:
     return ChatRequest(
         messages=_messages(request),
         max_tokens=request.max_output_tokens,
+        reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
         tools=[_tool(each) for each in request.tools or ()] or None,
         tool_choice=_choice(request.tool_choice),
         response_format=_format(request),

@@ -14,11 +14,23 @@ from functools import lru_cache
 from typing import Any
 
 import jinja2
+import jinja2.meta
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 """Marks the end of the message to continue; its blank shows whether the template removes trailing whitespace."""
+_FILLED = frozenset(
+    {
+        "messages",
+        "tools",
+        "documents",
+        "add_generation_prompt",
+        "continue_final_message",
+        "template",
+    }
+)
+"""Names that rendering fills itself."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys under which clients send a message's reasoning; templates read the first, or the second (gpt-oss)."""
 
@@ -50,6 +62,14 @@ def render_template(
         raise ValueError("a message is either continued or followed by another one")
     last = _tag_end(chat, template)
     return _cut_at_tag(compiled.render(messages=chat, **arguments), last)
+
+
+@lru_cache
+def variables_of(template: str) -> frozenset[str]:
+    """Return the variables that a template reads, except those that rendering fills."""
+    environment = _environment()
+    read = jinja2.meta.find_undeclared_variables(environment.parse(template))
+    return frozenset(read - environment.globals.keys() - _FILLED)
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -159,6 +179,10 @@ def _to_json(
 
 @lru_cache
 def _compiled(template: str) -> jinja2.Template:
+    return _environment().from_string(template)
+
+
+def _environment() -> jinja2.Environment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
@@ -169,4 +193,4 @@ def _compiled(template: str) -> jinja2.Template:
         "dict": _Dictionaries(),
         "namespace": _Namespace,
     }
-    return environment.from_string(template)
+    return environment

@@ -177,8 +177,10 @@ def test_choices_of_tools_and_thinking() -> None:
     assert named.parallel_tool_calls is False
     for kind, thinks in (("disabled", False), ("enabled", True), ("adaptive", True)):
         request = meant(thinking={"type": kind, "budget_tokens": 2048})
-        assert request.chat_template_kwargs == {"enable_thinking": thinks}
-    assert meant().chat_template_kwargs is None
+        assert request.chat_template_kwargs == {"enable_thinking": thinks, "thinking": thinks}
+    effort = meant(output_config={"effort": "max"}).chat_template_kwargs
+    assert effort == {"reasoning_effort": "max"}
+    assert not meant().chat_template_kwargs
 
 
 def test_results_of_searches_and_references_of_tools_are_texts() -> None:

@@ -195,11 +195,12 @@ async def test_fields_without_effect_are_accepted() -> None:
     """`store` as in chats; responses report that nothing is stored."""
     sent = body(
         store=False, include=["reasoning.encrypted_content"], truncation="disabled",
-        reasoning={"effort": "low"}, background=False, previous_response_id=None, user="u",
+        reasoning={"effort": "low", "summary": "auto"}, background=False, previous_response_id=None, user="u",
         stream_options={"include_obfuscation": False}, top_logprobs=0,
         client_metadata={"x": "y"}, access_programs={}, background_options={}, image={},
     )  # fmt: skip
     await accepted(RESPONSES, sent)
+    assert meant(reasoning={"effort": "low"}).reasoning_effort == "low"
     for store in (True, False, None):
         reply = await post(FakeEngine(), RESPONSES, body(store=store))
         assert (reply.status, reply.json["store"]) == (200, False)

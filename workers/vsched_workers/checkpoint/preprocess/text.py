@@ -18,7 +18,7 @@ from jinja2 import TemplateError
 from vsched.errors import RequestRefused
 from vsched.types import ModelInfo
 from vsched.worker.contract import AnswerPart, Preprocessor
-from vsched_workers.checkpoint.chat_templates import render_template
+from vsched_workers.checkpoint.chat_templates import render_template, variables_of
 from vsched_workers.checkpoint.tokenize import (
     ByteDetokenizer,
     RenderedPrompt,
@@ -141,8 +141,17 @@ class TextPreprocessor(Preprocessor):
     @property
     def chat_template(self) -> str:
         """The text of the chat template, or of all of them if there are several; empty for none."""
-        own = self._tokenizer.chat_template or ""
-        return own if isinstance(own, str) else "\n".join(own.values())
+        return "\n".join(self._templates())
+
+    @property
+    def template_variables(self) -> frozenset[str]:
+        """Variables that the chat templates read, except those that rendering fills."""
+        read = frozenset[str]().union(*map(variables_of, self._templates()))
+        return read.difference(self._tokenizer.special_tokens_map)
+
+    def _templates(self) -> list[str]:
+        own = self._tokenizer.chat_template or {}
+        return [own] if isinstance(own, str) else list(own.values())
 
     @property
     def parses_answers(self) -> bool:
