@@ -43,6 +43,8 @@ from vsched.types import ModelInfo
 from vsched.worker.contract import EncodeJob, WorkerSettings
 from vsched.worker.sizing import BatchArena
 from vsched_workers import vision
+from vsched_workers.backends.cpu import tower_attention
+from vsched_workers.backends.cpu.attention import attend_patches
 from vsched_workers.backends.cpu.backend import CpuBackend
 from vsched_workers.backends.reference.any_tower import AnyTower
 from vsched_workers.backends.reference.backend import Backend
@@ -206,8 +208,17 @@ def test_a_model_without_features_of_images_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", usually("internvl", of=SAMPLE))
 @torch.inference_mode()
-def test_packed_weights_give_the_rows_of_those_that_are_not(name: str) -> None:
-    """In bfloat16, within its precision; torch takes 30 times as long for convolutions in it."""
+def test_prepared_towers_give_the_rows_of_those_that_are_not(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16, within its precision; torch takes 30 times as long for convolutions in it, twice for attention."""
+    called: list[Any] = []
+
+    def counted(*given: Any) -> None:
+        called.append(given)
+        attend_patches(*given)
+
+    monkeypatch.setattr(tower_attention, "attend_patches", counted)
     (image, *_) = images_of(name)
     plain = AnyTower(make_model(name).to(torch.bfloat16), torch.bfloat16)(image)
     backend = CpuBackend(WorkerSettings(), torch.bfloat16)
@@ -218,6 +229,7 @@ def test_packed_weights_give_the_rows_of_those_that_are_not(name: str) -> None:
     packed = AnyTower(model, torch.bfloat16)(image)
     scale = plain.float().std().item()
     assert (packed.float() - plain.float()).abs().max().item() < 0.05 * scale
+    assert called
 
 
 def test_sparse_runs_leave_out_layers_in_the_middle() -> None:

@@ -40,6 +40,7 @@ from vsched_workers.backends.cpu.products import (
     widens_in_tiles,
 )
 from vsched_workers.backends.cpu.threads import pool_of, process_pool
+from vsched_workers.backends.cpu.tower_attention import use_patch_kernel
 from vsched_workers.backends.cpu.vision_layers import fuse_blocks
 from vsched_workers.backends.reference.attention import prefill_by_gather
 from vsched_workers.backends.reference.backend import Backend
@@ -237,6 +238,12 @@ class CpuBackend(Backend):
         size = super().prepare_tower(tower)
         if self._fuses:
             fuse_blocks(tower, self._threads, deterministic=self._deterministic)
+        return size
+
+    def prepare_any_tower(self, model: nn.Module) -> int:
+        size = super().prepare_any_tower(model)
+        if self._fuses:
+            use_patch_kernel(model)
         return size
 
     def lays_out(self, module: nn.Module) -> Collection[str]:

@@ -113,8 +113,10 @@ def tower_needs(settings: WorkerSettings, dtype: torch.dtype, tower: Any) -> Ite
     yield from _product_needs(settings, dtype, [settings.weights] if settings.quantizes else [])
     if dtype != torch.bfloat16:
         return
-    if tower is not None and can_fuse(tower):
+    fused = tower is not None and can_fuse(tower)
+    if fused or tower is None:
         yield _many_rows_need(deterministic=settings.deterministic)
+    if fused:
         yield ("norm",)
         yield ("activation", _name(swiglu))
         yield ("rope of patches",)
