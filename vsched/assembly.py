@@ -35,7 +35,7 @@ from vsched.worker.spec import (
     HostShare,
     RankSpec,
     StepLimits,
-    default_room,
+    default_limit,
 )
 
 logger = logging.getLogger(__name__)
@@ -505,7 +505,7 @@ def rank_specs(config: Config, info: ModelInfo, policies: ConfiguredPolicies) ->
         )
         for names in groups
     ]
-    return [_with_memory(config, spec, specs) for spec in specs]
+    return [_with_memory(config, info, spec, specs) for spec in specs]
 
 
 def make_worker_groups(
@@ -525,7 +525,9 @@ def make_worker_groups(
     ]
 
 
-def _with_memory(config: Config, spec: RankSpec, specs: Sequence[RankSpec]) -> RankSpec:
+def _with_memory(
+    config: Config, info: ModelInfo, spec: RankSpec, specs: Sequence[RankSpec]
+) -> RankSpec:
     """Fill in the memory limit of a process on the engine's host, and the share of any other host."""
     host = _host_of(config, spec)
     limits = [config.memory_limit(stage) for stage in spec.roles]
@@ -539,6 +541,7 @@ def _with_memory(config: Config, spec: RankSpec, specs: Sequence[RankSpec]) -> R
         threads=tuple(stage for stage in spec.roles if config.stage(stage).threads is None),
         memory=0 if 0 in limits else limits.count(None),
         memory_bytes=known,
+        context_bytes=_context_bytes(config, info) if spec.generate else 0,
         weights_bytes=sum(
             one.ranks * _weights_bytes(config, one, stage)
             for one in ([spec] if host == RAY_HOST else specs)
@@ -546,9 +549,19 @@ def _with_memory(config: Config, spec: RankSpec, specs: Sequence[RankSpec]) -> R
             for stage in one.roles
         ),
     )
-    room = default_room(host_available() - share.weights_bytes, ranks=config.ranks)
-    limit = 0 if 0 in limits else known + share.memory * room
+    limit = 0 if 0 in limits else known
+    if share.memory:
+        free_bytes = host_available() - share.weights_bytes
+        limit = default_limit(share, free_bytes, ranks=config.ranks)
     return msgspec.structs.replace(spec, memory_limit_bytes=limit, share=share)
+
+
+def _context_bytes(config: Config, info: ModelInfo) -> int:
+    """KV cache of one request of the longest context, and all states, of a rank without a configured limit."""
+    if config.memory_limit("generate") is not None:
+        return 0
+    kv_bytes = context_tokens(config, info) * cached_bytes_per_token(config, info)
+    return kv_bytes + state_bytes(config, info)
 
 
 def _host_of(config: Config, spec: RankSpec) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import typer
 from vsched.assembly import (
     as_served,
     cached_bytes_per_token,
+    context_tokens,
     inspect_checkpoint,
     load_front_end,
     rank_specs,
@@ -184,9 +185,22 @@ def check_checkpoint(loaded: LoadedConfig) -> CheckpointReport:
             for stage, need in report.memory.items()
             if 0 < need.limit_bytes <= need.weights_bytes or need.kv_tokens_max == 0
         ]
+        report.problems += _too_long(report.memory, context_tokens(config, report.info))
     if report.problems:
         report.path = "refused"
     return report
+
+
+def _too_long(memory: Mapping[str, StageMemory], tokens: int) -> Iterator[str]:
+    """Yield the error of a stage whose limit cannot hold the KV cache of one request of the longest context."""
+    for stage, need in memory.items():
+        if need.kv_tokens_max and need.kv_tokens_max < tokens:
+            yield limit_message(
+                f"{stage}.memory_limit: the KV cache of one request of the longest context does not fit",
+                value=f"{tokens} tokens ({size_text(tokens * need.kv_bytes_per_token)})",
+                limit=f"fewer than {need.kv_tokens_max} tokens",
+                remedy=f'lower {stage}.context_tokens, raise {stage}.memory_limit, or set {stage}.kv_dtype = "int8"',
+            )
 
 
 def check_served(loaded: LoadedConfig) -> None:

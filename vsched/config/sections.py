@@ -166,8 +166,9 @@ class StageConfig(Section, frozen=True, kw_only=True):
     all ranks, at least 1 each, and a rank uses fewer threads while other programs keep the cores busy."""
     memory_limit: NonNegative | Annotated[str, form(f"auto|{_SIZE}", f"auto, {_SIZES}")] = "auto"
     """Hard limit on the private memory of a rank, such as `4GiB`; 0 for none. `auto` is none except on `cpu`: there it
-    is the weights and, of the available memory of the host that the weights of all ranks leave at start, the larger of
-    2 GiB and an eighth, but at most a quarter, and at most 1 / (ranks + 1)."""
+    is the weights, the KV cache of the longest context and, of the available memory of the host that the weights of all
+    ranks leave at start, the larger of 4 GiB and an eighth, but at most a quarter; in all, next to the weights, at most
+    1 / (ranks + 1)."""
 
     @property
     def on_cpu(self) -> bool:

@@ -94,13 +94,15 @@ class HostShare(msgspec.Struct, frozen=True, kw_only=True):
 
     `processes` is the number of the engine's processes on the host. `threads` are the stages without a configured
     number of threads; `memory` is the number of stages without a memory limit, and `memory_bytes` the sum of their
-    weights and of the limits of the others. `weights_bytes` are the weights of all processes on the host.
+    weights and of the limits of the others. `context_bytes` is the KV cache of the longest context, with the states of
+    recurrent layers, of a generate stage without a limit. `weights_bytes` are the weights of all processes on the host.
     """
 
     processes: int = 1
     threads: tuple[str, ...] = ()
     memory: int = 0
     memory_bytes: int = 0
+    context_bytes: int = 0
     weights_bytes: int = 0
 
 
@@ -192,12 +194,24 @@ def default_threads(cores: int, *, processes: int) -> int:
 
 
 def default_room(available_bytes: int, *, ranks: int) -> int:
-    """Return the default memory of a rank next to its weights, given the free memory that all weights leave.
+    """Return the default memory of a rank next to weights and longest context, given the memory that all weights leave.
 
-    An eighth of it, or 2 GiB if that is more; but at most a quarter, and not so much that all `ranks` together would
+    An eighth of it, or 4 GiB if that is more; but at most a quarter, and not so much that all `ranks` together would
     leave nothing for other programs.
     """
-    return max(min(max(available_bytes // 8, 2 << 30), available_bytes // max(4, ranks + 1)), 0)
+    return max(min(max(available_bytes // 8, 4 << 30), available_bytes // max(4, ranks + 1)), 0)
+
+
+def default_limit(share: HostShare, available_bytes: int, *, ranks: int) -> int:
+    """Return the memory limit of a process with this share, given the memory that all weights leave; 0 for none.
+
+    All `ranks` and the KV cache of their longest contexts leave as much as the share of one.
+    """
+    if not share.memory:
+        return 0
+    room = share.memory * default_room(available_bytes, ranks=ranks)
+    most = share.memory * max(available_bytes // (ranks + 1), 0)
+    return share.memory_bytes + min(room + share.context_bytes, most)
 
 
 def shared_out(spec: RankSpec, *, cores: int, available_bytes: int) -> RankSpec:
@@ -211,8 +225,8 @@ def shared_out(spec: RankSpec, *, cores: int, available_bytes: int) -> RankSpec:
         changes[stage] = msgspec.structs.replace(role, settings=settings)
     if share.memory:
         free_bytes = available_bytes - share.weights_bytes
-        each = default_room(free_bytes, ranks=share.processes * len(spec.roles))
-        changes["memory_limit_bytes"] = share.memory_bytes + share.memory * each
+        ranks = share.processes * len(spec.roles)
+        changes["memory_limit_bytes"] = default_limit(share, free_bytes, ranks=ranks)
     return msgspec.structs.replace(spec, **changes)
 
 

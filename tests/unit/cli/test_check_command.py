@@ -177,12 +177,20 @@ def test_check_reports_why_a_checkpoint_cannot_be_served(
     assert report["description"]["parameters"]["language"] > 0
 
 
+SHORT = ("--set", "generate.memory_limit=4MiB")
+
+
 def test_check_reports_a_tokenizer_and_a_limit_that_cannot_serve(copy: Callable[..., Path]) -> None:
+    """Nor a limit with too little room for one request of the longest context, which serving would refuse, too."""
     path, limit = copy(), ("--set", "generate.memory_limit=1KiB")
     (path / "tokenizer.json").write_text("{}")
     tokenizer, room = check_json(path, *limit)[1]["problems"]
     assert "tokenizer cannot be loaded" in tokenizer
     assert room.startswith("generate.memory_limit: no room next to the weights")
+    assert (
+        "of the longest context does not fit: value" in check_json(DEMO, *SHORT)[1]["problems"][0]
+    )
+    assert check_json(DEMO, *SHORT, "--set=generate.context_tokens=1024")[0] == 0
     status, output = check(path, *limit)
     assert status == 1
     assert output.splitlines()[-1].startswith("It cannot be served: ")

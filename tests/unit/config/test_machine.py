@@ -178,7 +178,7 @@ def test_cores_are_those_of_a_pinned_process() -> None:
 # --- memory: sizes as operators write them, and the limit of a rank ---
 
 GIB = 1 << 30
-INFO = model_info()
+INFO = msgspec.structs.replace(model_info(), kv_bytes_per_token=0)
 
 
 def specs_of(config: Config, info: ModelInfo = INFO) -> list[RankSpec]:
@@ -191,7 +191,7 @@ def limits(*sets: str, info: ModelInfo = INFO) -> list[int]:
 
 @pytest.mark.parametrize(
     ("available_gib", "ranks", "expected_gib"),
-    [(4, 2, 1.0), (8, 2, 2.0), (64, 2, 8.0), (64, 7, 8.0), (18, 8, 2.0), (9, 8, 1.0), (-1, 1, 0)],
+    [(4, 2, 1.0), (24, 2, 4.0), (64, 2, 8.0), (64, 7, 8.0), (18, 8, 2.0), (9, 8, 1.0), (-1, 1, 0)],
 )
 def test_default_room_is_a_part_of_the_host(
     available_gib: int, ranks: int, expected_gib: float
@@ -231,6 +231,16 @@ def test_default_memory_limit_holds_the_weights(
     assert limits(*sets, info=info) == pytest.approx(
         [each * GIB for each in expected_gib], rel=1e-9
     )
+
+
+@pytest.mark.parametrize(("kv_gib", "expected_gib"), [(8, [8, 16]), (40, [8, 64 / 3])])
+def test_default_memory_limit_holds_the_longest_context(
+    monkeypatch: pytest.MonkeyPatch, kv_gib: int, expected_gib: list[float]
+) -> None:
+    """Unless all ranks would leave less than the share of one."""
+    monkeypatch.setattr(assembly, "host_available", lambda: 64 * GIB)
+    info = msgspec.structs.replace(INFO, context_tokens=GIB, kv_bytes_per_token=kv_gib)
+    assert limits(info=info) == [int(each * GIB) for each in expected_gib]
 
 
 def test_memory_limit_of_a_gpu_rank_is_none_by_default() -> None:

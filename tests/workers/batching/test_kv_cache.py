@@ -36,6 +36,7 @@ from vsched_workers.batching.paged_attention import (
     decode_by_rule,
     prefill_by_rule,
 )
+from vsched_workers.memory.sparse_runs import sparsely
 
 
 def heads(*shape: int) -> torch.Tensor:
@@ -242,6 +243,27 @@ def test_prefill_in_bfloat16_multiplies_in_float32_if_that_is_faster(
     wide = LayerKv(kept.keys.float(), kept.values.float())
     wanted = prefill_by_rule(query.float(), wide, slots, rule).bfloat16()
     torch.testing.assert_close(found, wanted, rtol=2**-7, atol=0)
+
+
+def test_attention_by_rule_reads_a_chunk_once_and_skips_parts_of_sparse_runs(
+    step: PagedStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The largest step of a start, with sinks and 128k tokens of context, took minutes."""
+    monkeypatch.setattr(paged_attention, "PART_BYTES", 1)
+    read = Mock(wraps=step.cache.layers[0].read)
+    monkeypatch.setattr(LayerKv, "read", read)
+    kept, rule = step.cache.layers[0], ScoreRule(0.5, None, None, SINKS)
+    query = torch.ones(HEADS, 30, KEY_DIM)
+    slots = torch.from_numpy(context_slots(step.tables[2], 30, BLOCK))
+    with sparsely():
+        chunk = prefill_by_rule(query, kept, slots, rule)
+        read.assert_called_once()
+        index = step.context_index(None, query.device)
+        rows = decode_by_rule(query.transpose(0, 1)[: len(CONTEXTS)], kept, index, rule)
+    for found in (chunk, rows):
+        assert not found[1:-1].any()
+        assert found[0].any()
+        assert found[-1].any()
 
 
 def test_decoding_next_to_images_that_see_each_other_uses_the_kernel() -> None:

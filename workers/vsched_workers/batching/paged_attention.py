@@ -35,6 +35,7 @@ import torch
 from vsched.types import Spans
 from vsched_workers.batching.kv_cache import KvCache, LayerKv
 from vsched_workers.device_copies import sent
+from vsched_workers.memory.sparse_runs import pieces, room_for
 
 if TYPE_CHECKING:
     from torch import nn
@@ -99,8 +100,8 @@ def decode_by_rule(
     kv_heads = kept.keys.shape[1]
     width = kv_heads * (key_dim + kept.value_dim) * query.itemsize
     count = max(1, PART_BYTES // max(1, index.slots.shape[1] * width))
-    out = query.new_empty(rows, heads, kept.value_dim)
-    for start in range(0, rows, count):
+    out = room_for(query, rows, heads, kept.value_dim)
+    for start in pieces(range(0, rows, count)):
         part = slice(start, start + count)
         slots, is_visible = index.slots[part], index.is_visible[part]
         grouped = query[part].reshape(len(slots), kv_heads, heads // kv_heads, -1)
@@ -126,22 +127,30 @@ def prefill_by_rule(
     """
     heads, rows, _ = query.shape
     kv_heads = kept.keys.shape[1]
-    out = query.new_empty(rows, heads, kept.value_dim)
+    out = room_for(query, rows, heads, kept.value_dim)
     grouped_out = out.unflatten(1, (kv_heads, -1))
-    # Widened for one head at a time, as float32 keys of all heads take twice the memory.
+    group = heads // kv_heads
+    # As many KV heads at a time as leave a part all rows. Widened for one head at a time, as float32 keys of all heads
+    # take twice the memory.
     widens = _multiplies_slowly(query)
-    count, dtype = (1, torch.float32) if widens else (kv_heads, query.dtype)
+    seen = len(slots) if rule.window is None else min(len(slots), rows + rule.window)
+    count, dtype = min(kv_heads, PART_BYTES // (4 * group * rows * seen)), query.dtype
+    if widens or not count:
+        count, dtype = 1, torch.float32 if widens else dtype
     before = len(slots) - rows
-    for first, last, low, causal_high in _parts(
-        rows, len(slots), heads // kv_heads * count, rule.window
-    ):
+    parts = list(_parts(rows, len(slots), group * count, rule.window))
+    start_of_keys = parts[0][2]
+    # Read once: the parts' contexts overlap.
+    all_keys, all_values = kept.read(slots[start_of_keys:], query.dtype)
+    for first, last, low, causal_high in pieces(parts):
         spans = [
             each
             for each in bidirectional_spans
             if each[0] < causal_high and each[1] > before + first
         ]
         high = max([causal_high, *(end for _, end in spans)])
-        keys, values = kept.read(slots[low:high], query.dtype)
+        near = slice(low - start_of_keys, high - start_of_keys)
+        keys, values = all_keys[near], all_values[near]
         grouped = query[:, first:last].unflatten(0, (kv_heads, -1))
         position = torch.arange(before + first, before + last, device=query.device)[:, None]
         other = torch.arange(low, high, device=query.device)
@@ -153,11 +162,15 @@ def prefill_by_rule(
         for head in range(0, kv_heads, count):
             part = slice(head, head + count)
             sinks = None if rule.sinks is None else rule.sinks.unflatten(0, (kv_heads, -1))[part]
-            scores = grouped[part].to(dtype) @ keys[:, part].to(dtype).permute(1, 2, 0)[:, None]
-            own = rule._replace(sinks=sinks)
-            weights = _weights(scores, is_visible, own, (count, -1, 1, 1))
-            attended = weights @ values[:, part].to(dtype).transpose(0, 1)[:, None]
-            grouped_out[first:last, part] = attended.permute(2, 0, 1, 3).to(out.dtype)
+            # Heads of a group are rows of one product: torch copies what it broadcasts.
+            asked = grouped[part].to(dtype)
+            scores = asked.flatten(1, 2) @ keys[:, part].to(dtype).permute(1, 2, 0)
+            own, shape = rule._replace(sinks=sinks), (len(asked), -1, 1, 1)
+            weights = _weights(scores.unflatten(1, asked.shape[1:3]), is_visible, own, shape)
+            attended = weights.flatten(1, 2) @ values[:, part].to(dtype).transpose(0, 1)
+            grouped_out[first:last, part] = (
+                attended.unflatten(1, asked.shape[1:3]).permute(2, 0, 1, 3).to(out.dtype)
+            )
     return out
 
 
@@ -186,17 +199,18 @@ def _weights(
     scores: torch.Tensor, is_visible: torch.Tensor, rule: ScoreRule, sinks_shape: tuple[int, ...]
 ) -> torch.Tensor:
     """Return the softmax of scores [..., keys] over the visible tokens; `sinks_shape` broadcasts the sinks."""
-    exact = scores.float() * rule.scaling
+    # In place: each further copy of the scores takes as long as a product.
+    exact = scores.to(torch.float32, copy=True).mul_(rule.scaling)
     if rule.softcap is not None:
-        exact = torch.tanh(exact / rule.softcap) * rule.softcap
-    exact = exact.masked_fill(~is_visible, -torch.inf)
+        exact.div_(rule.softcap).tanh_().mul_(rule.softcap)
+    exact.masked_fill_(~is_visible, -torch.inf)
     if rule.sinks is None:
         return exact.softmax(dim=-1).to(scores.dtype)
     sinks = rule.sinks.float().reshape(sinks_shape)
     highest = torch.maximum(exact.amax(dim=-1, keepdim=True), sinks)
-    shares = torch.exp(exact - highest)
-    total = shares.sum(dim=-1, keepdim=True) + torch.exp(sinks - highest)
-    return (shares / total).to(scores.dtype)
+    shares = exact.sub_(highest).exp_()
+    total = shares.sum(dim=-1, keepdim=True).add_(torch.exp(sinks - highest))
+    return shares.div_(total).to(scores.dtype)
 
 
 NAME = "vsched_paged"
