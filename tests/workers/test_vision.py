@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import numpy.typing as npt
@@ -212,13 +213,8 @@ def test_prepared_towers_give_the_rows_of_those_that_are_not(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In bfloat16, within its precision; torch takes 30 times as long for convolutions in it, twice for attention."""
-    called: list[Any] = []
-
-    def counted(*given: Any) -> None:
-        called.append(given)
-        attend_patches(*given)
-
-    monkeypatch.setattr(tower_attention, "attend_patches", counted)
+    attend = Mock(wraps=attend_patches)
+    monkeypatch.setattr(tower_attention, "attend_patches", attend)
     (image, *_) = images_of(name)
     plain = AnyTower(make_model(name).to(torch.bfloat16), torch.bfloat16)(image)
     backend = CpuBackend(WorkerSettings(), torch.bfloat16)
@@ -229,7 +225,7 @@ def test_prepared_towers_give_the_rows_of_those_that_are_not(
     packed = AnyTower(model, torch.bfloat16)(image)
     scale = plain.float().std().item()
     assert (packed.float() - plain.float()).abs().max().item() < 0.05 * scale
-    assert called
+    attend.assert_called()
 
 
 def test_sparse_runs_leave_out_layers_in_the_middle() -> None:
