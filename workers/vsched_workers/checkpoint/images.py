@@ -15,6 +15,7 @@ import copy
 import importlib
 import importlib.util
 import inspect
+import logging
 import os
 import sys
 import threading
@@ -345,6 +346,8 @@ def load_image_processor(
     own = load_part("AutoImageProcessor", directory, "image processor", backend=library)
     settings = read_if_there(directory, STATING_FILES[0])
     parts = {"image_processor": own, "tokenizer": tokenizer}
+    # It warns of images with three rows, again in each call, and reads them correctly.
+    logging.getLogger("transformers.image_utils").setLevel(logging.ERROR)
     try:
         processor = _made(processor_class, parts, settings)
         made = ImageProcessor(processor, placeholder, tensors="np" if pillow else "pt")
