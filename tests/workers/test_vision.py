@@ -17,6 +17,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from torch import nn
+from transformers import AutoConfig, Qwen3VLVisionModel
 
 from tests.parity.vision_architectures import (
     VISION_ARCHITECTURES,
@@ -50,9 +51,11 @@ from vsched_workers.backends.cpu.backend import CpuBackend
 from vsched_workers.backends.reference.any_tower import AnyTower
 from vsched_workers.backends.reference.backend import Backend
 from vsched_workers.checkpoint.whole_model import build_tower, load_whole
+from vsched_workers.families import FAMILIES
 from vsched_workers.families.qwen_image import grid_of
 from vsched_workers.memory.sparse_runs import sparsely
 from vsched_workers.plugin import plugin
+from vsched_workers.vision import FamilyTower
 
 IMAGES = [drawn_image(1, 90, 60), drawn_image(2, 200, 70), drawn_image(3, 33, 33)]
 
@@ -239,6 +242,29 @@ def test_sparse_runs_leave_out_layers_in_the_middle() -> None:
     with torch.inference_mode(), sparsely():
         assert tower(images_of("llava")[0]).isfinite().all()
     assert computed == [0, 1, 8]
+
+
+def test_blocks_without_fusion_use_the_patch_kernel_and_are_left_out_of_sparse_runs(
+    checkpoints: Checkpoints, stages: Stages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of Qwen3-VL: its largest image took minutes of a start."""
+    config: Any = AutoConfig.from_pretrained(checkpoints("nano3")).vision_config
+    config.depth = 9
+    model: Any = Qwen3VLVisionModel._from_config(config).to(torch.bfloat16)
+    jobs, family, found = jobs_of(stages("nano3")), FAMILIES["qwen3_vl"], []
+    attend = Mock(wraps=attend_patches)
+    monkeypatch.setattr(tower_attention, "attend_patches", attend)
+    for backend in (Backend, CpuBackend):
+        made = backend(WorkerSettings(), torch.bfloat16)
+        made.prepare_tower(model)
+        tower = FamilyTower(family, model, made, 2)
+        with torch.inference_mode():
+            found.append(tower.encode(jobs).float())
+    assert (found[1] - found[0]).abs().max().item() < 0.05 * found[0].std().item()
+    assert attend.call_count == 9 * len(jobs)
+    with torch.inference_mode(), sparsely():
+        assert tower.encode(jobs).isfinite().all()
+    assert attend.call_count == (9 + 3) * len(jobs)
 
 
 @pytest.fixture(scope="module")

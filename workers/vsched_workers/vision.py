@@ -17,7 +17,7 @@ from vsched.types import ModelInfo
 from vsched.worker.contract import EncodeJob, EncodeWorker, Progress, WorkerSettings
 from vsched_workers.adapters.layers import AdaptedModule
 from vsched_workers.backends.choice import choose_backend, torch_threads
-from vsched_workers.backends.reference.any_tower import AnyTower
+from vsched_workers.backends.reference.any_tower import AnyTower, leave_out_layers
 from vsched_workers.backends.reference.backend import Backend
 from vsched_workers.checkpoint.files import checkpoint_directory, read_json
 from vsched_workers.checkpoint.weights import WeightIndex, fill_module
@@ -55,6 +55,7 @@ class FamilyTower:
         self._temporal = temporal
         self.module: nn.Module = module
         self.layers: Sequence[nn.Module] = list(module.blocks)
+        leave_out_layers(self.layers)
 
     def encode(self, jobs: Sequence[EncodeJob]) -> torch.Tensor:
         """Return the embedding rows of all jobs, concatenated, [tokens, levels * hidden], on any device."""

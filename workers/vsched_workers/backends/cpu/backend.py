@@ -236,8 +236,8 @@ class CpuBackend(Backend):
 
     def prepare_tower(self, tower: nn.Module) -> int:
         size = super().prepare_tower(tower)
-        if self._fuses:
-            fuse_blocks(tower, self._threads, deterministic=self._deterministic)
+        if self._fuses and not fuse_blocks(tower, self._threads, deterministic=self._deterministic):
+            use_patch_kernel(tower)
         return size
 
     def prepare_any_tower(self, model: nn.Module) -> int:

@@ -113,10 +113,8 @@ def tower_needs(settings: WorkerSettings, dtype: torch.dtype, tower: Any) -> Ite
     yield from _product_needs(settings, dtype, [settings.weights] if settings.quantizes else [])
     if dtype != torch.bfloat16:
         return
-    fused = tower is not None and can_fuse(tower)
-    if fused or tower is None:
-        yield _many_rows_need(deterministic=settings.deterministic)
-    if fused:
+    yield _many_rows_need(deterministic=settings.deterministic)
+    if tower is not None and can_fuse(tower):
         yield ("norm",)
         yield ("activation", _name(swiglu))
         yield ("rope of patches",)

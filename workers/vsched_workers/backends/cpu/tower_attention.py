@@ -1,4 +1,4 @@
-"""Attention of bfloat16 vision towers on the generic path, through transformers' attention interface.
+"""Attention of bfloat16 vision towers without fused blocks, through transformers' attention interface.
 
 torch's attention multiplies bfloat16 in float32: it takes twice as long (two Zen 4 cores, 256 to 4,096 patches).
 """

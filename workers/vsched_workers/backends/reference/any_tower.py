@@ -44,7 +44,7 @@ class AnyTower:
             if parameter.kind not in {parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL}
         }
         self._has_videos = hasattr(self._owner, "get_video_features")
-        _leave_out_layers(self.layers)
+        leave_out_layers(self.layers)
 
     @property
     def layers(self) -> Sequence[nn.Module]:
@@ -113,8 +113,8 @@ def _rows(features: Any) -> torch.Tensor:
     return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
 
 
-def _leave_out_layers(layers: Sequence[nn.Module]) -> None:
-    """Have sparse runs copy rows past a layer, except the first two of each kind and the last.
+def leave_out_layers(layers: Sequence[nn.Module]) -> None:
+    """Have sparse runs copy rows past a layer of transformers, except the first two of each kind and the last.
 
     The last one runs while the results of all others are still held, if the tower collects them.
     """
