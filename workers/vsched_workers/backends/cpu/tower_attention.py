@@ -17,7 +17,9 @@ NAME: Final = "vsched_patches"
 
 
 def use_patch_kernel(model: Any) -> None:
-    """Have the modules of a tower attend by the patch kernel, compiled here, where it applies."""
+    """Have transformers' modules of a tower attend by the patch kernel, compiled here, where it applies."""
+    if not hasattr(model, "set_attn_implementation"):
+        return  # modules of another origin, such as `own_modules` with a head dimension that does not fit
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
