@@ -491,7 +491,7 @@ class ChatEndpoint(CompletionEndpoint):
             # Before they reach a template without image support.
             refuse_images(self._engine.info, images)
         preprocessor = self._engine.preprocessor
-        arguments = parameters.template_arguments(request, preprocessor.template_variables)
+        arguments = parameters.template_arguments(request, preprocessor)
         template = preprocessor.chat_template
         parsed = self._parses(template)
         tools = tool_use(request, self._settings, template, parsed=parsed)

@@ -138,8 +138,7 @@ class ClientOperations:
                 )
                 if images:
                     refuse_images(self._engine.info, images)
-                variables = self._engine.preprocessor.template_variables
-                arguments = parameters.template_arguments(request, variables)
+                arguments = parameters.template_arguments(request, self._engine.preprocessor)
                 if request.tools:
                     arguments["tools"] = shown_tools(request.tools)
                 return rendered(self._engine, messages, arguments), images

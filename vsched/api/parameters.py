@@ -37,7 +37,7 @@ _WORD_CHARACTERS_MAX = 256
 _LOGIT_BIAS_MAX = 1024
 _BAD_WORDS_MAX = 64
 _COMMON_ARGUMENTS = frozenset({"add_vision_id", "enable_thinking", "reasoning_effort", "thinking"})
-"""Names in `chat_template_kwargs` that clients send to all models: a template that does not read them ignores them."""
+"""Names in `chat_template_kwargs` that clients send to all models, whether the template reads them or not."""
 _MESSAGE_CHARACTERS_MAX = 300
 _FIELD = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
 _STEP = re.compile(r"(\w+|(?<=\[)\.\.\.)|\[(\d+)\]")
@@ -106,11 +106,8 @@ def _invalid(text: str, body: bytes, kind: type) -> ParameterRefused:
         what, limit = "is no role", getattr(kind, "ROLES", _ROLES)
         remedy = "send one of these"
     elif path.endswith("effort"):
-        what, limit, remedy = (
-            "is no effort",
-            ", ".join(get_args(ReasoningEffort)),
-            "send one of these",
-        )
+        what, limit = "is no effort", ", ".join(get_args(ReasoningEffort))
+        remedy = "send one of these"
     elif _PART_KIND.search(path) is not None:
         what, limit = "is no kind of content part", getattr(kind, "PARTS", _PARTS)
         remedy = "send one of these"
@@ -455,21 +452,21 @@ def response_options(
 
 
 def template_arguments(
-    request: ChatRequest | TokenizeRequest, variables: frozenset[str]
+    request: ChatRequest | TokenizeRequest, preprocessor: Preprocessor
 ) -> dict[str, Any]:
-    """Arguments of a request for a chat template with these variables: its own, its effort, and how the prompt ends.
+    """Arguments of a request for the chat template: its own, its reasoning effort, and the ending of the prompt.
 
     Raises:
         ParameterRefused: If the template has no such variable, or two endings are requested.
     """
     arguments: dict[str, Any] = dict(request.chat_template_kwargs or {})
-    known = sorted(variables | _COMMON_ARGUMENTS)
-    for name in arguments:
-        if name not in known:
+    if not arguments.keys() <= _COMMON_ARGUMENTS:
+        known = preprocessor.template_variables | _COMMON_ARGUMENTS
+        if unknown := sorted(arguments.keys() - known):
             raise out_of_bounds(
                 "chat_template_kwargs",
-                value=shown(name),
-                limit=", ".join(known),
+                value=shown(unknown[0]),
+                limit=", ".join(sorted(known)),
                 remedy="leave it out",
             )
     if isinstance(request, ChatRequest) and (effort := request.reasoning_effort) is not None:

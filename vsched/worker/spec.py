@@ -194,8 +194,9 @@ def default_threads(cores: int, *, processes: int) -> int:
 
 
 def default_room(available_bytes: int, *, ranks: int) -> int:
-    """Return the default memory of a rank next to weights and longest context, given the memory that all weights leave.
+    """Return the default memory of a rank besides weights and longest context.
 
+    `available_bytes` is the free memory next to the weights of all ranks.
     An eighth of it, or 4 GiB if that is more; but at most a quarter, and not so much that all `ranks` together would
     leave nothing for other programs.
     """
@@ -203,12 +204,10 @@ def default_room(available_bytes: int, *, ranks: int) -> int:
 
 
 def default_limit(share: HostShare, available_bytes: int, *, ranks: int) -> int:
-    """Return the memory limit of a process with this share, given the memory that all weights leave; 0 for none.
+    """Return the memory limit of a process with stages without a limit, given the free memory next to all weights.
 
-    All `ranks` and the KV cache of their longest contexts leave as much as the share of one.
+    The limits of all `ranks`, KV caches of the longest context included, leave the share of one rank free.
     """
-    if not share.memory:
-        return 0
     room = share.memory * default_room(available_bytes, ranks=ranks)
     most = share.memory * max(available_bytes // (ranks + 1), 0)
     return share.memory_bytes + min(room + share.context_bytes, most)

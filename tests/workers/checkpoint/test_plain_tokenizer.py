@@ -159,7 +159,7 @@ def test_rendering_equals_transformers(template: str) -> None:
 
 
 def test_requests_set_variables_that_a_template_reads() -> None:
-    """All but those that rendering fills, and the names and macros of the template."""
+    """Free variables, without arguments of rendering, globals, and names and macros of the template."""
     read = "{{ messages }}{{ tools }}{{ bos_token }}{% if thinking is defined %}{{ effort }}{% endif %}"
     own = "{% macro f(a) %}{{ a }}{{ strftime_now('%Y') }}{% endmacro %}{% set b = 1 %}{{ f(b) }}"
     assert variables_of(read + own) == {"bos_token", "thinking", "effort"}

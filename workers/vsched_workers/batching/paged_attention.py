@@ -162,7 +162,7 @@ def prefill_by_rule(
         for head in range(0, kv_heads, count):
             part = slice(head, head + count)
             sinks = None if rule.sinks is None else rule.sinks.unflatten(0, (kv_heads, -1))[part]
-            # Heads of a group are rows of one product: torch copies what it broadcasts.
+            # One product for the heads of a group: with broadcast keys, torch would copy them.
             asked = grouped[part].to(dtype)
             scores = asked.flatten(1, 2) @ keys[:, part].to(dtype).permute(1, 2, 0)
             own, shape = rule._replace(sinks=sinks), (len(asked), -1, 1, 1)

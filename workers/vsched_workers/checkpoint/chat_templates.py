@@ -66,7 +66,7 @@ def render_template(
 
 @lru_cache
 def variables_of(template: str) -> frozenset[str]:
-    """Return the variables that a template reads, except those that rendering fills."""
+    """Return the free variables of a template, without the arguments of `render_template`."""
     environment = _environment()
     read = jinja2.meta.find_undeclared_variables(environment.parse(template))
     return frozenset(read - environment.globals.keys() - _FILLED)

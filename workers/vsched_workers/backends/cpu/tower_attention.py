@@ -17,7 +17,7 @@ NAME: Final = "vsched_patches"
 
 
 def use_patch_kernel(model: Any) -> None:
-    """Have transformers' modules of a tower attend by the patch kernel, compiled here, where it applies."""
+    """Compile the patch kernel, and make it the attention implementation of a tower of transformers."""
     if not hasattr(model, "set_attn_implementation"):
         return  # modules of another origin, such as `own_modules` with a head dimension that does not fit
     from transformers import AttentionInterface, AttentionMaskInterface

@@ -145,7 +145,7 @@ class TextPreprocessor(Preprocessor):
 
     @property
     def template_variables(self) -> frozenset[str]:
-        """Variables that the chat templates read, except those that rendering fills."""
+        """Free variables of the chat templates, without special tokens and the arguments of rendering."""
         read = frozenset[str]().union(*map(variables_of, self._templates()))
         return read.difference(self._tokenizer.special_tokens_map)
 
