@@ -58,8 +58,9 @@ async def test_seeded_sampling_is_the_same_alone_and_preempted_in_a_crowd(engine
     assert len(alone.token_ids) == ASK.count
 
 
-async def test_max_tokens_of_zero_fills_the_kv_cache(engine: Engine) -> None:
-    found = await answer(engine, Ask(TEXTS[4]), greedy(max_tokens=0))
+@pytest.mark.parametrize("max_tokens", [0, 10**6])
+async def test_output_ends_with_the_kv_cache(engine: Engine, max_tokens: int) -> None:
+    found = await answer(engine, Ask(TEXTS[4]), greedy(max_tokens=max_tokens))
     prompt = Ask(TEXTS[4]).prompt(engine.preprocessor)
     assert len(found.token_ids) == KV_TOKENS - len(prompt)
 

@@ -233,12 +233,12 @@ def _words(refuse: Refuse) -> tuple[str, object, object, str]:
                 "place each item on its own placeholders",
             )
         case RefusalCode.CONTEXT_EXCEEDED:
-            what = "prompt plus max_tokens exceeds the context"
-            return what, value, tokens, "shorten the prompt or lower max_tokens"
+            what = "the prompt leaves no room in the context"
+            return what, f"{value} tokens with output", tokens, "shorten the prompt"
         case RefusalCode.KV_EXCEEDED:
-            what = "prompt plus max_tokens can never fit the KV cache"
-            remedy = f"lower max_tokens, or give the server a larger KV cache ({setting})"
-            return what, value, tokens, remedy
+            what = "the prompt can never fit the KV cache"
+            remedy = f"shorten it, or give the server a larger KV cache ({setting})"
+            return what, f"{value} tokens with output", tokens, remedy
         case RefusalCode.IMAGE_EXCEEDS_CACHE:
             what = "an image can never fit the embedding cache"
             return what, value, tokens, f"send a smaller image, or raise {setting}"
@@ -276,13 +276,13 @@ def further_choices(request_ids: Sequence[str], seed: int) -> tuple[FurtherChoic
 
 
 def final_length(sampling: SamplingParams, limits: SchedulerLimits, tokens: int) -> SamplingParams:
-    """Return the parameters for a prompt of `tokens` with `max_tokens` 0 replaced by the remaining context."""
+    """Return the parameters for a prompt of `tokens`, with `max_tokens` limited to the remaining context."""
     if sampling.prompt_only:
         return msgspec.structs.replace(sampling, max_tokens=1, min_tokens=0)
-    if sampling.max_tokens:
+    outputs_max = limits.outputs_max(tokens, sampling.max_tokens)
+    if outputs_max == sampling.max_tokens:
         return sampling
-    room = min(limits.context_tokens, limits.blocks * limits.block_size) - tokens
-    return msgspec.structs.replace(sampling, max_tokens=max(room, 1))
+    return msgspec.structs.replace(sampling, max_tokens=outputs_max)
 
 
 _INT32_MAX = 2**31 - 1

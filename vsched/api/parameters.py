@@ -161,20 +161,15 @@ def sampling_params(
 ) -> SamplingParams:
     """Build the engine's sampling parameters.
 
-    A missing `max_tokens` becomes 0, which the engine takes as "to the end of the context"; 0 means that nothing is
-    generated. A missing seed is drawn at random; other missing values come from the checkpoint. With `echo`, the
-    log-probabilities of the prompt are reported like those of the output.
+    A missing `max_tokens` becomes 0, which the engine takes as "to the end of the context", where larger ones end, too;
+    0 means that nothing is generated. A missing seed is drawn at random; other missing values come from the checkpoint.
+    With `echo`, the log-probabilities of the prompt are reported like those of the output.
 
     Raises:
         ParameterRefused: If one is out of bounds.
     """
-    if max_tokens is not None and max_tokens > info.context_tokens:
-        raise out_of_bounds(
-            "max_tokens",
-            value=max_tokens,
-            limit=f"{info.context_tokens} tokens of context",
-            remedy="ask for fewer tokens or leave it out",
-        )
+    if max_tokens is not None:
+        max_tokens = min(max_tokens, info.context_tokens)
     min_tokens_limit = info.context_tokens if max_tokens is None else max_tokens
     if request.min_tokens > min_tokens_limit:
         raise out_of_bounds(

@@ -97,6 +97,11 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
         """KV blocks of a generate group that can serve any accepted request, alone."""
         return min(self.blocks, self.blocks_for(self.context_tokens))
 
+    def outputs_max(self, prompt_tokens: int, wanted: int) -> int:
+        """Return the output limit of a request: `wanted`, at most the rest of context and KV cache; 0 for all of it."""
+        room = max(min(self.context_tokens, self.blocks * self.block_size) - prompt_tokens, 1)
+        return min(wanted or room, room)
+
     def blocks_for(self, tokens: int) -> int:
         """Return the number of KV blocks for `tokens` tokens."""
         return -(-tokens // self.block_size)

@@ -32,11 +32,12 @@ def value(family: Any, **labels: str) -> float:
 @pytest.mark.sim
 async def test_metrics_count_with_labels() -> None:
     """Counters are counters, and no name has a group, a reason or a rank in it."""
-    async with SimEngine() as engine:
+    small = {"memory": {"use": "pinned", "tokens": 128}}
+    async with SimEngine(small_config(generate=small)) as engine:
         scrapes = []
         for _ in range(2):
             scrapes.append(families((await engine.client.request("GET", "/metrics")).body))
-            for body in (BODY, BODY, {**BODY, "max_tokens": 256}):
+            for body in (BODY, BODY, {**BODY, "prompt": [1] * 128}):
                 await engine.client.request("POST", "/v1/completions", json=body)
             killed = {"group": "generate", "action": "restart"}
             await engine.client.request("POST", "/admin/replicas", json=killed)
@@ -51,7 +52,7 @@ async def test_metrics_count_with_labels() -> None:
         assert after[name].type == "counter", name
         assert value(after[name], **labels) - value(before[name], **labels) == grown, name
         assert {one.name for one in after[name].samples} == {f"{name}_total"}
-    assert value(after["vsched_requests_refused"], reason="context_exceeded") == 1
+    assert value(after["vsched_requests_refused"], reason="kv_exceeded") == 1
     samples = after["vsched_policy_call_seconds"].samples
     calls = {(one.name, one.labels["seat"]): one.value for one in samples}
     assert calls["vsched_policy_call_seconds_count", "generate.admission"] >= 2

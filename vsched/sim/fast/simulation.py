@@ -139,6 +139,7 @@ class Simulation:
         self._may_leave: set[int] = set()
         self._maker = RequestMaker(
             setup.info,
+            setup.limits,
             bytes_per_token=cost.bytes_per_token,
             item_tokens_max=setup.item_tokens_max,
             adapted_images=setup.config.adapters.encoder,
@@ -312,7 +313,7 @@ class Simulation:
             arrival.priority,
             arrival.ttft_target_ms,
             images=len(arrival.media),
-            outputs_max=arrival.outputs_max,
+            outputs_max=min(arrival.outputs_max, self.setup.limits.context_tokens),
             session=arrival.conversation,
         )
 
@@ -325,8 +326,9 @@ class Simulation:
                 return self._withdraw(arrival_id, arrival, prepared.pixels, now_ns)
             self._may_leave.remove(arrival_id)
         request = self._maker.request(arrival)
+        outputs = min(arrival.output_tokens, request.sampling.max_tokens)
         self._entering = LiveRequest(
-            arrival,
+            msgspec.structs.replace(arrival, output_tokens=outputs),
             sent_ns=prepared.sent_ns,
             prompt_tokens=len(request.prompt_token_ids),
             pixels=prepared.pixels,

@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Meta
 
 from vsched.errors import ConfigError
+from vsched.kernel import SchedulerLimits
 from vsched.plain_values import InvalidValue, plain_struct
 from vsched.policy import PositiveCount
 from vsched.types import Extent, MediaItem, ModelInfo, Request, SamplingParams
@@ -222,6 +223,7 @@ class RequestMaker:
     def __init__(
         self,
         info: ModelInfo,
+        limits: SchedulerLimits,
         *,
         bytes_per_token: int,
         item_tokens_max: int,
@@ -231,13 +233,14 @@ class RequestMaker:
 
         Args:
             info: The model's shape.
+            limits: Those of the scheduler, of which context and KV cache limit outputs.
             bytes_per_token: Encoder input bytes per image token.
             item_tokens_max: Maximum tokens of an image; larger images are scaled down to it, as in
                 a server.
             adapted_images: Whether adapters change the encoding of images, so that each has its own
                 embeddings.
         """
-        self._info = info
+        self._info, self._limits = info, limits
         self._adapted_images = adapted_images
         self._adapters: dict[str, int] = {"": 0}
         self._bytes_per_token = bytes_per_token
@@ -263,11 +266,12 @@ class RequestMaker:
                 for image in images_of(part):
                     items.append(self._item(image, len(tokens), arrival.key_of(image), seen_with))
                     tokens += [self._info.placeholder] * items[-1].tokens
+        outputs_max = self._limits.outputs_max(len(tokens), arrival.outputs_max)
         return Request(
             request_id=arrival.request_id,
             prompt_token_ids=tokens,
             items=tuple(items),
-            sampling=SamplingParams(max_tokens=arrival.outputs_max, ignore_eos=True),
+            sampling=SamplingParams(max_tokens=outputs_max, ignore_eos=True),
             priority=arrival.priority,
             ttft_target_ms=arrival.ttft_target_ms,
             cache_salt=arrival.salt,

@@ -254,7 +254,7 @@ SERVERS_TOOLS = (
         (said({"type": "input_image", "file_id": "f"}),
          "`input[0].content.file_id` is not supported"),
         (said({"type": "input_image", "detail": "low"}), "`image_url` is missing"),
-        ({"max_output_tokens": 10**6}, "`max_output_tokens` is out of bounds"),
+        ({"max_output_tokens": -1}, "`max_output_tokens` is out of bounds"),
         ({"text": {"format": {"type": "json_schema"}}}, "`text.format` has no JSON schema"),
         ({"tools": [{"type": "movie"}]}, '`tools[0].type` is out of bounds: value "movie"'),
         ({"tools": TOOLS, "tool_choice": {"type": "mcp"}}, '`tool_choice.type` "mcp" is not'),

@@ -16,6 +16,7 @@ import pytest
 from tests.each_case import each_case
 from tests.unit.sim.shapes import TINY, arrival
 from vsched.errors import ConfigError
+from vsched.kernel import SchedulerLimits
 from vsched.sim.workload.generators import (
     GENERATORS,
     VIDEO_FRAMES_MAX,
@@ -301,16 +302,17 @@ def test_equal_texts_are_equal_tokens_and_others_differ_in_every_block() -> None
 
 
 def test_request_of_an_arrival() -> None:
-    """Images larger than the limit are scaled down; they are equal by key within a tenant."""
+    """Images larger than the limit are scaled down, outputs end with the context; keys are those of a tenant."""
     prompt = (Text(1, 3), Image("a", 5), Reply(2), Image("b", 200), Image("c", 100))
-    making = RequestMaker(TINY, bytes_per_token=192, item_tokens_max=100)
+    limits = SchedulerLimits(context_tokens=215, blocks=100, pages=8)
+    making = RequestMaker(TINY, limits, bytes_per_token=192, item_tokens_max=100)
     made = making.request(arrival(1, 0, *prompt, outputs=9, priority=4))
     first, second, _ = made.items
     assert (first.offset, first.tokens, second.offset, second.tokens) == (3, 5, 10, 100)
     assert made.prompt_token_ids[3:8] == [TINY.image_token_id] * 5
     assert made.prompt_token_ids[8:10] == [OUTPUT_TOKEN] * 2
     assert len(made.prompt_token_ids) == 210
-    assert (made.sampling.max_tokens, made.priority, making.scaled_down) == (9, 4, 1)
+    assert (made.sampling.max_tokens, made.priority, making.scaled_down) == (5, 4, 1)
     assert first.extent is not None
     assert first.extent.size == 5 * 192
     same, other = (
