@@ -83,6 +83,7 @@ class PolicyFaults(Restorable):
         self.counts = {}
         self.notices = []
         self.first: dict[str, TracebackException] = {}
+        self._kinds: dict[str, str] = {}
 
     def report(self, policy: Policy, method: str, error: BaseException, shown: object) -> None:
         """Count a failure, and word a notice with the policy's input.
@@ -97,9 +98,8 @@ class PolicyFaults(Restorable):
             return
         # Without source lines, since the kernel does no I/O.
         trace = TracebackException.from_exception(error, lookup_lines=False)
-        known = self.first.setdefault(name, trace)
-        if known.exc_type is not type(error):
-            self.first.setdefault(f"{name}, {kind}", trace)
+        is_first_kind = self._kinds.setdefault(name, kind) == kind
+        self.first.setdefault(name if is_first_kind else f"{name}, {kind}", trace)
         self.notices.append(
             f"policy {name} failed at {_place(policy, method, trace)} ({kind}: {safe_text(error, str):.500}); "
             f"the default decided. Input: {safe_text(shown):.500}"
@@ -109,6 +109,7 @@ class PolicyFaults(Restorable):
         """Clear the failures of a policy class on installation: a new policy of this name gets notices again."""
         name = type(policy).__name__
         self.counts.pop(name, None)
+        self._kinds.pop(name, None)
         for key in [*self.first]:
             if key.partition(",")[0] == name:
                 del self.first[key]
