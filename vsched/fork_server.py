@@ -30,6 +30,7 @@ import subprocess
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -155,6 +156,8 @@ def main() -> int:
     read.
     """
     orders = socket.socket(fileno=int(sys.argv[1]))
+    # CPython 3.12 finds the number of threads in /proc/self/stat by counting spaces, those of the title too.
+    warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
     setproctitle(NAME)
     gc.disable()  # imported objects stay; scanning them takes a tenth of the time
     for name in sys.argv[2:]:
