@@ -93,7 +93,7 @@ def test_offline_damaged_image_leaves_other_requests_alone(llm: LLM) -> None:
 @each_case(
     ("prompts", "wanted"),
     [
-        ([1, 2], "prompt is not valid: value 1"),
+        ([1, 2], "prompt is not valid: value [12]"),
         ({"prompt": "x", "pictures": []}, "pass prompt, and images"),
         ({"prompt": "x", "images": "data:,"}, "pass images as such a list"),
         ({"prompt": "x", "images": Image.new("L", (1, 1))}, "pass images as such a list"),
