@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +164,8 @@ def check_checkpoint(loaded: LoadedConfig) -> CheckpointReport:
         # Ranks on other hosts may have other devices.
         for spec in () if config.cluster.elsewhere else rank_specs(config, info, loaded.policies):
             for stage, role in spec.roles.items():
-                tools.check_settings(info, role.settings, stage=stage)
+                settings = replace(role.settings, ranks=spec.ranks)
+                tools.check_settings(info, settings, stage=stage)
         tools.check_built(info)
     except VschedError as error:
         report.problems.append(str(error))

@@ -163,6 +163,10 @@ def test_check_writes_json(tmp_path: Path) -> None:
         ({"image_token_id": None}, "image_token_id is missing"),
         ("generate.attention=nope", "generate.attention: unknown value 'nope'"),
         ("generate.weights=int8 --set=model.dtype=float16", "int8 is not possible on cpu"),
+        (
+            "generate.weights=int8 --set=generate.tensor_parallel=2",
+            "set generate.weights_group to 64",
+        ),
         ("encode.device=tpu", "encode.device: not a device"),
     ],
 )
