@@ -571,10 +571,16 @@ def _host_of(config: Config, spec: RankSpec) -> str:
 
 def _weights_bytes(config: Config, spec: RankSpec, stage: str) -> int:
     """Approximate size of the weights of one rank's role, as served; 0 if the plug-in does not know it."""
-    info = spec.info
-    draft = info.draft.language_bytes if info.draft is not None else 0
-    size = info.vision_bytes if stage == "encode" else info.language_bytes + draft
-    return int(size * PARTS[config.stage(stage).weights]) // spec.ranks
+    weights = config.stage(stage).weights
+    part = PARTS[weights]
+    if stage == "encode":
+        return int(spec.info.vision_bytes * part) // spec.ranks
+    models = (spec.info, spec.info.draft) if spec.info.draft is not None else (spec.info,)
+    quantized = weights != "auto"
+    return sum(
+        each.rank_bytes(int(each.language_bytes * part), spec.ranks, quantized=quantized)
+        for each in models
+    )
 
 
 def create_sizing(config: Config, info: ModelInfo, policies: ConfiguredPolicies) -> Sizing:

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import msgspec
 from setproctitle import setproctitle
 
-from vsched.errors import CheckpointError, ConfigError, DeviceOutOfMemory
+from vsched.errors import CheckpointError, ConfigError, DeviceOutOfMemory, PeerLost
 from vsched.fork_server import drop_code_pages, release_free_memory
 from vsched.logs import configure_logging
 from vsched.transport.arena import Arena
@@ -128,13 +128,21 @@ def main() -> int:
     watcher.start()
     try:
         run(spec)
-    except (CheckpointError, ConfigError, DeviceOutOfMemory) as error:
-        logger.error("stops: %s", error)  # noqa: TRY400 - the message says it all
-        return 2
-    except Exception:
-        logger.exception("stops")
-        return 1
+    except Exception as error:  # noqa: BLE001
+        return exit_status(error)
     return 0
+
+
+def exit_status(error: Exception) -> int:
+    """Log why a rank stops, with a traceback if the message does not say it all; return the exit status."""
+    if isinstance(error, CheckpointError | ConfigError | DeviceOutOfMemory):
+        logger.error("stops: %s", error)
+        return 2
+    if isinstance(error, PeerLost):
+        logger.warning("stops: %s", error)
+    else:
+        logger.error("stops", exc_info=error)
+    return 1
 
 
 if __name__ == "__main__":

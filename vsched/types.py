@@ -264,6 +264,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         shares_kv: Tensor-parallel ranks split the KV heads between them instead of replicating them.
         vision_bytes: Size of the vision tower's weights in memory if loading does not quantize them; 0 if unknown.
         language_bytes: Likewise of all other weights.
+        ties_head: The output projection is the embedding.
         state_bytes: Bytes of recurrent state per sequence, independent of its length; 0 without recurrent layers. The
             state is that of the last token, so cached blocks cannot be reused without a snapshot of it.
         item_tokens_max: Maximum number of tokens of one image after resizing.
@@ -291,6 +292,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     shares_kv: bool = True
     vision_bytes: int = 0
     language_bytes: int = 0
+    ties_head: bool = False
     state_bytes: int = 0
     item_tokens_max: int = 0
     item_atomic: bool = False
@@ -337,6 +339,17 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     def itemsize(self) -> int:
         """Bytes of one value of `dtype`."""
         return 4 if self.dtype == "float32" else 2
+
+    def rank_bytes(self, size: int, ranks: int, *, quantized: bool) -> int:
+        """Approximate size of one rank's part of language weights of `size` bytes.
+
+        Ranks divide layers and head. Each has the whole embedding, and packs its part of a tied head from it.
+        """
+        if ranks == 1 or not size:
+            return size
+        embedding = self.vocab_size * self.hidden_size * (1 if quantized else self.itemsize)
+        packed = self.ties_head and (quantized or self.itemsize == 2)
+        return size // ranks + (embedding if packed else embedding - embedding // ranks)
 
     @property
     def embedding_row_bytes(self) -> int:

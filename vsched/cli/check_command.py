@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +164,8 @@ def check_checkpoint(loaded: LoadedConfig) -> CheckpointReport:
         # Ranks on other hosts may have other devices.
         for spec in () if config.cluster.elsewhere else rank_specs(config, info, loaded.policies):
             for stage, role in spec.roles.items():
-                tools.check_settings(info, role.settings, stage=stage)
+                settings = replace(role.settings, ranks=spec.ranks)
+                tools.check_settings(info, settings, stage=stage)
         tools.check_built(info)
     except VschedError as error:
         report.problems.append(str(error))
@@ -260,14 +262,17 @@ def _memory_needs(
         limit = spec.memory_limit_bytes
         if not limit and config.generate.on_cpu:
             limit = host_available()
-        weights = {
-            stage: _weights_bytes(description, part, config.stage(stage), info) // spec.ranks
-            for stage, part in (("encode", "vision"), ("generate", "language"))
-            if stage in spec.roles
-        }
-        if draft is not None and spec.generate:
-            own = _weights_bytes(draft, "language", config.generate, info)
-            weights["generate"] += own // spec.ranks
+        weights = {}
+        if "encode" in spec.roles:
+            size = _weights_bytes(description, "vision", config.encode, info)
+            weights["encode"] = size // spec.ranks
+        for model, facts in ((description, info), (draft, info.draft)) if spec.generate else ():
+            if model is not None and facts is not None:
+                size = _weights_bytes(model, "language", config.generate, info)
+                own = facts.rank_bytes(
+                    size, spec.ranks, quantized=config.generate.weights != "auto"
+                )
+                weights["generate"] = weights.get("generate", 0) + own
         states = state_bytes(config, info) if spec.generate else 0
         room = max(limit - sum(weights.values()) - states, 0)
         for stage, size in weights.items():

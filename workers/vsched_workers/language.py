@@ -85,6 +85,7 @@ from vsched_workers.memory.out_of_memory import (
 from vsched_workers.parallel.experts import BALANCE, INTERVAL_S, ExpertBalance, SharedExperts
 from vsched_workers.parallel.rank_group import RankGroup
 from vsched_workers.parallel.slicing import (
+    Cut,
     PlannedRanks,
     cut_of,
     share_by_plan,
@@ -358,9 +359,7 @@ def load_generator(info: ModelInfo, settings: WorkerSettings, progress: Progress
     torch.set_num_threads(torch_threads(settings))
     dtype: torch.dtype = getattr(torch, info.dtype)
     backend = choose_backend(settings, dtype, info.kv_dtype)
-    family = language_family(info.family, info.path, settings)
-    if settings.ranks > 1 and family is not None and not family.language_sharing.sizes:
-        family = None  # only the generic path can use a tensor-parallel plan
+    family = _family_of_rank(info, settings)
     compile_language(info, settings, backend, progress)
     load = _load_any if family is None else functools.partial(_load_family, family)
     loading = typed_out_of_memory("loading the language model", remedy=stage_remedy("generate"))
@@ -379,6 +378,35 @@ def load_generator(info: ModelInfo, settings: WorkerSettings, progress: Progress
     )
 
 
+def check_language_share(info: ModelInfo, settings: WorkerSettings) -> None:
+    """Raise a `ConfigError` if a rank cannot quantize its share of the language model."""
+    family = _family_of_rank(info, settings)
+    if family is not None:
+        _build_share(family, info, settings)
+
+
+def _family_of_rank(info: ModelInfo, settings: WorkerSettings) -> LanguageFamily | None:
+    family = language_family(info.family, info.path, settings)
+    if settings.ranks > 1 and family is not None and not family.language_sharing.sizes:
+        return None  # only the generic path can use a tensor-parallel plan
+    return family
+
+
+def _build_share(
+    family: LanguageFamily, info: ModelInfo, settings: WorkerSettings
+) -> tuple[Any, dict[str, Cut]]:
+    """Build a rank's share of a language model on the meta device; return the cuts by name, too."""
+    if not family.own_modules:
+        paged_attention.register()  # transformers looks it up while it builds the model
+    with torch.device("meta"):
+        model: Any = family.build_language(info.path, paged_attention.NAME)
+    if family.own_modules:
+        model.attend_by(paged_attention.attend)
+    cuts = slice_module(model, family.language_sharing, ranks=settings.ranks, rank=settings.rank)
+    check_groups(cuts, settings, stage="generate")
+    return model, cuts
+
+
 def _load_family(
     family: LanguageFamily,
     info: ModelInfo,
@@ -390,14 +418,7 @@ def _load_family(
     tied = bool(config.tie_word_embeddings)
     index = WeightIndex.open(checkpoint_directory(info.path), tied=tied)
     ranks, rank = settings.ranks, settings.rank
-    if not family.own_modules:
-        paged_attention.register()  # transformers looks it up while it builds the model
-    with torch.device("meta"):
-        model: Any = family.build_language(info.path, paged_attention.NAME)
-    if family.own_modules:
-        model.attend_by(paged_attention.attend)
-    cuts = slice_module(model, family.language_sharing, ranks=ranks, rank=rank)
-    check_groups(cuts, settings, stage="generate")
+    model, cuts = _build_share(family, info, settings)
     scheme = scheme_of(read_json(checkpoint_directory(info.path), "config.json"))
     if scheme is not None:
         check_quantized(settings, backend.dtype, what=f"config.json: {scheme.method}")

@@ -223,7 +223,7 @@ class TransformersPlugin(WorkerPlugin, CheckpointTools):
             build_any(info)
 
     def check_settings(self, info: ModelInfo, settings: WorkerSettings, *, stage: str) -> None:
-        """Check the device of a stage, and on a CPU the types of weights, activations and KV cache."""
+        """Check the device of a stage, on a CPU the types of weights, activations and KV cache, and groups of ranks."""
         import torch
 
         from vsched_workers.backends.choice import check_device, choose_backend
@@ -232,6 +232,12 @@ class TransformersPlugin(WorkerPlugin, CheckpointTools):
         if settings.device == "cpu":
             kv_dtype = info.kv_dtype if stage == "generate" else "auto"
             choose_backend(settings, getattr(torch, info.dtype), kv_dtype)
+        if settings.quantizes and settings.ranks > 1:
+            from vsched_workers.language import check_language_share
+            from vsched_workers.vision import check_vision_share
+
+            check = check_language_share if stage == "generate" else check_vision_share
+            check(info, settings)
 
     def check_conversion(self, path: str, *, dtype: str) -> None:
         """Check that a GGUF file can be converted here and written to this path."""

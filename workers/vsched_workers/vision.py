@@ -28,7 +28,7 @@ from vsched_workers.families.qwen_image import flat_patches, grid_of
 from vsched_workers.families.qwen_levels import pixel_values
 from vsched_workers.memory.out_of_memory import stage_remedy, typed_out_of_memory
 from vsched_workers.parallel.rank_group import RankGroup
-from vsched_workers.parallel.slicing import slice_module, sum_rows
+from vsched_workers.parallel.slicing import Cut, slice_module, sum_rows
 from vsched_workers.quantized.layers import check_groups
 from vsched_workers.rank_worker import RankWorker, served_adapters
 
@@ -184,16 +184,29 @@ def load_encoder(info: ModelInfo, settings: WorkerSettings, progress: Progress) 
         return load(info, settings, progress)
 
 
-def _load_family(info: ModelInfo, settings: WorkerSettings, progress: Progress) -> VisionWorker:
+def check_vision_share(info: ModelInfo, settings: WorkerSettings) -> None:
+    """Raise a `ConfigError` if a rank cannot quantize its share of the vision tower."""
+    if info.family in FAMILIES:
+        _build_share(info, settings)
+
+
+def _build_share(
+    info: ModelInfo, settings: WorkerSettings
+) -> tuple[Family, nn.Module, dict[str, Cut]]:
+    """Build a rank's share of a tower on the meta device; return its family and the cuts by name, too."""
     family = family_of_rank(info.family, info.path, settings)
+    with torch.device("meta"):
+        tower = family.build_vision(info.path, "sdpa")
+    cuts = slice_module(tower, family.vision_sharing, ranks=settings.ranks, rank=settings.rank)
+    check_groups(cuts, settings, stage="encode")
+    return family, tower, cuts
+
+
+def _load_family(info: ModelInfo, settings: WorkerSettings, progress: Progress) -> VisionWorker:
+    family, tower, cuts = _build_share(info, settings)
     index = WeightIndex.open(checkpoint_directory(info.path))
     dtype: torch.dtype = getattr(torch, info.dtype)
     backend = choose_backend(settings, dtype)
-    with torch.device("meta"):
-        tower = family.build_vision(info.path, "sdpa")
-    sharing = family.vision_sharing
-    cuts = slice_module(tower, sharing, ranks=settings.ranks, rank=settings.rank)
-    check_groups(cuts, settings, stage="encode")
     backend.compile_tower(tower, progress)
     # Holes in the heap from loading would hide the memory that batches need, until they are filled.
     with backend.without_holes():
@@ -209,7 +222,7 @@ def _load_family(info: ModelInfo, settings: WorkerSettings, progress: Progress) 
             mapped=backend.lays_out(tower),
         )
     group = RankGroup(settings, "encode", backend.collectives)
-    sum_rows(tower, sharing, group)
+    sum_rows(tower, family.vision_sharing, group)
     if backend.compiles:
         progress("loading kernels", 1.0)
     with backend.without_holes():

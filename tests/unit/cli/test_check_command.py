@@ -163,6 +163,10 @@ def test_check_writes_json(tmp_path: Path) -> None:
         ({"image_token_id": None}, "image_token_id is missing"),
         ("generate.attention=nope", "generate.attention: unknown value 'nope'"),
         ("generate.weights=int8 --set=model.dtype=float16", "int8 is not possible on cpu"),
+        (
+            "generate.weights=int8 --set=generate.tensor_parallel=2",
+            "set generate.weights_group to 64",
+        ),
         ("encode.device=tpu", "encode.device: not a device"),
     ],
 )
@@ -215,11 +219,13 @@ def test_check_counts_a_scale_for_each_group_of_inputs(stage: str, kind: str) ->
     assert default == others[2] if kind == "int8" else others[0] > default > others[1]
 
 
-def test_check_counts_the_draft_model() -> None:
-    """Its weights count towards the stage, its KV towards that of each token."""
+def test_check_counts_the_draft_model_and_the_embedding_of_each_rank() -> None:
+    """Its weights count towards the stage, its KV towards that of each token. Ranks divide layers only."""
+    shared, embedding = memory_of("generate.tensor_parallel=2")["generate"], 512 * 128 * 2
     plain, both = memory_of()["generate"], memory_of(f"generate.draft_model={DEMO}")["generate"]
     for name in ("weights_bytes", "kv_bytes_per_token"):
         assert both[name] == 2 * plain[name]
+    assert shared["weights_bytes"] == plain["weights_bytes"] // 2 + embedding
 
 
 def test_check_counts_shards_and_names_missing_ones(copy: Callable[..., Path]) -> None:

@@ -1,4 +1,4 @@
-"""The environment of a rank process, and the pages of native code that it drops."""
+"""The environment of a rank process, the pages of native code that it drops, and its end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from vsched.aio.launcher import LocalLauncher
+from vsched.errors import ConfigError, PeerLost
 from vsched.fork_server import drop_code_pages, rank_environment
+from vsched.rank import exit_status
 
 
 def test_threads_of_openmp_spin_shortly_and_then_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,6 +46,17 @@ def test_drop_code_pages_unmaps_code_that_still_runs() -> None:
     drop_code_pages()
     assert code_kib() < before
     assert sorted([2, 1]) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(ConfigError("why"), 2), (PeerLost("gone"), 1), (KeyError("bug"), 1)]
+)
+def test_rank_logs_a_traceback_of_unexpected_errors_only(
+    caplog: pytest.LogCaptureFixture, error: Exception, status: int
+) -> None:
+    """If a rank of a group is killed, the others end, too, and the log has one line of each."""
+    assert exit_status(error) == status
+    assert (caplog.records[0].exc_info is not None) == isinstance(error, KeyError)
 
 
 def test_run_folder_is_locked_while_the_engine_lives() -> None:

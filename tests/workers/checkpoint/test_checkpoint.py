@@ -80,6 +80,7 @@ def test_inspect_reports_the_facts(checkpoints: Checkpoints) -> None:
         kv_heads_per_token=2 * 3 * 2,
         vision_bytes=sizes[True],
         language_bytes=sizes[False],
+        ties_head=True,
         item_tokens_max=100,
         image_token_id=6,
         video_token_id=7,

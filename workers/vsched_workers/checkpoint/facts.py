@@ -24,6 +24,7 @@ from vsched_workers.checkpoint.images import (
 )
 from vsched_workers.checkpoint.tokenizer_files import load_part, tokenizer_files
 from vsched_workers.checkpoint.weights import (
+    HEAD,
     VALUE_BYTES,
     WeightIndex,
     is_vision,
@@ -279,8 +280,7 @@ def inspect_checkpoint(path: str, *, dtype: str, item_tokens_max: int) -> ModelI
             info = _inspect(directory, config, family_of(config), dtype, item_tokens_max)
         else:
             info = _inspect_any(directory, config, dtype, item_tokens_max)
-        vision, language = _weights_bytes(directory, config, info.itemsize)
-        return msgspec.structs.replace(info, vision_bytes=vision, language_bytes=language)
+        return msgspec.structs.replace(info, **_weight_facts(directory, config, info.itemsize))
     except (TypeError, ValueError, ZeroDivisionError, AttributeError) as error:
         raise CheckpointError(
             "config.json or the processor settings hold a value of the wrong type "
@@ -288,14 +288,19 @@ def inspect_checkpoint(path: str, *, dtype: str, item_tokens_max: int) -> ModelI
         ) from error
 
 
-def _weights_bytes(directory: Path, config: dict[str, Any], itemsize: int) -> tuple[int, int]:
-    """Return the size of the vision tower's weights and of all others, if loading does not quantize them."""
+def _weight_facts(directory: Path, config: dict[str, Any], itemsize: int) -> dict[str, Any]:
+    """Return the fields of `ModelInfo` about the weights."""
     quantized = scheme_of(config) is not None
-    sizes = {True: 0, False: 0}
+    sizes, ties_head = {True: 0, False: 0}, True
     for name, shape, dtype in tensor_headers(weight_files(directory)):
         size = VALUE_BYTES.get(dtype, 2) if quantized else itemsize
         sizes[is_vision(name)] += math.prod(shape) * size
-    return sizes[True], sizes[False]
+        ties_head = ties_head and not name.endswith(HEAD)
+    return {
+        "vision_bytes": sizes[True],
+        "language_bytes": sizes[False],
+        "ties_head": ties_head,
+    }
 
 
 def _inspect(

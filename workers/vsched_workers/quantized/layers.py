@@ -130,7 +130,6 @@ class Quantizer:
         """Take a format, the group size or 0, the factory of products, their device, and `int4` of `quantize`."""
         self._kind, self._group, self._make, self._device = kind, group, make, device
         self._int4 = int4
-        self._tied: Any = None
         self.embedding_bytes = 0
 
     def linear(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None) -> Any:
@@ -141,29 +140,37 @@ class Quantizer:
         return self._make(weight, bias)
 
     def head(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None) -> Any:
-        """Return the product of the output projection; the embedding's if `embed` found the two tied."""
-        if self._tied is not None:
-            product, self._tied = self._tied, None
-            return product
+        """Return the product of the output projection."""
         assert isinstance(weight, torch.Tensor), "heads are read as they are"
         group = self._group if self._kind == HEAD_FORMAT else 0
         made = quantize(weight.detach().to(self._device), HEAD_FORMAT, group=group)
         return self._make(made, bias)
 
     def embed(self, embedding: nn.Module, head: torch.Tensor) -> nn.Module:
-        """Return an embedding with a quantized weight; subclasses of `nn.Embedding` are unchanged."""
-        if type(embedding) is not nn.Embedding:
+        """Return an embedding with a quantized weight.
+
+        One that is tied to the head is unchanged (see `tie_embedding`), and so are subclasses of `nn.Embedding`.
+        """
+        if type(embedding) is not nn.Embedding or _are_tied(embedding, head):
             return embedding
-        weight = embedding.weight
-        product = self.head(weight, None)
-        if weight.data_ptr() == head.data_ptr() and weight.shape == head.shape:
-            self._tied = product
-        else:
-            self.embedding_bytes = product.size_bytes
-        return QuantizedEmbedding(product, weight)
+        product = self.head(embedding.weight, None)
+        self.embedding_bytes = product.size_bytes
+        return PackedEmbedding(product, embedding.weight)
 
 
-class QuantizedEmbedding(nn.Module):
+def tie_embedding(embedding: nn.Module, head: torch.Tensor, product: Any) -> nn.Module:
+    """Return an embedding that reads the packed head if the two are tied, so that one copy serves both."""
+    if type(embedding) is not nn.Embedding or not _are_tied(embedding, head):
+        return embedding
+    return PackedEmbedding(product, embedding.weight)
+
+
+def _are_tied(embedding: nn.Embedding, head: torch.Tensor) -> bool:
+    weight = embedding.weight
+    return weight.data_ptr() == head.data_ptr() and weight.shape == head.shape
+
+
+class PackedEmbedding(nn.Module):
     """An embedding that looks up rows in the weight of a product."""
 
     def __init__(self, product: Any, weight: torch.Tensor) -> None:

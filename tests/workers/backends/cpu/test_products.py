@@ -73,6 +73,8 @@ def test_panel_product_is_the_product_for_any_number_of_rows(
     whole, wanted = product(rows), product_of(rows, weight, bias)
     # A sum is rounded once, at the end.
     torch.testing.assert_close(whole.double(), wanted, atol=1e-3, rtol=2**-8)
+    tokens = torch.tensor([outputs - 1, 0, outputs // 2])
+    assert torch.equal(product.rows_of(tokens), weight[tokens])
     for count in (*range(14), 19, 24, 25, 40, 100, 257):
         assert torch.equal(product(rows[:count]), whole[:count])
         assert torch.equal(product(rows[1100 - count :]), whole[1100 - count :])
@@ -100,6 +102,7 @@ def test_other_weights_and_processors_have_widened_products(
     monkeypatch.setattr(products, "has_bf16_dot", lambda: False)
     widened = make_product(weight, None, threads=1)
     assert isinstance(widened, QuantizedProduct)
+    assert torch.equal(widened.rows_of(torch.tensor([63, 0])), weight[[63, 0]])
     rows = torch.randn(300, 32).bfloat16()
     wanted = product_of(rows, weight, None)
     assert torch.allclose(widened(rows).double(), wanted, atol=1e-3, rtol=2**-8)

@@ -57,7 +57,7 @@ from vsched_workers.batching.sampling import (
     biases,
 )
 from vsched_workers.memory import sparse_runs
-from vsched_workers.quantized.layers import QuantizedLinear, Quantizer
+from vsched_workers.quantized.layers import QuantizedLinear, Quantizer, tie_embedding
 
 if TYPE_CHECKING:
     from vsched_workers.families.decoders import Decoder
@@ -231,6 +231,9 @@ class CpuBackend(Backend):
             model.set_input_embeddings(quantizer.embed(embedding, head.weight))
             packed = PackedLinear(head, quantizer.head)
             model.set_output_embeddings(packed)
+            model.set_input_embeddings(
+                tie_embedding(model.get_input_embeddings(), head.weight, packed.packed)
+            )
             size = packed.packed.size_bytes + quantizer.embedding_bytes
         return size
 

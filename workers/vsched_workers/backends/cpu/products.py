@@ -49,6 +49,8 @@ from vsched_workers.quantized.weights import INT4_CENTRE, QuantizedWeight, candi
 
 _PACKED_BYTES = 1 << 24
 """Bytes that are packed at once: limits the memory in use besides the weight and its panels."""
+UNSCALED = ("bfloat16", "float32")
+"""Kinds of weights without scales."""
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """Integer type of each number of bytes."""
 
@@ -120,7 +122,7 @@ class QuantizedProduct(KernelProduct):
         inputs = -(-inputs_unpadded // multiple) * multiple
         group = inputs if whole else weight.group
         assert not group % INPUTS, "groups must be multiples of INPUTS"
-        unscaled = weight.kind in {"bfloat16", "float32"}
+        unscaled = weight.kind in UNSCALED
         factor = FP8_FACTOR if weight.kind == "fp8" else 1.0
         self._panels = _pack_values(weight, inputs, threads)
         self._scales = torch.ones(1, 1, PANEL) if unscaled else _pack_scales(weight.scales, factor)
@@ -163,14 +165,15 @@ class QuantizedProduct(KernelProduct):
         return super().__call__(rows)
 
     def rows_of(self, indices: torch.Tensor) -> torch.Tensor:
-        """Dequantize rows of the weight, as for an embedding; indices int64 [n], returns [n, in]."""
-        assert self._kind in FORMATS or self._kind == "fp8", "unquantized weights have no scales"
+        """Return rows of the weight, dequantized, as for an embedding; indices int64 [n], returns [n, in]."""
         assert self._order is None, "embeddings must not be permuted"
         panel, place = indices // PANEL, indices % PANEL
         inputs, zero_point = self.shape[1], float(self.weight["zero_point"][0])
-        groups = torch.arange(inputs) // int(self.weight["group"][0])
         together = 4 if self._kind in FORMATS else 1
         values = self._panels.view(len(self._panels), -1, PANEL, together)[panel, :, place]
+        if self._kind in UNSCALED:
+            return values.flatten(1)[:, :inputs]
+        groups = torch.arange(inputs) // int(self.weight["group"][0])
         scales = self._scales[panel, :, place].float()[:, groups]
         offsets = None if self._offsets is None else self._offsets[panel, :, place].float()
         if self._kind == "int4":
@@ -296,6 +299,11 @@ class PanelProduct(KernelProduct):
     def multiply_rows(self, dtype: torch.dtype, rows_at: int, count: int, result_at: int) -> None:
         assert dtype == torch.bfloat16, "rows and weight must be bfloat16"
         super().multiply_rows(dtype, rows_at, count, result_at)
+
+    def rows_of(self, indices: torch.Tensor) -> torch.Tensor:
+        """Return rows of the weight, as for an embedding; indices int64 [n], returns [n, in]."""
+        width = self._panels.shape[2]
+        return self._panels[indices // width, :, indices % width].view(torch.bfloat16)
 
 
 def make_product(

@@ -56,7 +56,7 @@ from vsched_workers.batching.kv_cache import KvCache, SwapArea
 from vsched_workers.batching.paged_attention import AttentionKernels
 from vsched_workers.batching.recurrent_state import RecurrentStates
 from vsched_workers.device_copies import sent
-from vsched_workers.quantized.layers import QuantizedLinear, Quantizer
+from vsched_workers.quantized.layers import QuantizedLinear, Quantizer, tie_embedding
 from vsched_workers.quantized.weights import QuantizedWeight
 
 if TYPE_CHECKING:
@@ -137,6 +137,7 @@ class CudaBackend(Backend):
             return RunnableLanguage(layers=layers, head=product, weights_bytes=size)
         model.embed_tokens = self._quantizer.embed(model.embed_tokens, head)
         head_product = self._quantizer.head(head, None)
+        model.embed_tokens = tie_embedding(model.embed_tokens, head, head_product)
         size += head_product.size_bytes + self._quantizer.embedding_bytes
         size += stored_bytes(*model.parameters())
         return RunnableLanguage(layers=layers, head=head_product, weights_bytes=size)

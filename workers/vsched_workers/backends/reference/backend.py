@@ -13,7 +13,7 @@ import math
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +42,7 @@ from vsched_workers.batching.paged_attention import AttentionKernels
 from vsched_workers.batching.recurrent_state import RecurrentStates
 from vsched_workers.batching.sampling import SpecialRow, draw_in_torch, greedy_tokens
 from vsched_workers.parallel.rank_group import Collectives
+from vsched_workers.quantized.layers import tie_embedding
 
 if TYPE_CHECKING:
     from torch import nn
@@ -124,8 +125,8 @@ class Backend:
         if self.make_product is None or self.make_head is None:
             product = functools.partial(functional.linear, weight=head)
             return RunnableLanguage(layers, product, stored_bytes(head, *model.parameters()))
-        # A tied head is packed too: it is the largest product of a step. The embedding needs the unpacked weight.
         packed_head = self.make_head(head, None)
+        model.embed_tokens = tie_embedding(cast("nn.Module", model.embed_tokens), head, packed_head)
         size = self._pack(model, packed_head) + packed_head.size_bytes
         return RunnableLanguage(layers, packed_head, size + stored_bytes(*model.parameters()))
 
