@@ -45,7 +45,7 @@ from vsched.types import ModelInfo
 from vsched.worker.contract import EncodeJob, WorkerSettings
 from vsched.worker.sizing import BatchArena
 from vsched_workers import vision
-from vsched_workers.backends.cpu import tower_attention
+from vsched_workers.backends.cpu import attention, tower_attention
 from vsched_workers.backends.cpu.attention import attend_patches
 from vsched_workers.backends.cpu.backend import CpuBackend
 from vsched_workers.backends.reference.any_tower import AnyTower
@@ -244,23 +244,23 @@ def test_sparse_runs_leave_out_layers_in_the_middle() -> None:
     assert computed == [0, 1, 8]
 
 
-def test_blocks_without_fusion_use_the_patch_kernel_and_are_left_out_of_sparse_runs(
+def test_blocks_of_heads_that_are_no_whole_vectors_are_fused_and_left_out_of_sparse_runs(
     checkpoints: Checkpoints, stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of Qwen3-VL: its largest image took minutes of a start."""
+    """Those of Qwen3-VL have 72 values: its largest image took minutes of a start."""
     config: Any = AutoConfig.from_pretrained(checkpoints("nano3")).vision_config
-    config.depth = 9
+    config.depth, config.hidden_size = 9, 48
     model: Any = Qwen3VLVisionModel._from_config(config).to(torch.bfloat16)
     jobs, family, found = jobs_of(stages("nano3")), FAMILIES["qwen3_vl"], []
     attend = Mock(wraps=attend_patches)
-    monkeypatch.setattr(tower_attention, "attend_patches", attend)
+    monkeypatch.setattr(attention, "attend_patches", attend)
     for backend in (Backend, CpuBackend):
         made = backend(WorkerSettings(), torch.bfloat16)
         made.prepare_tower(model)
         tower = FamilyTower(family, model, made, 2)
         with torch.inference_mode():
             found.append(tower.encode(jobs).float())
-    assert (found[1] - found[0]).abs().max().item() < 0.05 * found[0].std().item()
+    assert (found[1] - found[0]).abs().max().item() < 0.1 * found[0].std().item()
     assert attend.call_count == 9 * len(jobs)
     with torch.inference_mode(), sparsely():
         assert tower.encode(jobs).isfinite().all()

@@ -108,6 +108,11 @@ def fits(head_dim: int) -> bool:
     return head_dim % LANES == 0
 
 
+def whole_vectors(head_dim: int) -> int:
+    """Return a head dimension, padded to whole vectors."""
+    return -(-head_dim // LANES) * LANES
+
+
 def warm_up(*, tiles: bool = True) -> None:
     """Compile the attention kernel of this processor ahead of requests; without `tiles`, the one without AMX."""
     attend, tag = attention_kernel(tiles=tiles)

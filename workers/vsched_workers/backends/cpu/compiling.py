@@ -40,7 +40,6 @@ from vsched_workers.backends.cpu.attention import (
 from vsched_workers.backends.cpu.compiled_step import step as compiled_step
 from vsched_workers.backends.cpu.kernel_store import kernel_folder, processor
 from vsched_workers.backends.cpu.kernels import prefill_attention, sampling
-from vsched_workers.backends.cpu.kernels.activation import swiglu
 from vsched_workers.backends.cpu.kernels.bf16 import BF16
 from vsched_workers.backends.cpu.kernels.decode_attention import decode
 from vsched_workers.backends.cpu.kernels.low_rank import add_low_rank
@@ -58,7 +57,7 @@ from vsched_workers.backends.cpu.products import (
 )
 from vsched_workers.backends.cpu.tiles.attention import attend_in_tiles
 from vsched_workers.backends.cpu.tiles.kernel import has_tiles
-from vsched_workers.backends.cpu.vision_layers import can_fuse
+from vsched_workers.backends.cpu.vision_layers import activation_of, can_fuse, has_bias
 from vsched_workers.families.decoders import Decoder, head_dim
 from vsched_workers.quantized.layers import HEAD_FORMAT
 from vsched_workers.quantized.weights import QuantizedWeight
@@ -115,8 +114,8 @@ def tower_needs(settings: WorkerSettings, dtype: torch.dtype, tower: Any) -> Ite
         return
     yield _many_rows_need(deterministic=settings.deterministic)
     if tower is not None and can_fuse(tower):
-        yield ("norm",)
-        yield ("activation", _name(swiglu))
+        yield ("norms of all kinds" if has_bias(tower.blocks[0].norm1) else "norm",)
+        yield ("activation", _name(activation_of(tower.blocks[0].mlp.act_fn)))
         yield ("rope of patches",)
     if settings.adapters:
         yield ("low rank",)
