@@ -50,6 +50,7 @@ from vsched_workers.backends.cpu.attention import attend_patches
 from vsched_workers.backends.cpu.backend import CpuBackend
 from vsched_workers.backends.reference.any_tower import AnyTower
 from vsched_workers.backends.reference.backend import Backend
+from vsched_workers.batching import sliced_run
 from vsched_workers.checkpoint.whole_model import build_tower, load_whole
 from vsched_workers.families import FAMILIES
 from vsched_workers.families.qwen_image import grid_of
@@ -96,6 +97,23 @@ def test_encode_equals_the_whole_model(
             assert (embeddings[job.pages[-1], rest:] == 0xA5).all(), "the page is partly filled"
     written = [page for job in jobs for page in job.pages]
     assert (np.delete(embeddings, written, axis=0) == 0xA5).all()
+
+
+def test_encode_pauses_within_blocks_of_large_images(
+    stages: Stages, size: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between products, and between heads of attention; a layer of thousands of patches takes seconds."""
+    monkeypatch.setattr(sliced_run, "PIECE_OPERATIONS", 1.0)
+    monkeypatch.setattr(attention, "HEADS_OPERATIONS", 1.0)
+    stage = stages(size, "auto", "bfloat16")
+    jobs, whole, found = jobs_of(stage), empty_pages(stage.info), empty_pages(stage.info)
+    stage.encoder.encode(jobs, whole)
+    stage.encoder.begin(jobs, found)
+    pauses = 1
+    while not stage.encoder.advance(1):
+        pauses += 1
+    assert pauses > 8 * len(stage.encoder._tower.layers)  # type: ignore[attr-defined]
+    assert np.array_equal(found, whole)
 
 
 @pytest.mark.parametrize(
