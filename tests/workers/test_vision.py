@@ -45,7 +45,7 @@ from vsched.types import ModelInfo
 from vsched.worker.contract import EncodeJob, WorkerSettings
 from vsched.worker.sizing import BatchArena
 from vsched_workers import vision
-from vsched_workers.backends.cpu import attention, tower_attention
+from vsched_workers.backends.cpu import attention, tower_attention, vision_layers
 from vsched_workers.backends.cpu.attention import attend_patches
 from vsched_workers.backends.cpu.backend import CpuBackend
 from vsched_workers.backends.reference.any_tower import AnyTower
@@ -193,6 +193,10 @@ SAMPLE = ("idefics3", "internvl", "llava_onevision", "mistral3", "qwen3_omni_moe
 """Crops in a separate dimension or in the first one, several resolutions, any size, deepstack."""
 
 
+FUSED_MLPS = ("idefics3", "internvl", "llava_onevision", "qwen3_omni_moe_thinker")
+"""Two linear layers with GELU between them; the others have a gate."""
+
+
 def load_tower(path: Path, family: str) -> AnyTower:
     model = load_whole(
         build_tower(str(path), family),
@@ -234,19 +238,22 @@ def test_prepared_towers_give_the_rows_of_those_that_are_not(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In bfloat16, within its precision; torch takes 30 times as long for convolutions in it, twice for attention."""
-    attend = Mock(wraps=attend_patches)
+    attend, run = Mock(wraps=attend_patches), Mock(wraps=vision_layers._run_mlp)
     monkeypatch.setattr(tower_attention, "attend_patches", attend)
+    monkeypatch.setattr(vision_layers, "_run_mlp", run)
     (image, *_) = images_of(name)
     plain = AnyTower(make_model(name).to(torch.bfloat16), torch.bfloat16)(image)
     backend = CpuBackend(WorkerSettings(), torch.bfloat16)
     model = make_model(name).to(torch.bfloat16)
     assert backend.prepare_any_tower(model) > 0
+    run.reset_mock()
     left = [each for each in model.modules() if isinstance(each, nn.Conv2d | nn.Conv3d)]
     assert all(each.kernel_size != each.stride for each in left), "audio alone"
     packed = AnyTower(model, torch.bfloat16)(image)
     scale = plain.float().std().item()
     assert (packed.float() - plain.float()).abs().max().item() < 0.05 * scale
     attend.assert_called()
+    assert bool(run.call_count) == (name in FUSED_MLPS)
 
 
 def test_sparse_runs_leave_out_layers_in_the_middle() -> None:

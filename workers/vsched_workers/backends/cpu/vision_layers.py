@@ -7,6 +7,8 @@ keep transformers' modules.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -23,8 +25,9 @@ from vsched_workers.backends.cpu.kernels.rope import rope_patches
 from vsched_workers.backends.cpu.language_layers import product_of
 from vsched_workers.backends.cpu.layer_parts import Norm, block_slices
 from vsched_workers.backends.cpu.threads import pool_of
-from vsched_workers.backends.reference.packed_weights import BlockedActivation
+from vsched_workers.backends.reference.packed_weights import BlockedActivation, PackedLinear
 from vsched_workers.batching.paged_attention import PatchKernel
+from vsched_workers.memory.sparse_runs import room_for
 from vsched_workers.parallel.slicing import Cut
 
 _MLPS: Final[Sequence[Mapping[str, str]]] = (
@@ -57,7 +60,7 @@ def fuse_blocks(tower: Any, threads: int, *, deterministic: bool = False) -> boo
 
 def can_fuse(tower: Any) -> bool:
     """Return True if the blocks of a tower have the architecture that can be fused."""
-    return bool(tower.blocks) and all(map(_is_known, tower.blocks))
+    return bool(getattr(tower, "blocks", ())) and all(map(_is_known, tower.blocks))
 
 
 def _is_known(block: Any) -> bool:
@@ -87,6 +90,47 @@ def activation_of(module: Any) -> Any:
     if type(module) is nn.GELU:
         return gelu_tanh if module.approximate == "tanh" else gelu
     return _ACTIVATIONS.get(type(module).__name__)
+
+
+def mlp_parts(mlp: nn.Module) -> tuple[Any, Any, Any] | None:
+    """Return the linear layers of an MLP without a gate, and its activation's kernel; None for other modules."""
+    children = list(mlp.children())
+    linears: list[Any] = [each for each in children if isinstance(each, nn.Linear | PackedLinear)]
+    kernels = [kernel for each in children if (kernel := activation_of(each)) is not None]
+    if (len(children), len(linears), len(kernels)) != (3, 2, 1):
+        return None
+    first, second = linears
+    fits = (first.in_features, first.out_features) == (second.out_features, second.in_features)
+    return (first, second, kernels[0]) if fits else None
+
+
+@torch.inference_mode()
+def fuse_mlps(model: nn.Module, threads: int) -> None:
+    """Run MLPs below a model by blocks of rows, whose intermediate results stay in the cache.
+
+    A module that computes something else with such layers is left as it is.
+    """
+    for mlp in model.modules():
+        parts = mlp_parts(mlp)
+        if parts is None or len(inspect.signature(mlp.forward).parameters) != 1:
+            continue
+        run = functools.partial(_run_mlp, pool_of(threads), *parts)
+        sample = torch.linspace(-2, 2, 3 * parts[0].in_features).view(3, -1).bfloat16()
+        expected = mlp(sample)
+        if (run(sample) - expected).abs().max() <= 0.05 * expected.abs().max():
+            mlp.forward = run
+
+
+def _run_mlp(
+    pool: int, first: nn.Module, second: Any, activate: Any, hidden_states: torch.Tensor
+) -> torch.Tensor:
+    rows = hidden_states.flatten(0, -2)
+    result = room_for(rows, len(rows), second.out_features)
+    for part in block_slices(len(rows)):
+        inner = first(rows[part])
+        activate(pool, inner.data_ptr(), 0, *inner.shape)
+        result[part] = second(inner)
+    return result.view(hidden_states.shape)
 
 
 class FusedBlock(nn.Module):
