@@ -298,6 +298,8 @@ class CpuBackend(Backend):
     def load_attention(self) -> None:
         sampling.warm_up()
         prefill = prefill_by_gather
+        if self.dtype == torch.bfloat16:
+            sampling.warm_up_greedy()
         if self.dtype == torch.bfloat16 and not self._deterministic:
             attention.warm_up()
             prefill = attention.prefill
