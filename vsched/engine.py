@@ -176,8 +176,13 @@ class RunningParts:
         try:
             await self.shell.stop(grace_s=grace_s)
         finally:
-            # In a thread, because it waits for images that are being processed.
-            await asyncio.to_thread(self.media.close)
+            try:
+                # In a thread, because it waits for images that are being processed.
+                closing = asyncio.get_running_loop().run_in_executor(None, self.media.close)
+            except RuntimeError:  # the interpreter exits, and its executors take nothing more
+                self.media.close()
+            else:
+                await closing
             self.grammars.close()
             self.launcher.close()
             self.arena.close()

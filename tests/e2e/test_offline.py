@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 from PIL import Image
 
 from tests.each_case import each_case
+from tests.patience import PATIENCE_S
 from vsched import LLM, Config, RequestRefused, SamplingParams, VschedError
 from vsched.errors import CheckpointError, ConfigError
 
@@ -115,6 +118,17 @@ def test_offline_start_that_fails_leaves_no_thread(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="LLM: config is a whole"):
         LLM(tmp_path, config=Config())
     assert threading.active_count() == before
+
+
+@pytest.mark.slow
+def test_offline_closes_when_the_process_exits(configure: Callable[..., Config]) -> None:
+    """Executors of the interpreter are closed before that: a traceback, and shared memory was left."""
+    path = configure("nano25").model.path
+    code = f"from vsched import LLM; llm = LLM({path!r}); llm.generate('Hello')"
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=5 * PATIENCE_S
+    )
+    assert (ended.returncode, "Traceback" in ended.stderr) == (0, False), ended.stderr
 
 
 async def test_offline_works_if_a_loop_runs(llm: LLM) -> None:

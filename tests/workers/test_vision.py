@@ -45,11 +45,12 @@ from vsched.types import ModelInfo
 from vsched.worker.contract import EncodeJob, WorkerSettings
 from vsched.worker.sizing import BatchArena
 from vsched_workers import vision
-from vsched_workers.backends.cpu import tower_attention
+from vsched_workers.backends.cpu import attention, tower_attention, vision_layers
 from vsched_workers.backends.cpu.attention import attend_patches
 from vsched_workers.backends.cpu.backend import CpuBackend
 from vsched_workers.backends.reference.any_tower import AnyTower
 from vsched_workers.backends.reference.backend import Backend
+from vsched_workers.batching import sliced_run
 from vsched_workers.checkpoint.whole_model import build_tower, load_whole
 from vsched_workers.families import FAMILIES
 from vsched_workers.families.qwen_image import grid_of
@@ -96,6 +97,23 @@ def test_encode_equals_the_whole_model(
             assert (embeddings[job.pages[-1], rest:] == 0xA5).all(), "the page is partly filled"
     written = [page for job in jobs for page in job.pages]
     assert (np.delete(embeddings, written, axis=0) == 0xA5).all()
+
+
+def test_encode_pauses_within_blocks_of_large_images(
+    stages: Stages, size: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between products, and between heads of attention; a layer of thousands of patches takes seconds."""
+    monkeypatch.setattr(sliced_run, "PIECE_OPERATIONS", 1.0)
+    monkeypatch.setattr(attention, "HEADS_OPERATIONS", 1.0)
+    stage = stages(size, "auto", "bfloat16")
+    jobs, whole, found = jobs_of(stage), empty_pages(stage.info), empty_pages(stage.info)
+    stage.encoder.encode(jobs, whole)
+    stage.encoder.begin(jobs, found)
+    pauses = 1
+    while not stage.encoder.advance(1):
+        pauses += 1
+    assert pauses > 8 * len(stage.encoder._tower.layers)  # type: ignore[attr-defined]
+    assert np.array_equal(found, whole)
 
 
 @pytest.mark.parametrize(
@@ -175,6 +193,10 @@ SAMPLE = ("idefics3", "internvl", "llava_onevision", "mistral3", "qwen3_omni_moe
 """Crops in a separate dimension or in the first one, several resolutions, any size, deepstack."""
 
 
+FUSED_MLPS = ("idefics3", "internvl", "llava_onevision", "qwen3_omni_moe_thinker")
+"""Two linear layers with GELU between them; the others have a gate."""
+
+
 def load_tower(path: Path, family: str) -> AnyTower:
     model = load_whole(
         build_tower(str(path), family),
@@ -216,19 +238,22 @@ def test_prepared_towers_give_the_rows_of_those_that_are_not(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In bfloat16, within its precision; torch takes 30 times as long for convolutions in it, twice for attention."""
-    attend = Mock(wraps=attend_patches)
+    attend, run = Mock(wraps=attend_patches), Mock(wraps=vision_layers._run_mlp)
     monkeypatch.setattr(tower_attention, "attend_patches", attend)
+    monkeypatch.setattr(vision_layers, "_run_mlp", run)
     (image, *_) = images_of(name)
     plain = AnyTower(make_model(name).to(torch.bfloat16), torch.bfloat16)(image)
     backend = CpuBackend(WorkerSettings(), torch.bfloat16)
     model = make_model(name).to(torch.bfloat16)
     assert backend.prepare_any_tower(model) > 0
+    run.reset_mock()
     left = [each for each in model.modules() if isinstance(each, nn.Conv2d | nn.Conv3d)]
     assert all(each.kernel_size != each.stride for each in left), "audio alone"
     packed = AnyTower(model, torch.bfloat16)(image)
     scale = plain.float().std().item()
     assert (packed.float() - plain.float()).abs().max().item() < 0.05 * scale
     attend.assert_called()
+    assert bool(run.call_count) == (name in FUSED_MLPS)
 
 
 def test_sparse_runs_leave_out_layers_in_the_middle() -> None:
@@ -244,23 +269,23 @@ def test_sparse_runs_leave_out_layers_in_the_middle() -> None:
     assert computed == [0, 1, 8]
 
 
-def test_blocks_without_fusion_use_the_patch_kernel_and_are_left_out_of_sparse_runs(
+def test_blocks_of_heads_that_are_no_whole_vectors_are_fused_and_left_out_of_sparse_runs(
     checkpoints: Checkpoints, stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of Qwen3-VL: its largest image took minutes of a start."""
+    """Those of Qwen3-VL have 72 values: its largest image took minutes of a start."""
     config: Any = AutoConfig.from_pretrained(checkpoints("nano3")).vision_config
-    config.depth = 9
+    config.depth, config.hidden_size = 9, 48
     model: Any = Qwen3VLVisionModel._from_config(config).to(torch.bfloat16)
     jobs, family, found = jobs_of(stages("nano3")), FAMILIES["qwen3_vl"], []
     attend = Mock(wraps=attend_patches)
-    monkeypatch.setattr(tower_attention, "attend_patches", attend)
+    monkeypatch.setattr(attention, "attend_patches", attend)
     for backend in (Backend, CpuBackend):
         made = backend(WorkerSettings(), torch.bfloat16)
         made.prepare_tower(model)
         tower = FamilyTower(family, model, made, 2)
         with torch.inference_mode():
             found.append(tower.encode(jobs).float())
-    assert (found[1] - found[0]).abs().max().item() < 0.05 * found[0].std().item()
+    assert (found[1] - found[0]).abs().max().item() < 0.1 * found[0].std().item()
     assert attend.call_count == 9 * len(jobs)
     with torch.inference_mode(), sparsely():
         assert tower.encode(jobs).isfinite().all()

@@ -288,7 +288,7 @@ class EncodeSlices:
         self.busy_ns = 0
         self._time_slice_ns = 0
         self._tokens = 0
-        self._layer_token_ns = 0.0
+        self._layer_ns, self._layer_tokens = 0.0, 0
 
     def begin(self, decision: EncodeDecision) -> EncodeDecision:
         self._time_slice_ns = decision.time_slice_ns
@@ -299,8 +299,9 @@ class EncodeSlices:
 
     def take_pause(self, paused: Paused) -> int:
         """Return the layers of the next slice; the slowest slice of a batch sets the time per layer."""
-        slice_ns = paused.busy_ns / paused.layers / self._tokens
-        self._layer_token_ns = max(slice_ns, self._layer_token_ns) if self.busy_ns else slice_ns
+        layer_ns = paused.busy_ns / paused.layers
+        self._layer_ns = max(layer_ns, self._layer_ns) if self.busy_ns else layer_ns
+        self._layer_tokens = self._tokens
         self.busy_ns += paused.busy_ns
         return self._layers()
 
@@ -311,9 +312,11 @@ class EncodeSlices:
 
     def _layers(self) -> int:
         """Return the number of layers that fit, at least one; one before the first measurement."""
-        if not self._layer_token_ns:
+        if not self._layer_ns:
             return 1
-        return max(1, int(self._time_slice_ns / (self._layer_token_ns * self._tokens)))
+        # Layers of more tokens take longer; those of fewer may be whole layers, in place of parts.
+        scale = max(self._tokens / self._layer_tokens, 1.0)
+        return max(1, int(self._time_slice_ns / (self._layer_ns * scale)))
 
 
 class LeaderEnd(Protocol):

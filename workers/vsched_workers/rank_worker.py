@@ -16,6 +16,7 @@ from vsched_workers.adapters.layers import AdaptedModule
 from vsched_workers.backends.choice import choose_backend, threads_here
 from vsched_workers.backends.reference.backend import Backend
 from vsched_workers.checkpoint.files import checkpoint_directory, read_json
+from vsched_workers.checkpoint.whole_model import build_tower
 from vsched_workers.families import FAMILIES, family_of_rank, language_family
 from vsched_workers.families.decoders import text_family
 from vsched_workers.families.generic import read_config
@@ -128,9 +129,10 @@ def compile_kernels(
     if stage == "generate":
         backend = choose_backend(settings, dtype, info.kv_dtype)
         return compile_language(info, settings, backend, progress)
-    tower = None
     if info.family in FAMILIES:
         family = family_of_rank(info.family, info.path, settings)
         with torch.device("meta"):
             tower = family.build_vision(info.path, "sdpa")
+    else:
+        tower = build_tower(info.path, info.family)
     return choose_backend(settings, dtype).compile_tower(tower, progress)

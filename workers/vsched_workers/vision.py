@@ -248,10 +248,11 @@ def _load_any(info: ModelInfo, settings: WorkerSettings, progress: Progress) -> 
     assert settings.ranks == 1, "such a tower is not shared"
     dtype: torch.dtype = getattr(torch, info.dtype)
     backend = choose_backend(settings, dtype)
-    backend.compile_tower(None, progress)
+    model = build_tower(info.path, info.family)
+    backend.compile_tower(model, progress)
     with backend.without_holes():
         model = load_whole(
-            build_tower(info.path, info.family),
+            model,
             info.path,
             dtype=dtype,
             device=settings.device,

@@ -49,9 +49,10 @@ def test_encode_slices_follow_the_times_of_parts() -> None:
     assert encode_slices.take_pause(Paused(1, 4, 40 * MS)) == 4, "others like them may come"
     assert encode_slices.busy_ns == 185 * MS
     assert encode_slices.end()
-    assert encode_slices.begin(batch(2, 50, 50)).layers == 8, "half the tokens"
+    assert encode_slices.begin(batch(2, 400)).layers == 2, "twice the tokens"
+    assert encode_slices.begin(batch(2, 50)).layers == 4, "these may be layers, those parts of them"
     assert encode_slices.begin(batch(3, 100_000)).layers == 1
-    assert encode_slices.begin(batch(4, 100, time_slice_ms=1000)).layers == 80
+    assert encode_slices.begin(batch(4, 100, time_slice_ms=1000)).layers == 40
     assert encode_slices.take_pause(Paused(4, 80, 400 * MS)) == 200, "another batch, another cost"
     encoded = EncodeDecision(5, [EncodeTask(b"", 200, Extent(0, 8), [0], encoded=True)], MS)
     assert encode_slices.begin(encoded) == encoded, "nothing to compute"

@@ -14,10 +14,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
+from unittest.mock import Mock
 
 import msgspec
 import numba
 import pytest
+import torch
 
 import vsched_workers
 from tests.patience import PATIENCE_S
@@ -27,10 +29,11 @@ from tests.workers.properties import thorough
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.backends.cpu import compiling as compiling_module
 from vsched_workers.backends.cpu import kernel_store
+from vsched_workers.backends.cpu.backend import CpuBackend
 from vsched_workers.backends.cpu.compiling import Need, compile_ahead, missing
 from vsched_workers.backends.cpu.kernel_store import SOURCES as KEYED
 from vsched_workers.backends.cpu.kernel_store import content_key, kernel_folder
-from vsched_workers.backends.cpu.kernels import compilation
+from vsched_workers.backends.cpu.kernels import compilation, sampling
 from vsched_workers.checkpoint.random_init import make_checkpoint
 
 pytest.importorskip("numba")
@@ -133,6 +136,14 @@ def test_nothing_is_compiled_ahead_where_it_cannot_be_kept(
     monkeypatch.setattr(compiling_module, "kernel_folder", lambda: Path("/proc"))
     assert compile_ahead([GREEDY], unreported) == 0
     assert processes.requested == []
+
+
+def test_models_of_all_paths_load_argmax_before_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a loss no measuring run loads it, and the first request of the generic path waited."""
+    warm_up = Mock()
+    monkeypatch.setattr(sampling, "warm_up_greedy", warm_up)
+    CpuBackend(WorkerSettings(), torch.bfloat16).load_attention()
+    warm_up.assert_called()
 
 
 @pytest.mark.slow

@@ -137,9 +137,11 @@ def test_profiling_run_of_first_layers_computes_every_row(stages: Stages, size: 
 
 
 @pytest.mark.parametrize("sizes", [[(90, 60)], [(200, 70), (31, 150), (140, 140)]])
-def test_fused_blocks_equal_the_modules(stages: Stages, sizes: list[tuple[int, int]]) -> None:
+def test_fused_blocks_equal_the_modules(
+    stages: Stages, size: str, sizes: list[tuple[int, int]]
+) -> None:
     """Windows of several sizes, one or more images at once: same rows except for rounding."""
-    exact, fused = (stages("nano25", kind, "bfloat16") for kind in ("exact", "auto"))
+    exact, fused = (stages(size, kind, "bfloat16") for kind in ("exact", "auto"))
     assert _fused_blocks(fused)
     _check_images(exact, fused, sizes)
 

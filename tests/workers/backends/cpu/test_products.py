@@ -376,16 +376,24 @@ def test_loops_of_activations_have_names_of_their_own() -> None:
     ],
     ids=["silu", "gelu", "tanh"],
 )
-@pytest.mark.parametrize(("threads", "rows"), [(0, 7), (2, 3000)])
+@pytest.mark.parametrize(
+    ("threads", "rows", "gated"), [(0, 7, True), (2, 3000, True), (2, 9, False)]
+)
 def test_activations_equal_the_modules(
-    kernel: Any, function: Callable[[torch.Tensor], torch.Tensor], threads: int, rows: int
+    kernel: Any,
+    function: Callable[[torch.Tensor], torch.Tensor],
+    threads: int,
+    rows: int,
+    gated: bool,
 ) -> None:
     """Far from zero they are the identity, or zero; the exponential neither overflows nor yields NaN."""
     gate, up = draw(rows, 37) * 4, draw(rows, 37, seed=1)
     gate[0, :6] = torch.tensor([0.0, -0.0, 300.0, -300.0, 17.0, -17.0])
-    wanted = function(gate.float()).bfloat16() * up
+    wanted = function(gate.float()).bfloat16()
     pool = pool_of(threads) if threads else 0
-    kernel(pool, gate.data_ptr(), up.data_ptr(), rows, 37)
+    if gated:
+        wanted *= up
+    kernel(pool, gate.data_ptr(), up.data_ptr() if gated else 0, rows, 37)
     clear = wanted.abs() > 1e-3  # torch subtracts two nearly equal numbers
     assert (gate == wanted)[clear].float().mean() > 0.95
     torch.testing.assert_close(gate, wanted, rtol=2**-6, atol=1e-6)  # both round twice

@@ -26,12 +26,15 @@ from vsched_workers.backends.reference.attention import prefill_by_gather
 from vsched_workers.batching.kv_cache import KvCache, KvShape
 from vsched_workers.batching.paged_attention import PatchKernel, ScoreRule
 from vsched_workers.batching.paged_attention import prefill_by_rule as prefill_by_torch
-from vsched_workers.memory.sparse_runs import at_most, attended_contexts, is_sparse
+from vsched_workers.batching.pause_points import report_computed
+from vsched_workers.memory.sparse_runs import at_most, attended_contexts, is_sparse, pieces
 
 if TYPE_CHECKING:
     from vsched_workers.batching.paged_attention import PagedStep, Segment
 
 
+HEADS_OPERATIONS = 2e10
+"""Maximum operations of attention of several heads in one call, after which encoding may pause."""
 TASKS_MIN = 4
 """With fewer rows per thread than this, each KV head of a row is a task."""
 
@@ -108,6 +111,11 @@ def fits(head_dim: int) -> bool:
     return head_dim % LANES == 0
 
 
+def whole_vectors(head_dim: int) -> int:
+    """Return a head dimension, padded to whole vectors."""
+    return -(-head_dim // LANES) * LANES
+
+
 def warm_up(*, tiles: bool = True) -> None:
     """Compile the attention kernel of this processor ahead of requests; without `tiles`, the one without AMX."""
     attend, tag = attention_kernel(tiles=tiles)
@@ -181,11 +189,20 @@ def attend_patches(
     Shape: query, key, value [heads, sequences, rows, head_dim]; writes `out` [sequences, rows, heads, head_dim].
     Without `tiles` AMX is not used. The head dimension must fit.
     """
-    rows = query.shape[2]
+    heads, sequences, rows, head_dim = query.shape
     keys, values = (each.flatten(1, 2) for each in (key, value))
     slots = np.arange(rows)
     rule = ScoreRule(scaling)
-    _attend(query, keys, values, slots, rule, out, causal=False, tiles=tiles)
+    operations = 4.0 * sequences * rows * rows * head_dim
+    starts = range(0, heads, max(int(HEADS_OPERATIONS / operations), 1))
+    for start in pieces(starts):
+        part = slice(start, start + starts.step)
+        some = query[part], keys[part], values[part]
+        to = out if len(starts) == 1 else torch.empty_like(out[:, :, part])
+        _attend(*some, slots, rule, to, causal=False, tiles=tiles)
+        if to is not out:
+            out[:, :, part] = to
+        report_computed(operations * len(some[0]))
 
 
 def _attend(

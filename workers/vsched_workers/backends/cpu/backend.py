@@ -41,7 +41,7 @@ from vsched_workers.backends.cpu.products import (
 )
 from vsched_workers.backends.cpu.threads import pool_of, process_pool
 from vsched_workers.backends.cpu.tower_attention import use_patch_kernel
-from vsched_workers.backends.cpu.vision_layers import fuse_blocks
+from vsched_workers.backends.cpu.vision_layers import fuse_blocks, fuse_mlps
 from vsched_workers.backends.reference.attention import prefill_by_gather
 from vsched_workers.backends.reference.backend import Backend
 from vsched_workers.backends.reference.layers import fuse
@@ -240,14 +240,18 @@ class CpuBackend(Backend):
     def prepare_tower(self, tower: nn.Module) -> int:
         size = super().prepare_tower(tower)
         if self._fuses and not fuse_blocks(tower, self._threads, deterministic=self._deterministic):
-            use_patch_kernel(tower)
+            self._use_kernels(tower)
         return size
 
     def prepare_any_tower(self, model: nn.Module) -> int:
         size = super().prepare_any_tower(model)
         if self._fuses:
-            use_patch_kernel(model)
+            self._use_kernels(model)
         return size
+
+    def _use_kernels(self, tower: nn.Module) -> None:
+        use_patch_kernel(tower)
+        fuse_mlps(tower, self._threads)
 
     def lays_out(self, module: nn.Module) -> Collection[str]:
         if self.make_product is None:
@@ -271,7 +275,7 @@ class CpuBackend(Backend):
         wanted = language_needs(self.settings, self.dtype, self.kv_dtype, config, decoder, kinds)
         return compile_ahead([*wanted], progress)
 
-    def compile_tower(self, tower: nn.Module | None, progress: Progress) -> int:
+    def compile_tower(self, tower: nn.Module, progress: Progress) -> int:
         return compile_ahead([*tower_needs(self.settings, self.dtype, tower)], progress)
 
     def kernels_here(self) -> Mapping[str, int]:
@@ -297,6 +301,8 @@ class CpuBackend(Backend):
     def load_attention(self) -> None:
         sampling.warm_up()
         prefill = prefill_by_gather
+        if self.dtype == torch.bfloat16:
+            sampling.warm_up_greedy()
         if self.dtype == torch.bfloat16 and not self._deterministic:
             attention.warm_up()
             prefill = attention.prefill

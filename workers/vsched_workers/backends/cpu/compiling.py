@@ -40,7 +40,6 @@ from vsched_workers.backends.cpu.attention import (
 from vsched_workers.backends.cpu.compiled_step import step as compiled_step
 from vsched_workers.backends.cpu.kernel_store import kernel_folder, processor
 from vsched_workers.backends.cpu.kernels import prefill_attention, sampling
-from vsched_workers.backends.cpu.kernels.activation import swiglu
 from vsched_workers.backends.cpu.kernels.bf16 import BF16
 from vsched_workers.backends.cpu.kernels.decode_attention import decode
 from vsched_workers.backends.cpu.kernels.low_rank import add_low_rank
@@ -58,7 +57,7 @@ from vsched_workers.backends.cpu.products import (
 )
 from vsched_workers.backends.cpu.tiles.attention import attend_in_tiles
 from vsched_workers.backends.cpu.tiles.kernel import has_tiles
-from vsched_workers.backends.cpu.vision_layers import can_fuse
+from vsched_workers.backends.cpu.vision_layers import activation_of, can_fuse, has_bias, mlp_parts
 from vsched_workers.families.decoders import Decoder, head_dim
 from vsched_workers.quantized.layers import HEAD_FORMAT
 from vsched_workers.quantized.weights import QuantizedWeight
@@ -109,15 +108,17 @@ def language_needs(
 
 
 def tower_needs(settings: WorkerSettings, dtype: torch.dtype, tower: Any) -> Iterator[Need]:
-    """Yield the kernels of a vision tower; None is a tower of unknown architecture, with fewer known kernels."""
+    """Yield the kernels of a vision tower, or of a model with one."""
     yield from _product_needs(settings, dtype, [settings.weights] if settings.quantizes else [])
     if dtype != torch.bfloat16:
         return
     yield _many_rows_need(deterministic=settings.deterministic)
-    if tower is not None and can_fuse(tower):
-        yield ("norm",)
-        yield ("activation", _name(swiglu))
+    activations = [parts[2] for each in tower.modules() if (parts := mlp_parts(each)) is not None]
+    if can_fuse(tower):
+        yield ("norms of all kinds" if has_bias(tower.blocks[0].norm1) else "norm",)
+        activations.append(activation_of(tower.blocks[0].mlp.act_fn))
         yield ("rope of patches",)
+    yield from (("activation", _name(each)) for each in dict.fromkeys(activations))
     if settings.adapters:
         yield ("low rank",)
 

@@ -26,7 +26,6 @@ from vsched_workers.backends.base import Product
 from vsched_workers.backends.cpu.attention import fits as fits_vectors
 from vsched_workers.backends.cpu.attention import prefill_by_rule, sample_cache, shares_of
 from vsched_workers.backends.cpu.compiled_step.step import CompiledStep, StepAngles, fits
-from vsched_workers.backends.cpu.kernels import sampling
 from vsched_workers.backends.cpu.kernels.activation import gelu, gelu_tanh, swiglu
 from vsched_workers.backends.cpu.kernels.decode_attention import decode
 from vsched_workers.backends.cpu.kernels.norm import add_norm, add_normed, norm_parts
@@ -183,7 +182,6 @@ class FusedLanguage:
             each.address_of()
         for each in (rope_prefill, decode):
             each.address_of(cached, cached)
-        sampling.warm_up_greedy()
         self._compiled_step: CompiledStep | None = None
         if fits(self._layers):
             self._compiled_step = CompiledStep(

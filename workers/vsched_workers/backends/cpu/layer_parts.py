@@ -11,15 +11,17 @@ import numpy.typing as npt
 import torch
 
 from vsched_workers.adapters.places import PassRows
-from vsched_workers.backends.cpu.kernels.norm import add_norm, norm_of
+from vsched_workers.backends.cpu.kernels.norm import add_norm, add_normed, norm_of
 from vsched_workers.backends.reference.packed_weights import block_starts
 from vsched_workers.families.decoders import NormWeights
 from vsched_workers.memory.sparse_runs import pieces, room_for
 
+_NO_NORM = norm_of(0, 0.0, once=False)
+
 
 @dataclass(slots=True)
 class Norm:
-    """An RMS norm, or none.
+    """An RMS norm or LayerNorm, or none.
 
     Attributes:
         weight_at: Address of its weights, which the module owns, bfloat16; 0 without a norm.
@@ -41,14 +43,16 @@ class Norm:
     ) -> Norm:
         """Take the weights of transformers' module; `width` is the width of rows if the module is None."""
         if module is None:
-            return cls(0, width, np.float32(0.0), norm_of(0, 0.0, once=False), None)
+            return cls(0, width, np.float32(0.0), _NO_NORM, None)
         weights: torch.Tensor = module.weight
         assert weights.is_contiguous(), "weights must be contiguous"
         address = weights.data_ptr()
         if kind is not NormWeights.AFTER_ROUNDING:
             weights = weights.float() + float(kind is NormWeights.PLUS_ONE)
         eps: float = module.eps if hasattr(module, "eps") else module.variance_epsilon
-        record = norm_of(weights.data_ptr(), eps, once=kind is not NormWeights.AFTER_ROUNDING)
+        once, bias = kind is not NormWeights.AFTER_ROUNDING, getattr(module, "bias", None)
+        bias_at = 0 if bias is None else bias.data_ptr()
+        record = norm_of(weights.data_ptr(), eps, once=once, bias_at=bias_at)
         return cls(address, len(weights), np.float32(eps), record, weights)
 
     def add(
@@ -56,6 +60,10 @@ class Norm:
     ) -> None:
         """Add `delta` to hidden states in place, and write the norms of the sums; this norm rounds twice."""
         delta_at = 0 if delta is None else delta.data_ptr()
+        if self.record[0]["bias_at"]:
+            given = hidden_at, delta_at, _NO_NORM, np.float32(1.0), self.record, self.width
+            add_normed(pool, *given, out_at, rows)
+            return
         add_norm(pool, hidden_at, delta_at, self.weight_at, self.width, self.eps, out_at, rows)
 
     @property

@@ -10,16 +10,13 @@ from typing import Any, Final
 import torch
 from torch.nn import functional
 
-from vsched_workers.backends.cpu.attention import attend_patches, warm_up
-from vsched_workers.backends.cpu.kernels.simd import LANES
+from vsched_workers.backends.cpu.attention import attend_patches, warm_up, whole_vectors
 
 NAME: Final = "vsched_patches"
 
 
 def use_patch_kernel(model: Any) -> None:
     """Compile the patch kernel, and make it the attention implementation of a tower of transformers."""
-    if not hasattr(model, "set_attn_implementation"):
-        return  # modules of another origin, such as `own_modules` with a head dimension that does not fit
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
@@ -61,7 +58,7 @@ def attend(
             **given,
         )
     # Zeros change no score, and their values are cut off.
-    padded = -(-head_dim // LANES) * LANES
+    padded = whole_vectors(head_dim)
     q, k, v = (
         functional.pad(each.transpose(0, 1), (0, padded - head_dim)).contiguous()
         for each in (query, key, value)

@@ -184,8 +184,8 @@ class Backend:
         """
         return 0
 
-    def compile_tower(self, tower: nn.Module | None, progress: Progress) -> int:
-        """Compile the kernels of a vision tower, in the same way; None is a tower of the generic path."""
+    def compile_tower(self, tower: nn.Module, progress: Progress) -> int:
+        """Compile the kernels of a vision tower, or of a model with one, in the same way."""
         return 0
 
     def kernels_here(self) -> Mapping[str, int]:

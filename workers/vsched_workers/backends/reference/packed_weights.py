@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from vsched_workers.backends.reference.host_memory import HugePages
+from vsched_workers.batching.pause_points import report_computed
 from vsched_workers.memory.sparse_runs import is_sparse, pieces, room_for
 from vsched_workers.quantized.layers import QuantizedLinear
 from vsched_workers.quantized.weights import QuantizedWeight
@@ -59,6 +60,7 @@ class PackedProduct(ABC):
             some = min(starts.step, count - start)
             at, to = rows_at + start * inputs * size, result_at + start * outputs * size
             self.multiply_rows(rows.dtype, at, some, to)
+            report_computed(2.0 * some * inputs * outputs)
         return result
 
     @abstractmethod

@@ -3,6 +3,8 @@
     gate <- silu(gate) * up,   silu(x) = x / (1 + exp(-x))    (silu and product rounded)
     gate <- gelu(gate) * up
 
+MLPs without a gate have no `up`: its address is 0, and nothing is multiplied.
+
 gelu(x) is x P(N <= x) for a standard normal N, or its approximation
 
     x / (1 + exp(-2 c (x + 0.044715 x^3))),   c = sqrt(2 / pi)
@@ -78,9 +80,13 @@ def _row_of(function: Any) -> Any:
         # The whole expression is one loop in a function of its own: LLVM's code for that is 5 to 15 % faster.
         skip = 2 * row * width
         gate, up = bf16_array(gate_at + skip, width), bf16_array(up_at + skip, width)
-        for index in range(width):
-            active = through_bf16(function(widen(gate[index])))
-            gate[index] = narrow(active * widen(up[index]))
+        if up_at:
+            for index in range(width):
+                active = through_bf16(function(widen(gate[index])))
+                gate[index] = narrow(active * widen(up[index]))
+        else:
+            for index in range(width):
+                gate[index] = narrow(function(widen(gate[index])))
 
     apply.__qualname__ = f"{function.__name__}.{apply.__name__}"
     return numba.njit(fastmath=True, nogil=True, error_model="numpy")(apply)

@@ -1,7 +1,8 @@
-"""Residual add and RMS norm of bfloat16 rows.
+"""Residual add, and RMS norm or LayerNorm, of bfloat16 rows.
 
     hidden <- hidden + delta                                   (rounded)
     out     = weight * (hidden / sqrt(mean(hidden^2) + eps))   (both products rounded)
+    out     = weight * (hidden - mean(hidden)) / sqrt(variance(hidden) + eps) + bias       (LayerNorm)
 
 Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (NeurIPS 2019).
 """
@@ -75,17 +76,39 @@ def add_norm(
     spread(pool, rows, rows_together(width), _add_norm_row, arguments)
 
 
-NORM = np.dtype([("weight_at", np.int64), ("eps", np.float32), ("once", np.int64)])
+NORM = np.dtype(
+    [("weight_at", np.int64), ("eps", np.float32), ("once", np.int64), ("bias_at", np.int64)]
+)
 """A norm, an array of one record: address of its weights, 0 if there is no norm, and epsilon.
 
-The weights are bfloat16; or, if `once` is 1, float32, and only the result is rounded.
+The weights are bfloat16; or, if `once` is 1, float32, and only the result is rounded. With a `bias_at` other than 0 it
+is a LayerNorm, with a bfloat16 bias.
 """
 _NORMS = array_of(NORM)
 
 
 @compiled()
+def _layer_norm_row(values: Any, weight: Any, bias: Any, eps: Any, out: Any) -> None:
+    count = np.float32(len(values))
+    total = squares = np.float32(0.0)
+    for index in range(len(values)):
+        total += widen(values[index])
+    mean = total / count
+    for index in range(len(values)):
+        squares += (widen(values[index]) - mean) ** 2
+    scale = np.float32(1.0) / np.sqrt(squares / count + eps)
+    for index in range(len(values)):
+        normed = (widen(values[index]) - mean) * scale
+        out[index] = narrow(normed * widen(weight[index]) + widen(bias[index]))
+
+
+@compiled()
 def _any_norm_row(values: Any, norm: Any, out: Any) -> None:
     width = len(values)
+    if norm.bias_at:
+        weight, bias = bf16_array(norm.weight_at, width), bf16_array(norm.bias_at, width)
+        _layer_norm_row(values, weight, bias, norm.eps, out)
+        return
     squares = np.float32(0.0)
     for index in range(width):
         squares += widen(values[index]) * widen(values[index])
@@ -167,6 +190,6 @@ def norm_parts(pool: int, rows_at: int, row_bytes: int, width: int, norm: Any, r
     spread(pool, rows, rows_together(width), _norm_part, arguments)
 
 
-def norm_of(weight_at: int, eps: float, *, once: bool) -> npt.NDArray[Any]:
+def norm_of(weight_at: int, eps: float, *, once: bool, bias_at: int = 0) -> npt.NDArray[Any]:
     """Return the record of a norm; its weights must outlive it."""
-    return np.array([(weight_at, eps, int(once))], dtype=NORM)
+    return np.array([(weight_at, eps, int(once), bias_at)], dtype=NORM)

@@ -245,13 +245,16 @@ def rope_prefill(
 
 @compiled()
 def _rope_patch(
-    piece: int, qkv_at: int, first: int, heads: int, cos: Any, sin: Any, out_at: int
+    piece: int, qkv_at: int, first: int, heads: int, cos: Any, sin: Any, out_dim: int, out_at: int
 ) -> None:
     row, (rows, half) = first + piece, cos.shape
-    size = 4 * half
+    size, padding = 4 * half, out_dim - 2 * half
+    for head in range(3 * heads):
+        target_at = out_at + (head * rows + row) * 2 * out_dim
+        bf16_array(target_at + size, padding)[:] = np.uint16(0)
     for head in range(2 * heads):
         source_at = qkv_at + (row * 3 * heads + head) * size
-        target_at = out_at + (head * rows + row) * size
+        target_at = out_at + (head * rows + row) * 2 * out_dim
         lower, upper = bf16_array(source_at, half), bf16_array(source_at + 2 * half, half)
         lower_out, upper_out = bf16_array(target_at, half), bf16_array(target_at + 2 * half, half)
         for index in range(half):
@@ -260,17 +263,25 @@ def _rope_patch(
             upper_out[index] = narrow(second * cos[row, index] + first * sin[row, index])
     for head in range(2 * heads, 3 * heads):
         source_at = qkv_at + (row * 3 * heads + head) * size
-        copy(source_at, out_at + (head * rows + row) * size, 2 * half)
+        copy(source_at, out_at + (head * rows + row) * 2 * out_dim, 2 * half)
 
 
-@kernel(*[LONG] * 5, array_of(np.float32, 2), array_of(np.float32, 2), LONG)
+@kernel(*[LONG] * 5, array_of(np.float32, 2), array_of(np.float32, 2), LONG, LONG)
 def rope_patches(
-    pool: int, qkv_at: int, first: int, stop: int, heads: int, cos: Any, sin: Any, out_at: int
+    pool: int,
+    qkv_at: int,
+    first: int,
+    stop: int,
+    heads: int,
+    cos: Any,
+    sin: Any,
+    out_dim: int,
+    out_at: int,
 ) -> None:
     """Write the heads of the rows `first` to `stop` of an image, with queries and keys rotated in float32.
 
     Shape: qkv [rows, 3 * heads, head_dim], with `qkv_at` the address that row 0 would have; cos, sin float32 [rows,
-    head_dim / 2]; out [3 * heads, rows, head_dim].
+    head_dim / 2]; out [3 * heads, rows, out_dim], heads padded with zeros.
     """
-    arguments = qkv_at, first, heads, cos, sin, out_at
+    arguments = qkv_at, first, heads, cos, sin, out_dim, out_at
     spread(pool, stop - first, rows_together(6 * heads * cos.shape[1]), _rope_patch, arguments)
