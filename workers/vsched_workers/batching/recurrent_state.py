@@ -2,7 +2,7 @@
 
 Such a layer has a module that reads and writes its state in a cache of transformers (`get_conv_state` and the like).
 Here that cache is created for each call, for its sequences alone, over tensors with a row for every slot. Decode rows
-run in one call, with their states gathered; chunks run one after the other.
+run in one call, with their states gathered unless they are consecutive; chunks run one after the other.
 
 A chunk from position 0 begins without a state, whatever the slot contains. So slots need no reset for another request,
 and a recomputed request starts from the beginning. A rank runs its steps in order and computes each token of a sequence
@@ -296,13 +296,27 @@ class RecurrentStates:
         return (rows, *found[1:]) if isinstance(found, tuple) else rows
 
     def _of(self, layer: int, slots: torch.Tensor) -> SequenceStates:
+        """Return the states of some slots: on a host, those of consecutive slots are updated in place.
+
+        A step with all slots gathers them, so that a profiling run measures the memory of steps that have to.
+        """
         own = (name for name in self._slots if name[0] == layer)
-        return SequenceStates({name: self._slots[name].index_select(0, slots) for name in own})
+        has_all = len(slots) == self._first_snapshot > 2  # of two slots, any are consecutive
+        if has_all or not slots.is_cpu or (np.diff(slots.numpy()) != 1).any():
+            return SequenceStates({name: self._slots[name].index_select(0, slots) for name in own})
+        rows = slice(int(slots[0]), int(slots[-1]) + 1)
+        return SequenceStates({name: self._slots[name][rows] for name in own})
 
     def _keep(self, layer: int, slots: torch.Tensor, states: SequenceStates) -> None:
         for name, tensor in self._slots.items():
-            if name[0] == layer:
-                tensor.index_copy_(0, slots, states.held[name].to(tensor.dtype))
+            if name[0] != layer:
+                continue
+            kept = states.held[name]
+            if kept.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
+                if kept.data_ptr() == tensor[int(slots[0])].data_ptr():
+                    continue
+                kept = kept.clone()
+            tensor.index_copy_(0, slots, kept.to(tensor.dtype))
 
 
 def _first(found: Any) -> torch.Tensor:

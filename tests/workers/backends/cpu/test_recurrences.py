@@ -1,4 +1,4 @@
-"""The kernels of recurrent layers against transformers' torch code, as one chunk and as two."""
+"""The kernels of recurrent layers against transformers' torch code: chunks, as one and as two, and decode rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers.models.jamba import modeling_jamba
 from transformers.models.nemotron_h import modeling_nemotron_h
 from transformers.models.qwen3_next import modeling_qwen3_next
 
-from vsched_workers.backends.cpu.recurrences import chunk_functions
+from vsched_workers.backends.cpu.recurrences import state_functions
 
 TOKENS, CUT = 23, 9
 HEADS, HEAD_DIM, GROUPS, STATE = 4, 18, 2, 16
@@ -59,7 +59,7 @@ def test_scans_are_transformers_scans_and_continue(
     module: Any, name: str, values: Any, options: dict[str, Any], dim: int, state: str
 ) -> None:
     """Heads and channels that fill no whole piece; a number of tokens that is no multiple of four."""
-    scan = chunk_functions([name], torch.float32, 2)[name]
+    scan = state_functions([name], torch.float32, 2)[name]
     expected, after = getattr(module, name)(*values, **options)
 
     def scan_part(part: slice, **more: Any) -> Any:
@@ -77,6 +77,63 @@ def test_scans_are_transformers_scans_and_continue(
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
+def rows(*shape: int) -> torch.Tensor:
+    """Return values of two sequences."""
+    return torch.cat([some(*shape), some(*shape).flip(-1)])
+
+
+def expanded(values: torch.Tensor, *sizes: int) -> torch.Tensor:
+    return values.view(*values.shape, *[1 for _ in sizes]).expand(*values.shape, *sizes)
+
+
+HEAD_SIZES = {
+    "D": expanded(some(HEADS)[0], HEAD_DIM),
+    "dt_bias": expanded(some(HEADS)[0], HEAD_DIM),
+}
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "state", "values", "options"),
+    [
+        (
+            *(modeling_nemotron_h, "mamba2_selective_state_update", (HEADS, HEAD_DIM, STATE)),
+            (
+                rows(HEADS, HEAD_DIM),
+                expanded(rows(HEADS), HEAD_DIM),
+                MAMBA[2],
+                *[rows(GROUPS, STATE)] * 2,
+            ),
+            HEAD_SIZES | {"dt_softplus": True, "z": rows(HEADS, HEAD_DIM)},
+        ),
+        (
+            *(modeling_jamba, "mamba_selective_state_update", (CHANNELS, STATE)),
+            (rows(CHANNELS), rows(CHANNELS), CHANNELS_OF_MAMBA[2], *[rows(STATE)] * 2),
+            {"D": some(CHANNELS)[0], "dt_softplus": True, "z": rows(CHANNELS)},
+        ),
+        (
+            *(modeling_jamba, "causal_conv1d_update", (CHANNELS, 4)),
+            (rows(CHANNELS, 1), some(CHANNELS, 4)[0], some(CHANNELS)[0]),
+            {"activation": "silu"},
+        ),
+    ],
+)
+@torch.inference_mode()
+def test_tokens_of_several_sequences_update_their_states(
+    module: Any, name: str, state: Any, values: Any, options: dict[str, Any]
+) -> None:
+    if name == "mamba2_selective_state_update":
+        values = (*values[:2], expanded(values[2], HEAD_DIM, STATE), *values[3:])
+    # A convolution takes its state after the values of the token.
+    own, reference = rows(*state), rows(*state)
+    at = 1 if name == "causal_conv1d_update" else 0
+    found = state_functions([name], torch.float32, 2)[name](
+        *values[:at], own, *values[at:], **options
+    )
+    expected = getattr(module, name)(*values[:at], reference, *values[at:], **options)
+    for one, other in ((found, expected), (own, reference)):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("activation", [None, "silu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [2, TOKENS])
@@ -87,7 +144,7 @@ def test_convolutions_are_transformers_convolutions(
     name = "causal_conv1d_fn"
     weight = some(CHANNELS, 4)[0], some(CHANNELS)[0]
     given = [each.to(dtype) for each in (some(CHANNELS, tokens), *weight)]
-    found = chunk_functions([name], dtype, 2)[name](*given, activation=activation)
+    found = state_functions([name], dtype, 2)[name](*given, activation=activation)
     expected = getattr(modeling_jamba, name)(*map(torch.Tensor.float, given), activation=activation)
     assert found.dtype == dtype
     within = 1e-6 if dtype == torch.float32 else 2**-8

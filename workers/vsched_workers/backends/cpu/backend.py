@@ -234,8 +234,8 @@ class CpuBackend(Backend):
             size = packed.packed.size_bytes + quantizer.embedding_bytes
         return size
 
-    def chunk_functions(self, names: Collection[str]) -> Mapping[str, Callable[..., Any]]:
-        return recurrences.chunk_functions(names, self.dtype, self._threads)
+    def state_functions(self, names: Collection[str]) -> Mapping[str, Callable[..., Any]]:
+        return recurrences.state_functions(names, self.dtype, self._threads)
 
     def prepare_tower(self, tower: nn.Module) -> int:
         size = super().prepare_tower(tower)

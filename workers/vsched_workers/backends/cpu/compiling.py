@@ -96,7 +96,7 @@ def language_needs(
         if any(fits(head_dim(each)) for each in layers) and not settings.deterministic:
             yield _many_rows_need()
     if STATEFUL & {*layer_kinds(config)}:
-        for name in recurrences.FUNCTIONS:
+        for name in sorted(recurrences.KERNELS):
             yield ("recurrence", name, _word(dtype))
     if settings.adapters and dtype == torch.bfloat16:
         yield ("low rank",)

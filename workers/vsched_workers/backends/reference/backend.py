@@ -138,8 +138,8 @@ class Backend:
         """Prepare a loaded language model of the generic path; see `prepare_tower`."""
         return self._pack(model) + stored_bytes(*model.parameters())
 
-    def chunk_functions(self, names: Collection[str]) -> Mapping[str, Callable[..., Any]]:
-        """Return replacements for functions that recurrent layers call with a chunk; compile their kernels.
+    def state_functions(self, names: Collection[str]) -> Mapping[str, Callable[..., Any]]:
+        """Return replacements for functions that recurrent layers call; compile their kernels.
 
         `names` are the names in the modules' code.
         """

@@ -1,4 +1,4 @@
-"""Recurrences over the tokens of a chunk, and the causal convolution before them.
+"""Recurrences over the tokens of sequences, and the causal convolution before them.
 
 Mamba 2, for each head with a state H [head_dim, state]:
 
@@ -43,7 +43,7 @@ CHANNELS = 64
 _TOGETHER = 4
 """Tokens of Mamba for which a row is read once."""
 
-_VECTOR, _MATRIX, _CUBE = (array_of(np.float32, dimensions) for dimensions in (1, 2, 3))
+_VECTOR, _MATRIX, _CUBE, _CUBES = (array_of(np.float32, each) for each in (1, 2, 3, 4))
 
 
 @compiled()
@@ -95,17 +95,19 @@ def _rows_of_mamba(
                 out[start + index, head, row] = sums[index] + skipped
 
 
-@kernel(LONG, _CUBE, _MATRIX, _VECTOR, _CUBE, _CUBE, _VECTOR, _CUBE, _CUBE)
+@kernel(LONG, _CUBES, _CUBE, _VECTOR, _CUBES, _CUBES, _VECTOR, _CUBES, _CUBES)
 def scan_mamba(
     pool: int, x: Any, dt: Any, a: Any, b: Any, c: Any, d: Any, states: Any, out: Any
 ) -> None:
-    """Run Mamba 2 over the tokens of one sequence; updates its states.
+    """Run Mamba 2 over the tokens of some sequences; updates their states.
 
-    Shape: x, out [tokens, heads, head_dim]; dt [tokens, heads]; a, d [heads]; b, c [tokens, groups, state]; states
-    [heads, head_dim, state].
+    Shape: x, out [sequences, tokens, heads, head_dim]; dt [sequences, tokens, heads]; a, d [heads]; b, c [sequences,
+    tokens, groups, state]; states [sequences, heads, head_dim, state].
     """
-    pieces = x.shape[1] * -(-x.shape[2] // ROWS)
-    spread(pool, pieces, 1, _rows_of_mamba, (x, dt, a, b, c, d, states, out))
+    pieces = x.shape[2] * -(-x.shape[3] // ROWS)
+    for one in range(len(x)):
+        arguments = x[one], dt[one], a, b[one], c[one], d, states[one], out[one]
+        spread(pool, pieces, 1, _rows_of_mamba, arguments)
 
 
 @compiled()
@@ -131,16 +133,19 @@ def _channels(
             _add_state(states[index, own], a[index, own], steps, inputs, its_b, its_c, sums)
 
 
-@kernel(LONG, _MATRIX, _MATRIX, _MATRIX, _MATRIX, _MATRIX, _VECTOR, _MATRIX, _MATRIX)
+@kernel(LONG, _CUBE, _CUBE, _MATRIX, _CUBE, _CUBE, _VECTOR, _CUBE, _CUBE)
 def scan_channels(
     pool: int, x: Any, dt: Any, a: Any, b: Any, c: Any, d: Any, states: Any, out: Any
 ) -> None:
-    """Run Mamba 1 over the tokens of one sequence; updates its states.
+    """Run Mamba 1 over the tokens of some sequences; updates their states.
 
-    Shape: x, dt, out [tokens, channels]; a [state, channels], times log2(e), not positive; b, c [tokens, state]; d
-    [channels]; states [state, channels].
+    Shape: x, dt, out [sequences, tokens, channels]; a [state, channels], times log2(e), not positive; b, c [sequences,
+    tokens, state]; d [channels]; states [sequences, state, channels].
     """
-    spread(pool, -(-x.shape[1] // CHANNELS), 1, _channels, (x, dt, a, b, c, d, states, out))
+    pieces = -(-x.shape[2] // CHANNELS)
+    for one in range(len(x)):
+        arguments = x[one], dt[one], a, b[one], c[one], d, states[one], out[one]
+        spread(pool, pieces, 1, _channels, arguments)
 
 
 @compiled()
@@ -175,17 +180,19 @@ def _rows_of_delta(
             )
 
 
-@kernel(LONG, _CUBE, _CUBE, _CUBE, _MATRIX, _MATRIX, _CUBE, _CUBE)
+@kernel(LONG, _CUBES, _CUBES, _CUBES, _CUBE, _CUBE, _CUBES, _CUBES)
 def scan_delta(
     pool: int, query: Any, key: Any, value: Any, g: Any, beta: Any, states: Any, out: Any
 ) -> None:
-    """Run the gated delta rule over the tokens of one sequence; updates its states.
+    """Run the gated delta rule over the tokens of some sequences; updates their states.
 
-    Shape: query, key [tokens, key heads, keys]; value, out [tokens, heads, values]; g, beta [tokens, heads]; states
-    [heads, values, keys].
+    Shape: query, key [sequences, tokens, key heads, keys]; value, out [sequences, tokens, heads, values]; g, beta
+    [sequences, tokens, heads]; states [sequences, heads, values, keys].
     """
-    pieces = value.shape[1] * -(-value.shape[2] // ROWS)
-    spread(pool, pieces, 1, _rows_of_delta, (query, key, value, g, beta, states, out))
+    pieces = value.shape[2] * -(-value.shape[3] // ROWS)
+    for one in range(len(value)):
+        arguments = query[one], key[one], value[one], g[one], beta[one], states[one], out[one]
+        spread(pool, pieces, 1, _rows_of_delta, arguments)
 
 
 @compiled()
@@ -215,3 +222,31 @@ def convolve(pool: int, x: Any, weight: Any, bias: Any, activates: int, out: Any
     """
     grain = rows_together(weight.shape[0] * weight.shape[1])
     spread(pool, len(x), grain, _convolve_row, (x, weight, bias, activates, out))
+
+
+@compiled()
+def _convolve_token(
+    one: int, x: Any, inputs: Any, weight: Any, bias: Any, activates: int, out: Any
+) -> None:
+    channels, taps = weight.shape
+    for channel in range(channels):
+        total, own = bias[channel], inputs[one, channel]
+        for tap in range(taps - 1):
+            own[tap] = own[tap + 1]
+            total += widen(own[tap]) * weight[channel, tap]
+        own[taps - 1] = x[one, channel]
+        total += widen(own[taps - 1]) * weight[channel, taps - 1]
+        out[one, channel] = as_type_of(x[one, channel], silu(total) if activates else total)
+
+
+@kernel(LONG, None, None, _MATRIX, _VECTOR, LONG, None)
+def convolve_token(
+    pool: int, x: Any, inputs: Any, weight: Any, bias: Any, activates: int, out: Any
+) -> None:
+    """Convolve one token of each of some sequences, and append it to their last inputs.
+
+    Shape: x, out [sequences, channels], inputs [sequences, channels, taps], bfloat16 or float32; weight [channels,
+    taps]; bias [channels].
+    """
+    grain = rows_together(weight.shape[0] * weight.shape[1])
+    spread(pool, len(x), grain, _convolve_token, (x, inputs, weight, bias, activates, out))
