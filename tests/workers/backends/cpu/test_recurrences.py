@@ -134,7 +134,7 @@ def test_tokens_of_several_sequences_update_their_states(
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("activation", [None, "silu", "relu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [2, TOKENS])
 @torch.inference_mode()

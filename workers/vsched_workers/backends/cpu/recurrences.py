@@ -20,6 +20,9 @@ from vsched_workers.backends.cpu.kernels import recurrence as kernels
 from vsched_workers.backends.cpu.kernels.bf16 import LOG2_E
 from vsched_workers.backends.cpu.threads import pool_of
 
+SILU = ("silu", "swish")
+"""Transformers' names of silu."""
+
 
 def convolve(
     threads: int,
@@ -30,16 +33,15 @@ def convolve(
     **_: object,
 ) -> torch.Tensor:
     """Return the causal convolution of hidden_states [1, channels, tokens] with weight [channels, taps]."""
-    assert activation in (None, "silu", "swish"), f"unknown activation {activation}"
     rows = hidden_states[0].T.contiguous()
     out = torch.empty_like(rows)
     offsets = weight.new_zeros(len(weight)) if bias is None else bias
     taps = _floats(weight.T)
     kernels.convolve(
         *(pool_of(threads), _words(rows), taps, _floats(offsets)),
-        *(int(activation is not None), _words(out)),
+        *(int(activation in SILU), _words(out)),
     )
-    return out.T[None]
+    return _activated(out, activation).T[None]
 
 
 def update_convolution(
@@ -51,17 +53,16 @@ def update_convolution(
     activation: str | None = None,
 ) -> torch.Tensor:
     """Return the convolution of one token of each sequence [sequences, channels, 1]; updates their last inputs."""
-    assert activation in (None, "silu", "swish"), f"unknown activation {activation}"
     inputs, rows = conv_state.contiguous(), hidden_states[..., 0].contiguous()
     out = torch.empty_like(rows)
     offsets = torch.zeros(len(weight)) if bias is None else bias
     kernels.convolve_token(
         *(pool_of(threads), _words(rows), _words(inputs), _floats(weight), _floats(offsets)),
-        *(int(activation is not None), _words(out)),
+        *(int(activation in SILU), _words(out)),
     )
     if inputs is not conv_state:
         conv_state.copy_(inputs)
-    return out[..., None]
+    return _activated(out, activation)[..., None]
 
 
 def scan_mamba(
@@ -219,6 +220,16 @@ def scan_delta(
     )
     after = states.transpose(2, 3) if output_final_state else None
     return out.to(query.dtype), after
+
+
+def _activated(values: torch.Tensor, activation: str | None) -> torch.Tensor:
+    """Apply an activation that kernels lack."""
+    if activation is None or activation in SILU:
+        return values
+    from transformers.activations import ACT2FN
+
+    activated: torch.Tensor = ACT2FN[activation](values)
+    return activated
 
 
 def _states(before: torch.Tensor | None, *shape: int) -> torch.Tensor:
