@@ -135,7 +135,9 @@ def load_on(device: str, path: str, attention: str = "") -> Stage:
     return Stage.load(path, attention=attention or attention_on(device), device=device)
 
 
-def compare(name: str, *, device: str = "cpu", ranks: Ranks | None = None) -> Parity:
+def compare(
+    name: str, *, device: str = "cpu", ranks: Ranks | None = None, attention: str = ""
+) -> Parity:
     """Create a model of an architecture and compare; with `ranks` also on two of them, if they can share it.
 
     Raises:
@@ -146,7 +148,7 @@ def compare(name: str, *, device: str = "cpu", ranks: Ranks | None = None) -> Pa
         model = library_model(folder, sees=name in FAMILY_SIZES).to(device)
         wanted = [expected(model, inputs_of_text(prompt)) for prompt in prompts()]
         questions = [Question(prompt, count=OUTPUTS) for prompt in prompts()]
-        path, stage = describe_checkpoint(folder).path, load_on(device, folder)
+        path, stage = describe_checkpoint(folder).path, load_on(device, folder, attention)
         found = compared(path, stage, questions, wanted, preempts=5)
         if ranks is None:
             return found

@@ -40,6 +40,14 @@ def test_answers_are_those_of_generate(name: str) -> None:
     assert not compare(name).unequal
 
 
+@pytest.mark.parametrize(
+    "name",
+    usually("jamba", of=("bamba", "falcon_h1", "jamba", "kimi_linear", "lfm2", "qwen3_next")),
+)
+def test_kernels_of_recurrent_layers_generate_the_same(name: str) -> None:
+    assert not compare(name, attention="auto").unequal
+
+
 @pytest.mark.parametrize("name", usually("gemma3", "qwen2_vl", of=VISION_SAMPLE))
 def test_answers_about_images_are_those_of_generate(name: str) -> None:
     assert not compare_vision(name).unequal

@@ -232,7 +232,8 @@ class Driver:
         shuffle = random.Random(seed)
         self.blocks = shuffle.sample(range(BLOCKS), BLOCKS)
         self.pages = shuffle.sample(range(PAGES), PAGES)
-        self.slots = shuffle.sample(range(SLOTS), SLOTS)
+        # Consecutive with seed 0: states of such slots are updated in place.
+        self.slots = shuffle.sample(range(SLOTS), SLOTS) if seed else [*range(SLOTS)][::-1]
         self.restored: list[tuple[int, int]] = []
         self.tables = np.full((SLOTS, TABLE_BLOCKS), -1, dtype=np.int32)
         shape = (PAGES, ROWS_A_PAGE, stage.info.embedding_row_bytes)

@@ -574,6 +574,7 @@ def _load_any(
         others = tuple(f"{other}." for other in left_out(model))
         adapt = functools.partial(AdaptedModule, decoder, prefixes=(f"{name}.",), others=others)
         return family_language(info, usual, backend, decoder, head, adapt, config=text), group
+    found.states.use_functions(backend.state_functions(found.states.names))
     size = backend.prepare_whole(model)
     language = LanguageModel(
         module=model,

@@ -2,7 +2,7 @@
 
 Such a layer has a module that reads and writes its state in a cache of transformers (`get_conv_state` and the like).
 Here that cache is created for each call, for its sequences alone, over tensors with a row for every slot. Decode rows
-run in one call, with their states gathered; chunks run one after the other.
+run in one call, with their states gathered unless they are consecutive; chunks run one after the other.
 
 A chunk from position 0 begins without a state, whatever the slot contains. So slots need no reset for another request,
 and a recomputed request starts from the beginning. A rank runs its steps in order and computes each token of a sequence
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -38,7 +39,10 @@ ASKS_FOR_STATES = frozenset({"get_conv_state", "get_recurrent_state", "get_linea
 """Cache methods; a module whose `forward` calls one has a state."""
 
 BEGINS_ANEW = frozenset({"mamba_selective_scan"})
-"""Functions over several tokens that take no initial state: after the first call, their modules run token by token."""
+"""Functions over several tokens that take no initial state: after the first call, their modules run token by token.
+
+A function that replaces one of them gets the state as `initial_state`.
+"""
 
 CACHES = ("cache_params", "past_key_values", "cache")
 """Parameter names of a module's cache."""
@@ -66,11 +70,11 @@ Send = Callable[[npt.NDArray[np.int64]], torch.Tensor]
 
 
 class _StatefulModule(NamedTuple):
-    """A module's layer, the parameter name of its cache, and whether it continues token by token only."""
+    """A module's layer, the parameter name of its cache, and the functions that it calls of `BEGINS_ANEW`."""
 
     layer: int
     cache: str
-    stepwise: bool
+    begins_anew: frozenset[str]
 
 
 class SequenceStates:
@@ -103,9 +107,12 @@ class SequenceStates:
         before = self.held.get(name)
         size = conv_kernel_size or conv_states.shape[-1]
         if before is not None:
-            whole = torch.cat([before, conv_states], dim=-1)
+            # Values of a token stay next to each other, as in the result of a product.
+            rows = [each.transpose(1, 2) for each in (before, conv_states)]
+            whole = torch.cat(rows, dim=1).transpose(1, 2)
         else:
-            whole = nn.functional.pad(conv_states, (max(size - conv_states.shape[-1], 0), 0))
+            missing = size - conv_states.shape[-1]
+            whole = nn.functional.pad(conv_states, (missing, 0)) if missing > 0 else conv_states
         self.held[name] = whole[..., -size:]
         return whole
 
@@ -135,18 +142,22 @@ class RecurrentStates:
 
     Attributes:
         shapes: Shapes of one sequence's states, known after a run of the model within `noting`.
-        found: The recurrent modules.
+        found: The recurrent modules, and the `forward` of each.
+        names: Names in the code of their `forward`.
         spare: The spare row, if there is one.
     """
 
     def __init__(self, model: nn.Module) -> None:
         """Find the recurrent modules, and replace their `forward` by one that runs sequence by sequence."""
         self.shapes: dict[StateName, StateShape] = {}
-        self.found: set[nn.Module] = set()
+        self.found: dict[nn.Module, Callable[..., Any]] = {}
+        self.names: set[str] = set()
         self.spare = 0
         self._noting = False
         self._slots: dict[StateName, torch.Tensor] = {}
         self._first_snapshot = 0
+        self._functions: Mapping[str, Callable[..., Any]] = {}
+        self._initial_state: torch.Tensor | None = None
         for module in model.modules():
             code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
             names = frozenset(code.co_names) if code is not None else frozenset()
@@ -154,9 +165,27 @@ class RecurrentStates:
             cache = next((each for each in CACHES if each in parameters), None)
             if names & ASKS_FOR_STATES and cache is not None:
                 untyped: Any = module
-                own = _StatefulModule(untyped.layer_idx, cache, bool(names & BEGINS_ANEW))
-                untyped.forward = functools.partial(self._run, untyped.forward, own)
-                self.found.add(module)
+                own = _StatefulModule(untyped.layer_idx, cache, names & BEGINS_ANEW)
+                self.found[module] = untyped.forward
+                self.names |= names
+                untyped.forward = functools.partial(self._run, module, own)
+
+    def use_functions(self, functions: Mapping[str, Callable[..., Any]]) -> None:
+        """Have the modules call `functions` in place of those of the same names in their source files."""
+        self._functions = functions
+        begun = {name: self._continuing(functions[name]) for name in BEGINS_ANEW & {*functions}}
+        for module in self.found:
+            code = inspect.unwrap(type(module).forward)
+            if functions.keys() & {*code.__code__.co_names}:
+                names = {**code.__globals__, **functions, **begun}
+                own = types.FunctionType(code.__code__, names, closure=code.__closure__)
+                own.__defaults__, own.__kwdefaults__ = code.__defaults__, code.__kwdefaults__
+                self.found[module] = types.MethodType(own, module)
+
+    def _continuing(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **options: function(
+            *args, **options, initial_state=self._initial_state
+        )
 
     @property
     def modules(self) -> int:
@@ -217,7 +246,7 @@ class RecurrentStates:
 
     def _run(
         self,
-        forward: Callable[..., Any],
+        module: nn.Module,
         own: _StatefulModule,
         hidden_states: torch.Tensor,
         *_: object,
@@ -229,7 +258,9 @@ class RecurrentStates:
             """Run some rows: consecutive rows of one sequence, or one row of each of several (`apart`)."""
             cut = functools.partial(_cut, part=part, apart=apart)
             given = {name: cut(option) for name, option in options.items()}
-            return forward(cut(hidden_states), **given | {own.cache: states, MASK: None})
+            if own.begins_anew:
+                self._initial_state = states.get_recurrent_state(own.layer)
+            return self.found[module](cut(hidden_states), **given | {own.cache: states, MASK: None})
 
         if self._noting:
             states = SequenceStates()
@@ -237,6 +268,7 @@ class RecurrentStates:
             for name, tensor in states.held.items():
                 self.shapes[name] = StateShape(tuple(tensor.shape[1:]), tensor.dtype)
             return found
+        stepwise = bool(own.begins_anew - self._functions.keys())
         step = running_step()
         rows_of = step.states
         assert rows_of is not None, "a step of such a model has them"
@@ -255,7 +287,7 @@ class RecurrentStates:
             row = segment.start
             for end, kept in [*rows_of.chunks[index], (segment.stop, slots)]:
                 while row < end:
-                    tokens = 1 if own.stepwise and states.held else end - row
+                    tokens = 1 if stepwise and states.held else end - row
                     found = call(slice(row, row + tokens), states)
                     parts.append(_first(found))
                     row += tokens
@@ -264,13 +296,27 @@ class RecurrentStates:
         return (rows, *found[1:]) if isinstance(found, tuple) else rows
 
     def _of(self, layer: int, slots: torch.Tensor) -> SequenceStates:
+        """Return the states of some slots: on a host, those of consecutive slots are updated in place.
+
+        A step with all slots gathers them, so that a profiling run measures the memory of steps that have to.
+        """
         own = (name for name in self._slots if name[0] == layer)
-        return SequenceStates({name: self._slots[name].index_select(0, slots) for name in own})
+        has_all = len(slots) == self._first_snapshot > 2  # of two slots, any are consecutive
+        if has_all or not slots.is_cpu or (np.diff(slots.numpy()) != 1).any():
+            return SequenceStates({name: self._slots[name].index_select(0, slots) for name in own})
+        rows = slice(int(slots[0]), int(slots[-1]) + 1)
+        return SequenceStates({name: self._slots[name][rows] for name in own})
 
     def _keep(self, layer: int, slots: torch.Tensor, states: SequenceStates) -> None:
         for name, tensor in self._slots.items():
-            if name[0] == layer:
-                tensor.index_copy_(0, slots, states.held[name].to(tensor.dtype))
+            if name[0] != layer:
+                continue
+            kept = states.held[name]
+            if kept.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
+                if kept.data_ptr() == tensor[int(slots[0])].data_ptr():
+                    continue
+                kept = kept.clone()
+            tensor.index_copy_(0, slots, kept.to(tensor.dtype))
 
 
 def _first(found: Any) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,7 +17,7 @@ from vsched.errors import ConfigError
 from vsched.worker.contract import Progress, WorkerSettings
 from vsched_workers.adapters.places import MakeSums, TorchSums
 from vsched_workers.backends.base import RunnableLanguage
-from vsched_workers.backends.cpu import attention
+from vsched_workers.backends.cpu import attention, recurrences
 from vsched_workers.backends.cpu.attention import NumbaDecode
 from vsched_workers.backends.cpu.compiling import compile_ahead, language_needs, tower_needs
 from vsched_workers.backends.cpu.kernels import compilation, sampling
@@ -236,6 +236,9 @@ class CpuBackend(Backend):
             )
             size = packed.packed.size_bytes + quantizer.embedding_bytes
         return size
+
+    def state_functions(self, names: Collection[str]) -> Mapping[str, Callable[..., Any]]:
+        return recurrences.state_functions(names, self.dtype, self._threads)
 
     def prepare_tower(self, tower: nn.Module) -> int:
         size = super().prepare_tower(tower)

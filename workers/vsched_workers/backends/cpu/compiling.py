@@ -31,6 +31,7 @@ import torch
 from vsched.worker.contract import Progress, WorkerSettings
 from vsched.worker.memory import host_available
 from vsched.worker.spec import usable_cores
+from vsched_workers.backends.cpu import recurrences
 from vsched_workers.backends.cpu.attention import (
     NumbaDecode,
     fits,
@@ -59,6 +60,7 @@ from vsched_workers.backends.cpu.tiles.attention import attend_in_tiles
 from vsched_workers.backends.cpu.tiles.kernel import has_tiles
 from vsched_workers.backends.cpu.vision_layers import activation_of, can_fuse, has_bias, mlp_parts
 from vsched_workers.families.decoders import Decoder, head_dim
+from vsched_workers.families.generic import STATEFUL, layer_kinds
 from vsched_workers.quantized.layers import HEAD_FORMAT
 from vsched_workers.quantized.weights import QuantizedWeight
 
@@ -92,6 +94,9 @@ def language_needs(
         layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
         if any(fits(head_dim(each)) for each in layers) and not settings.deterministic:
             yield _many_rows_need()
+    if STATEFUL & {*layer_kinds(config)}:
+        for name in sorted(recurrences.KERNELS):
+            yield ("recurrence", name, _word(dtype))
     if settings.adapters and dtype == torch.bfloat16:
         yield ("low rank",)
     if dtype != torch.bfloat16 or decoder is None or decoder.unfit(config):
@@ -206,6 +211,7 @@ KERNELS: Mapping[str, Callable[..., object]] = {
     "attention in tiles": lambda: attend_in_tiles.address_of(any_arguments(BF16)),
     "product": _load_product,
     "product of panels": _load_panels,
+    "recurrence": lambda name, dtype: recurrences.warm_up(name, getattr(torch, dtype)),
     "rope": lambda kept: rope_prefill.address_of(_cached(kept), _cached(kept)),
     "norms of all kinds": lambda: (add_normed.address_of(), norm_parts.address_of()),
     "decode step": lambda kept: compiled_step.compile_for(_cached(kept)),

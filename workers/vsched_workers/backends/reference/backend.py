@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -138,6 +138,13 @@ class Backend:
     def prepare_whole(self, model: nn.Module) -> int:
         """Prepare a loaded language model of the generic path; see `prepare_tower`."""
         return self._pack(model) + stored_bytes(*model.parameters())
+
+    def state_functions(self, names: Collection[str]) -> Mapping[str, Callable[..., Any]]:
+        """Return replacements for functions that recurrent layers call; compile their kernels.
+
+        `names` are the names in the modules' code.
+        """
+        return {}
 
     def prepare_any_tower(self, model: nn.Module) -> int:
         """Prepare a loaded vision tower of the generic path; see `prepare_tower`."""

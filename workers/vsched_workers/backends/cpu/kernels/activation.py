@@ -65,7 +65,8 @@ def _gelu_tanh(value: Any) -> Any:
 
 
 @compiled()
-def _silu(value: Any) -> Any:
+def silu(value: Any) -> Any:
+    """Return x / (1 + exp(-x))."""
     active = value / (np.float32(1.0) + exp(-value))
     return active if value > _SILU_INPUT_MIN else np.float32(0.0)
 
@@ -92,7 +93,7 @@ def _row_of(function: Any) -> Any:
     return numba.njit(fastmath=True, nogil=True, error_model="numpy")(apply)
 
 
-_silu_row, _gelu_row, _gelu_tanh_row = map(_row_of, (_silu, _gelu, _gelu_tanh))
+_silu_row, _gelu_row, _gelu_tanh_row = map(_row_of, (silu, _gelu, _gelu_tanh))
 
 
 @kernel(*[LONG] * 5)
