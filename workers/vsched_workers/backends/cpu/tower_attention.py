@@ -17,6 +17,8 @@ NAME: Final = "vsched_patches"
 
 def use_patch_kernel(model: Any) -> None:
     """Compile the patch kernel, and make it the attention implementation of a tower of transformers."""
+    if not hasattr(model, "set_attn_implementation"):
+        return  # modules of another origin, such as `own_modules` with an activation that has no kernel
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
