@@ -26,6 +26,8 @@ pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.slow]
 INT8 = "generate.kv_dtype=int8"
 TWO_RANKS = "generate.tensor_parallel=2"
 YOUNGEST = "generate.preemption.use=youngest"
+TIGHT = 'generate.memory={use="pinned", tokens=320}'
+"""A KV cache for two or three of the requests, so that some are preempted on a busy machine, too."""
 SWAPS = ("generate.preemption.mode=swap", "generate.swap_memory=64MiB")
 REPLICAS = (
     "encode.replicas=2",
@@ -64,7 +66,7 @@ async def test_preempted_requests_get_their_tokens_also_over_a_loss(
     wanted = int8 if INT8 in sets else expected("nano25")
     swaps, replicas = SWAPS[0] in sets, REPLICAS[0] in sets
     record = tmp_path / "run.vlog"
-    async with Engine(configure("nano25", *sets, f"record.path={record}")) as engine:
+    async with Engine(configure("nano25", *sets, TIGHT, f"record.path={record}")) as engine:
         assert engine.info.kv_dtype == ("int8" if INT8 in sets else "auto")
         at_once = 16 if replicas else 8
         asking = asyncio.create_task(choices(engine, mixed_asks(), at_once=at_once))
