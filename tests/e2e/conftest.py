@@ -30,6 +30,8 @@ from vsched_workers.plugin import plugin
 
 KV_TOKENS = 480
 """So small that eight requests at a time do not fit."""
+TIGHT = 'generate.memory={use="pinned", tokens=320}'
+"""Room for two or three of the requests of `mixed_asks`, so that some are preempted on a busy machine, too."""
 CONTEXT_TOKENS = 2048
 WAITING_MAX = 24
 IMAGES_MAX = 6

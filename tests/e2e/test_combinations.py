@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from tests.e2e.asking import begin, data_url, mixed_asks, read
-from tests.e2e.conftest import assert_idle
+from tests.e2e.conftest import TIGHT, assert_idle
 from tests.patience import patience
 from vsched import Config, Engine
 from vsched_workers.plugin import plugin
@@ -86,7 +86,7 @@ async def test_combination_of_policies_equals_generate(
             stream = await begin(engine, asks[number], priority=number % 3, ttft_target_ms=target)
             return (await read(stream)).token_ids
 
-    async with Engine(configure(family, *settings)) as engine, patience():
+    async with Engine(configure(family, TIGHT, *settings)) as engine, patience():
         found = await asyncio.gather(*(ask(engine, number) for number in range(len(asks))))
         await assert_idle(engine)
         counts = engine.statistics()

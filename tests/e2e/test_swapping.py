@@ -16,7 +16,7 @@ import pytest
 import pytest_asyncio
 
 from tests.e2e.asking import choices, mixed_asks
-from tests.e2e.conftest import assert_idle
+from tests.e2e.conftest import TIGHT, assert_idle
 from tests.patience import until
 from vsched import Config, Engine
 from vsched.record import replay
@@ -26,8 +26,6 @@ pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.slow]
 INT8 = "generate.kv_dtype=int8"
 TWO_RANKS = "generate.tensor_parallel=2"
 YOUNGEST = "generate.preemption.use=youngest"
-TIGHT = 'generate.memory={use="pinned", tokens=320}'
-"""A KV cache for two or three of the requests, so that some are preempted on a busy machine, too."""
 SWAPS = ("generate.preemption.mode=swap", "generate.swap_memory=64MiB")
 REPLICAS = (
     "encode.replicas=2",
