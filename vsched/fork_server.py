@@ -156,7 +156,7 @@ def main() -> int:
     read.
     """
     orders = socket.socket(fileno=int(sys.argv[1]))
-    # CPython 3.12 finds the number of threads in /proc/self/stat by counting spaces, those of the title too.
+    # False alarm of CPython 3.12 and later: spaces in the process title shift the fields of /proc/self/stat.
     warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
     setproctitle(NAME)
     gc.disable()  # imported objects stay; scanning them takes a tenth of the time

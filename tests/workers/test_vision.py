@@ -50,7 +50,7 @@ from vsched_workers.backends.cpu.attention import attend_patches
 from vsched_workers.backends.cpu.backend import CpuBackend
 from vsched_workers.backends.reference.any_tower import AnyTower
 from vsched_workers.backends.reference.backend import Backend
-from vsched_workers.batching import sliced_run
+from vsched_workers.batching import pause_points
 from vsched_workers.checkpoint.whole_model import build_tower, load_whole
 from vsched_workers.families import FAMILIES
 from vsched_workers.families.qwen_image import grid_of
@@ -103,8 +103,7 @@ def test_encode_pauses_within_blocks_of_large_images(
     stages: Stages, size: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between products, and between heads of attention; a layer of thousands of patches takes seconds."""
-    monkeypatch.setattr(sliced_run, "PIECE_OPERATIONS", 1.0)
-    monkeypatch.setattr(attention, "HEADS_OPERATIONS", 1.0)
+    monkeypatch.setattr(pause_points, "PIECE_OPERATIONS", 1.0)
     stage = stages(size, "auto", "bfloat16")
     jobs, whole, found = jobs_of(stage), empty_pages(stage.info), empty_pages(stage.info)
     stage.encoder.encode(jobs, whole)

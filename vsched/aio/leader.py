@@ -314,7 +314,7 @@ class EncodeSlices:
         """Return the number of layers that fit, at least one; one before the first measurement."""
         if not self._layer_ns:
             return 1
-        # Layers of more tokens take longer; those of fewer may be whole layers, in place of parts.
+        # More tokens: longer layers. Fewer: not shorter, since a whole layer may replace a part of one.
         scale = max(self._tokens / self._layer_tokens, 1.0)
         return max(1, int(self._time_slice_ns / (self._layer_ns * scale)))
 

@@ -196,9 +196,8 @@ def default_threads(cores: int, *, processes: int) -> int:
 def default_room(available_bytes: int, *, ranks: int) -> int:
     """Return the default memory of a rank besides weights and longest context.
 
-    `available_bytes` is the free memory next to the weights of all ranks.
-    An eighth of it, or 4 GiB if that is more; but at most a quarter, and not so much that all `ranks` together would
-    leave nothing for other programs.
+    The maximum of an eighth of `available_bytes` and 4 GiB, but at most a quarter, and at most an equal share among
+    all `ranks` and other programs. `available_bytes` is the free memory next to the weights of all ranks.
     """
     return max(min(max(available_bytes // 8, 4 << 30), available_bytes // max(4, ranks + 1)), 0)
 

@@ -220,7 +220,7 @@ def test_check_counts_a_scale_for_each_group_of_inputs(stage: str, kind: str) ->
 
 
 def test_check_counts_the_draft_model_and_the_embedding_of_each_rank() -> None:
-    """Its weights count towards the stage, its KV towards that of each token. Ranks divide layers only."""
+    """Draft weights are part of the stage, draft KV of each token. Ranks divide layers, not the embedding."""
     shared, embedding = memory_of("generate.tensor_parallel=2")["generate"], 512 * 128 * 2
     plain, both = memory_of()["generate"], memory_of(f"generate.draft_model={DEMO}")["generate"]
     for name in ("weights_bytes", "kv_bytes_per_token"):

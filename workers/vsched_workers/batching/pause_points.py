@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextvars import ContextVar
 
+PIECE_OPERATIONS = 2e10
+"""Operations that count as one layer, within a layer of more: about 0.05 s of two cores with AVX-512."""
+
 REPORT: ContextVar[Callable[[float], None] | None] = ContextVar("report", default=None)
 """Called with the operations of each piece of work of a run that may pause."""
 

@@ -171,7 +171,7 @@ class RecurrentStates:
                 untyped.forward = functools.partial(self._run, module, own)
 
     def use_functions(self, functions: Mapping[str, Callable[..., Any]]) -> None:
-        """Have the modules call `functions` in place of those of the same names in their source files."""
+        """Replace, by name, functions that the code of the modules calls."""
         self._functions = functions
         begun = {name: self._continuing(functions[name]) for name in BEGINS_ANEW & {*functions}}
         for module in self.found:
@@ -296,9 +296,9 @@ class RecurrentStates:
         return (rows, *found[1:]) if isinstance(found, tuple) else rows
 
     def _of(self, layer: int, slots: torch.Tensor) -> SequenceStates:
-        """Return the states of some slots: on a host, those of consecutive slots are updated in place.
+        """Return the states of some slots: views for consecutive slots on a host, copies otherwise.
 
-        A step with all slots gathers them, so that a profiling run measures the memory of steps that have to.
+        Copies also for all slots, so that a profiling run includes their memory.
         """
         own = (name for name in self._slots if name[0] == layer)
         has_all = len(slots) == self._first_snapshot > 2  # of two slots, any are consecutive

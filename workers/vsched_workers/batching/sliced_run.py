@@ -1,4 +1,4 @@
-"""Time slicing of code without support for it: transformers' forward of a vision tower, by layers or parts of them.
+"""Time slices of a vision tower's forward, by layers or parts of layers; transformers' code does not yield itself.
 
 The code runs in a greenlet, which has its own stack on the same thread. A separate thread would have other thread pools
 in torch and numba, which would compete for the cores with those of the steps in between.
@@ -11,10 +11,7 @@ from collections.abc import Callable
 import torch
 from greenlet import getcurrent, greenlet
 
-from vsched_workers.batching.pause_points import REPORT
-
-PIECE_OPERATIONS = 2e10
-"""Operations that count as one layer, within a layer of more: about 0.05 s of two cores with AVX-512."""
+from vsched_workers.batching import pause_points
 
 
 class SlicedRun:
@@ -29,7 +26,7 @@ class SlicedRun:
         """Set the work without starting it; unfinished work is dropped."""
 
         def run() -> None:
-            REPORT.set(self.part_done)  # a greenlet has a context of its own
+            pause_points.REPORT.set(self.part_done)  # a greenlet has a context of its own
             work()
 
         self._run = greenlet(run)
@@ -49,7 +46,7 @@ class SlicedRun:
     def part_done(self, operations: float) -> None:
         """Count a part of a layer; enough of them count as a layer."""
         self._operations += operations
-        if self._operations >= PIECE_OPERATIONS:
+        if self._operations >= pause_points.PIECE_OPERATIONS:
             self.layer_done()
 
     def layer_done(self, *_: object) -> None:

@@ -302,7 +302,7 @@ def test_equal_texts_are_equal_tokens_and_others_differ_in_every_block() -> None
 
 
 def test_request_of_an_arrival() -> None:
-    """Images larger than the limit are scaled down, outputs end with the context; keys are those of a tenant."""
+    """Oversized images are scaled down, `max_tokens` is limited to the context; image keys are per tenant."""
     prompt = (Text(1, 3), Image("a", 5), Reply(2), Image("b", 200), Image("c", 100))
     limits = SchedulerLimits(context_tokens=215, blocks=100, pages=8)
     making = RequestMaker(TINY, limits, bytes_per_token=192, item_tokens_max=100)

@@ -23,18 +23,16 @@ from vsched_workers.backends.cpu.threads import pool_of, process_pool
 from vsched_workers.backends.cpu.tiles import attention
 from vsched_workers.backends.cpu.tiles.kernel import has_tiles
 from vsched_workers.backends.reference.attention import prefill_by_gather
+from vsched_workers.batching import pause_points
 from vsched_workers.batching.kv_cache import KvCache, KvShape
 from vsched_workers.batching.paged_attention import PatchKernel, ScoreRule
 from vsched_workers.batching.paged_attention import prefill_by_rule as prefill_by_torch
-from vsched_workers.batching.pause_points import report_computed
 from vsched_workers.memory.sparse_runs import at_most, attended_contexts, is_sparse, pieces
 
 if TYPE_CHECKING:
     from vsched_workers.batching.paged_attention import PagedStep, Segment
 
 
-HEADS_OPERATIONS = 2e10
-"""Maximum operations of attention of several heads in one call, after which encoding may pause."""
 TASKS_MIN = 4
 """With fewer rows per thread than this, each KV head of a row is a task."""
 
@@ -194,7 +192,7 @@ def attend_patches(
     slots = np.arange(rows)
     rule = ScoreRule(scaling)
     operations = 4.0 * sequences * rows * rows * head_dim
-    starts = range(0, heads, max(int(HEADS_OPERATIONS / operations), 1))
+    starts = range(0, heads, max(int(pause_points.PIECE_OPERATIONS / operations), 1))
     for start in pieces(starts):
         part = slice(start, start + starts.step)
         some = query[part], keys[part], values[part]
@@ -202,7 +200,7 @@ def attend_patches(
         _attend(*some, slots, rule, to, causal=False, tiles=tiles)
         if to is not out:
             out[:, :, part] = to
-        report_computed(operations * len(some[0]))
+        pause_points.report_computed(operations * len(some[0]))
 
 
 def _attend(

@@ -35,10 +35,8 @@ def convolve(
     """Return the causal convolution of hidden_states [1, channels, tokens] with weight [channels, taps]."""
     rows = hidden_states[0].T.contiguous()
     out = torch.empty_like(rows)
-    offsets = weight.new_zeros(len(weight)) if bias is None else bias
-    taps = _floats(weight.T)
     kernels.convolve(
-        *(pool_of(threads), _words(rows), taps, _floats(offsets)),
+        *(pool_of(threads), _words(rows), _floats(weight.T), _or_zeros(bias, len(weight))),
         *(int(activation in SILU), _words(out)),
     )
     return _activated(out, activation).T[None]
@@ -55,10 +53,9 @@ def update_convolution(
     """Return the convolution of one token of each sequence [sequences, channels, 1]; updates their last inputs."""
     inputs, rows = conv_state.contiguous(), hidden_states[..., 0].contiguous()
     out = torch.empty_like(rows)
-    offsets = torch.zeros(len(weight)) if bias is None else bias
     kernels.convolve_token(
-        *(pool_of(threads), _words(rows), _words(inputs), _floats(weight), _floats(offsets)),
-        *(int(activation in SILU), _words(out)),
+        *(pool_of(threads), _words(rows), _words(inputs), _floats(weight)),
+        *(_or_zeros(bias, len(weight)), int(activation in SILU), _words(out)),
     )
     if inputs is not conv_state:
         conv_state.copy_(inputs)
@@ -87,13 +84,11 @@ def scan_mamba(
     states = initial_states
     if states is None or not in_place:
         states = _states(initial_states, sequences, heads, head_dim, B.shape[-1])
-    steps = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
-    steps = (functional.softplus(steps) if dt_softplus else steps).clamp(*dt_limit)
-    skip = torch.zeros(heads) if D is None else D
+    steps = _time_steps(dt, dt_bias, softplus=dt_softplus).clamp(*dt_limit)
     out = torch.empty(hidden_states.shape)
     kernels.scan_mamba(
         *(pool_of(threads), _floats(hidden_states), _floats(steps), _floats(A), _floats(B)),
-        *(_floats(C), _floats(skip), states.numpy(), out.numpy()),
+        *(_floats(C), _or_zeros(D, heads), states.numpy(), out.numpy()),
     )
     return (out, states) if return_final_states else out
 
@@ -120,8 +115,7 @@ def update_mamba(
         in_place=True,
         **options,
     )
-    gated: torch.Tensor = out[:, 0] if z is None else out[:, 0] * functional.silu(z.float())
-    return gated.to(hidden_states.dtype)
+    return _gated(out[:, 0], z).to(hidden_states.dtype)
 
 
 def scan_channels(
@@ -144,20 +138,17 @@ def scan_channels(
 
     Unlike transformers' function it continues from states, [sequences, channels, state]. A is [channels, state].
     """
-    x, steps = hidden_states.transpose(1, 2).float(), dt.transpose(1, 2).float()
-    steps = steps if delta_bias is None else steps + delta_bias.float()
-    steps = functional.softplus(steps) if delta_softplus else steps
+    x = hidden_states.transpose(1, 2).float()
+    steps = _time_steps(dt.transpose(1, 2), delta_bias, softplus=delta_softplus)
     before = None if initial_state is None else initial_state.transpose(1, 2)
     states = _states(before, len(x), *A.T.shape)
-    skip = torch.zeros(len(A)) if D is None else D
     out = torch.empty(x.shape)
     kernels.scan_channels(
         *(pool_of(threads), _floats(x), _floats(steps), _floats(A.T * float(LOG2_E))),
-        *(_floats(B.transpose(1, 2)), _floats(C.transpose(1, 2)), _floats(skip)),
+        *(_floats(B.transpose(1, 2)), _floats(C.transpose(1, 2)), _or_zeros(D, len(A))),
         *(states.numpy(), out.numpy()),
     )
-    scanned = out.transpose(1, 2)
-    scanned = scanned if z is None else scanned * functional.silu(z.float())
+    scanned = _gated(out.transpose(1, 2), z)
     return (scanned, states.transpose(1, 2)) if return_last_state else scanned
 
 
@@ -222,6 +213,16 @@ def scan_delta(
     return out.to(query.dtype), after
 
 
+def _time_steps(dt: torch.Tensor, bias: torch.Tensor | None, *, softplus: bool) -> torch.Tensor:
+    """Return the time steps of Mamba in float32."""
+    steps = dt.float() if bias is None else dt.float() + bias.float()
+    return functional.softplus(steps) if softplus else steps
+
+
+def _gated(out: torch.Tensor, z: torch.Tensor | None) -> torch.Tensor:
+    return out if z is None else out * functional.silu(z.float())
+
+
 def _activated(values: torch.Tensor, activation: str | None) -> torch.Tensor:
     """Apply an activation that kernels lack."""
     if activation is None or activation in SILU:
@@ -241,6 +242,10 @@ def _states(before: torch.Tensor | None, *shape: int) -> torch.Tensor:
 
 def _floats(values: torch.Tensor) -> npt.NDArray[np.float32]:
     return values.detach().float().contiguous().numpy()
+
+
+def _or_zeros(values: torch.Tensor | None, size: int) -> npt.NDArray[np.float32]:
+    return np.zeros(size, np.float32) if values is None else _floats(values)
 
 
 def _words(rows: torch.Tensor) -> npt.NDArray[Any]:
