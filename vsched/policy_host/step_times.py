@@ -15,6 +15,9 @@ A long step delays every decoding request for the sake of the waiting ones. So t
 of decoding requests for each waiting one (`limit_share`): a long video next to 31 streams takes short steps, and a
 queue of prompts long ones: with a long queue, the ratio even grows.
 
+A request that arrives during a long prompt waits for the chunks in flight. So a chunk has a limit of its own even if
+nothing decodes. It holds for each chunk, not for the step: a burst of short prompts is prefilled together.
+
 Times are part of events, so a host that is a function of its events remains one of its events.
 """
 
@@ -59,10 +62,12 @@ def limit_share(decoding: int, waiting: int) -> float:
 
 
 class StepTimeModel(Restorable):
-    """The times of decodes and prefill in a group; `target_ns` is the limit for a step with both, 0 for none.
+    """The times of decodes and prefill in a group.
 
-    A step may always take `ratio` times as long as its decodes: a target near that time would starve prefill, and a few
-    decoding requests would keep all others from joining.
+    `target_ns` is the limit for a step with both, and `chunk_ns` that for a chunk in any step; 0 for none. A step may
+    always take `ratio` times as long as its decodes: a target near that time would starve prefill, and a few decoding
+    requests would keep all others from joining. So may a chunk, as long as one decode: shorter ones would mostly wait
+    for the weights.
 
     Attributes:
         costs: ns per token, and ns per pair of a token and one before it; neither is negative.
@@ -73,8 +78,9 @@ class StepTimeModel(Restorable):
     _planned: Saved[dict[int, tuple[int, int, float]]]
     _sums: Saved[tuple[float, float, float, float, float]] = (0.0, 0.0, 0.0, 0.0, 0.0)
 
-    def __init__(self, target_ns: int, ratio: float, block_size: int) -> None:
+    def __init__(self, target_ns: int, ratio: float, block_size: int, chunk_ns: int = 0) -> None:
         self._target_ns = target_ns
+        self._chunk_ns = chunk_ns
         self._ratio = ratio
         self._block_size = block_size
         self._planned = {}
@@ -108,7 +114,7 @@ class StepTimeModel(Restorable):
         A draft takes a row, like a decode.
         """
         composition = self._planned.pop(step, _UNPLANNED)
-        if busy_ns > 0 and self._target_ns:
+        if busy_ns > 0 and (self._target_ns or self._chunk_ns):
             decodes, tokens, pairs = composition
             self._fit(busy_ns, decodes + drafts, tokens, pairs)
         return composition
@@ -160,6 +166,11 @@ class StepTimeModel(Restorable):
         """Expected time of a block at the start of a prompt."""
         return self.nanoseconds(0, self._block_size)
 
+    @property
+    def chunk_ns(self) -> float:
+        """Time limit of a chunk."""
+        return max(self._chunk_ns, self._ratio * self.decode_ns(1)) if self._chunk_ns else math.inf
+
     def tokens_within(self, left_ns: float, start: int) -> float:
         """Return the number of tokens from position `start` that take `left_ns`, at least a block."""
         token_ns, pair_ns = self.costs
@@ -208,7 +219,8 @@ class PrefillBudget:
         """Return the number of prompt tokens from `start` that fit, at least a block unless the budget is spent."""
         if self.spent:
             return 0
-        return int(min(self.tokens, self._model.tokens_within(self._left_ns, start)))
+        left_ns = min(self._left_ns, self._model.chunk_ns)
+        return int(min(self.tokens, self._model.tokens_within(left_ns, start)))
 
     def take(self, start: int, tokens: int) -> None:
         """Add a chunk of `tokens` tokens from `start` to the step."""

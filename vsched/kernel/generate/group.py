@@ -123,7 +123,10 @@ class GenerateGroup(Group):
         self._requests = requests
         self._faults = seats.faults
         self.step_times = StepTimeModel(
-            limits.step_target_ns, limits.step_target_ratio, limits.block_size
+            limits.step_target_ns,
+            limits.step_target_ratio,
+            limits.block_size,
+            limits.chunk_target_ns,
         )
         self._counts = dict.fromkeys(COUNTED, 0)
         self._known_tokens = self._members = 0

@@ -137,6 +137,16 @@ def test_run_encoding_pauses_for_the_steps_of_its_process() -> None:
     assert max(elsewhere.gaps_ns()) > encode_ns, "nothing pauses there"
 
 
+def test_run_short_request_waits_for_short_chunks_of_a_long_prompt() -> None:
+    long = [arrival(n, 50 * n, Text(n, 400 * n), outputs=1) for n in (1, 2)]
+    two = workload_of("two", [*long, arrival(3, 101, Text(3, 5), outputs=1)])
+    waits = []
+    for target_ms in (0, 1):
+        _, seen = run(two, f"generate.chunk_target_ms={target_ms}")
+        waits.append(seen.ttft_ns("r3") - seen.submitted_ns("r3"))
+    assert waits[1] < 0.5 * waits[0]
+
+
 def test_run_sends_a_turn_after_the_answer_to_the_one_before() -> None:
     """The client thinks after an answer, and sends the next turn no earlier than planned."""
     said = Text(1, 30)
