@@ -221,7 +221,7 @@ class GenerateConfig(StageConfig, frozen=True, kw_only=True):
     chunk_tokens: NonNegative = 0
     """Maximum number of prompt tokens of one request in a step; 0 for 512 on a CPU, 8192 with CUDA, but at most
     `max_batch_tokens`."""
-    chunk_target_ms: TimeOrZero = 500.0
+    chunk_target_ms: TimeOrZero = 1000.0
     """Target for the time of a request's prompt tokens in a step, which others wait for; 0 for no limit. They may
     always take `step_target_ratio` times as long as a decode."""
     step_target_ms: TimeOrZero = 100.0
