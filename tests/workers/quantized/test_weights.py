@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.nn import functional
 
 from tests.parity.architectures import make_checkpoint
 from tests.workers.backends.cpu.twins import WITHIN, run_both
@@ -21,7 +22,12 @@ from tests.workers.properties import thorough
 from tests.workers.test_language import mixed_questions
 from vsched.errors import CheckpointError
 from vsched_workers.parallel.slicing import cut_of
-from vsched_workers.quantized.layers import QuantizedLinear, merged_quantized, plain_weight
+from vsched_workers.quantized.layers import (
+    QuantizedLinear,
+    merged_quantized,
+    plain_weight,
+    tie_embedding,
+)
 from vsched_workers.quantized.weights import QuantizedWeight, merged_weights, quantize
 
 needs_numba = pytest.mark.skipif(find_spec("numba") is None, reason="numba is not installed")
@@ -145,6 +151,32 @@ def test_merged_weights_with_and_without_offsets() -> None:
     wanted = torch.cat([one.dequantized() + 0.5, other.dequantized()])
     torch.testing.assert_close(merged.dequantized(), wanted)
     assert merged.nbytes == merged.values.nbytes + 2 * merged.scales.nbytes
+
+
+class Scaled(nn.Embedding):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) * torch.tensor(3.0, dtype=self.weight.dtype)
+
+
+class Indexed(nn.Embedding):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return functional.embedding(ids, self.weight)
+
+
+@needs_numba
+@pytest.mark.parametrize(("kind", "left"), [(nn.Embedding, 0), (Scaled, 0), (Indexed, 1)])
+def test_tied_embedding_of_any_class_reads_rows_of_the_packed_head(
+    kind: type[nn.Embedding], left: int
+) -> None:
+    """Models may read rows of its weight, too; one that computes with the weight itself keeps it."""
+    from vsched_workers.backends.cpu.products import make_product  # needs numba
+
+    embedding, ids = kind(24, 96).bfloat16(), torch.tensor([[3, 23]])
+    weight, expected = embedding.weight.detach(), embedding(ids)
+    tie_embedding(embedding, weight, make_product(weight, None, threads=1))
+    assert torch.equal(embedding(ids), expected)
+    assert torch.equal(embedding.weight[3, :], weight[3])
+    assert len([*embedding.parameters()]) == left
 
 
 EMBEDDINGS = ("embed_tokens.weight", "lm_head.weight", "wte.weight")

@@ -146,41 +146,74 @@ class Quantizer:
         made = quantize(weight.detach().to(self._device), HEAD_FORMAT, group=group)
         return self._make(made, bias)
 
-    def embed(self, embedding: nn.Module, head: torch.Tensor) -> nn.Module:
-        """Return an embedding with a quantized weight.
-
-        One that is tied to the head is unchanged (see `tie_embedding`), and so are subclasses of `nn.Embedding`.
-        """
-        if type(embedding) is not nn.Embedding or _are_tied(embedding, head):
-            return embedding
-        product = self.head(embedding.weight, None)
-        self.embedding_bytes = product.size_bytes
-        return PackedEmbedding(product, embedding.weight)
+    def embed(self, embedding: nn.Embedding, head: torch.Tensor) -> None:
+        """Quantize the weight of an embedding, unless it is tied to the head (see `tie_embedding`)."""
+        if not _are_tied(embedding, head):
+            product = self.head(embedding.weight, None)
+            if _look_up(embedding, product):
+                self.embedding_bytes = product.size_bytes
 
 
-def tie_embedding(embedding: nn.Module, head: torch.Tensor, product: Any) -> nn.Module:
-    """Return an embedding that reads the packed head if the two are tied, so that one copy serves both."""
-    if type(embedding) is not nn.Embedding or not _are_tied(embedding, head):
-        return embedding
-    return PackedEmbedding(product, embedding.weight)
+def tie_embedding(embedding: nn.Embedding, head: torch.Tensor, product: Any) -> None:
+    """Have an embedding read the packed head if the two are tied, so that one copy serves both."""
+    if _are_tied(embedding, head) and not _look_up(embedding, product):
+        embedding.weight.data = head.clone()  # it may lie in a mapped file, to be packed
 
 
 def _are_tied(embedding: nn.Embedding, head: torch.Tensor) -> bool:
-    weight = embedding.weight
+    weight: torch.Tensor | PackedWeightRows = embedding.weight
+    if isinstance(weight, PackedWeightRows):
+        return False
     return weight.data_ptr() == head.data_ptr() and weight.shape == head.shape
 
 
-class PackedEmbedding(nn.Module):
-    """An embedding that looks up rows in the weight of a product."""
+@torch.inference_mode()
+def _look_up(embedding: nn.Embedding, product: Any) -> bool:
+    """Have an embedding look up rows in the weight of a product, in place of its own; return False if it cannot.
+
+    A subclass keeps what it does with the rows, such as scaling. One that reads its weight by itself cannot.
+    """
+    kind, weight = type(embedding), embedding.weight
+    ids = torch.tensor([0, len(weight) - 1], device=weight.device)
+    expected = embedding(ids)
+    bases = (PackedEmbedding,) if kind is nn.Embedding else (kind, PackedEmbedding)
+    embedding.__class__ = type(kind.__name__, bases, {})
+    del embedding.weight
+    embedding.weight = PackedWeightRows(product, weight)  # type: ignore[assignment]
+    try:
+        error = (embedding(ids) - expected).abs().max()
+        fits = bool(error <= 0.05 * expected.abs().max())
+    except (RuntimeError, TypeError, AttributeError):
+        fits = False
+    if not fits:
+        del embedding.weight
+        embedding.__class__, embedding.weight = kind, weight
+    return fits
+
+
+class PackedWeightRows:
+    """The weight of an embedding, packed for a product: some models read rows of it, its type or its device."""
 
     def __init__(self, product: Any, weight: torch.Tensor) -> None:
-        """Take the product, and its original weight."""
-        super().__init__()
         self._product = product
-        # For models that read its data type; computing with it is an error.
-        self.weight = torch.empty_like(weight, device="meta")
+        self.dtype, self.device, self.shape = weight.dtype, weight.device, weight.shape
+
+    def __getitem__(self, at: Any) -> torch.Tensor:
+        ids, *rest = at if isinstance(at, tuple) else (at,)
+        rows = self.rows_of(torch.as_tensor(ids, device=self.device))
+        return rows[(..., *rest)] if rest else rows
+
+    def rows_of(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return rows [..., hidden] of ids [...]."""
+        rows: torch.Tensor = self._product.rows_of(ids.flatten())
+        return rows.view(*ids.shape, rows.shape[1])
+
+
+class PackedEmbedding(nn.Embedding):
+    """An embedding that looks up rows in the weight of a product."""
+
+    weight: PackedWeightRows  # type: ignore[assignment]
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the embeddings [..., hidden] of token ids [...]."""
-        rows: torch.Tensor = self._product.rows_of(ids.flatten())
-        return rows.view(*ids.shape, rows.shape[1])
+        return self.weight.rows_of(ids)

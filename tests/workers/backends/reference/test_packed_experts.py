@@ -59,7 +59,7 @@ def experts_with(dtype: torch.dtype, **traits: bool) -> Any:
 def test_packed_experts_compute_what_transformers_does(
     traits: dict[str, bool], dtype: torch.dtype, apart: float
 ) -> None:
-    """An expert without rows included; and a row alone has the same bits as among others."""
+    """An expert without rows included, and a call without rows; a row alone has the same bits as among others."""
     model = nn.ModuleDict({"mlp": nn.ModuleDict({"experts": experts_with(dtype, **traits)})})
     experts: Any = model["mlp"]["experts"]  # type: ignore[index]
     rows = drawn(9, HIDDEN, seed=11).to(dtype)
@@ -75,5 +75,6 @@ def test_packed_experts_compute_what_transformers_does(
     for row in range(len(rows)):
         some = slice(row, row + 1)
         assert torch.equal(experts(rows[some], chosen[some], weights[some]), found[some])
+    assert experts(rows[:0], chosen[:0], weights[:0]).shape == (0, HIDDEN)
     assert packed.size_bytes > 0
     assert not {*names} & {name for name, _ in model.named_parameters()}

@@ -46,7 +46,7 @@ from vsched_workers.backends.reference.attention import prefill_by_gather
 from vsched_workers.backends.reference.backend import Backend
 from vsched_workers.backends.reference.layers import fuse
 from vsched_workers.backends.reference.packed_experts import expert_names
-from vsched_workers.backends.reference.packed_weights import PackedLinear, packed_names
+from vsched_workers.backends.reference.packed_weights import packed_names
 from vsched_workers.batching.kv_cache import KvCache
 from vsched_workers.batching.paged_attention import AttentionKernels
 from vsched_workers.batching.sampling import (
@@ -57,7 +57,7 @@ from vsched_workers.batching.sampling import (
     biases,
 )
 from vsched_workers.memory import sparse_runs
-from vsched_workers.quantized.layers import QuantizedLinear, Quantizer, tie_embedding
+from vsched_workers.quantized.layers import QuantizedLinear, Quantizer
 
 if TYPE_CHECKING:
     from vsched_workers.families.decoders import Decoder
@@ -193,7 +193,7 @@ class CpuBackend(Backend):
             self._pack_weights()
         is_fused = self._fuses and fuse(model, decoder)
         if self._quantizer is not None:
-            model.embed_tokens = self._quantizer.embed(cast("nn.Module", model.embed_tokens), head)
+            self._quantizer.embed(cast("nn.Embedding", model.embed_tokens), head)
         packed = super().prepare_language(model, head, decoder)
         if self._quantizer is not None:
             size = packed.weights_bytes + self._quantizer.embedding_bytes
@@ -216,25 +216,12 @@ class CpuBackend(Backend):
         return dataclasses.replace(packed, layers=layers)
 
     def prepare_whole(self, model: Any) -> int:
-        size = 0
-        if self._quantizer is not None:
-            size = self._quantize_ends(model, self._quantizer)
+        size, head = 0, model.get_output_embeddings()
+        if self._quantizer is not None and type(head) is nn.Linear:
+            self._quantizer.embed(model.get_input_embeddings(), head.weight)
+            size = self._quantizer.embedding_bytes
         size += super().prepare_whole(model)
         self._load_decode()
-        return size
-
-    def _quantize_ends(self, model: Any, quantizer: Quantizer) -> int:
-        """Quantize the embedding and the head of a model of any architecture; return their bytes."""
-        head, size = model.get_output_embeddings(), 0
-        if type(head) is nn.Linear:
-            embedding = model.get_input_embeddings()
-            model.set_input_embeddings(quantizer.embed(embedding, head.weight))
-            packed = PackedLinear(head, quantizer.head)
-            model.set_output_embeddings(packed)
-            model.set_input_embeddings(
-                tie_embedding(model.get_input_embeddings(), head.weight, packed.packed)
-            )
-            size = packed.packed.size_bytes + quantizer.embedding_bytes
         return size
 
     def state_functions(self, names: Collection[str]) -> Mapping[str, Callable[..., Any]]:
@@ -259,7 +246,11 @@ class CpuBackend(Backend):
     def lays_out(self, module: nn.Module) -> Collection[str]:
         if self.make_product is None:
             return ()
-        return [*packed_names(module), *expert_names(module)]
+        names = {*packed_names(module), *expert_names(module)}
+        # Of a tied head, the embedding's name as well.
+        weights = dict(module.named_parameters(remove_duplicate=False))
+        packed = {weights[name] for name in names & weights.keys()}
+        return [name for name, weight in weights.items() if weight in packed]
 
     def prepare_adapters(self) -> MakeSums:
         if self.dtype != torch.bfloat16:

@@ -135,9 +135,9 @@ class CudaBackend(Backend):
                 product = RowProduct(head, None, kernels.multiply_row)
             size += stored_bytes(head, *model.parameters())
             return RunnableLanguage(layers=layers, head=product, weights_bytes=size)
-        model.embed_tokens = self._quantizer.embed(model.embed_tokens, head)
+        self._quantizer.embed(model.embed_tokens, head)
         head_product = self._quantizer.head(head, None)
-        model.embed_tokens = tie_embedding(model.embed_tokens, head, head_product)
+        tie_embedding(model.embed_tokens, head, head_product)
         size += head_product.size_bytes + self._quantizer.embedding_bytes
         size += stored_bytes(*model.parameters())
         return RunnableLanguage(layers=layers, head=head_product, weights_bytes=size)

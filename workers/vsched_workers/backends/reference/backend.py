@@ -31,10 +31,12 @@ from vsched_workers.backends.reference.layers import ModuleLayers, stored_bytes
 from vsched_workers.backends.reference.packed_experts import pack_experts
 from vsched_workers.backends.reference.packed_weights import (
     MakeProduct,
+    PackedLinear,
     PackedProduct,
     block_activations,
     flatten_patches,
     pack_linears,
+    replace_linears,
     warm_up,
 )
 from vsched_workers.batching.kv_cache import KvCache, SwapArea
@@ -126,7 +128,7 @@ class Backend:
             product = functools.partial(functional.linear, weight=head)
             return RunnableLanguage(layers, product, stored_bytes(head, *model.parameters()))
         packed_head = self.make_head(head, None)
-        model.embed_tokens = tie_embedding(cast("nn.Module", model.embed_tokens), head, packed_head)
+        tie_embedding(cast("nn.Embedding", model.embed_tokens), head, packed_head)
         size = self._pack(model, packed_head) + packed_head.size_bytes
         return RunnableLanguage(layers, packed_head, size + stored_bytes(*model.parameters()))
 
@@ -135,9 +137,16 @@ class Backend:
         flatten_patches(tower, self.make_plain)
         return self._pack_tower(tower)
 
-    def prepare_whole(self, model: nn.Module) -> int:
+    def prepare_whole(self, model: Any) -> int:
         """Prepare a loaded language model of the generic path; see `prepare_tower`."""
-        return self._pack(model) + stored_bytes(*model.parameters())
+        head, make, size = model.get_output_embeddings(), self.make_head, 0
+        if make is not None:
+            for packed in replace_linears(
+                model, lambda each: PackedLinear(each, make) if each is head else None
+            ):
+                tie_embedding(model.get_input_embeddings(), head.weight, packed.packed)
+                size = packed.packed.size_bytes
+        return size + self._pack(model) + stored_bytes(*model.parameters())
 
     def state_functions(self, names: Collection[str]) -> Mapping[str, Callable[..., Any]]:
         """Return replacements for functions that recurrent layers call; compile their kernels.

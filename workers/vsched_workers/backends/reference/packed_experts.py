@@ -38,6 +38,8 @@ class PackedExperts:
     ) -> torch.Tensor:
         """Run rows [rows, hidden] through their chosen experts, [rows, choices]; return the weighted sums."""
         experts, (rows, choices) = self._experts, top_k_index.shape
+        if not rows:  # experts for images in a step of text alone
+            return torch.empty_like(hidden_states)
         chosen = top_k_index.reshape(-1)
         order = torch.argsort(chosen, stable=True)
         counts = torch.bincount(chosen, minlength=len(self._inner)).tolist()
