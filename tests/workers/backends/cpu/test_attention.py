@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,7 @@ from vsched_workers.batching.paged_attention import (
     PatchKernel,
     PrefillKernel,
     ScoreRule,
+    attend_by_rule,
     context_slots,
     decode_by_rule,
 )
@@ -167,6 +169,8 @@ def test_prefill_equals_that_by_torch_in_double_precision(
         (ScoreRule(0.125, window=1000), 4, 33),
         (ScoreRule(0.125, softcap=3.0), 4, 33),
         (ScoreRule(0.125, window=37, softcap=3.0), 130, 70),
+        (ScoreRule(0.125, window=37, sinks=SINKS), 130, 70),
+        (ScoreRule(0.125, softcap=3.0, sinks=SINKS), 4, 33),
     ],
 )
 def test_prefill_by_rule_is_that_of_torch(
@@ -174,9 +178,13 @@ def test_prefill_by_rule_is_that_of_torch(
 ) -> None:
     use_operand(monkeypatch, operand)
     _, step = filled_cache(torch.bfloat16, 2, 64, contexts=[first + rows], block_size=16)
-    segment, (query, *_) = chunk_of(step, 0, first, rows, heads=6)
+    segment, (query, *_) = chunk_of(step, 0, first, rows, heads=4)
     out = query.new_empty(query.transpose(0, 1).shape)
     attention.prefill_by_rule(query, 1, segment, step, rule, out)
+    of_modules = dataclasses.replace(
+        step, decode_rows=0, segments=[segment], prefill=attention.NumbaPrefill()
+    )
+    assert torch.equal(attend_by_rule(query, 1, of_modules, rule), out)
     wanted = prefill_in_double(query, step, segment, rule)
     torch.testing.assert_close(out.double(), wanted, rtol=4e-2, atol=4e-2)
 

@@ -159,6 +159,20 @@ def prefill(
     return out.transpose(0, 1)
 
 
+class NumbaPrefill:
+    """Prefill kernel for bfloat16 with all score rules."""
+
+    __call__ = staticmethod(prefill)
+
+    def by_rule(
+        self, query: torch.Tensor, layer: int, segment: Segment, step: PagedStep, rule: ScoreRule
+    ) -> torch.Tensor:
+        """Return [heads, rows, head dim] for a query of the same shape."""
+        out = query.new_empty(query.shape[1], query.shape[0], query.shape[2])
+        prefill_by_rule(query, layer, segment, step, rule, out)
+        return out.transpose(0, 1)
+
+
 def prefill_by_rule(
     query: torch.Tensor,
     layer: int,
@@ -167,7 +181,7 @@ def prefill_by_rule(
     rule: ScoreRule,
     out: torch.Tensor,
 ) -> None:
-    """Attend as `prefill`, by a score rule without sinks; torch serves head dimensions that do not fit.
+    """Attend as `prefill`, by a score rule; torch serves head dimensions that do not fit.
 
     Skips keys before all windows. Writes `out` [rows, heads, head_dim].
     """
@@ -255,6 +269,7 @@ def _attend(
     pool = process_pool()
     # Blocks computed by a sparse run: one for each thread.
     enough = -(-pool.threads // (heads * sequences))
+    sinks = sinks_of(rule)
     arguments = kernel.PrefillArguments(
         query_at=query.data_ptr(),
         query_head_bytes=query.stride(0) * query.itemsize,
@@ -274,6 +289,7 @@ def _attend(
         window=rule.window or 0,
         factor=np.float32(rule.scaling * LOG2_E),
         softcap=np.float32((rule.softcap or 0.0) * LOG2_E),
+        sinks_at=sinks.ctypes.data if len(sinks) else 0,
         out_at=out.data_ptr(),
         tag=tag,
     )

@@ -43,6 +43,7 @@ from vsched_workers.backends.cpu.kernels.bf16 import (
     exp2,
     maximum,
     narrow,
+    sink_of,
     soft_cap,
     widen,
 )
@@ -92,6 +93,7 @@ class PrefillArguments(NamedTuple):
         window: Sliding window: maximum keys that a row sees, its own included; 0 for no limit.
         factor: float32, scaling log2(e): scores times this are base-2 exponents.
         softcap: Logit soft-cap of these exponents; 0 for none.
+        sinks_at: Attention sinks, float32 [heads]; 0 for none.
         out_at: Result, [sequences, rows, heads, head_dim].
         tag: Dtype tag of the operands.
     """
@@ -114,6 +116,7 @@ class PrefillArguments(NamedTuple):
     window: int
     factor: np.float32
     softcap: np.float32
+    sinks_at: int
     out_at: int
     tag: npt.NDArray[Any]
 
@@ -249,10 +252,12 @@ def _pack_panel(task: int, arguments: PrefillArguments) -> None:
 
 
 @compiled()
-def _softmax(scores: Any, first: int, stop: int, padded_visible: int, factor: Any) -> Any:
+def _softmax(
+    scores: Any, first: int, stop: int, padded_visible: int, factor: Any, sink: Any
+) -> Any:
     """Replace the visible scores of a row by weights 2**(factor (s_t - max s)), masked ones by zero.
 
-    Scores before `first` and from `stop` on are masked. Returns the divisor of the weights.
+    Scores before `first` and from `stop` on are masked. Returns the divisor of the weights, to which the sink adds.
     """
     before, behind = scores[:first], scores[stop:padded_visible]
     for index in range(len(before)):
@@ -260,10 +265,10 @@ def _softmax(scores: Any, first: int, stop: int, padded_visible: int, factor: An
     for index in range(len(behind)):
         behind[index] = 0
     scores = scores[first:stop]
-    highest = widen(scores[0])
+    highest = sink
     for index in range(len(scores)):
         highest = maximum(highest, widen(scores[index]))
-    total = np.float32(0.0)
+    total = exp2((sink - highest) * factor)
     for index in range(len(scores)):
         weight = exp2((widen(scores[index]) - highest) * factor)
         scores[index] = as_type_of(scores[0], weight)
@@ -403,11 +408,12 @@ def _attend_block(task: int, arguments: PrefillArguments) -> None:
         factor = np.float32(1.0)
         for row in range(rows):
             soft_cap(scores[row], padded_visible, arguments.factor, arguments.softcap)
+    sink = sink_of(arguments.sinks_at, head, factor)
     totals = np.empty(rows, dtype=np.float32)
     for row in range(rows):
         stop = visible + row * arguments.causal
         first = max(stop - arguments.window, 0) if arguments.window else 0
-        totals[row] = _softmax(scores[row], first, stop, padded_visible, factor)
+        totals[row] = _softmax(scores[row], first, stop, padded_visible, factor, sink)
     summed = np.empty((len(queries), head_dim), dtype=np.float32)
     values_at = keys_at + arguments.padded_keys * row_bytes
     _combine(scores, skipped, padded_visible, values_at, arguments.padded_keys, summed)
@@ -428,5 +434,5 @@ def attend(pool: int, arguments: PrefillArguments) -> None:
 def any_arguments(tag: npt.NDArray[Any]) -> PrefillArguments:
     """Return arguments of the types for a dtype tag, for compilation."""
     zero = np.float32(0.0)
-    values = [*[0] * 11, np.empty(0, dtype=np.int64), *[0] * 4, zero, zero, 0, tag]
+    values = [*[0] * 11, np.empty(0, dtype=np.int64), *[0] * 4, zero, zero, 0, 0, tag]
     return PrefillArguments._make(values)
