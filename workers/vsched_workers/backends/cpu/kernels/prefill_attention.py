@@ -38,6 +38,7 @@ import numpy.typing as npt
 from llvmlite import ir  # type: ignore[import-untyped]
 
 from vsched_workers.backends.cpu.kernels.bf16 import (
+    NO_SCORE,
     as_type_of,
     bf16_array,
     exp2,
@@ -50,12 +51,18 @@ from vsched_workers.backends.cpu.kernels.bf16 import (
 from vsched_workers.backends.cpu.kernels.compilation import compiled, emits, kernel
 from vsched_workers.backends.cpu.kernels.gemm import PANEL, PASS_ROWS, Pass
 from vsched_workers.backends.cpu.kernels.simd import (
+    FLOATS,
     LANES,
     LINE,
     LONG,
     WORD,
+    WORDS,
+    ZEROS,
     InstructionWriter,
+    Loop,
+    call_llvm,
     cases,
+    constant,
     has_avx512,
     splat,
 )
@@ -251,6 +258,79 @@ def _pack_panel(task: int, arguments: PrefillArguments) -> None:
 # --- attending ---
 
 
+@emits(numba.float32, numba.intp, numba.intp)
+def _highest(builder: Any, scores_at: Any, steps: Any) -> Any:
+    """Maximum of `steps` vectors of bfloat16 scores, 32 each."""
+    writer = InstructionWriter(builder)
+    loop = Loop(builder, [constant(float(NO_SCORE))] * 2)
+    words = writer.load(writer.advance(scores_at, loop.index, LINE), WORDS)
+    # The even and the odd scores: a bfloat16 is the upper half of a float32.
+    even = builder.shl(words, splat(WORDS, 16))
+    halves = even, builder.and_(words, splat(WORDS, 0xFFFF0000))
+    pairs = zip((builder.bitcast(each, FLOATS) for each in halves), loop.carried, strict=True)
+    loop.end(found := [writer.maximum(*pair) for pair in pairs], steps)
+    name = f"llvm.vector.reduce.fmax.v{LANES}f32"
+    return call_llvm(builder, name, ir.FloatType(), writer.maximum(*found))
+
+
+@emits(numba.float32, numba.intp, numba.intp, numba.float32, numba.float32)
+def _weigh(builder: Any, scores_at: Any, steps: Any, highest: Any, factor: Any) -> Any:
+    """Replace bfloat16 scores by weights 2**(factor (s - highest)); return their sum, before rounding.
+
+    Four powers of the series suffice for bfloat16. The weight of `NO_SCORE` is zero.
+    """
+    writer = InstructionWriter(builder)
+    top, factors = writer.broadcast(highest), writer.broadcast(factor)
+    loop = Loop(builder, [ZEROS] * 2)
+    at, halves = writer.advance(scores_at, loop.index, LINE), ir.VectorType(ir.IntType(16), LANES)
+    weights = []
+    for place in (0, LINE // 2):
+        words = builder.zext(writer.load(writer.offset(at, place), halves), WORDS)
+        score = builder.bitcast(builder.shl(words, splat(WORDS, 16)), FLOATS)
+        power = builder.fmul(builder.fsub(score, top), factors)
+        weights.append(writer.exp2(power, terms=4))
+    sums = [builder.fadd(*pair) for pair in zip(loop.carried, weights, strict=True)]
+    writer.store(writer.narrow_both(*weights), at)
+    loop.end(sums, steps)
+    nothing, name = ir.Constant(ir.FloatType(), 0.0), f"llvm.vector.reduce.fadd.v{LANES}f32"
+    return call_llvm(builder, name, ir.FloatType(), nothing, builder.fadd(*sums))
+
+
+@compiled()
+def _softmax_pairs(
+    scores: Any, first: int, stop: int, padded_visible: int, factor: Any, sink: Any
+) -> Any:
+    """Do as `_softmax` in vectors of 512 bits; LLVM's own have 256, and compute powers of two in integers."""
+    masked = narrow(NO_SCORE)
+    before, behind = scores[:first], scores[stop:padded_visible]
+    for index in range(len(before)):
+        before[index] = masked
+    for index in range(len(behind)):
+        behind[index] = masked
+    at, steps = scores.ctypes.data, padded_visible // (2 * LANES)
+    highest = maximum(_highest(at, steps), sink)
+    return _weigh(at, steps, highest, factor) + exp2((sink - highest) * factor)
+
+
+def softmax(scores: Any, first: int, stop: int, padded_visible: int, factor: Any, sink: Any) -> Any:
+    """Do as `_softmax`, in the form of the operands."""
+    raise NotImplementedError
+
+
+@numba.extending.overload(softmax)
+def _choose_softmax(
+    scores: Any, first: Any, stop: Any, padded_visible: Any, factor: Any, sink: Any
+) -> Any:
+    chosen = _softmax_pairs if scores.dtype == numba.uint16 else _softmax
+
+    def weigh(
+        scores: Any, first: Any, stop: Any, padded_visible: Any, factor: Any, sink: Any
+    ) -> Any:
+        return chosen(scores, first, stop, padded_visible, factor, sink)
+
+    return weigh
+
+
 @compiled()
 def _softmax(
     scores: Any, first: int, stop: int, padded_visible: int, factor: Any, sink: Any
@@ -413,7 +493,7 @@ def _attend_block(task: int, arguments: PrefillArguments) -> None:
     for row in range(rows):
         stop = visible + row * arguments.causal
         first = max(stop - arguments.window, 0) if arguments.window else 0
-        totals[row] = _softmax(scores[row], first, stop, padded_visible, factor, sink)
+        totals[row] = softmax(scores[row], first, stop, padded_visible, factor, sink)
     summed = np.empty((len(queries), head_dim), dtype=np.float32)
     values_at = keys_at + arguments.padded_keys * row_bytes
     _combine(scores, skipped, padded_visible, values_at, arguments.padded_keys, summed)

@@ -21,7 +21,6 @@ key that the chunk sees.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numba
@@ -50,12 +49,11 @@ from vsched_workers.backends.cpu.kernels.simd import (
     FLOATS,
     LANES,
     LINE,
-    WORD,
     ZEROS,
     InstructionWriter,
     Loop,
     call_llvm,
-    splat,
+    constant,
 )
 from vsched_workers.backends.cpu.kernels.thread_pool import spread
 from vsched_workers.backends.cpu.tiles.kernel import (
@@ -138,40 +136,11 @@ def _pack_half(task: int, arguments: PrefillArguments) -> None:
 # --- attending ---
 
 
-class _SoftmaxWriter(InstructionWriter):
-    """Emits the softmax of a row of scores, aligned to a cache line, in vectors of 16.
-
-    LLVM's own vectorization would use vectors of 8, and reduce the sum of weights in each step.
-    """
-
-    def maximum(self, one: Any, other: Any) -> Any:
-        """Elementwise maximum."""
-        return self.builder.select(self.builder.fcmp_ordered(">", one, other), one, other)
-
-    def exp2(self, power: Any) -> Any:
-        """Emit 2**x for x >= -126, as `bf16.exp2`: 2**n * e**(f ln 2), n integer, |f| <= 1/2, by its Taylor series."""
-        builder = self.builder
-        whole = call_llvm(builder, f"llvm.rint.v{LANES}f32", FLOATS, power)
-        rest = builder.fsub(power, whole)
-        series = _constant(math.log(2) ** 6 / math.factorial(6))
-        for term in range(5, -1, -1):
-            coefficient = _constant(math.log(2) ** term / math.factorial(term))
-            series = self.multiply_add(coefficient, series, rest)
-        all_lanes, usual_rounding = ir.Constant(ir.IntType(LANES), -1), ir.Constant(WORD, 4)
-        name = "llvm.x86.avx512.mask.scalef.ps.512"
-        return call_llvm(builder, name, FLOATS, series, whole, ZEROS, all_lanes, usual_rounding)
-
-
-def _constant(value: float) -> Any:
-    """Vector of a float32, rounded from a constant."""
-    return splat(FLOATS, float(np.float32(value)))
-
-
 @emits(numba.float32, numba.intp, numba.intp)
 def _highest(builder: Any, scores_at: Any, steps: Any) -> Any:
     """Maximum of `steps` K steps of scores."""
-    writer = _SoftmaxWriter(builder)
-    loop = Loop(builder, [_constant(float(NO_SCORE))] * 2)
+    writer = InstructionWriter(builder)
+    loop = Loop(builder, [constant(float(NO_SCORE))] * 2)
     at = writer.advance(scores_at, loop.index, 2 * LINE)
     loaded = [writer.load(writer.offset(at, each), FLOATS, LINE) for each in (0, LINE)]
     pairs = zip(loaded, loop.carried, strict=True)
@@ -186,7 +155,7 @@ def _weigh(
     builder: Any, scores_at: Any, steps: Any, highest: Any, factor: Any, weights_at: Any
 ) -> Any:
     """Write the weights 2**(factor (s - highest)) of scores into A tiles, 0 for `NO_SCORE`; return their sum."""
-    writer = _SoftmaxWriter(builder)
+    writer = InstructionWriter(builder)
     top, factors = writer.broadcast(highest), writer.broadcast(factor)
     loop = Loop(builder, [ZEROS] * 2)
     at = writer.advance(scores_at, loop.index, 2 * LINE)
@@ -195,8 +164,8 @@ def _weigh(
         score = writer.load(writer.offset(at, place), FLOATS, LINE)
         power = builder.fmul(builder.fsub(score, top), factors)
         # 2**-126 is not zero, and masked keys must not count at all.
-        weight = writer.exp2(writer.maximum(power, _constant(-126.0)))
-        is_visible = builder.fcmp_ordered(">", score, _constant(float(NO_SCORE)))
+        weight = writer.exp2(writer.maximum(power, constant(-126.0)), terms=6)
+        is_visible = builder.fcmp_ordered(">", score, constant(float(NO_SCORE)))
         weights.append(builder.select(is_visible, weight, ZEROS))
         sums.append(builder.fadd(total, weights[-1]))
     both = writer.narrow_both(*weights)
