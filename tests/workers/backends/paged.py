@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from vsched_workers.backends.reference.attention import decode_by_gather, prefill_by_gather
-from vsched_workers.batching.kv_cache import KvCache, KvShape, LayerKv, to_int8
+from vsched_workers.batching.kv_cache import KvCache, KvShape, LayerKv, kept_dim, to_int8
 from vsched_workers.batching.paged_attention import (
     PagedStep,
     ScoreRule,
@@ -46,7 +46,7 @@ def filled_cache(
     )
     generator = torch.Generator().manual_seed(0)
     for tensor in (*cache.keys, *cache.values):
-        width = tensor.shape[2] if dtype != torch.int8 else head_dim
+        width = kept_dim(tensor.shape[2], dtype)
         drawn = torch.randn(*tensor.shape[:2], width, generator=generator)
         tensor.copy_(to_int8(drawn) if dtype == torch.int8 else drawn)
     shuffled = np.random.default_rng(0).permutation(blocks).astype(np.int32)
@@ -112,9 +112,9 @@ def prefill_in_double(
     return prefill_by_rule(query.double(), exact, segment.slots(), rule)
 
 
-def written_out(query: torch.Tensor, step: PagedStep, layer: int, scaling: float) -> torch.Tensor:
+def written_out(query: torch.Tensor, step: PagedStep, layer: int, rule: ScoreRule) -> torch.Tensor:
     """Return the attention of decode rows, in double precision on the CPU."""
-    rule, rows = ScoreRule(scaling), []
+    rows = []
     for row, context in enumerate(step.contexts.tolist()):
         slots = torch.from_numpy(context_slots(step.tables[row], context, step.cache.block_size))
         rows.append(row_written_out(query[row], step, layer, slots, rule))

@@ -44,6 +44,13 @@ class Allocate(Protocol):
         ...
 
 
+def as_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """View a tensor as a numpy array; bfloat16, which numpy lacks, as uint16."""
+    half = tensor.dtype == torch.bfloat16
+    found: npt.NDArray[Any] = (tensor.view(torch.uint16) if half else tensor).numpy()
+    return found
+
+
 class KvShape(NamedTuple):
     """Shape of one layer's keys and values per token: heads, and values of each key and each value head."""
 
@@ -160,14 +167,8 @@ class KvCache:
 
     @functools.cached_property
     def arrays(self) -> list[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
-        """The same memory as numpy arrays; bfloat16, which numpy lacks, as uint16."""
-
-        def array(tensor: torch.Tensor) -> npt.NDArray[Any]:
-            half = tensor.dtype == torch.bfloat16
-            found: npt.NDArray[Any] = (tensor.view(torch.uint16) if half else tensor).numpy()
-            return found
-
-        return [(array(each.keys), array(each.values)) for each in self.layers]
+        """The same memory as numpy arrays."""
+        return [(as_array(each.keys), as_array(each.values)) for each in self.layers]
 
     @functools.cached_property
     def addresses(self) -> npt.NDArray[np.int64]:

@@ -278,6 +278,17 @@ class WindowedPrefill(Protocol):
 
 
 @runtime_checkable
+class RuledPrefill(Protocol):
+    """A prefill kernel for windows, soft-capping and sinks, if values have the size of keys."""
+
+    def by_rule(
+        self, query: torch.Tensor, layer: int, segment: Segment, step: PagedStep, rule: ScoreRule
+    ) -> torch.Tensor:
+        """Return [heads, rows, head dim] for a query of the same shape."""
+        ...
+
+
+@runtime_checkable
 class JoinedPrefill(Protocol):
     """A prefill kernel that takes all chunks of a step in one call."""
 
@@ -579,14 +590,16 @@ def attend_by_rule(
             step.context_index(rule.window, query.device),
         )
         out[:rows] = decode_by_rule(decoding, kept, index, rule)
-    prefill = step.prefill if isinstance(step.prefill, WindowedPrefill) else None
-    windowed = rule.window is not None and _is_plain_within_window(rule, kept)
-    if prefill is not None and not (prefill.takes_windows and windowed):
-        prefill = None
+    prefill = None
+    if isinstance(step.prefill, RuledPrefill) and kept.keys.shape == kept.values.shape:
+        prefill = step.prefill.by_rule
+    elif isinstance(step.prefill, WindowedPrefill) and step.prefill.takes_windows:
+        windowed = rule.window is not None and _is_plain_within_window(rule, kept)
+        prefill = step.prefill.in_window if windowed else None
     for segment in step.segments:
         part = slice(segment.start, segment.stop)
         if prefill is not None and not segment.bidirectional_spans:
-            found = prefill.in_window(query[:, part], layer, segment, step, rule)
+            found = prefill(query[:, part], layer, segment, step, rule)
             out[part] = found.transpose(0, 1)
         else:
             out[part] = prefill_by_rule(

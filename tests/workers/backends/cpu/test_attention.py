@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,7 @@ from vsched_workers.batching.paged_attention import (
     PatchKernel,
     PrefillKernel,
     ScoreRule,
+    attend_by_rule,
     context_slots,
     decode_by_rule,
 )
@@ -64,28 +66,48 @@ def filled(dtype: torch.dtype, kv_heads: int, head_dim: int) -> PagedStep:
     return filled_cache(dtype, kv_heads, head_dim, contexts=CONTEXTS, block_size=BLOCK_SIZE)[1]
 
 
+SINKS = torch.tensor([0.5, -9.0, 3.0, 20.0])
+
+
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
-@pytest.mark.parametrize("kernel", ["exact", "auto"])
 @pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 4e-6), (torch.bfloat16, 2e-2)])
-@pytest.mark.parametrize("shape", [(4, 2, 16, 2), (3, 3, 8, 1), (7, 1, 128, 1)])  # with threads
+@pytest.mark.parametrize(
+    ("rule", "shape"),
+    [
+        (ScoreRule(0.3), (4, 2, 16, 16, 2)),
+        (ScoreRule(0.3), (3, 3, 8, 8, 1)),
+        (ScoreRule(0.3), (7, 1, 128, 128, 1)),
+        (ScoreRule(0.3), (4, 2, 64, 32, 2)),
+        (ScoreRule(0.3, window=5), (4, 2, 32, 32, 2)),
+        (ScoreRule(0.3, sinks=SINKS), (4, 2, 48, 32, 2)),
+        (ScoreRule(0.3, window=18, softcap=2.0, sinks=SINKS), (4, 1, 64, 64, 1)),
+    ],
+)
 def test_decode_equals_attention_written_out(
-    kernel: str, kv_dtype: str, dtype: torch.dtype, within: float, shape: tuple[int, ...]
+    kv_dtype: str,
+    dtype: torch.dtype,
+    within: float,
+    rule: ScoreRule,
+    shape: tuple[int, int, int, int, int],
 ) -> None:
-    """Grouped heads, contexts from one token to several blocks, tables with unused entries at the end.
+    """Grouped heads, contexts from one token to several blocks, tables with unused entries at the end; two threads.
 
     An int8 cache is attended to as its dequantized contents are.
     """
-    heads, kv_heads, head_dim, threads = shape
-    step = filled(torch.int8 if kv_dtype == "int8" else dtype, kv_heads, head_dim)
-    decode = choose_decode(WorkerSettings(attention=kernel, threads=threads), dtype, kv_dtype)
+    heads, kv_heads, key_dim, value_dim, threads = shape
+    kept = torch.int8 if kv_dtype == "int8" else dtype
+    given: Any = {"contexts": CONTEXTS, "block_size": BLOCK_SIZE, "value_dim": value_dim}
+    _, step = filled_cache(kept, kv_heads, key_dim, **given)
+    kernel: Any = choose_decode(WorkerSettings(threads=threads), dtype, kv_dtype)
     generator = torch.Generator().manual_seed(1)
-    query = torch.randn(len(CONTEXTS), heads, head_dim, generator=generator).to(dtype)
-    found = decode(query, 1, step, 0.3)
+    query = torch.randn(len(CONTEXTS), heads, key_dim, generator=generator).to(dtype)
+    found = kernel.by_rule(query, 1, step, rule)
     assert found.dtype == dtype
-    assert found.shape == query.shape
-    kept = dequantized(step, torch.float32) if kv_dtype == "int8" else step
-    wanted = written_out(query, kept, 1, 0.3)
+    wanted = written_out(query, dequantized(step, torch.float32), 1, rule)
     assert (found.double() - wanted).abs().max() < within
+    if rule == ScoreRule(0.3) and key_dim == value_dim and kv_dtype == "auto":
+        gathered = decode_by_gather(query, 1, step, 0.3)
+        assert (gathered.double() - wanted).abs().max() < within
 
 
 def test_numba_survives_scores_far_apart() -> None:
@@ -147,6 +169,8 @@ def test_prefill_equals_that_by_torch_in_double_precision(
         (ScoreRule(0.125, window=1000), 4, 33),
         (ScoreRule(0.125, softcap=3.0), 4, 33),
         (ScoreRule(0.125, window=37, softcap=3.0), 130, 70),
+        (ScoreRule(0.125, window=37, sinks=SINKS), 130, 70),
+        (ScoreRule(0.125, softcap=3.0, sinks=SINKS), 4, 33),
     ],
 )
 def test_prefill_by_rule_is_that_of_torch(
@@ -154,9 +178,13 @@ def test_prefill_by_rule_is_that_of_torch(
 ) -> None:
     use_operand(monkeypatch, operand)
     _, step = filled_cache(torch.bfloat16, 2, 64, contexts=[first + rows], block_size=16)
-    segment, (query, *_) = chunk_of(step, 0, first, rows, heads=6)
+    segment, (query, *_) = chunk_of(step, 0, first, rows, heads=4)
     out = query.new_empty(query.transpose(0, 1).shape)
     attention.prefill_by_rule(query, 1, segment, step, rule, out)
+    of_modules = dataclasses.replace(
+        step, decode_rows=0, segments=[segment], prefill=attention.NumbaPrefill()
+    )
+    assert torch.equal(attend_by_rule(query, 1, of_modules, rule), out)
     wanted = prefill_in_double(query, step, segment, rule)
     torch.testing.assert_close(out.double(), wanted, rtol=4e-2, atol=4e-2)
 

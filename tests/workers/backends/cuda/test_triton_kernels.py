@@ -41,7 +41,7 @@ def differs(
     query = torch.randn(len(contexts), heads, head_dim, generator=generator).to(dtype)
     found = TritonDecode(processors)(query.to(DEVICE), 1, step, 0.3)
     assert found.dtype == dtype
-    return float((found.cpu().double() - written_out(query, step, 1, 0.3)).abs().max())
+    return float((found.cpu().double() - written_out(query, step, 1, ScoreRule(0.3))).abs().max())
 
 
 @pytest.mark.parametrize("processors", [1, 4, 40], ids=["long parts", "parts", "short parts"])

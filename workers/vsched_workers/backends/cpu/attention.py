@@ -16,7 +16,7 @@ import torch
 
 from vsched_workers.backends.cpu.kernels import prefill_attention as kernel
 from vsched_workers.backends.cpu.kernels.bf16 import BF16, FLOAT32, LOG2_E
-from vsched_workers.backends.cpu.kernels.decode_attention import decode_queries
+from vsched_workers.backends.cpu.kernels.decode_attention import QueryRule, decode_queries
 from vsched_workers.backends.cpu.kernels.gemm import PANEL
 from vsched_workers.backends.cpu.kernels.simd import LANES, has_bf16_dot
 from vsched_workers.backends.cpu.threads import pool_of, process_pool
@@ -24,7 +24,7 @@ from vsched_workers.backends.cpu.tiles import attention
 from vsched_workers.backends.cpu.tiles.kernel import has_tiles
 from vsched_workers.backends.reference.attention import prefill_by_gather
 from vsched_workers.batching import pause_points
-from vsched_workers.batching.kv_cache import KvCache, KvShape
+from vsched_workers.batching.kv_cache import KvCache, KvShape, as_array
 from vsched_workers.batching.paged_attention import PatchKernel, ScoreRule
 from vsched_workers.batching.paged_attention import prefill_by_rule as prefill_by_torch
 from vsched_workers.memory.sparse_runs import at_most, attended_contexts, is_sparse, pieces
@@ -50,8 +50,17 @@ def sample_cache(kv_dtype: torch.dtype) -> npt.NDArray[Any]:
     return cache.arrays[0][0]
 
 
+def sinks_of(rule: ScoreRule) -> npt.NDArray[np.float32]:
+    """Return the attention sinks of a rule, [heads], or an empty array."""
+    sinks = torch.empty(0) if rule.sinks is None else rule.sinks.detach()
+    found: npt.NDArray[np.float32] = sinks.float().contiguous().numpy()
+    return found
+
+
 class NumbaDecode:
-    """Decode kernel, compiled for one model dtype and one KV cache dtype."""
+    """Decode kernel with all score rules, compiled for one model dtype and one KV cache dtype."""
+
+    takes_rules = True
 
     def __init__(self, dtype: torch.dtype, kv_dtype: torch.dtype, threads: int) -> None:
         self._dtype = dtype
@@ -62,28 +71,40 @@ class NumbaDecode:
     def warm_up(self) -> None:
         """Compile ahead of the first request."""
         cached = sample_cache(self._kv_dtype)
-        decode_queries.address_of(cached, cached)
+        rows = as_array(torch.empty(1, 1, 2, dtype=self._dtype))
+        decode_queries.address_of(rows, cached, cached, rows)
 
     def __call__(
         self, query: torch.Tensor, layer: int, step: PagedStep, scaling: float
     ) -> torch.Tensor:
         """Return [rows, heads, head_dim] for a query of the same shape."""
+        return self.by_rule(query, layer, step, ScoreRule(scaling))
+
+    def by_rule(
+        self, query: torch.Tensor, layer: int, step: PagedStep, rule: ScoreRule
+    ) -> torch.Tensor:
+        """Return [rows, heads, value dim] for a query [rows, heads, key dim]."""
         keys, values = step.cache.arrays[layer]
-        given: npt.NDArray[np.float32] = query.float().contiguous().numpy()
-        out = np.empty(given.shape, dtype=np.float32)
+        rows, heads, _ = query.shape
+        out = query.new_empty(rows, heads, step.cache.layers[layer].value_dim)
         decode_queries(
             self._pool,
-            given,
+            as_array(query.contiguous()),
             keys,
             values,
             step.tables,
             attended_contexts(step.contexts, self._threads),
             step.cache.block_size,
-            np.float32(scaling),
-            shares_of(len(given), keys.shape[1], self._threads),
-            out,
+            QueryRule(
+                np.float32(rule.scaling),
+                rule.window or 0,
+                np.float32(rule.softcap or 0.0),
+                sinks_of(rule),
+            ),
+            shares_of(rows, keys.shape[1], self._threads),
+            as_array(out),
         )
-        return torch.from_numpy(out).to(self._dtype)
+        return out
 
 
 def operand() -> npt.NDArray[Any]:
@@ -138,6 +159,20 @@ def prefill(
     return out.transpose(0, 1)
 
 
+class NumbaPrefill:
+    """Prefill kernel for bfloat16 with all score rules."""
+
+    __call__ = staticmethod(prefill)
+
+    def by_rule(
+        self, query: torch.Tensor, layer: int, segment: Segment, step: PagedStep, rule: ScoreRule
+    ) -> torch.Tensor:
+        """Return [heads, rows, head dim] for a query of the same shape."""
+        out = query.new_empty(query.shape[1], query.shape[0], query.shape[2])
+        prefill_by_rule(query, layer, segment, step, rule, out)
+        return out.transpose(0, 1)
+
+
 def prefill_by_rule(
     query: torch.Tensor,
     layer: int,
@@ -146,7 +181,7 @@ def prefill_by_rule(
     rule: ScoreRule,
     out: torch.Tensor,
 ) -> None:
-    """Attend as `prefill`, by a score rule without sinks; torch serves head dimensions that do not fit.
+    """Attend as `prefill`, by a score rule; torch serves head dimensions that do not fit.
 
     Skips keys before all windows. Writes `out` [rows, heads, head_dim].
     """
@@ -234,6 +269,7 @@ def _attend(
     pool = process_pool()
     # Blocks computed by a sparse run: one for each thread.
     enough = -(-pool.threads // (heads * sequences))
+    sinks = sinks_of(rule)
     arguments = kernel.PrefillArguments(
         query_at=query.data_ptr(),
         query_head_bytes=query.stride(0) * query.itemsize,
@@ -253,6 +289,7 @@ def _attend(
         window=rule.window or 0,
         factor=np.float32(rule.scaling * LOG2_E),
         softcap=np.float32((rule.softcap or 0.0) * LOG2_E),
+        sinks_at=sinks.ctypes.data if len(sinks) else 0,
         out_at=out.data_ptr(),
         tag=tag,
     )

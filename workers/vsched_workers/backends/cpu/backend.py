@@ -48,7 +48,7 @@ from vsched_workers.backends.reference.layers import fuse
 from vsched_workers.backends.reference.packed_experts import expert_names
 from vsched_workers.backends.reference.packed_weights import packed_names
 from vsched_workers.batching.kv_cache import KvCache
-from vsched_workers.batching.paged_attention import AttentionKernels
+from vsched_workers.batching.paged_attention import AttentionKernels, PrefillKernel
 from vsched_workers.batching.sampling import (
     SEED_MASK,
     TEMPERATURE_MIN,
@@ -294,12 +294,12 @@ class CpuBackend(Backend):
 
     def load_attention(self) -> None:
         sampling.warm_up()
-        prefill = prefill_by_gather
+        prefill: PrefillKernel = prefill_by_gather
         if self.dtype == torch.bfloat16:
             sampling.warm_up_greedy()
         if self.dtype == torch.bfloat16 and not self._deterministic:
             attention.warm_up()
-            prefill = attention.prefill
+            prefill = attention.NumbaPrefill()
         self._decode = NumbaDecode(self.dtype, self.kv_dtype, self._threads)
         self._attention = AttentionKernels(self._decode, prefill)
 

@@ -100,7 +100,7 @@ def language_needs(
     if settings.adapters and dtype == torch.bfloat16:
         yield ("low rank",)
     if dtype != torch.bfloat16 or decoder is None or decoder.unfit(config):
-        yield ("decode attention of modules", kept)
+        yield ("decode attention of modules", _word(dtype), kept)
         return
     yield ("norm",)
     yield ("rope", kept)
@@ -204,8 +204,8 @@ def _load_panels() -> None:
 KERNELS: Mapping[str, Callable[..., object]] = {
     "decode attention": lambda kept: decode.address_of(_cached(kept), _cached(kept)),
     "sampler": sampling.warm_up,
-    "decode attention of modules": lambda kept: NumbaDecode(
-        torch.float32, getattr(torch, kept), 1
+    "decode attention of modules": lambda dtype, kept: NumbaDecode(
+        getattr(torch, dtype), getattr(torch, kept), 1
     ).warm_up(),
     "prefill attention": lambda: prefill_attention.attend.address_of(any_arguments(operand())),
     "attention in tiles": lambda: attend_in_tiles.address_of(any_arguments(BF16)),

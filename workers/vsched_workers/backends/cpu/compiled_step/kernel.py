@@ -285,6 +285,7 @@ def _attend_chunks(
             heads.window,
             heads.scaling * LOG2_E,
             heads.softcap * LOG2_E,
+            0,
             at.attended + (decoding + first) * 2 * model.queries,
             chunks.tag,
         )

@@ -31,6 +31,8 @@ FLOAT32: npt.NDArray[Any] = np.zeros(1, dtype=np.float32)
 """Dtype tags: the type of this argument selects the compiled variant, bfloat16 or float32 operands."""
 
 LOG2_E = np.float32(1.4426950408889634)
+NO_SCORE = np.float32(-1e30)
+"""Below all scores; finite, since the compiler may assume the absence of infinities."""
 _LN_2 = np.float32(0.6931471805599453)
 _EXPONENT_MIN, _EXPONENT_MAX = np.float32(-126.0), np.float32(127.0)
 
@@ -178,6 +180,17 @@ def exp(value: Any) -> Any:
     rest = (power - whole) * _LN_2
     series = np.float32(1 / 5040) * rest + np.float32(1 / 720)
     return _taylor(series, rest) * power_of_two(whole)
+
+
+@compiled()
+def sink_of(sinks_at: int, head: int, factor: Any) -> Any:
+    """Attention sink of a head, as a score whose exponent to the base 2 is `factor` times itself.
+
+    Without sinks (address 0) it is so low that its weight, 2**-126, changes no sum of weights.
+    """
+    if not sinks_at:
+        return NO_SCORE
+    return float32_array(sinks_at, head + 1)[head] * (LOG2_E / factor)
 
 
 @compiled()

@@ -34,10 +34,12 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from vsched.types import KV_SCALE_BYTES
 from vsched_workers.backends.cpu.kernels.bf16 import (
     LOG2_E,
+    as_type_of,
     bf16_array,
     exp2,
     maximum,
     narrow,
+    sink_of,
     soft_cap,
     widen,
 )
@@ -81,6 +83,7 @@ class RowContext(NamedTuple):
         kv_first: First of the KV heads of the queries.
         kv_stop: One past the last of them.
         softcap: Logit soft-cap; 0 for none.
+        sinks_at: Address of the queries' attention sinks, float32; 0 for none.
     """
 
     keys: npt.NDArray[Any]
@@ -92,19 +95,39 @@ class RowContext(NamedTuple):
     kv_first: int
     kv_stop: int
     softcap: np.float32
+    sinks_at: int
 
 
 @compiled()
-def softmax(scores: Any, head: int, first: int, length: int, factor: Any) -> None:
-    """Replace a head's scores s by their softmax 2**(factor (s_t - max s)) / sum; those before `first` by 0."""
+def context_of(
+    row: int, kv_first: int, kv_stop: int, keys: Any, values: Any, tables: Any, contexts: Any,
+    block_size: int, window: int, softcap: Any, sinks_at: int,
+) -> RowContext:  # fmt: skip
+    """Context of a row's queries of some KV heads, without the blocks before its window; 0 for no window."""
+    length = contexts[row]
+    first = length - window if 0 < window < length else 0
+    skipped = first // block_size
+    before = skipped * block_size
+    return RowContext(
+        keys, values, tables[row][skipped:], first - before, length - before, block_size, kv_first,
+        kv_stop, softcap, sinks_at,
+    )  # fmt: skip
+
+
+@compiled()
+def softmax(scores: Any, head: int, context: RowContext, factor: Any) -> None:
+    """Replace a head's scores s by their softmax 2**(factor (s_t - max s)) / sum; those before the window by 0.
+
+    A sink adds to the sum.
+    """
     # Slices: numba checks an index with an arbitrary start for negative values, one at a time.
-    masked, attended = scores[head][:first], scores[head][first:length]
+    masked, attended = scores[head][: context.first], scores[head][context.first : context.length]
     for index in range(len(masked)):
         masked[index] = np.float32(0.0)
-    highest = attended[0]
-    for index in range(1, len(attended)):
+    highest = sink = sink_of(context.sinks_at, head, factor)
+    for index in range(len(attended)):
         highest = maximum(highest, attended[index])
-    total = np.float32(0.0)
+    total = exp2((sink - highest) * factor)
     for index in range(len(attended)):
         weight = exp2((attended[index] - highest) * factor)
         attended[index] = weight
@@ -295,27 +318,25 @@ def _combine(weights: Any, context: RowContext, summed: Any) -> None:
 
 @compiled()
 def attend_float(query: Any, context: RowContext, summed: Any) -> None:
-    """Attend for float32 queries [heads, head_dim], already scaled; adds to `summed`, of the same shape."""
+    """Attend for float32 queries [heads, head_dim], already scaled; adds to `summed`."""
     heads = len(query)
     scores = np.empty((heads, context.length), dtype=np.float32)
     _score(query, context, scores)
     for head in range(heads):
         if context.softcap > np.float32(0.0):
             soft_cap(scores[head], context.length, np.float32(1.0), context.softcap)
-        softmax(scores, head, context.first, context.length, LOG2_E)
+        softmax(scores, head, context, LOG2_E)
     _combine(scores, context, summed)
 
 
 @compiled()
-def attend_widened(query_at: int, context: RowContext, scaling: Any, summed: Any) -> None:
-    """Attend for bfloat16 queries [heads, head_dim] in float32; adds to `summed`, float32 of the same shape."""
-    heads, head_dim = summed.shape
-    query = np.empty((heads, head_dim), dtype=np.float32)
-    for head in range(heads):
-        source = bf16_array(query_at + head * 2 * head_dim, head_dim)
-        for index in range(head_dim):
-            query[head, index] = widen(source[index]) * scaling
-    attend_float(query, context, summed)
+def attend_widened(query: Any, context: RowContext, scaling: Any, summed: Any) -> None:
+    """Attend for queries [heads, head_dim] in float32; adds to `summed`, float32 [heads, values of a head]."""
+    scaled = np.empty(query.shape, dtype=np.float32)
+    for head in range(len(query)):
+        for index in range(query.shape[1]):
+            scaled[head, index] = widen(query[head, index]) * scaling
+    attend_float(scaled, context, summed)
 
 
 # --- bfloat16 pairs ---
@@ -496,22 +517,22 @@ def _combine_pairs(scores: Any, weights: Any, context: RowContext, summed: Any) 
 
 
 @compiled()
-def _attend_pairs(query_at: int, context: RowContext, scaling: Any, summed: Any) -> None:
+def _attend_pairs(query: Any, context: RowContext, scaling: Any, summed: Any) -> None:
     """Attend as `attend_widened`, with bfloat16 pairs."""
-    heads, head_dim = summed.shape
-    if head_dim % (2 * LANES):
-        attend_widened(query_at, context, scaling, summed)
+    heads = len(query)
+    if query.shape[1] % (2 * LANES) or summed.shape[1] % (2 * LANES):
+        attend_widened(query, context, scaling, summed)
         return
     width = (context.length + LANES - 1) // LANES * LANES
     scores = np.empty((heads, width), dtype=np.float32)
     weights = np.empty((heads, width), dtype=np.uint16)
-    _score_pairs(query_at, context, scores)
+    _score_pairs(query.ctypes.data, context, scores)
     factor = scaling * LOG2_E
     for head in range(heads):
         if context.softcap > np.float32(0.0):
             soft_cap(scores[head], context.length, scaling, context.softcap)
             factor = LOG2_E
-        softmax(scores, head, context.first, context.length, factor)
+        softmax(scores, head, context, factor)
         for index in range(0, width, LANES):
             _narrow_vector(
                 scores[head].ctypes.data + 4 * index, weights[head].ctypes.data + 2 * index
@@ -519,18 +540,19 @@ def _attend_pairs(query_at: int, context: RowContext, scaling: Any, summed: Any)
     _combine_pairs(scores, weights, context, summed)
 
 
-def attend_rows(query_at: int, context: RowContext, scaling: Any, summed: Any) -> None:
-    """Attend as `attend_widened`, in the form of the processor and the cache."""
+def attend_rows(query: Any, context: RowContext, scaling: Any, summed: Any) -> None:
+    """Attend as `attend_widened`, in the form of the processor, the queries and the cache."""
     raise NotImplementedError
 
 
 @numba.extending.overload(attend_rows)
-def _choose_attend(query_at: Any, context: Any, scaling: Any, summed: Any) -> Any:
+def _choose_attend(query: Any, context: Any, scaling: Any, summed: Any) -> Any:
     keys = context.types[context.fields.index("keys")]
-    chosen = _attend_pairs if keys.dtype == numba.uint16 and has_bf16_dot() else attend_widened
+    pairs = query.dtype == keys.dtype == numba.uint16 and has_bf16_dot()
+    chosen = _attend_pairs if pairs else attend_widened
 
-    def attend(query_at: Any, context: Any, scaling: Any, summed: Any) -> None:
-        chosen(query_at, context, scaling, summed)
+    def attend(query: Any, context: Any, scaling: Any, summed: Any) -> None:
+        chosen(query, context, scaling, summed)
 
     return attend
 
@@ -601,19 +623,10 @@ def _decode_share(task: int, arguments: _Decode) -> None:
     row, kv_first = task // arguments.shares, task % arguments.shares * share
     if contexts[row] == 0:
         return
-    first_visible = contexts[row] - heads.window if 0 < heads.window < contexts[row] else 0
-    skipped = first_visible // block_size
-    context = RowContext(
-        arguments.keys,
-        arguments.values,
-        arguments.tables[row][skipped:],
-        first_visible - skipped * block_size,
-        contexts[row] - skipped * block_size,
-        block_size,
-        kv_first,
-        kv_first + share,
-        heads.softcap,
-    )
+    context = context_of(
+        row, kv_first, kv_first + share, arguments.keys, arguments.values, arguments.tables,
+        contexts, block_size, heads.window, heads.softcap, 0,
+    )  # fmt: skip
     if not arguments.is_written:
         _write_row(row, arguments, kv_first, kv_first + share)
     size, group = 2 * head_dim, heads.queries // kv_heads
@@ -625,7 +638,7 @@ def _decode_share(task: int, arguments: _Decode) -> None:
     for head in range(count):
         at = source_at + head * size
         rope_head(at, to + head * size, rows, row, heads.query_norm_at, heads)
-    attend_rows(to, context, heads.scaling, summed)
+    attend_rows(bf16_array(to, (count, head_dim)), context, heads.scaling, summed)
     for head in range(count):
         out = bf16_array(to + head * size, head_dim)
         for index in range(head_dim):
@@ -684,6 +697,25 @@ def decode(
     spread(pool, count * shares, 1, _decode_share, (arguments,))
 
 
+class QueryRule(NamedTuple):
+    """Score rule of `decode_queries`.
+
+    Attributes:
+        scaling: Factor of the scores, float32.
+        window: Tokens that a row attends to, itself included; 0 for no limit.
+        softcap: Logit soft-cap, float32; 0 for none.
+        sinks: Attention sinks, float32 [heads], or empty.
+    """
+
+    scaling: np.float32
+    window: int
+    softcap: np.float32
+    sinks: npt.NDArray[np.float32]
+
+
+RULE_TYPE = numba.typeof(QueryRule(np.float32(0), 0, np.float32(0), np.empty(0, np.float32)))
+
+
 @compiled()
 def _attend_share(
     task: int,
@@ -693,48 +725,30 @@ def _attend_share(
     tables: Any,
     contexts: Any,
     block_size: int,
-    scaling: Any,
+    rule: QueryRule,
     shares: int,
     out: Any,
 ) -> None:
     """Attend for the queries of a row that share some of the KV heads; see `decode_queries`."""
-    (_, heads, head_dim), kv_heads = query.shape, keys.shape[1]
+    (_, heads, value_dim), kv_heads = out.shape, keys.shape[1]
     share, group = kv_heads // shares, heads // kv_heads
     row, kv_first = task // shares, task % shares * share
     first, count = kv_first * group, share * group
-    context = RowContext(
-        keys,
-        values,
-        tables[row],
-        0,
-        contexts[row],
-        block_size,
-        kv_first,
-        kv_first + share,
-        np.float32(0.0),
-    )
-    scaled = np.empty((count, head_dim), dtype=np.float32)
-    summed = np.zeros((count, head_dim), dtype=np.float32)
+    sinks_at = rule.sinks.ctypes.data + 4 * first if len(rule.sinks) else 0
+    context = context_of(
+        row, kv_first, kv_first + share, keys, values, tables, contexts, block_size, rule.window,
+        rule.softcap, sinks_at,
+    )  # fmt: skip
+    summed = np.zeros((count, value_dim), dtype=np.float32)
+    attend_rows(query[row, first : first + count], context, rule.scaling, summed)
     for head in range(count):
-        for value in range(head_dim):
-            scaled[head, value] = query[row, first + head, value] * scaling
-    attend_float(scaled, context, summed)
-    for head in range(count):
-        for value in range(head_dim):
-            out[row, first + head, value] = summed[head, value]
+        for value in range(value_dim):
+            out[row, first + head, value] = as_type_of(out[0, 0, 0], summed[head, value])
 
 
 @kernel(
-    numba.int64,
-    array_of(np.float32, 3),
-    None,
-    None,
-    array_of(np.int32, 2),
-    array_of(np.int32),
-    numba.int64,
-    numba.float32,
-    numba.int64,
-    array_of(np.float32, 3),
+    *(numba.int64, None, None, None, array_of(np.int32, 2), array_of(np.int32)),
+    *(numba.int64, RULE_TYPE, numba.int64, None),
 )
 def decode_queries(
     pool: int,
@@ -744,14 +758,15 @@ def decode_queries(
     tables: Any,
     contexts: Any,
     block_size: int,
-    scaling: Any,
+    rule: QueryRule,
     shares: int,
     out: Any,
 ) -> None:
     """Attend for query rows whose keys and values are already in the cache.
 
-    Shape: query, out float32 [rows, heads, head_dim]; keys, values float32, bfloat16 or int8 [slots, kv heads, width
-    of a head]; tables int32 [rows, blocks]; contexts int32 [rows]. `shares` as in `decode`.
+    Shape: query [rows, heads, key dim] and out [rows, heads, value dim], float32 or bfloat16; keys, values float32,
+    bfloat16 or int8 [slots, kv heads, width of a head]; tables int32 [rows, blocks]; contexts int32 [rows]. `shares` as
+    in `decode`.
     """
-    arguments = query, keys, values, tables, contexts, block_size, scaling, shares, out
+    arguments = query, keys, values, tables, contexts, block_size, rule, shares, out
     spread(pool, len(query) * shares, 1, _attend_share, arguments)

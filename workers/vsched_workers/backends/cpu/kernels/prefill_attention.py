@@ -38,23 +38,31 @@ import numpy.typing as npt
 from llvmlite import ir  # type: ignore[import-untyped]
 
 from vsched_workers.backends.cpu.kernels.bf16 import (
+    NO_SCORE,
     as_type_of,
     bf16_array,
     exp2,
     maximum,
     narrow,
+    sink_of,
     soft_cap,
     widen,
 )
 from vsched_workers.backends.cpu.kernels.compilation import compiled, emits, kernel
 from vsched_workers.backends.cpu.kernels.gemm import PANEL, PASS_ROWS, Pass
 from vsched_workers.backends.cpu.kernels.simd import (
+    FLOATS,
     LANES,
     LINE,
     LONG,
     WORD,
+    WORDS,
+    ZEROS,
     InstructionWriter,
+    Loop,
+    call_llvm,
     cases,
+    constant,
     has_avx512,
     splat,
 )
@@ -92,6 +100,7 @@ class PrefillArguments(NamedTuple):
         window: Sliding window: maximum keys that a row sees, its own included; 0 for no limit.
         factor: float32, scaling log2(e): scores times this are base-2 exponents.
         softcap: Logit soft-cap of these exponents; 0 for none.
+        sinks_at: Attention sinks, float32 [heads]; 0 for none.
         out_at: Result, [sequences, rows, heads, head_dim].
         tag: Dtype tag of the operands.
     """
@@ -114,6 +123,7 @@ class PrefillArguments(NamedTuple):
     window: int
     factor: np.float32
     softcap: np.float32
+    sinks_at: int
     out_at: int
     tag: npt.NDArray[Any]
 
@@ -248,11 +258,86 @@ def _pack_panel(task: int, arguments: PrefillArguments) -> None:
 # --- attending ---
 
 
+@emits(numba.float32, numba.intp, numba.intp)
+def _highest(builder: Any, scores_at: Any, steps: Any) -> Any:
+    """Maximum of `steps` vectors of bfloat16 scores, 32 each."""
+    writer = InstructionWriter(builder)
+    loop = Loop(builder, [constant(float(NO_SCORE))] * 2)
+    words = writer.load(writer.advance(scores_at, loop.index, LINE), WORDS)
+    # The even and the odd scores: a bfloat16 is the upper half of a float32.
+    even = builder.shl(words, splat(WORDS, 16))
+    halves = even, builder.and_(words, splat(WORDS, 0xFFFF0000))
+    pairs = zip((builder.bitcast(each, FLOATS) for each in halves), loop.carried, strict=True)
+    loop.end(found := [writer.maximum(*pair) for pair in pairs], steps)
+    name = f"llvm.vector.reduce.fmax.v{LANES}f32"
+    return call_llvm(builder, name, ir.FloatType(), writer.maximum(*found))
+
+
+@emits(numba.float32, numba.intp, numba.intp, numba.float32, numba.float32)
+def _weigh(builder: Any, scores_at: Any, steps: Any, highest: Any, factor: Any) -> Any:
+    """Replace bfloat16 scores by weights 2**(factor (s - highest)); return their sum, before rounding.
+
+    Four powers of the series suffice for bfloat16. The weight of `NO_SCORE` is zero.
+    """
+    writer = InstructionWriter(builder)
+    top, factors = writer.broadcast(highest), writer.broadcast(factor)
+    loop = Loop(builder, [ZEROS] * 2)
+    at, halves = writer.advance(scores_at, loop.index, LINE), ir.VectorType(ir.IntType(16), LANES)
+    weights = []
+    for place in (0, LINE // 2):
+        words = builder.zext(writer.load(writer.offset(at, place), halves), WORDS)
+        score = builder.bitcast(builder.shl(words, splat(WORDS, 16)), FLOATS)
+        power = builder.fmul(builder.fsub(score, top), factors)
+        weights.append(writer.exp2(power, terms=4))
+    sums = [builder.fadd(*pair) for pair in zip(loop.carried, weights, strict=True)]
+    writer.store(writer.narrow_both(*weights), at)
+    loop.end(sums, steps)
+    nothing, name = ir.Constant(ir.FloatType(), 0.0), f"llvm.vector.reduce.fadd.v{LANES}f32"
+    return call_llvm(builder, name, ir.FloatType(), nothing, builder.fadd(*sums))
+
+
 @compiled()
-def _softmax(scores: Any, first: int, stop: int, padded_visible: int, factor: Any) -> Any:
+def _softmax_pairs(
+    scores: Any, first: int, stop: int, padded_visible: int, factor: Any, sink: Any
+) -> Any:
+    """Do as `_softmax` in vectors of 512 bits; LLVM's own have 256, and compute powers of two in integers."""
+    masked = narrow(NO_SCORE)
+    before, behind = scores[:first], scores[stop:padded_visible]
+    for index in range(len(before)):
+        before[index] = masked
+    for index in range(len(behind)):
+        behind[index] = masked
+    at, steps = scores.ctypes.data, padded_visible // (2 * LANES)
+    highest = maximum(_highest(at, steps), sink)
+    return _weigh(at, steps, highest, factor) + exp2((sink - highest) * factor)
+
+
+def softmax(scores: Any, first: int, stop: int, padded_visible: int, factor: Any, sink: Any) -> Any:
+    """Do as `_softmax`, in the form of the operands."""
+    raise NotImplementedError
+
+
+@numba.extending.overload(softmax)
+def _choose_softmax(
+    scores: Any, first: Any, stop: Any, padded_visible: Any, factor: Any, sink: Any
+) -> Any:
+    chosen = _softmax_pairs if scores.dtype == numba.uint16 else _softmax
+
+    def weigh(
+        scores: Any, first: Any, stop: Any, padded_visible: Any, factor: Any, sink: Any
+    ) -> Any:
+        return chosen(scores, first, stop, padded_visible, factor, sink)
+
+    return weigh
+
+
+@compiled()
+def _softmax(
+    scores: Any, first: int, stop: int, padded_visible: int, factor: Any, sink: Any
+) -> Any:
     """Replace the visible scores of a row by weights 2**(factor (s_t - max s)), masked ones by zero.
 
-    Scores before `first` and from `stop` on are masked. Returns the divisor of the weights.
+    Scores before `first` and from `stop` on are masked. Returns the divisor of the weights, to which the sink adds.
     """
     before, behind = scores[:first], scores[stop:padded_visible]
     for index in range(len(before)):
@@ -260,10 +345,10 @@ def _softmax(scores: Any, first: int, stop: int, padded_visible: int, factor: An
     for index in range(len(behind)):
         behind[index] = 0
     scores = scores[first:stop]
-    highest = widen(scores[0])
+    highest = sink
     for index in range(len(scores)):
         highest = maximum(highest, widen(scores[index]))
-    total = np.float32(0.0)
+    total = exp2((sink - highest) * factor)
     for index in range(len(scores)):
         weight = exp2((widen(scores[index]) - highest) * factor)
         scores[index] = as_type_of(scores[0], weight)
@@ -403,11 +488,12 @@ def _attend_block(task: int, arguments: PrefillArguments) -> None:
         factor = np.float32(1.0)
         for row in range(rows):
             soft_cap(scores[row], padded_visible, arguments.factor, arguments.softcap)
+    sink = sink_of(arguments.sinks_at, head, factor)
     totals = np.empty(rows, dtype=np.float32)
     for row in range(rows):
         stop = visible + row * arguments.causal
         first = max(stop - arguments.window, 0) if arguments.window else 0
-        totals[row] = _softmax(scores[row], first, stop, padded_visible, factor)
+        totals[row] = softmax(scores[row], first, stop, padded_visible, factor, sink)
     summed = np.empty((len(queries), head_dim), dtype=np.float32)
     values_at = keys_at + arguments.padded_keys * row_bytes
     _combine(scores, skipped, padded_visible, values_at, arguments.padded_keys, summed)
@@ -428,5 +514,5 @@ def attend(pool: int, arguments: PrefillArguments) -> None:
 def any_arguments(tag: npt.NDArray[Any]) -> PrefillArguments:
     """Return arguments of the types for a dtype tag, for compilation."""
     zero = np.float32(0.0)
-    values = [*[0] * 11, np.empty(0, dtype=np.int64), *[0] * 4, zero, zero, 0, tag]
+    values = [*[0] * 11, np.empty(0, dtype=np.int64), *[0] * 4, zero, zero, 0, 0, tag]
     return PrefillArguments._make(values)

@@ -14,10 +14,12 @@ Source: Intel 64 and IA-32 Architectures Software Developer's Manual, AVX512_BF1
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numba
+import numpy as np
 from llvmlite import binding, ir  # type: ignore[import-untyped]
 
 from vsched_workers.backends.cpu.kernels.compilation import emits
@@ -82,6 +84,11 @@ def splat(kind: Any, value: float) -> Any:
     return ir.Constant(kind, [value] * kind.count)
 
 
+def constant(value: float) -> Any:
+    """Vector of a float32, rounded from a constant."""
+    return splat(FLOATS, float(np.float32(value)))
+
+
 class InstructionWriter:
     """Emits instructions at the position of its builder. Addresses are integers."""
 
@@ -120,6 +127,25 @@ class InstructionWriter:
         """Emit `total + first * second` of float32 vectors, which LLVM contracts to one FMA."""
         product = self.builder.fmul(first, second, flags=("contract",))
         return self.builder.fadd(total, product, flags=("contract",))
+
+    def maximum(self, one: Any, other: Any) -> Any:
+        """Emit the elementwise maximum of float32 vectors."""
+        return self.builder.select(self.builder.fcmp_ordered(">", one, other), one, other)
+
+    def exp2(self, power: Any, terms: int) -> Any:
+        """Emit 2**x = 2**n * e**(f ln 2), n integer, |f| <= 1/2, with `terms` powers of its Taylor series."""
+        whole = call_llvm(self.builder, f"llvm.rint.v{LANES}f32", FLOATS, power)
+        rest = self.builder.fsub(power, whole)
+        series, *lower = [
+            constant(math.log(2) ** term / math.factorial(term)) for term in range(terms, -1, -1)
+        ]
+        for coefficient in lower:
+            series = self.multiply_add(coefficient, series, rest)
+        all_lanes, usual_rounding = ir.Constant(ir.IntType(LANES), -1), ir.Constant(WORD, 4)
+        name = "llvm.x86.avx512.mask.scalef.ps.512"
+        return call_llvm(
+            self.builder, name, FLOATS, series, whole, ZEROS, all_lanes, usual_rounding
+        )
 
     def broadcast(self, value: Any, lanes: int = LANES) -> Any:
         """Emit a vector with the value in every lane."""

@@ -21,14 +21,21 @@ key that the chunk sees.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numba
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 
-from vsched_workers.backends.cpu.kernels.bf16 import bf16_array, float32_array, soft_cap
+from vsched_workers.backends.cpu.kernels.bf16 import (
+    NO_SCORE,
+    bf16_array,
+    exp2,
+    float32_array,
+    maximum,
+    sink_of,
+    soft_cap,
+)
 from vsched_workers.backends.cpu.kernels.compilation import compiled, emits, kernel
 from vsched_workers.backends.cpu.kernels.prefill_attention import (
     PrefillArguments,
@@ -42,12 +49,11 @@ from vsched_workers.backends.cpu.kernels.simd import (
     FLOATS,
     LANES,
     LINE,
-    WORD,
     ZEROS,
     InstructionWriter,
     Loop,
     call_llvm,
-    splat,
+    constant,
 )
 from vsched_workers.backends.cpu.kernels.thread_pool import spread
 from vsched_workers.backends.cpu.tiles.kernel import (
@@ -64,8 +70,6 @@ from vsched_workers.backends.cpu.tiles.kernel import (
     release_tiles,
 )
 
-SCORE_MIN = np.float32(-1e30)
-"""Masked score: finite, since the compiler may assume the absence of infinities."""
 BLOCK = TOGETHER * TILE_ROWS
 """Query rows of a block."""
 
@@ -132,40 +136,11 @@ def _pack_half(task: int, arguments: PrefillArguments) -> None:
 # --- attending ---
 
 
-class _SoftmaxWriter(InstructionWriter):
-    """Emits the softmax of a row of scores, aligned to a cache line, in vectors of 16.
-
-    LLVM's own vectorization would use vectors of 8, and reduce the sum of weights in each step.
-    """
-
-    def maximum(self, one: Any, other: Any) -> Any:
-        """Elementwise maximum."""
-        return self.builder.select(self.builder.fcmp_ordered(">", one, other), one, other)
-
-    def exp2(self, power: Any) -> Any:
-        """Emit 2**x for x >= -126, as `bf16.exp2`: 2**n * e**(f ln 2), n integer, |f| <= 1/2, by its Taylor series."""
-        builder = self.builder
-        whole = call_llvm(builder, f"llvm.rint.v{LANES}f32", FLOATS, power)
-        rest = builder.fsub(power, whole)
-        series = _constant(math.log(2) ** 6 / math.factorial(6))
-        for term in range(5, -1, -1):
-            coefficient = _constant(math.log(2) ** term / math.factorial(term))
-            series = self.multiply_add(coefficient, series, rest)
-        all_lanes, usual_rounding = ir.Constant(ir.IntType(LANES), -1), ir.Constant(WORD, 4)
-        name = "llvm.x86.avx512.mask.scalef.ps.512"
-        return call_llvm(builder, name, FLOATS, series, whole, ZEROS, all_lanes, usual_rounding)
-
-
-def _constant(value: float) -> Any:
-    """Vector of a float32, rounded from a constant."""
-    return splat(FLOATS, float(np.float32(value)))
-
-
 @emits(numba.float32, numba.intp, numba.intp)
 def _highest(builder: Any, scores_at: Any, steps: Any) -> Any:
     """Maximum of `steps` K steps of scores."""
-    writer = _SoftmaxWriter(builder)
-    loop = Loop(builder, [_constant(float(SCORE_MIN))] * 2)
+    writer = InstructionWriter(builder)
+    loop = Loop(builder, [constant(float(NO_SCORE))] * 2)
     at = writer.advance(scores_at, loop.index, 2 * LINE)
     loaded = [writer.load(writer.offset(at, each), FLOATS, LINE) for each in (0, LINE)]
     pairs = zip(loaded, loop.carried, strict=True)
@@ -179,8 +154,8 @@ def _highest(builder: Any, scores_at: Any, steps: Any) -> Any:
 def _weigh(
     builder: Any, scores_at: Any, steps: Any, highest: Any, factor: Any, weights_at: Any
 ) -> Any:
-    """Write the weights 2**(factor (s - highest)) of scores into A tiles, 0 for `SCORE_MIN`; return their sum."""
-    writer = _SoftmaxWriter(builder)
+    """Write the weights 2**(factor (s - highest)) of scores into A tiles, 0 for `NO_SCORE`; return their sum."""
+    writer = InstructionWriter(builder)
     top, factors = writer.broadcast(highest), writer.broadcast(factor)
     loop = Loop(builder, [ZEROS] * 2)
     at = writer.advance(scores_at, loop.index, 2 * LINE)
@@ -189,8 +164,8 @@ def _weigh(
         score = writer.load(writer.offset(at, place), FLOATS, LINE)
         power = builder.fmul(builder.fsub(score, top), factors)
         # 2**-126 is not zero, and masked keys must not count at all.
-        weight = writer.exp2(writer.maximum(power, _constant(-126.0)))
-        is_visible = builder.fcmp_ordered(">", score, _constant(float(SCORE_MIN)))
+        weight = writer.exp2(writer.maximum(power, constant(-126.0)), terms=6)
+        is_visible = builder.fcmp_ordered(">", score, constant(float(NO_SCORE)))
         weights.append(builder.select(is_visible, weight, ZEROS))
         sums.append(builder.fadd(total, weights[-1]))
     both = writer.narrow_both(*weights)
@@ -203,20 +178,28 @@ def _weigh(
 
 @compiled()
 def _softmax(
-    scores: Any, first: int, stop: int, factor: Any, row: int, steps: int, weights_at: int
+    scores: Any,
+    first: int,
+    stop: int,
+    factor: Any,
+    sink: Any,
+    row: int,
+    steps: int,
+    weights_at: int,
 ) -> Any:
     """Write the weights 2**(factor (s_t - max s)) of a row's scores into A tiles, and zeros for masked keys.
 
-    Keys before `first` and from `stop` on are masked. Returns the divisor of the weights.
+    Keys before `first` and from `stop` on are masked. Returns the divisor of the weights, to which the sink adds.
     """
     before, behind = scores[:first], scores[stop : steps * STEP_INPUTS]
     for index in range(len(before)):
-        before[index] = SCORE_MIN
+        before[index] = NO_SCORE
     for index in range(len(behind)):
-        behind[index] = SCORE_MIN
+        behind[index] = NO_SCORE
     scores_at = scores.ctypes.data
     at = weights_at + row // TILE_ROWS * steps * TILE_BYTES + row % TILE_ROWS * LINE
-    return _weigh(scores_at, steps, _highest(scores_at, steps), factor, at)
+    highest = maximum(_highest(scores_at, steps), sink)
+    return _weigh(scores_at, steps, highest, factor, at) + exp2((sink - highest) * factor)
 
 
 @compiled()
@@ -262,9 +245,10 @@ def _attend_block(task: int, arguments: PrefillArguments) -> None:
         if arguments.softcap > np.float32(0.0):
             factor = np.float32(1.0)
             soft_cap(scores, padded_visible, arguments.factor, arguments.softcap)
+        sink = sink_of(arguments.sinks_at, head, factor)
         stop = visible + row * arguments.causal
         first = max(stop - arguments.window, 0) if arguments.window else 0
-        totals[row] = _softmax(scores, first, stop, factor, row, steps, weights_at)
+        totals[row] = _softmax(scores, first, stop, factor, sink, row, steps, weights_at)
     for half in range(inputs // HALF):
         multiply_tiles(
             tiles, steps, weights_at, steps * TILE_BYTES,
