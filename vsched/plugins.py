@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -28,6 +27,8 @@ from vsched.errors import (
 from vsched.policy import DECISIONS, SEVERAL, Policy, decisions_of, tables_of, without_seats
 from vsched.policy_host.seats import check_state_type
 
+INT64_END = 2**63
+"""Numbers of a configuration are below it: records and messages have integers of 64 bits."""
 ABOUT = 0.05
 """Suggestions may be less similar than the best match by at most this much, on a scale of 0 to 1."""
 
@@ -126,7 +127,10 @@ def load_policy_class(kind: str, name: str, *, path: str = "use") -> type[Policy
         PolicyError: If the class does not meet the contract.
     """
     target = load_registered(_group(kind), name, path=path)
-    return check_contract(target, kind)
+    try:
+        return check_contract(target, kind)
+    except PolicyError as error:
+        raise PolicyError(f"{path}: {error}") from None
 
 
 def convert_value(value: object, wanted: Any, *, path: str, origin: str = "") -> Any:
@@ -138,13 +142,15 @@ def convert_value(value: object, wanted: Any, *, path: str, origin: str = "") ->
     problem = ""
     try:
         converted = msgspec.convert(value, wanted)
-        if not isinstance(converted, float) or math.isfinite(converted):
+        if not isinstance(converted, int | float) or abs(converted) < INT64_END:
             return converted
     except msgspec.ValidationError as error:
         problem = str(error)
     limit = type_text(wanted)
     if problem and limit in ("array", "object"):  # this says nothing about the values inside
         limit += f" ({problem})"
+    elif not problem and isinstance(value, int):
+        limit += ", below 2**63"
     message = limit_message(
         f"{path}{f' (from {origin})' if origin else ''} is not valid",
         value=repr(value),
