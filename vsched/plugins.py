@@ -24,7 +24,15 @@ from vsched.errors import (
     limit_message,
     reraise_interrupt,
 )
-from vsched.policy import DECISIONS, SEVERAL, Policy, decisions_of, tables_of, without_seats
+from vsched.policy import (
+    DECISIONS,
+    POLICY_TABLES,
+    SEVERAL,
+    Policy,
+    decisions_of,
+    tables_of,
+    without_seats,
+)
 from vsched.policy_host.seats import check_state_type
 
 INT64_END = 2**63
@@ -131,6 +139,18 @@ def load_policy_class(kind: str, name: str, *, path: str = "use") -> type[Policy
         return check_contract(target, kind)
     except PolicyError as error:
         raise PolicyError(f"{path}: {error}") from None
+
+
+def import_policies(tables: Mapping[str, Mapping[str, Any]]) -> None:
+    """Import the modules of policy tables, by path; other errors are left to `resolve_policy`.
+
+    Raises:
+        ConfigError: If a name is unknown or its module cannot be imported.
+    """
+    for path, table in tables.items():
+        kind, name = POLICY_TABLES.get(path, SEVERAL), table.get("use")
+        if isinstance(name, str) and name and (path in POLICY_TABLES or path == SEVERAL):
+            load_registered(_group(kind), name, path=f"{path}.use")
 
 
 def convert_value(value: object, wanted: Any, *, path: str, origin: str = "") -> Any:
