@@ -132,7 +132,7 @@ class HostShares:
         return (
             f" The host has {size_text(self._free_bytes)} free, and keeps {size_text(self._kept_bytes)} for images, "
             f"encoders and swapped blocks: {', '.join(self._limited)} may take {size_text(self._share_bytes)} each. "
-            "Lower arena.pixel_bytes, arena.embedding_bytes or generate.swap_memory to leave them more."
+            "Lower arena.pixel_bytes, arena.embedding_bytes, media.decode_bytes or generate.swap_memory to leave more."
         )
 
 

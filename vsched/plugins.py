@@ -159,18 +159,19 @@ def convert_value(value: object, wanted: Any, *, path: str, origin: str = "") ->
     Raises:
         ConfigError: If the value is not valid; the message gives the key's path, value, limit and remedy.
     """
-    problem = ""
+    problem = bound = ""
     try:
         converted = msgspec.convert(value, wanted)
-        if not isinstance(converted, int | float) or abs(converted) < INT64_END:
+        bound = _general_bound(converted)
+        if not bound:
             return converted
     except msgspec.ValidationError as error:
         problem = str(error)
     limit = type_text(wanted)
     if problem and limit in ("array", "object"):  # this says nothing about the values inside
         limit += f" ({problem})"
-    elif not problem and isinstance(value, int):
-        limit += ", below 2**63"
+    elif bound:
+        limit += f", {bound}"
     message = limit_message(
         f"{path}{f' (from {origin})' if origin else ''} is not valid",
         value=repr(value),
@@ -178,6 +179,13 @@ def convert_value(value: object, wanted: Any, *, path: str, origin: str = "") ->
         remedy=f"set {path} within the limit, or leave it out for the default",
     )
     raise ConfigError(message)
+
+
+def _general_bound(value: object) -> str:
+    """Return the bound that a value violates among those of all keys, or an empty text."""
+    if isinstance(value, int | float) and not abs(value) < INT64_END:  # NaN is not below it
+        return "below 2**63"
+    return "without NUL characters" if isinstance(value, str) and "\0" in value else ""
 
 
 def check_contract(cls: object, kind: str) -> type[Policy]:

@@ -117,6 +117,7 @@ def test_config_set_parses_by_type(assignment: str, section: str, key: str, valu
         ("deadlines.waiting_s=1e12", "deadlines.waiting_s (from command line) is not valid: value 1000"),
         ("placement=apart", "placement (from command line) is not valid: value 'apart', limit"),
         ("server.body_bytes_max=9223372036854775808", "server.body_bytes_max (from command line) is not"),
+        ('record.path="a\\u0000b"', "record.path (from command line) is not valid: value 'a\\x00b', limit"),
         ("placment=together", "placment (from command line): unknown key. Did you mean placement?"),
         ("zzz=1", "zzz (from command line): unknown key. Keys here: placement, model, server,"),
         ("routing=round-robin", "routing (from command line): not a table; write routing = {use ="),
