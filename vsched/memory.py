@@ -131,7 +131,8 @@ class HostShares:
             return ""
         return (
             f" The host has {size_text(self._free_bytes)} free, and keeps {size_text(self._kept_bytes)} for images, "
-            f"encoders and swapped blocks: {', '.join(self._limited)} may take {size_text(self._share_bytes)} each."
+            f"encoders and swapped blocks: {', '.join(self._limited)} may take {size_text(self._share_bytes)} each. "
+            "Lower arena.pixel_bytes, arena.embedding_bytes, media.decode_bytes or generate.swap_memory to leave more."
         )
 
 

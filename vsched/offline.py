@@ -150,7 +150,8 @@ class LLM:
             prompts: Texts, lists of token ids, or mappings `{"prompt": ..., "images": [...]}`; or a single text or
                 mapping. Images are URLs or PIL images.
             sampling: Sampling parameters; by default the checkpoint's, up to the end of the context.
-            on_error: Raise the first error and abort the other requests, or keep it in its completion.
+            on_error: Raise the first error, with a note that names its prompt, and abort the other requests; or keep
+                it in its completion.
             options: Further arguments of `Engine.generate`, such as `adapter`.
 
         Raises:
@@ -229,13 +230,14 @@ class LLM:
         sampling = checked_argument("sampling", sampling, SamplingParams)
         tokens = 0
 
-        async def one(prepare: _Prepare, sampling: SamplingParams) -> Completion:
+        async def one(index: int, prepare: _Prepare, sampling: SamplingParams) -> Completion:
             nonlocal tokens
             async with room:
                 try:
                     found = await self._complete(prepare, sampling, options)
                 except (RequestRefused, RequestFailed) as error:
                     if not keeps_errors:
+                        error.add_note(f"This is entry {index} of the batch, counted from 0.")
                         raise
                     found = Completion(text="", finish_reason="error", error=error.message)
             tokens += len(found.token_ids)
@@ -245,8 +247,8 @@ class LLM:
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [
-                    group.create_task(one(prepare, self._with_seed(sampling)))
-                    for prepare in prepares
+                    group.create_task(one(index, prepare, self._with_seed(sampling)))
+                    for index, prepare in enumerate(prepares)
                 ]
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None

@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -25,9 +24,19 @@ from vsched.errors import (
     limit_message,
     reraise_interrupt,
 )
-from vsched.policy import DECISIONS, SEVERAL, Policy, decisions_of, tables_of, without_seats
+from vsched.policy import (
+    DECISIONS,
+    POLICY_TABLES,
+    SEVERAL,
+    Policy,
+    decisions_of,
+    tables_of,
+    without_seats,
+)
 from vsched.policy_host.seats import check_state_type
 
+INT64_END = 2**63
+"""Numbers of a configuration are below it: records and messages have integers of 64 bits."""
 ABOUT = 0.05
 """Suggestions may be less similar than the best match by at most this much, on a scale of 0 to 1."""
 
@@ -126,7 +135,22 @@ def load_policy_class(kind: str, name: str, *, path: str = "use") -> type[Policy
         PolicyError: If the class does not meet the contract.
     """
     target = load_registered(_group(kind), name, path=path)
-    return check_contract(target, kind)
+    try:
+        return check_contract(target, kind)
+    except PolicyError as error:
+        raise PolicyError(f"{path}: {error}") from None
+
+
+def import_policies(tables: Mapping[str, Mapping[str, Any]]) -> None:
+    """Import the modules of policy tables, by path; other errors are left to `resolve_policy`.
+
+    Raises:
+        ConfigError: If a name is unknown or its module cannot be imported.
+    """
+    for path, table in tables.items():
+        kind, name = POLICY_TABLES.get(path, SEVERAL), table.get("use")
+        if isinstance(name, str) and name and (path in POLICY_TABLES or path == SEVERAL):
+            load_registered(_group(kind), name, path=f"{path}.use")
 
 
 def convert_value(value: object, wanted: Any, *, path: str, origin: str = "") -> Any:
@@ -135,16 +159,19 @@ def convert_value(value: object, wanted: Any, *, path: str, origin: str = "") ->
     Raises:
         ConfigError: If the value is not valid; the message gives the key's path, value, limit and remedy.
     """
-    problem = ""
+    problem = bound = ""
     try:
         converted = msgspec.convert(value, wanted)
-        if not isinstance(converted, float) or math.isfinite(converted):
+        bound = _general_bound(converted)
+        if not bound:
             return converted
     except msgspec.ValidationError as error:
         problem = str(error)
     limit = type_text(wanted)
     if problem and limit in ("array", "object"):  # this says nothing about the values inside
         limit += f" ({problem})"
+    elif bound:
+        limit += f", {bound}"
     message = limit_message(
         f"{path}{f' (from {origin})' if origin else ''} is not valid",
         value=repr(value),
@@ -152,6 +179,13 @@ def convert_value(value: object, wanted: Any, *, path: str, origin: str = "") ->
         remedy=f"set {path} within the limit, or leave it out for the default",
     )
     raise ConfigError(message)
+
+
+def _general_bound(value: object) -> str:
+    """Return the bound that a value violates among those of all keys, or an empty text."""
+    if isinstance(value, int | float) and not abs(value) < INT64_END:  # NaN is not below it
+        return "below 2**63"
+    return "without NUL characters" if isinstance(value, str) and "\0" in value else ""
 
 
 def check_contract(cls: object, kind: str) -> type[Policy]:

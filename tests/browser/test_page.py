@@ -279,20 +279,22 @@ def luminance(colour: str) -> float:
 
 
 def test_playground_shows_waiting_and_reasoning(page: Page) -> None:
-    held: list[Route] = []
+    waiting = page.get_by_text("Waiting for the first token for")
 
-    def hold(route: Route) -> None:
-        held.append(route)
+    def answer(route: Route) -> None:
+        expect(waiting).to_be_visible()
+        deltas = [
+            {"reasoning_content": "It is"},
+            {"reasoning_content": " navy."},
+            {"content": "Blue"},
+        ]
+        chunks = [{"id": "chatcmpl-1", "choices": [{"delta": delta}]} for delta in deltas]
+        events = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks)
+        route.fulfill(content_type="text/event-stream", body=f"{events}data: [DONE]\n\n")
 
-    page.route("**/v1/chat/completions", hold)
+    page.route("**/v1/chat/completions", answer)
     show(page, "Playground")
     page.get_by_role("button", name="Send").click()
-    waiting = page.get_by_text("Waiting for the first token for")
-    expect(waiting).to_be_visible()
-    deltas = [{"reasoning_content": "It is"}, {"reasoning_content": " navy."}, {"content": "Blue"}]
-    chunks = [{"id": "chatcmpl-1", "choices": [{"delta": delta}]} for delta in deltas]
-    events = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks)
-    held[0].fulfill(content_type="text/event-stream", body=f"{events}data: [DONE]\n\n")
     expect(page.get_by_text("It is navy.")).to_be_visible()
     expect(page.locator("output.answer")).to_have_text("Blue")
     expect(waiting).to_have_count(0)

@@ -65,8 +65,9 @@ def test_offline_chat_takes_one_conversation_or_many_with_images(llm: LLM) -> No
 
 def test_offline_error_is_raised_or_kept(llm: LLM) -> None:
     prompts: list[Any] = ["short", "long " * 5000, {"prompt": "x", "image": []}, "short"]
-    with pytest.raises(RequestRefused, match="context"):
+    with pytest.raises(RequestRefused, match="context") as caught:
         llm.generate(prompts[:2], GREEDY)
+    assert caught.value.__notes__ == ["This is entry 1 of the batch, counted from 0."]
     done = llm.generate(prompts, GREEDY, on_error="keep")
     assert [one.finish_reason for one in done] == ["length", "error", "error", "length"]
     assert "context" in done[1].error

@@ -191,8 +191,11 @@ def test_resolve_policy_names_the_line_of_a_class_that_cannot_be_built(
 
 
 def test_resolve_policy_refuses_a_class_of_another_kind() -> None:
-    with pytest.raises(PolicyError, match="RoundRobin: not a subclass of .*RequestPolicy"):
-        resolve_policy("admission", {"use": "vsched_policies.routing:RoundRobin"})
+    table = {"use": "vsched_policies.routing:RoundRobin"}
+    with pytest.raises(
+        PolicyError, match=r"^a\.b\.use: .*RoundRobin: not a subclass of .*RequestPolicy"
+    ):
+        resolve_policy("admission", table, path="a.b")
 
 
 def test_list_policies_reports_kind_fields_and_summary() -> None:

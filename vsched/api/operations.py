@@ -48,8 +48,9 @@ from vsched.api.response_schema import (
 )
 from vsched.api.tools.choice import shown_tools
 from vsched.api.unsupported import refuse_unsupported
-from vsched.errors import RequestRefused
+from vsched.errors import ConfigError, RequestRefused
 from vsched.media import ImageReference, Prompt, refuse_images
+from vsched.plugins import import_policies
 
 ACTIONS = ("drain", "restart", "resume")
 LIVE_EVERY_S = 0.5
@@ -251,6 +252,10 @@ class OperatorOperations:
 
     async def replace_policies(self, request: PolicyTables) -> PolicyTables:
         """Replace the policies of some configuration tables; return the table of each."""
+        try:  # in a thread, because an import may take longer than ranks wait for the engine
+            await asyncio.to_thread(import_policies, request)
+        except ConfigError as error:
+            raise RequestRefused(str(error), code="invalid_policy") from error
         self._engine.replace_policies(request)
         return self._engine.policies()
 

@@ -10,6 +10,7 @@ might give another result the next time: this is a command, and its result is co
 from __future__ import annotations
 
 import math
+import shlex
 import time
 from pathlib import Path
 from statistics import fmean, median
@@ -189,6 +190,13 @@ def choose(trials: Sequence[PlacementTrial]) -> PlacementTrial:
     return min((one for one in trials if one.rate >= enough), key=lambda one: one.placement)
 
 
+def serve_command(path: str, config: Path | None, sets: Sequence[str]) -> str:
+    """Return the command that serves with a file and assignments."""
+    options = [*(() if config is None else ("--config", str(config)))]
+    options += [word for one in sets for word in ("--set", one)]
+    return shlex.join(["vsched", "serve", path, *options])
+
+
 def tune(
     path: CheckpointArgument,
     config: ConfigOption = None,
@@ -238,11 +246,11 @@ def tune(
             runner.run(tuning.measure(split, settings, report))
     best = choose(tuning.trials)
     _show(tuning.trials, best, console)
-    sets = " ".join(f"--set {one}" for one in best.placement.assignments())
-    console.print(f"vsched serve {path} {sets}", soft_wrap=True)
+    sets = [*(assignments or ()), *best.placement.assignments()]
+    console.print(serve_command(path, config, sets), soft_wrap=True, markup=False)
     if write is not None:
         write.write_text(best.placement.toml(), encoding="utf-8")
-        console.print(f"Written: {write}; use it with --config {write}")
+        console.print(f"Written, the split alone: {write}; use it with --config {write}")
     if out is not None:
         write_json(out, tuning.trials)
         console.print(f"JSON: {out}")

@@ -266,7 +266,7 @@ def _suggestion(path: str) -> str:
         return f" Did you mean {' or '.join(elsewhere)}?"
     siblings = [one for one in known if section and one.rpartition(".")[0] == section]
     return (
-        did_you_mean(path, [*known, *sections]) or f" Keys here: {', '.join(siblings or sections)}."
+        did_you_mean(path, {*known, *sections}) or f" Keys here: {', '.join(siblings or sections)}."
     )
 
 

@@ -211,7 +211,9 @@ async def test_sizing_together_on_a_host_that_is_too_small_names_the_groups_that
         await lead_all(sizing_of([*groups], host_free=lambda: 30 * MIB), groups)
     message = str(caught.value)
     assert "The host has 30.0 MiB free" in message
-    assert "generate-0 rank 0, generate-1 rank 0 may take 15.0 MiB each" in message
+    assert (
+        "generate-0 rank 0, generate-1 rank 0 may take 15.0 MiB each. Lower arena.pixel" in message
+    )
 
 
 # --- a restarted group has a smaller KV cache if something else took its memory, or a step ran out of it ---

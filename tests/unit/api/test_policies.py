@@ -140,8 +140,11 @@ async def test_a_policy_that_can_be_built_only_once_is_installed(workload: Any) 
 
 
 LIMITS = """
+import threading
+
 from vsched.policy import RequestPolicy
 
+assert threading.current_thread() is not threading.main_thread()  # the engine runs on
 
 class P(RequestPolicy):
     def admit(self, view):

@@ -330,7 +330,7 @@ def test_missing_sdk(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureF
 
 def test_variable_that_the_sdk_rejects(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "0")
-    with pytest.raises(ConfigError, match="Remedy: correct its OTEL_ environment variables"):
+    with pytest.raises(ConfigError, match="Remedy: correct server.otlp_endpoint or the OTEL_"):
         tracing_module.open_tracing("http://c/v1/traces")
 
 

@@ -8,7 +8,15 @@ from typing import Literal
 import pytest
 
 from tests.unit.bench import idle_plugin
-from vsched.bench.tune import ALONE, Placement, PlacementTrial, Tuning, choose, placements
+from vsched.bench.tune import (
+    ALONE,
+    Placement,
+    PlacementTrial,
+    Tuning,
+    choose,
+    placements,
+    serve_command,
+)
 from vsched.config import RecordConfig, load_config
 
 
@@ -74,6 +82,12 @@ async def test_split_serves_every_case_of_a_model_without_images(
     (found,) = tuning.trials
     assert len(found.runs["text"]) == rounds
     assert min(found.runs["text"]) > 0
+
+
+def test_serve_command_keeps_the_settings_of_the_user() -> None:
+    found = serve_command("demo", Path("my.toml"), ["model.name=a b", "generate.replicas=2"])
+    sets = "--set 'model.name=a b' --set generate.replicas=2"
+    assert found == f"vsched serve demo --config my.toml {sets}"
 
 
 def test_own_servers_ask_for_no_key_and_leave_records_alone() -> None:

@@ -68,5 +68,5 @@ def open_tracing(url: str) -> Tracing | None:
         return Tracing(url)
     except ValueError as error:
         raise ConfigError(
-            f"the OpenTelemetry SDK cannot start: {error}. Remedy: correct its OTEL_ environment variables"
+            f"the OpenTelemetry SDK cannot start: {error}. Remedy: correct server.otlp_endpoint or the OTEL_ variables"
         ) from error
