@@ -37,6 +37,8 @@ FORGET = 0.9
 HELD_UP = 2.0
 """Limit for the time of a step of decodes, as a multiple of the expected time: a longer one was held up by something
 else."""
+LAST_CHUNK = 1.5
+"""Maximum length of the last chunk of a prompt, as a multiple of the length that its time limit allows."""
 NOISE = 0.05
 """Share of the time of a step below which the time of its prefill is noise."""
 PATIENCE = 5
@@ -215,12 +217,16 @@ class PrefillBudget:
         """Time left for prefill; None for no limit."""
         return None if self._left_ns == math.inf else int(self._left_ns)
 
-    def tokens_at(self, start: int) -> int:
-        """Return the number of prompt tokens from `start` that fit, at least a block unless the budget is spent."""
+    def tokens_at(self, start: int, left: float = math.inf) -> int:
+        """Return the number of prompt tokens from `start` that fit, at least a block unless the budget is spent.
+
+        `left` are those of the prompt. If few of them exceed the limit of a chunk, they are not worth another one.
+        """
         if self.spent:
             return 0
-        left_ns = min(self._left_ns, self._model.chunk_ns)
-        return int(min(self.tokens, self._model.tokens_within(left_ns, start)))
+        fitting = min(self.tokens, self._model.tokens_within(self._left_ns, start))
+        chunk = self._model.tokens_within(self._model.chunk_ns, start)
+        return int(fitting if left <= LAST_CHUNK * chunk else min(fitting, chunk))
 
     def take(self, start: int, tokens: int) -> None:
         """Add a chunk of `tokens` tokens from `start` to the step."""

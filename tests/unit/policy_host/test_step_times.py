@@ -97,6 +97,8 @@ def test_chunk_has_a_time_limit_even_if_nothing_decodes_and_other_chunks_follow_
         for count, fits in ((tokens, True), (tokens + 16, False)):
             spent_ns = count * TOKEN_NS + pairs_of(start, count) * PAIR_NS
             assert (spent_ns <= 40_400_000) == fits
+        assert budget.tokens_at(start, tokens * 1.5) >= tokens * 1.5, "no short last chunk"
+        assert budget.tokens_at(start, tokens * 1.5 + 1) == tokens
         budget.take(start, tokens)
     slow = learned(target_ns, ratio=100.0, chunk_ns=1)
     tokens = slow.budget_for(100_000, decodes=0).tokens_at(0)

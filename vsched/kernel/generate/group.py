@@ -350,7 +350,8 @@ class GenerateGroup(Group):
     def _advance(
         self, state: RequestState, tokens_max: int | None, plan: StepPlan, now_ns: int
     ) -> None:
-        fitting, room = plan.budget.tokens_at(state.computed), plan.budget.tokens
+        left = len(state.tokens) - state.computed
+        fitting, room = plan.budget.tokens_at(state.computed, left), plan.budget.tokens
         tokens = fitting if tokens_max is None else min(fitting, tokens_max)
         stop = self._chunk_stop(state, state.computed, tokens, room=room)
         self._chunk(state, stop, plan, now_ns)
@@ -557,7 +558,7 @@ class GenerateGroup(Group):
             state.phase = ITEMS
             self._requeued.append(state)
             return
-        tokens = budget.tokens_at(computed)
+        tokens = budget.tokens_at(computed, len(state.tokens) - computed)
         stop = self._chunk_stop(state, computed, tokens, room=budget.tokens)
         if stop <= computed:
             # An atom does not fit into the rest of this step. No request overtakes it until the next.
