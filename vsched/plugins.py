@@ -148,8 +148,9 @@ def import_policies(tables: Mapping[str, Mapping[str, Any]]) -> None:
         ConfigError: If a name is unknown or its module cannot be imported.
     """
     for path, table in tables.items():
-        kind, name = POLICY_TABLES.get(path, SEVERAL), table.get("use")
-        if isinstance(name, str) and name and (path in POLICY_TABLES or path == SEVERAL):
+        kind = SEVERAL if path == SEVERAL else POLICY_TABLES.get(path)
+        name = table.get("use")
+        if kind is not None and isinstance(name, str) and name:
             load_registered(_group(kind), name, path=f"{path}.use")
 
 
@@ -182,7 +183,7 @@ def convert_value(value: object, wanted: Any, *, path: str, origin: str = "") ->
 
 
 def _general_bound(value: object) -> str:
-    """Return the bound that a value violates among those of all keys, or an empty text."""
+    """Bound for values of all keys, if this value violates one; otherwise an empty text."""
     if isinstance(value, int | float) and not abs(value) < INT64_END:  # NaN is not below it
         return "below 2**63"
     return "without NUL characters" if isinstance(value, str) and "\0" in value else ""

@@ -222,8 +222,8 @@ class GenerateConfig(StageConfig, frozen=True, kw_only=True):
     """Maximum number of prompt tokens of one request in a step; 0 for 512 on a CPU, 8192 with CUDA, but at most
     `max_batch_tokens`."""
     chunk_target_ms: TimeOrZero = 1000.0
-    """Target for the time of a request's prompt tokens in a step, which others wait for; 0 for no limit. They may
-    always take `step_target_ratio` times as long as a decode."""
+    """Target for the time of a prefill chunk, since later requests wait for it; 0 for no limit. A chunk may always take
+    `step_target_ratio` times as long as a decode."""
     step_target_ms: TimeOrZero = 100.0
     """Target for the time of a step: while requests decode, prefill is limited to it, and so is encoding in the same
     processes; 0 for no limit. It is lower when more than 5 requests decode for each waiting one."""

@@ -218,9 +218,9 @@ class PrefillBudget:
         return None if self._left_ns == math.inf else int(self._left_ns)
 
     def tokens_at(self, start: int, left: float = math.inf) -> int:
-        """Return the number of prompt tokens from `start` that fit, at least a block unless the budget is spent.
+        """Length of the next chunk from `start`: at least a block, 0 if the budget is spent.
 
-        `left` are those of the prompt. If few of them exceed the limit of a chunk, they are not worth another one.
+        `left` is the rest of the prompt; a slightly longer last chunk takes less time than two (`LAST_CHUNK`).
         """
         if self.spent:
             return 0

@@ -155,7 +155,7 @@ class Quantizer:
 
 
 def tie_embedding(embedding: nn.Embedding, head: torch.Tensor, product: Any) -> None:
-    """Have an embedding read the packed head if the two are tied, so that one copy serves both."""
+    """Replace the weight of a tied embedding by the packed head: one copy for both."""
     if _are_tied(embedding, head) and not _look_up(embedding, product):
         embedding.weight.data = head.clone()  # it may lie in a mapped file, to be packed
 
@@ -169,15 +169,17 @@ def _are_tied(embedding: nn.Embedding, head: torch.Tensor) -> bool:
 
 @torch.inference_mode()
 def _look_up(embedding: nn.Embedding, product: Any) -> bool:
-    """Have an embedding look up rows in the weight of a product, in place of its own; return False if it cannot.
+    """Replace the weight of an embedding by that of a product; return False, without a change, if the rows differ.
 
-    A subclass keeps what it does with the rows, such as scaling. One that reads its weight by itself cannot.
+    The forward of a subclass is kept, such as scaling of the rows. A forward that computes with the weight fails.
     """
     kind, weight = type(embedding), embedding.weight
     ids = torch.tensor([0, len(weight) - 1], device=weight.device)
     expected = embedding(ids)
-    bases = (PackedEmbedding,) if kind is nn.Embedding else (kind, PackedEmbedding)
-    embedding.__class__ = type(kind.__name__, bases, {})
+    plain = kind is nn.Embedding
+    embedding.__class__ = (
+        PackedEmbedding if plain else type(kind.__name__, (kind, PackedEmbedding), {})
+    )
     del embedding.weight
     embedding.weight = PackedWeightRows(product, weight)  # type: ignore[assignment]
     try:

@@ -50,10 +50,14 @@ def sample_cache(kv_dtype: torch.dtype) -> npt.NDArray[Any]:
     return cache.arrays[0][0]
 
 
+_NO_SINKS = np.empty(0, dtype=np.float32)
+
+
 def sinks_of(rule: ScoreRule) -> npt.NDArray[np.float32]:
     """Return the attention sinks of a rule, [heads], or an empty array."""
-    sinks = torch.empty(0) if rule.sinks is None else rule.sinks.detach()
-    found: npt.NDArray[np.float32] = sinks.float().contiguous().numpy()
+    if rule.sinks is None:
+        return _NO_SINKS
+    found: npt.NDArray[np.float32] = rule.sinks.detach().float().contiguous().numpy()
     return found
 
 
@@ -153,9 +157,16 @@ def prefill(
     """Attend for the rows of a chunk, causally; their keys and values are already in the cache."""
     if not fits(query.shape[2]):
         return prefill_by_gather(query, key, value, layer, segment, step, scaling)
+    return _prefilled(query, layer, segment, step, ScoreRule(scaling))
+
+
+def _prefilled(
+    query: torch.Tensor, layer: int, segment: Segment, step: PagedStep, rule: ScoreRule
+) -> torch.Tensor:
+    """Return [heads, rows, head dim] for a query of the same shape."""
     heads, rows, head_dim = query.shape
     out = query.new_empty(rows, heads, head_dim)
-    prefill_by_rule(query, layer, segment, step, ScoreRule(scaling), out)
+    prefill_by_rule(query, layer, segment, step, rule, out)
     return out.transpose(0, 1)
 
 
@@ -163,14 +174,7 @@ class NumbaPrefill:
     """Prefill kernel for bfloat16 with all score rules."""
 
     __call__ = staticmethod(prefill)
-
-    def by_rule(
-        self, query: torch.Tensor, layer: int, segment: Segment, step: PagedStep, rule: ScoreRule
-    ) -> torch.Tensor:
-        """Return [heads, rows, head dim] for a query of the same shape."""
-        out = query.new_empty(query.shape[1], query.shape[0], query.shape[2])
-        prefill_by_rule(query, layer, segment, step, rule, out)
-        return out.transpose(0, 1)
+    by_rule = staticmethod(_prefilled)
 
 
 def prefill_by_rule(
