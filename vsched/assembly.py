@@ -262,7 +262,7 @@ def scheduler_limits(
         slots=generate.slots,
         batch_tokens=generate.max_batch_tokens,
         chunk_tokens=generate.chunk_tokens,
-        chunk_target_ns=int(generate.chunk_target_ms * 1e6),
+        prefill_target_ns=int(generate.prefill_target_ms * 1e6),
         step_target_ns=int(generate.step_target_ms * 1e6),
         step_target_ratio=generate.step_target_ratio,
         context_tokens=context_tokens(config, info),

@@ -17,6 +17,43 @@ class InOrder(RequestPolicy, frozen=True, kw_only=True):
         return StepShares(range(len(view.prefilling)))
 
 
+class ResponseRatio(RequestPolicy, frozen=True, kw_only=True):
+    """Advances the request with the highest response ratio first: its time since arrival over the time that it needs.
+
+    A short prompt overtakes a long one soon, a long one overtakes short ones after a wait in
+    proportion to its length, and equal prompts are completed one after the other. While requests
+    wait for a slot, a share of the time is left to them, so that a short one joins next to a long
+    one: time for two KV blocks at least, or the scheduler would begin none.
+
+    Source: Brinch Hansen, Short-Term Scheduling in Multiprogramming Systems, SOSP 1971.
+
+    Attributes:
+        joining_share: Share of the time of prefill that is left to joining requests.
+    """
+
+    joining_share: Annotated[float, Meta(ge=0, lt=1)] = 0.3
+
+    def share(self, view: StepView) -> StepShares:
+        ratios = [
+            (view.now_ns - one.arrived_ns) / max(view.prefill_ns(one, one.tokens), 1.0)
+            for one in view.prefilling
+        ]
+        order = sorted(range(len(ratios)), key=ratios.__getitem__, reverse=True)
+        if not view.waiting or view.time_ns is None:
+            return StepShares(order)
+        joining_ns = max(view.time_ns * self.joining_share, 2 * view.block_tokens * view.token_ns)
+        left_ns, tokens = view.time_ns - joining_ns, list[int]()
+        for one in [view.prefilling[index] for index in order]:
+            count = view.tokens_within(one, left_ns)
+            if not count:
+                break
+            tokens.append(count)
+            left_ns -= view.prefill_ns(one, count)
+        if not (tokens or view.decodes):  # one must advance
+            return StepShares(order)
+        return StepShares(order[: len(tokens)], tokens)
+
+
 class PrefillTime(msgspec.Struct):
     """Time limit of prefill in a step, 0 before the first, and the end of the last steps and first tokens seen."""
 
@@ -51,7 +88,7 @@ class SloFeedback(RequestPolicy, frozen=True, kw_only=True):
     def share(self, view: StepView) -> StepShares:
         order = range(len(view.prefilling))
         state: PrefillTime = view.state
-        if view.time_ns is None:
+        if view.time_ns is None or not view.decodes:
             return StepShares(order)  # no request decodes, so none waits
         time_ns = state.time_ns or float(view.time_ns)
         itl_ns = self.itl_target_ms * 1e6

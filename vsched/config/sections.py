@@ -221,9 +221,9 @@ class GenerateConfig(StageConfig, frozen=True, kw_only=True):
     chunk_tokens: NonNegative = 0
     """Maximum number of prompt tokens of one request in a step; 0 for 512 on a CPU, 8192 with CUDA, but at most
     `max_batch_tokens`."""
-    chunk_target_ms: TimeOrZero = 1000.0
-    """Target for the time of a prefill chunk, since later requests wait for it; 0 for no limit. A chunk may always take
-    `step_target_ratio` times as long as a decode."""
+    prefill_target_ms: TimeOrZero = 500.0
+    """Target for the time of a step in which no request decodes, since later requests wait for it; 0 for no limit. It
+    may always take `step_target_ratio` times as long as a decode."""
     step_target_ms: TimeOrZero = 100.0
     """Target for the time of a step: while requests decode, prefill is limited to it, and so is encoding in the same
     processes; 0 for no limit. It is lower when more than 5 requests decode for each waiting one."""

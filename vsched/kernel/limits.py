@@ -14,10 +14,10 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
         slots: Maximum number of sequences that run at once in a generate group.
         batch_tokens: Maximum number of tokens of a generate step; at least `slots` + 1, so that prefill progresses.
         chunk_tokens: Maximum length of a prefill chunk.
-        chunk_target_ns: Time limit of a prefill chunk; 0 for none.
+        prefill_target_ns: Time limit of a step of prefill alone; 0 for none.
         step_target_ns: Time limit of a step with prefill and decodes; 0 for none.
-        step_target_ratio: Such a step may always take this multiple of the time of its decodes, and a chunk that of one
-            decode.
+        step_target_ratio: Such a step may always take this multiple of the time of its decodes, and prefill alone that
+            of one decode.
         context_tokens: Maximum length of prompt plus output.
         page_rows: Embedding rows of an arena page.
         pages: Arena pages for embeddings.
@@ -44,7 +44,7 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     slots: int = 64
     batch_tokens: int = 2048
     chunk_tokens: int = 512
-    chunk_target_ns: int = 0
+    prefill_target_ns: int = 0
     step_target_ns: int = 0
     step_target_ratio: float = 8.0
     context_tokens: int

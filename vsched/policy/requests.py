@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import islice
 from operator import index as to_int
@@ -300,14 +301,15 @@ class StepView(View, frozen=True, kw_only=True):
 
     Attributes:
         prefilling: Requests that can be prefilled now, oldest first. Requests that wait for an embedding are left out.
-        waiting: Number of requests that wait for a slot; they get the rest of the step.
+        waiting: Number of requests that wait for a slot and may get one; they get the rest of the step.
         decodes: Number of tokens that requests decode in the step, drafts included.
         tokens_free: Tokens that the step can still take.
-        time_ns: Configured time limit of the prefill in this step (`generate.step_target_ms` and its ratio); None for
-            no limit, as in a step without decodes, or with a target of 0, for which step times are not estimated.
+        time_ns: Configured time limit of the prefill in this step: `generate.step_target_ms` next to decodes, or
+            `generate.prefill_target_ms` without, and the ratio; None for no limit.
         decode_ns: Estimated time of the decodes alone; 0 before there is an estimate.
         token_ns: Estimated time per prompt token; 0 before there is an estimate.
         pair_ns: Estimated time per pair of a prompt token and an earlier token; 0 before there is an estimate.
+        block_tokens: Tokens per KV block; the last chunk that still fits into a step has a block at least.
         overdue: Indices into `prefilling` of requests that advance whatever the policy returns, and first if it leaves
             them out: they have not advanced for longer than `policies.passed_over_max_s`.
     """
@@ -320,7 +322,25 @@ class StepView(View, frozen=True, kw_only=True):
     decode_ns: float = 0.0
     token_ns: float = 0.0
     pair_ns: float = 0.0
+    block_tokens: int = 16
     overdue: Sequence[int] = ()
+
+    def prefill_ns(self, request: PrefillView, tokens: int) -> float:
+        """Estimated time of the next `tokens` prompt tokens of a request; 0 before there is an estimate."""
+        return tokens * (self.token_ns + self.pair_ns * (request.computed + tokens / 2))
+
+    def tokens_within(self, request: PrefillView, time_ns: float) -> int:
+        """Number of the next prompt tokens of a request that take `time_ns`: all, or those of whole KV blocks.
+
+        All before there is an estimate.
+        """
+        # The root of first_ns * n + pair_ns * n² / 2 = time_ns.
+        time_ns, first_ns = max(time_ns, 0.0), self.token_ns + self.pair_ns * request.computed
+        slope_ns = first_ns + math.sqrt(first_ns**2 + 2 * self.pair_ns * time_ns)
+        tokens = 2 * time_ns / slope_ns if slope_ns else math.inf
+        return (
+            request.tokens if tokens >= request.tokens else int(tokens - tokens % self.block_tokens)
+        )
 
 
 class StepShares(msgspec.Struct, frozen=True):
@@ -330,7 +350,7 @@ class StepShares(msgspec.Struct, frozen=True):
         order: Indices into `view.prefilling` of the requests that advance.
         tokens: Maximum tokens of each of them, in the same order; None for all that fit.
         time_ns: Time limit of the prefill in this step, in place of `view.time_ns`; None to keep that. A block is
-            prefilled in any case. Ignored in a step without a limit, where `view.time_ns` is None.
+            prefilled in any case. Ignored in a step without decodes, or without a limit.
     """
 
     order: Sequence[int]
@@ -492,7 +512,7 @@ class RequestPolicy(Policy, frozen=True, kw_only=True):
         "step",
         PolicyKey(
             "generate.step",
-            "in-order",
+            "response-ratio",
             "Choice of the prefilling requests that advance in a step, and by how many tokens.",
         ),
         check=check_shares,

@@ -15,8 +15,7 @@ A long step delays every decoding request for the sake of the waiting ones. So t
 of decoding requests for each waiting one (`limit_share`): a long video next to 31 streams takes short steps, and a
 queue of prompts long ones: with a long queue, the ratio even grows.
 
-A request that arrives during a long prompt waits for the chunks in flight. So a chunk has a limit of its own even if
-nothing decodes. It holds for each chunk, not for the step: a burst of short prompts is prefilled together.
+A request that arrives during a long prompt waits for the steps in flight. So prefill alone has a limit, too.
 
 Times are part of events, so a host that is a function of its events remains one of its events.
 """
@@ -66,10 +65,10 @@ def limit_share(decoding: int, waiting: int) -> float:
 class StepTimeModel(Restorable):
     """The times of decodes and prefill in a group.
 
-    `target_ns` is the limit for a step with both, and `chunk_ns` that for a chunk in any step; 0 for none. A step may
-    always take `ratio` times as long as its decodes: a target near that time would starve prefill, and a few decoding
-    requests would keep all others from joining. So may a chunk, as long as one decode: shorter ones would mostly wait
-    for the weights.
+    `target_ns` is the limit for a step with both, and `prefill_ns` that for a step of prefill alone; 0 for none. A step
+    may always take `ratio` times as long as its decodes: a target near that time would starve prefill, and a few
+    decoding requests would keep all others from joining. Prefill alone may take as long as next to one decode: shorter
+    steps would mostly wait for the weights.
 
     Attributes:
         costs: ns per token, and ns per pair of a token and one before it; neither is negative.
@@ -80,9 +79,9 @@ class StepTimeModel(Restorable):
     _planned: Saved[dict[int, tuple[int, int, float]]]
     _sums: Saved[tuple[float, float, float, float, float]] = (0.0, 0.0, 0.0, 0.0, 0.0)
 
-    def __init__(self, target_ns: int, ratio: float, block_size: int, chunk_ns: int = 0) -> None:
+    def __init__(self, target_ns: int, ratio: float, block_size: int, prefill_ns: int = 0) -> None:
         self._target_ns = target_ns
-        self._chunk_ns = chunk_ns
+        self._prefill_ns = prefill_ns
         self._ratio = ratio
         self._block_size = block_size
         self._planned = {}
@@ -90,7 +89,8 @@ class StepTimeModel(Restorable):
 
     def budget_for(self, tokens: int, *, decodes: int, share: float = 1.0) -> PrefillBudget:
         """Return the budget of a step with room for `tokens` next to its decodes."""
-        return PrefillBudget(self, tokens, self.left_ns(decodes, share) or math.inf)
+        left_ns = self.left_ns(decodes, share) if decodes else self._alone_ns
+        return PrefillBudget(self, tokens, left_ns or math.inf, 1.0 if decodes else LAST_CHUNK)
 
     def left_ns(self, decodes: int, share: float = 1.0) -> float:
         """Return how long other work may delay the next step of `decodes` requests; 0 for no limit.
@@ -102,6 +102,11 @@ class StepTimeModel(Restorable):
         decode_ns = self.decode_ns(decodes)
         ratio = max(self._ratio * share, min(self._ratio, RATIO_MIN))
         return max(max(self._target_ns * min(share, 1.0), ratio * decode_ns) - decode_ns, 1.0)
+
+    @property
+    def _alone_ns(self) -> float:
+        """Time limit of a step of prefill alone; 0 for no limit."""
+        return max(self._prefill_ns, self._ratio * self.decode_ns(1)) if self._prefill_ns else 0.0
 
     def note(self, step: int, decodes: int, budget: PrefillBudget | None = None) -> None:
         """Note the composition of a step until its time is known; there is no budget without prefill."""
@@ -116,7 +121,7 @@ class StepTimeModel(Restorable):
         A draft takes a row, like a decode.
         """
         composition = self._planned.pop(step, _UNPLANNED)
-        if busy_ns > 0 and (self._target_ns or self._chunk_ns):
+        if busy_ns > 0 and (self._target_ns or self._prefill_ns):
             decodes, tokens, pairs = composition
             self._fit(busy_ns, decodes + drafts, tokens, pairs)
         return composition
@@ -168,11 +173,6 @@ class StepTimeModel(Restorable):
         """Expected time of a block at the start of a prompt."""
         return self.nanoseconds(0, self._block_size)
 
-    @property
-    def chunk_ns(self) -> float:
-        """Time limit of a chunk."""
-        return max(self._chunk_ns, self._ratio * self.decode_ns(1)) if self._chunk_ns else math.inf
-
     def tokens_within(self, left_ns: float, start: int) -> float:
         """Return the number of tokens from position `start` that take `left_ns`, at least a block."""
         token_ns, pair_ns = self.costs
@@ -193,10 +193,16 @@ class StepTimeModel(Restorable):
 
 
 class PrefillBudget:
-    """The prefill that is left in a step, in tokens and time, and the prefill that it has."""
+    """The prefill that is left in a step, in tokens and time, and the prefill that it has.
 
-    def __init__(self, model: StepTimeModel, tokens: int, left_ns: float) -> None:
+    The last chunk of a prompt may take `last` times the time that is left.
+    """
+
+    def __init__(
+        self, model: StepTimeModel, tokens: int, left_ns: float, last: float = 1.0
+    ) -> None:
         self.tokens = tokens
+        self._last = last
         self.prefilled = 0
         self.pairs = 0.0
         self._model = model
@@ -224,9 +230,8 @@ class PrefillBudget:
         """
         if self.spent:
             return 0
-        fitting = min(self.tokens, self._model.tokens_within(self._left_ns, start))
-        chunk = self._model.tokens_within(self._model.chunk_ns, start)
-        return int(fitting if left <= LAST_CHUNK * chunk else min(fitting, chunk))
+        chunk = self._model.tokens_within(self._left_ns, start)
+        return int(min(self.tokens, left if left <= self._last * chunk else chunk))
 
     def take(self, start: int, tokens: int) -> None:
         """Add a chunk of `tokens` tokens from `start` to the step."""
@@ -267,7 +272,7 @@ def decide_shares(seat: PolicySeat, view: StepView, budget: PrefillBudget) -> De
     """Ask the step policy; set its time limit in the budget of the step."""
     count, late = len(view.prefilling), view.overdue
     answer: StepShares = seat.decide(view, count)
-    if answer.time_ns is not None and not late:
+    if answer.time_ns is not None and view.decodes and not late:
         budget.limit_time(max(answer.time_ns, 1))  # with 0, no waiting request could join
     shares: dict[int, int | None] = dict.fromkeys(answer.order)
     if answer.tokens is not None:

@@ -206,7 +206,7 @@ CASES: dict[str, GalleryCase] = {
             workload=image_burst,
             choices={
                 "fifo": (),
-                "token-budget": (("generate.admission", {"use": "token-budget"}),),
+                "in-order": (("generate.step", {"use": "in-order"}),),
                 "shortest-first": (("generate.admission", {"use": "shortest-first"}),),
                 "slo-feedback": (("generate.step", {"use": "slo-feedback", "itl_target_ms": 30}),),
             },

@@ -589,7 +589,7 @@ def random_limits(rng: random.Random) -> SchedulerLimits:
         item_atomic=sees_ahead,
         prompt_atomic=prompt_atomic,
         batch_tokens=drawn.batch_tokens + (60 if sees_ahead else 0),
-        chunk_target_ns=(0, 1, 3_000)[drawn.waiting % 3],
+        prefill_target_ns=(0, 1, 3_000)[drawn.waiting % 3],
         state_snapshots=places if keeps_state else None,
         drafts=not keeps_state,
         # Half of the models that can swap have swap memory, often too little.

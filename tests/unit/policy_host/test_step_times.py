@@ -38,8 +38,8 @@ def tell(
     model.learn(step, busy_ns)
 
 
-def learned(target_ns: int, ratio: float = 2.0, chunk_ns: int = 0) -> StepTimeModel:
-    model = StepTimeModel(target_ns, ratio, block_size=16, chunk_ns=chunk_ns)
+def learned(target_ns: int, ratio: float = 2.0, prefill_ns: int = 0) -> StepTimeModel:
+    model = StepTimeModel(target_ns, ratio, block_size=16, prefill_ns=prefill_ns)
     for step, start in enumerate([0, 0, 1000, 4000, 0, 9000]):
         run_step(model, 2 * step, 0, 0)
         run_step(model, 2 * step + 1, start, 64 + 16 * step)
@@ -87,23 +87,23 @@ def test_model_has_no_limit_without_decodes_or_a_target() -> None:
 
 
 @pytest.mark.parametrize("target_ns", [0, 1_000_000_000])
-def test_chunk_has_a_time_limit_even_if_nothing_decodes_and_other_chunks_follow_it(
-    target_ns: int,
-) -> None:
-    """A request that arrives during a long prompt waits for it; a burst of short prompts is prefilled together."""
-    budget = learned(target_ns, chunk_ns=40_000_000).budget_for(100_000, decodes=0)
+def test_step_has_a_time_limit_even_if_nothing_decodes(target_ns: int) -> None:
+    """A request that arrives during a long prompt waits for it."""
+    model = learned(target_ns, prefill_ns=40_000_000)
     for start in (0, 2_000, 16_000):
+        budget = model.budget_for(100_000, decodes=0)
         tokens = budget.tokens_at(start)
         for count, fits in ((tokens, True), (tokens + 16, False)):
             spent_ns = count * TOKEN_NS + pairs_of(start, count) * PAIR_NS
             assert (spent_ns <= 40_400_000) == fits
-        assert budget.tokens_at(start, tokens * 1.5) >= tokens * 1.5, "no short last chunk"
+        assert budget.tokens_at(start, tokens * 1.5) == tokens * 1.5, "no short last chunk"
         assert budget.tokens_at(start, tokens * 1.5 + 1) == tokens
         budget.take(start, tokens)
-    slow = learned(target_ns, ratio=100.0, chunk_ns=1)
+        assert budget.tokens_at(start) in {0, 16}, "at most one more block, which ends soon after"
+    slow = learned(target_ns, ratio=100.0, prefill_ns=1)
     tokens = slow.budget_for(100_000, decodes=0).tokens_at(0)
-    chunk_ns = tokens * TOKEN_NS + pairs_of(0, tokens) * PAIR_NS
-    assert chunk_ns == pytest.approx(100 * slow.decode_ns(1), rel=0.02)
+    alone_ns = tokens * TOKEN_NS + pairs_of(0, tokens) * PAIR_NS
+    assert alone_ns == pytest.approx(100 * slow.decode_ns(1), rel=0.02)
 
 
 @pytest.mark.parametrize(

@@ -226,6 +226,7 @@ class PolicyScheduler(Base):  # type: ignore[misc]
             decode_ns=self._times.decode_ns(decodes) if decodes else 0.0,
             token_ns=token_ns,
             pair_ns=pair_ns,
+            block_tokens=self.block_size,
             overdue=tuple([i for i, one in enumerate(entries) if one.advanced_ns <= late_ns]),
             measured=self.measured,
             state=seat.state,

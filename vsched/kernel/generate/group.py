@@ -126,7 +126,7 @@ class GenerateGroup(Group):
             limits.step_target_ns,
             limits.step_target_ratio,
             limits.block_size,
-            limits.chunk_target_ns,
+            limits.prefill_target_ns,
         )
         self._counts = dict.fromkeys(COUNTED, 0)
         self._known_tokens = self._members = 0
@@ -299,15 +299,20 @@ class GenerateGroup(Group):
             share=self._limit_share,
         )
         plan = StepPlan(step, budget)
-        # Without prefills, the policy still limits the time of joining requests.
-        if able or (joins and budget.time_ns is not None):
-            self._prefill(able, plan, decode_tokens, now_ns)
+        # Without prefills, the policy still limits the time that joining requests take next to decodes.
+        if able or (joins and decode_tokens and budget.time_ns is not None):
+            self._prefill(able, plan, decode_tokens, joins, now_ns)
         if joins and not budget.spent:
             self._admit(plan, now_ns)
         return plan
 
     def _prefill(
-        self, able: Sequence[RequestState], plan: StepPlan, decode_tokens: int, now_ns: int
+        self,
+        able: Sequence[RequestState],
+        plan: StepPlan,
+        decode_tokens: int,
+        joins: bool,
+        now_ns: int,
     ) -> None:
         """Let requests advance as the step policy says, first those that were left out for too long.
 
@@ -325,13 +330,14 @@ class GenerateGroup(Group):
         view = StepView(
             now_ns=now_ns,
             prefilling=tuple([_prefill_view(state) for state in able]),
-            waiting=len(self.queue),
+            waiting=len(self.queue) if joins else 0,
             decodes=decode_tokens,
             tokens_free=budget.tokens,
             time_ns=budget.time_ns,
             decode_ns=times.decode_ns(decode_tokens) if decode_tokens else 0.0,
             token_ns=token_ns,
             pair_ns=pair_ns,
+            block_tokens=self._limits.block_size,
             overdue=tuple(late),
             measured=self.measured,
             state=seat.state,

@@ -240,7 +240,7 @@ def test_step_view_has_the_remaining_budget_and_learned_costs() -> None:
     first, second = SEEN[-1].prefilling
     assert first.tokens + first.computed == second.tokens + second.computed == 40
     assert SEEN[-1].measured is cluster.kernel.generators[0].measured
-    assert SEEN[-1].time_ns is None, "no request decodes"
+    assert SEEN[-1].time_ns is None, "there is no limit"
 
 
 def test_step_left_empty_by_the_policy_is_filled_in_order_if_nothing_decodes() -> None:

@@ -137,14 +137,27 @@ def test_run_encoding_pauses_for_the_steps_of_its_process() -> None:
     assert max(elsewhere.gaps_ns()) > encode_ns, "nothing pauses there"
 
 
-def test_run_short_request_waits_for_short_chunks_of_a_long_prompt() -> None:
+def test_run_short_request_waits_for_short_steps_of_a_long_prompt() -> None:
     long = [arrival(n, 50 * n, Text(n, 400 * n), outputs=1) for n in (1, 2)]
     two = workload_of("two", [*long, arrival(3, 101, Text(3, 5), outputs=1)])
     waits = []
     for target_ms in (0, 1):
-        _, seen = run(two, f"generate.chunk_target_ms={target_ms}")
+        _, seen = run(two, f"generate.prefill_target_ms={target_ms}")
         waits.append(seen.ttft_ns("r3") - seen.submitted_ns("r3"))
     assert waits[1] < 0.5 * waits[0]
+
+
+@pytest.mark.parametrize("streams", [1, 3])
+def test_run_short_request_overtakes_a_long_prompt_next_to_streams(streams: int) -> None:
+    running = [arrival(n, 0, Text(n, 20), outputs=300) for n in range(streams)]
+    long, short = arrival(20, 100, Text(20, 2000)), arrival(30, 110, Text(30, 20))
+    waits, sets = {}, ("generate.step_target_ms=6", "generate.step_target_ratio=2")
+    together = workload_of("all", [*running, long, short])
+    for use in ("in-order", "response-ratio"):
+        _, seen = run(together, *sets, f"generate.step.use={use}")
+        waits[use] = [seen.ttft_ns(name) - seen.submitted_ns(name) for name in ("r30", "r20")]
+    assert waits["response-ratio"][0] < 0.5 * waits["in-order"][0]
+    assert waits["response-ratio"][1] < 1.2 * waits["in-order"][1]
 
 
 def test_run_sends_a_turn_after_the_answer_to_the_one_before() -> None:
