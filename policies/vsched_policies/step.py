@@ -9,6 +9,9 @@ from msgspec import Meta
 
 from vsched.policy import PositiveCount, RequestPolicy, StepShares, StepView
 
+BLOCK = 1.25
+"""Time for a KV block, as a multiple of that of its tokens: the scheduler begins no chunk in less time."""
+
 
 class InOrder(RequestPolicy, frozen=True, kw_only=True):
     """Advances requests in order of arrival, each as far as the time and the free tokens of the step allow."""
@@ -17,41 +20,42 @@ class InOrder(RequestPolicy, frozen=True, kw_only=True):
         return StepShares(range(len(view.prefilling)))
 
 
-class ResponseRatio(RequestPolicy, frozen=True, kw_only=True):
-    """Advances the request with the highest response ratio first: its time since arrival over the time that it needs.
+class ShortestRemaining(RequestPolicy, frozen=True, kw_only=True):
+    """Advances the prompt with the shortest remaining time first, next to shares for the oldest and for joining ones.
 
-    A short prompt overtakes a long one soon, a long one overtakes short ones after a wait in
-    proportion to its length, and equal prompts are completed one after the other. While requests
-    wait for a slot, a share of the time is left to them, so that a short one joins next to a long
-    one: time for two KV blocks at least, or the scheduler would begin none.
+    A short prompt overtakes a long one, and equal ones are completed one after the other. The oldest
+    prompt always gets a share of the time, so short ones delay a long one to a multiple of its own
+    time, and starve none. While requests wait for a slot, they get a share, since they may be short.
 
-    Source: Brinch Hansen, Short-Term Scheduling in Multiprogramming Systems, SOSP 1971.
+    Source: Schrage, A Proof of the Optimality of the Shortest Remaining Processing Time Discipline,
+    Operations Research, 1968.
 
     Attributes:
-        joining_share: Share of the time of prefill that is left to joining requests.
+        oldest_share: Share of the time for the oldest prompt, without the share of joining requests.
+        joining_share: Share of the time for joining requests; at least that of a KV block.
     """
 
+    oldest_share: Annotated[float, Meta(ge=0, le=1)] = 0.5
     joining_share: Annotated[float, Meta(ge=0, lt=1)] = 0.3
 
     def share(self, view: StepView) -> StepShares:
-        ratios = [
-            (view.now_ns - one.arrived_ns) / max(view.prefill_ns(one, one.tokens), 1.0)
-            for one in view.prefilling
-        ]
-        order = sorted(range(len(ratios)), key=ratios.__getitem__, reverse=True)
-        if not view.waiting or view.time_ns is None:
+        prompts = view.prefilling
+        remaining_ns = [view.prefill_ns(one, one.tokens) for one in prompts]
+        order = sorted(range(len(prompts)), key=remaining_ns.__getitem__)
+        if view.time_ns is None or not order:
             return StepShares(order)
-        joining_ns = max(view.time_ns * self.joining_share, 2 * view.block_tokens * view.token_ns)
-        left_ns, tokens = view.time_ns - joining_ns, list[int]()
-        for one in [view.prefilling[index] for index in order]:
-            count = view.tokens_within(one, left_ns)
-            if not count:
-                break
-            tokens.append(count)
-            left_ns -= view.prefill_ns(one, count)
-        if not (tokens or view.decodes):  # one must advance
+        left_ns = float(view.time_ns)
+        if view.waiting:
+            left_ns -= max(left_ns * self.joining_share, BLOCK * view.block_tokens * view.token_ns)
+        kept_ns = min(remaining_ns[0], left_ns * (self.oldest_share if order[0] else 1.0))
+        tokens = {}
+        for index in [*filter(None, order), 0]:  # the oldest takes the rest
+            limit_ns = left_ns - kept_ns if index else left_ns
+            tokens[index] = view.tokens_within(prompts[index], limit_ns)
+            left_ns -= view.prefill_ns(prompts[index], tokens[index])
+        if not (view.decodes or any(tokens.values())):  # one must advance
             return StepShares(order)
-        return StepShares(order[: len(tokens)], tokens)
+        return StepShares([*tokens], [*tokens.values()])
 
 
 class PrefillTime(msgspec.Struct):

@@ -19,7 +19,7 @@ from vsched.policy import (
 from vsched.policy.measured import FirstTokenTime, Measurements, StepTime, SwapTime
 from vsched_policies.preemption import Cheapest, SwapLong, Youngest
 from vsched_policies.requests import ServedTokens, TenantFair
-from vsched_policies.step import InOrder, PrefillTime, ResponseRatio, SloFeedback
+from vsched_policies.step import InOrder, PrefillTime, ShortestRemaining, SloFeedback
 
 
 def running(*tokens: int, blocks: int = 1) -> PreemptionView:
@@ -128,32 +128,30 @@ def test_in_order_is_in_order() -> None:
     assert InOrder().share(view(request(9), request(1))) == StepShares(range(2))
 
 
-def test_response_ratio_takes_the_short_prompt_first_until_the_long_one_waited_in_proportion() -> (
+def test_shortest_remaining_completes_short_prompts_next_to_a_share_of_the_oldest() -> None:
+    """16 tokens take 16 ms."""
+    policy, facts = ShortestRemaining(), {"time_ns": 100 * MS, "token_ns": 1.0 * MS}
+
+    def shares(*tokens: int, **more: Any) -> dict[int, int]:
+        answer = policy.share(view(*map(request, tokens), **facts, **more))
+        return dict(zip(answer.order, answer.tokens or (), strict=True))
+
+    assert shares(500, 20, 40) == {1: 20, 2: 16, 0: 64}, "at least half of 100 ms"
+    assert shares(500, 20) == {1: 20, 0: 80}, "and the rest"
+    assert shares(30, 500) == {1: 64, 0: 30}
+    assert shares(500, 600) == {1: 0, 0: 96}, "equal prompts one after the other"
+    assert shares(500, waiting=1) == {0: 64}, "30 ms are for a request that may join"
+    assert policy.share(view(request(9), request(5), time_ns=None)) == StepShares([0, 1])
+
+
+def test_shortest_remaining_lets_a_prompt_advance_or_a_request_join_if_there_is_time_for_one() -> (
     None
 ):
-    """1,000 tokens take 10 s, and 10 tokens 0.1 s."""
-    policy, facts = ResponseRatio(), {"now_ns": 100_000 * MS, "token_ns": 10.0 * MS}
-    long = request(1000, arrived_ns=60_000 * MS)  # has waited for 40 s, 4 times as long as it needs
-    for waited_ms, order in ((500, [1, 0]), (300, [0, 1])):
-        short = request(10, arrived_ns=(100_000 - waited_ms) * MS)
-        assert policy.share(view(long, short, **facts)) == StepShares(order)
-    equal = request(1000, arrived_ns=60_000 * MS, computed=10)
-    assert policy.share(view(long, equal, **facts, pair_ns=1.0)).order == [0, 1]
-    assert policy.share(view(long, equal)).order == [0, 1], "in order before there is an estimate"
-
-
-def test_response_ratio_leaves_time_to_joining_requests() -> None:
-    facts = {"waiting": 1, "time_ns": 100 * MS, "token_ns": 1.0 * MS, "pair_ns": 0.001 * MS}
-    first, second = request(24), request(500, computed=1000)
-    assert ResponseRatio().share(view(first, second, **facts)) == StepShares([0, 1], [24, 16])
-    assert ResponseRatio(joining_share=0.8).share(view(first, second, **facts)).tokens == [16]
-    slow = facts | {
-        "time_ns": 40 * MS
-    }  # two blocks, which a joining request needs at least, take 32 ms
-    assert ResponseRatio().share(view(first, **slow)) == StepShares([], [])
-    assert ResponseRatio().share(view(first, decodes=0, **slow)) == StepShares([0])
-    assert ResponseRatio().share(view(first, second, **facts | {"waiting": 0})).tokens is None
-    assert ResponseRatio().share(view(second, waiting=1)).tokens == [500], "no estimate"
+    facts = {"time_ns": 30 * MS, "token_ns": 1.0 * MS, "waiting": 1}
+    assert ShortestRemaining().share(view(request(90), **facts)).tokens == [0]
+    alone = view(request(90), **facts, decodes=0)
+    assert ShortestRemaining().share(alone) == StepShares([0])
+    assert ShortestRemaining().share(view(**facts)) == StepShares([])
 
 
 def test_tenant_fair_shares_a_step_between_tenants() -> None:

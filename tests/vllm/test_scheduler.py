@@ -72,6 +72,7 @@ FAIR = {"policy": {"use": "vsched_policies.requests:TenantFair", "quantum_tokens
 TIMED = {
     "generate": {
         "step_target_ms": 1,
+        "prefill_target_ms": 1,
         "step_target_ratio": 1.5,
         "admission": {"use": A + "Priority"},
         "step": {"use": S + "SloFeedback"},

@@ -250,6 +250,7 @@ class TimeTarget(Section, frozen=True, kw_only=True):
     """The keys of the table `generate` that concern other hosts."""
 
     step_target_ms: Annotated[float, Meta(ge=0)] = 0.0
+    prefill_target_ms: Annotated[float, Meta(ge=0)] = 0.0
     step_target_ratio: Annotated[float, Meta(ge=1.5)] = 8.0
 
 

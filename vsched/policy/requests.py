@@ -512,7 +512,7 @@ class RequestPolicy(Policy, frozen=True, kw_only=True):
         "step",
         PolicyKey(
             "generate.step",
-            "response-ratio",
+            "shortest-remaining",
             "Choice of the prefilling requests that advance in a step, and by how many tokens.",
         ),
         check=check_shares,

@@ -48,7 +48,7 @@ async def test_policies_are_listed_and_replaced_while_requests_run() -> None:
     async with SimEngine() as simulated:
         engine, request = simulated.engine, simulated.client.request
         before = (await request("GET", PATH)).json()
-        assert before["generate.step"] == {"use": "response-ratio"}
+        assert before["generate.step"] == {"use": "shortest-remaining"}
         fair = {"generate.step": {"use": "tenant-fair"}}
         reply = await request("POST", PATH, json=fair)
         assert (reply.status, reply.json()) == (200, engine.policies())

@@ -107,9 +107,14 @@ class PolicyScheduler(Base):  # type: ignore[misc]
         )
         self._admission, self._shares, self._preemption = map(self.host.seat, SCHEDULER)
         self._passed_over_ns = int(limits.passed_over_max_s * 1e9)
-        target_ns = int(target.step_target_ms * 1e6)
-        self._times = StepTimeModel(target_ns, target.step_target_ratio, self.block_size)
-        timed = target_ns > 0 and "generate.step" not in self.host.switched_off
+        self._times = StepTimeModel(
+            int(target.step_target_ms * 1e6),
+            target.step_target_ratio,
+            self.block_size,
+            int(target.prefill_target_ms * 1e6),
+        )
+        timed = target.step_target_ms > 0 or target.prefill_target_ms > 0
+        timed = timed and "generate.step" not in self.host.switched_off
         self._limits_prefill = timed or self._shares is not None
         self._queue: ChosenQueue | None = None
         if self._admission is not None:

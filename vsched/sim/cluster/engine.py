@@ -417,7 +417,7 @@ EXTRA = "extra"
 """The adapter that operators load and unload; no request names it."""
 POLICIES = {
     "generate.admission": ("fifo", "priority", "tenant-fair", "shortest-first"),
-    "generate.step": ("response-ratio", "in-order", "slo-feedback", "tenant-fair"),
+    "generate.step": ("shortest-remaining", "in-order", "slo-feedback", "tenant-fair"),
     "generate.preemption": ("youngest", "cheapest"),
     "generate.eviction": ("lru", "s3-fifo", "none"),
     "generate.insertion": ("everything", "matching"),

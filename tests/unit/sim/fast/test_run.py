@@ -153,11 +153,11 @@ def test_run_short_request_overtakes_a_long_prompt_next_to_streams(streams: int)
     long, short = arrival(20, 100, Text(20, 2000)), arrival(30, 110, Text(30, 20))
     waits, sets = {}, ("generate.step_target_ms=6", "generate.step_target_ratio=2")
     together = workload_of("all", [*running, long, short])
-    for use in ("in-order", "response-ratio"):
+    for use in ("in-order", "shortest-remaining"):
         _, seen = run(together, *sets, f"generate.step.use={use}")
         waits[use] = [seen.ttft_ns(name) - seen.submitted_ns(name) for name in ("r30", "r20")]
-    assert waits["response-ratio"][0] < 0.5 * waits["in-order"][0]
-    assert waits["response-ratio"][1] < 1.2 * waits["in-order"][1]
+    assert waits["shortest-remaining"][0] < 0.5 * waits["in-order"][0]
+    assert waits["shortest-remaining"][1] < 1.2 * waits["in-order"][1]
 
 
 def test_run_sends_a_turn_after_the_answer_to_the_one_before() -> None:
