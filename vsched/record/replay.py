@@ -37,7 +37,7 @@ from vsched.record.files import FrameReader, find_segments
 
 SHOWN_MAX = 2000
 """Maximum number of shown characters of an event or a command."""
-Progress = Callable[[int, int], None]
+ReplayProgress = Callable[[int, int], None]
 """Called with the number of bytes that are replayed, and of all."""
 
 
@@ -145,7 +145,7 @@ def _entries(
 def replay(
     path: str | os.PathLike[str],
     *,
-    on_progress: Progress | None = None,
+    on_progress: ReplayProgress | None = None,
     observer: ReplayObserver | None = None,
 ) -> ReplayReport:
     """Replay a record up to its end or the first difference.
@@ -159,7 +159,7 @@ def replay(
 class Replay:
     """One replay; `kernel` is the scheduler after the last replayed event, None before the first segment."""
 
-    def __init__(self, on_progress: Progress | None, observer: ReplayObserver | None) -> None:
+    def __init__(self, on_progress: ReplayProgress | None, observer: ReplayObserver | None) -> None:
         self._on_progress = on_progress
         self._observer = observer
         names = ("events", "commands", "decisions", "requests", "segments", "dropped_bytes")
