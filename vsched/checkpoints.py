@@ -293,7 +293,7 @@ def _in_a_sentence(hub_id: str, error: Exception) -> CheckpointError:
         return CheckpointError(
             f"{hub_id}: {error.filename} cannot be written: {error.strerror}. Remedy: set HF_HOME to a writable folder"
         )
-    reason = str(error).strip().partition("\n")[0] or type(error).__name__
+    reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
     status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else 0
     remedy = {
         401: "set HF_TOKEN to a token that is valid, or unset it",

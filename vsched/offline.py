@@ -158,7 +158,8 @@ class LLM:
             RequestRefused: If a prompt is refused.
             RequestFailed: If a request ended in an error.
         """
-        listed = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        one = isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable)
+        listed: list[Any] = [prompts] if one else list(cast("Iterable[Any]", prompts))
         return self._run([partial(_prompt, one) for one in listed], sampling, on_error, options)
 
     def chat(

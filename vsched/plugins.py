@@ -30,6 +30,7 @@ from vsched.policy import (
     SEVERAL,
     Policy,
     decisions_of,
+    join_seats,
     tables_of,
     without_seats,
 )
@@ -147,7 +148,7 @@ def import_policies(tables: Mapping[str, Mapping[str, Any]]) -> None:
     Raises:
         ConfigError: If a name is unknown or its module cannot be imported.
     """
-    for path, table in tables.items():
+    for path, table in join_seats(tables).items():
         kind = SEVERAL if path == SEVERAL else POLICY_TABLES.get(path)
         name = table.get("use")
         if kind is not None and isinstance(name, str) and name:

@@ -97,7 +97,9 @@ def test_offline_damaged_image_leaves_other_requests_alone(llm: LLM) -> None:
 @each_case(
     ("prompts", "wanted"),
     [
-        ([1, 2], "prompt is not valid: value [12]"),
+        ([1, 2], "prompt is not valid: value [12], limit a text or a list of token ids"),
+        (3, "value 3, limit a text or a list of token ids"),
+        (b"x", "limit a text or a list of token ids"),
         ({"prompt": "x", "pictures": []}, "pass prompt, and images"),
         ({"prompt": "x", "images": "data:,"}, "pass images as such a list"),
         ({"prompt": "x", "images": Image.new("L", (1, 1))}, "pass images as such a list"),

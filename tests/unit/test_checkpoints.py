@@ -273,6 +273,11 @@ def test_refusals_of_a_hub_are_one_sentence(hub: HubServer, name: str, text: str
     assert "\n" not in str(error.value)
 
 
+def test_reason_of_a_lost_download_ends_in_one_full_stop() -> None:
+    error = checkpoints._in_a_sentence("org/model", ConnectionError("Server disconnected."))
+    assert "failed: Server disconnected. Remedy: " in str(error)
+
+
 def test_part_names_one_gguf_file(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The end of a name is preferred, and the language model to its vision part; other files are not downloaded."""
     names = ("Q4_K", "Q4_K_M", "Q4_K_S", "Q8_0")

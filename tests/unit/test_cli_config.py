@@ -42,6 +42,7 @@ def test_cli_config_check_looks_at_the_checkpoint(
         "model.path=org/nowhere": "'org/nowhere' is not a folder, HF_HUB_OFFLINE is set",
         "model.chat_template=nowhere.jinja": "'nowhere.jinja' is no file, and no template",
         "generate.tensor_parallel=7": "generate.tensor_parallel",
+        "media.directory=/nowhere": "media.directory: not a folder: value '/nowhere'",
         "generate.context_tokens=1000000000": "generate.context_tokens: more than the checkpoint",
         'generate.drafting={use = "draft-model"}': "generate.drafting: the policy drafts with a m",
     }.items():

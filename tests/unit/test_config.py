@@ -218,6 +218,7 @@ def test_config_refusals_of_files_name_the_file(tmp_path: Path) -> None:
     assert refusal(path=tmp_path) == f"{tmp_path}: cannot be read: Is a directory. {remedy}"
     path = write(tmp_path, "[generate\n")
     assert refusal(path=path).startswith(f"{path}: not valid TOML: ")
+    assert refusal(path=path).endswith("written in TOML, as [generate] and slots = 8")
     path = write(tmp_path, f"a = {'[' * 3000}{']' * 3000}")
     assert refusal(path=path).startswith(f"{path}: not valid TOML: maximum recursion depth")
     path = write(tmp_path, "[generate]\nslot = 1\n")

@@ -81,6 +81,15 @@ def test_unknown_model_type_stands_for_its_class(edited: Copy) -> None:
     assert inspect(edited(model_type="nonsense")).family == "llama"
 
 
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 8,
+    "long_factor": [4.0] * 8,
+    "original_max_position_embeddings": 128,
+}
+
+
 @pytest.mark.parametrize(
     ("name", "tied"),
     [("gemma", True), ("stablelm", False), *thorough(("gemma", False), ("stablelm", True))],
@@ -123,6 +132,7 @@ def test_weights_in_many_files_and_heads_of_both_kinds(
         ({"model_type": "llava", "text_config": INDEXED}, "'llava' has .*indexed_attention"),
         ({"model_type": "llama4"}, "'llama4' has .*temperatures"),
         ({"model_type": "perception_lm", "image_token_id": 3}, "'perception_lm' .*package timm"),
+        ({"rope_parameters": {**LONG_ROPE, "long_factor": [4.0] * 7}}, "factor .*value 7, limit 8"),
     ],
 )
 def test_inspect_refuses_input_that_cannot_run(
@@ -134,14 +144,7 @@ def test_inspect_refuses_input_that_cannot_run(
 
 
 def test_context_ends_where_frequencies_would_change_for_a_whole_step(edited: Copy) -> None:
-    rope = {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "short_factor": [1.0] * 8,
-        "long_factor": [4.0] * 8,
-        "original_max_position_embeddings": 128,
-    }
-    assert inspect(edited(rope_parameters=rope)).context_tokens == 128
+    assert inspect(edited(rope_parameters=LONG_ROPE)).context_tokens == 128
 
 
 @pytest.mark.parametrize(

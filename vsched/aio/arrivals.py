@@ -318,7 +318,14 @@ def checked_prompt(prompt: object) -> Prompt:
         return prompt
     if callable(prompt):
         return prompt
-    return checked_argument("prompt", prompt, list[int])  # type: ignore[no-any-return]
+    try:
+        return plain_value(prompt, list[int], path="prompt")  # type: ignore[no-any-return]
+    except InvalidValue as error:
+        expected = f"a text or a list of token ids ({error.expected})"
+        message = InvalidValue("prompt", prompt, expected).message(
+            "pass one of them; of several prompts, a list of them"
+        )
+        raise RequestRefused(message, code="invalid_value") from None
 
 
 def checked_images(images: object) -> list[ImageReference]:

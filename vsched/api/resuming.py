@@ -37,8 +37,8 @@ from vsched.record.journal import (
     KeptRequest,
     LeftRequest,
     PartialOutput,
-    Progress,
     RequestJournal,
+    ResumeProgress,
     open_journal,
     read_left,
 )
@@ -262,7 +262,7 @@ class Resumption:
         self._bytes_max = bytes_max
         self._is_read = journal is None
         self._requests: dict[str, ResumedRequest] = {}
-        self._progress: dict[str, Progress] = {}
+        self._progress: dict[str, ResumeProgress] = {}
         self._endpoints: Mapping[str, CompletionEndpoint] = {}
 
     def serve(self, endpoints: Mapping[str, CompletionEndpoint]) -> None:

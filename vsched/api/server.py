@@ -22,6 +22,7 @@ from vsched.api.processes.supervisor import ApiProcesses
 from vsched.api.resuming import Resumption, open_resumption
 from vsched.api.tracing import open_tracing, traces_url
 from vsched.config import Config
+from vsched.config.checks import check_folders
 from vsched.engine import Engine, Environment, Progress
 from vsched.errors import ConfigError
 from vsched.record.recorder import check_record_path
@@ -116,11 +117,11 @@ async def running_server(
     """
     if not config.model.path:
         raise ConfigError("model.path: no checkpoint given. Remedy: vsched serve PATH")
+    check_folders(config)
     with contextlib.closing(listen(config)) as listener:
         engine = Engine(config, on_progress=on_progress, environment=environment)
         check_record_path(config)  # the journal is part of the record
         resumption = open_resumption(config)
-        warn_of_missing_folders(config)
         settings = api_settings(config, listener.getsockname()[0])
         front: ApiProcesses | _InProcessFrontend
         if config.server.processes > 1:
@@ -192,15 +193,6 @@ async def serve(
         ready.append(running)
         on_ready(running)
         await signalled.wait()
-
-
-def warn_of_missing_folders(config: Config) -> None:
-    """Log a warning for each configured folder that does not exist."""
-    folders = {"media": config.media.directory, "adapters": config.adapters.directory}
-    for name, folder in folders.items():
-        if folder and not os.path.isdir(folder):
-            path = os.path.abspath(folder)
-            logger.warning("%s.directory: there is no folder %s. Remedy: create it", name, path)
 
 
 def api_settings(config: Config, address: str) -> ApiSettings:

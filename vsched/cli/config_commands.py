@@ -8,6 +8,7 @@ import typer
 
 from vsched.cli import app
 from vsched.config import keys_table, to_toml
+from vsched.config.checks import check_folders
 from vsched.terminal.options import ConfigOption, SetOption, load, resolve_served
 
 config_app = typer.Typer(help="Check and show the configuration.", no_args_is_help=True)
@@ -18,6 +19,7 @@ app.add_typer(config_app, name="config")
 def check(config: ConfigOption = None, assignments: SetOption = None) -> None:
     """Load the configuration, build all its policies, and check the checkpoint, if one is set."""
     loaded = load(config, assignments)
+    check_folders(loaded.config)
     if loaded.config.model.path:
         from vsched.cli.check_command import check_served
 

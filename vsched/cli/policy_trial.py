@@ -13,7 +13,7 @@ from rich.text import Text
 
 from vsched.config import toml_value
 from vsched.config.sections import PoliciesConfig
-from vsched.policy import SEVERAL
+from vsched.policy import POLICY_TABLES, SEVERAL
 from vsched.sim.fast.metrics import SimulationOutcome, TenantFigures
 from vsched.sim.gallery import COST, TARGETS
 from vsched.sim.report.rendering import ReportPage
@@ -66,7 +66,7 @@ def report(trial: PolicyTrial, target: str) -> RenderableType:
     if trial.problem is None and not trial.failures:  # else they have the traceback
         parts += [Text(text, style="red") for text in trial.tracebacks.values()]
     harmful = _harmful(trial)
-    parts += [Text(f"- {line}") for line in [*_overruled(trial), *harmful]]
+    parts += [Text(f"- {line}") for line in [*_without_calls(trial), *_overruled(trial), *harmful]]
     parts += [*_verdict(trial, target, [*dict.fromkeys(harmful.values())])]
     return Group(*parts)
 
@@ -170,6 +170,17 @@ def _overruled(trial: PolicyTrial) -> list[str]:
         f"{path}: {count:,} answers overruled: {reason}"
         for path, seat in trial.seats.items()
         for reason, count in seat.overruled.items()
+    ]
+
+
+def _without_calls(trial: PolicyTrial) -> list[str]:
+    """Return a sentence for each table of which no call was timed."""
+    return [
+        f"{path}: calls are not timed"
+        if POLICY_TABLES[path] == "eviction"
+        else f"{path}: these cases never called it, so they show nothing about it"
+        for path, seat in trial.seats.items()
+        if not seat.calls
     ]
 
 

@@ -52,7 +52,8 @@ def replay(
         write_json(json, report)
     _say(report)
     if unfinished:
-        typer.echo(f"{len(report.unfinished)} requests without an end:")
+        count = len(report.unfinished)
+        typer.echo(f"{count} requests without an end:" if count else "Every request has an end.")
         for one in report.unfinished:
             size = f"{one.prompt_tokens} prompt tokens, {one.images} images"
             typer.echo(f"  {one.request_id}  {size}, {one.phase}")

@@ -6,6 +6,7 @@ Each check yields the problems that it finds, in lines that start with the path 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any
@@ -63,6 +64,25 @@ def check_cluster(cluster: ClusterConfig, *, together: bool, adapters: int) -> N
         ConfigError: Each line starts with the path of a key.
     """
     _refuse(_cluster(cluster, together, adapters))
+
+
+def check_folders(config: Config) -> None:
+    """Reject folders that this host lacks; a record of another host may name them.
+
+    Raises:
+        ConfigError: Each line starts with the path of a key.
+    """
+    folders = {"media": config.media.directory, "adapters": config.adapters.directory}
+    _refuse(
+        limit_message(
+            f"{section}.directory: not a folder",
+            value=repr(folder),
+            limit="an existing folder",
+            remedy=f"create {os.path.abspath(folder)}, or correct the path",
+        )
+        for section, folder in folders.items()
+        if folder and not os.path.isdir(folder)
+    )
 
 
 def decode_bytes_needed(media: MediaConfig) -> int:

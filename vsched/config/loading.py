@@ -173,7 +173,10 @@ def _read(path: Path) -> Tree:
             f"{path}: cannot be read: {error.strerror}. Remedy: check the path of --config"
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}. Remedy: correct that line") from error
+        raise ConfigError(
+            f"{path}: not valid TOML: {error}. Remedy: correct that line; a configuration in YAML or JSON has to be "
+            "written in TOML, as [generate] and slots = 8"
+        ) from error
 
 
 def _assignment(key: str, text: str) -> Tree:

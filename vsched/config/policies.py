@@ -31,6 +31,8 @@ from vsched.policy import (
     Policy,
     PruningPolicy,
     RequestPolicy,
+    join_seats,
+    shares_policy,
     without_seats,
 )
 from vsched.policy.requests import check_encode_limits
@@ -130,7 +132,7 @@ def check_replacement(
     problems = ConfigProblems()
     checked: dict[str, PolicyTable] = {}
     built: dict[str, Policy] = {}
-    for path, change in changes.items():
+    for path, change in join_seats(changes).items():
         with problems.collected():
             if isinstance(change, Policy):
                 cls, fields = type(change), msgspec.to_builtins(change)
@@ -198,10 +200,19 @@ def _check_table(path: str, table: object) -> tuple[list[str], Policy]:
 def policy_tables(
     config: Config, policies: ConfiguredPolicies, installed: Mapping[str, PolicyTable]
 ) -> dict[str, PolicyTable]:
-    """Return the table of the policy that decides for each policy table: configured, or installed since."""
+    """Return the table of the policy that decides for each policy table: configured, or installed since.
+
+    `seats` of a table are those for which its policy still decides and may be replaced.
+    """
     found = {path: policy_table(config, path) for path in POLICY_TABLES}
-    found |= dict.fromkeys(policies.several, config.policy)
-    return {**found, **installed}
+    configured = {**config.policy, "seats": [*policies.several]}
+    found |= {**dict.fromkeys(policies.several, configured), **installed}
+    shown = dict(found)
+    for path, table in found.items():
+        if shares_policy(path, table):
+            seats = [one for one in table["seats"] if one in KERNEL_TABLES and found[one] == table]
+            shown[path] = {**table, "seats": seats}
+    return shown
 
 
 def _needs_restart(path: str, value: str, limit: str) -> ConfigError:

@@ -41,12 +41,13 @@ Size = NonNegative | Annotated[str, form(_SIZE, _SIZES)]
 """Bytes: a number, or text such as `4GiB`."""
 _PORT = r"([1-9]\d{0,3}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d{2}|655[0-2]\d|6553[0-5])"
 _AT_PORT = r"(\[[0-9a-fA-F:.]+\]|[^:/\s]+):\d{1,5}"
+_HOST = rf"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:{_PORT})?"
 _NAME = "a name such as api.example.com, without a port, or * for any"
 _ORIGIN = "scheme, name and port such as https://app.example.com, without a path, or * for any"
 _IMAGE_HOST = "host or host:port, as images.example.com or [::1]:8080, without scheme and path"
 ServerName = Annotated[str, form(r"\*|(\*\.)?[^*/:\s]+", _NAME)]
-Origin = Annotated[str, form(r"\*|[a-z][a-z0-9+.-]*://[^/*\s]+", _ORIGIN)]
-ImageHost = Annotated[str, form(rf"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:{_PORT})?", _IMAGE_HOST)]
+Origin = Annotated[str, form(rf"\*|[a-z][a-z0-9+.-]*://{_HOST}", _ORIGIN)]
+ImageHost = Annotated[str, form(_HOST, _IMAGE_HOST)]
 HostAddress = Annotated[str, form(f"tcp://{_AT_PORT}", "tcp://HOST:PORT, as of vsched host")]
 OWN_HOST = "local"
 """Name of the engine's own host in lists of hosts."""

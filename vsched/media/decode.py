@@ -95,13 +95,9 @@ def _open(encoded: bytes, pixels_max: int) -> Image.Image:
 
 
 def _orientation(image: Image.Image) -> int:
-    # Read from the header only: `getexif` of a PNG would decode its pixels.
-    if not image.info.get("exif"):
-        return 1
+    # EXIF or else XMP, as in transformers. The base class reads the header only: `getexif` of a PNG decodes its pixels.
     try:
-        exif = Image.Exif()
-        exif.load(image.info["exif"])
-        value = exif.get(ExifTags.Base.Orientation, 1)
+        value = Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1)
     except Exception:  # noqa: BLE001 - hostile metadata; the image itself may be fine
         return 1
     return value if isinstance(value, int) and value in _ORIENTATIONS else 1

@@ -76,7 +76,9 @@ from vsched.policy.seats import POLICY_TABLES as POLICY_TABLES
 from vsched.policy.seats import SEVERAL as SEVERAL
 from vsched.policy.seats import TABLES as TABLES
 from vsched.policy.seats import decisions_of as decisions_of
+from vsched.policy.seats import join_seats as join_seats
 from vsched.policy.seats import seats_in as seats_in
+from vsched.policy.seats import shares_policy as shares_policy
 from vsched.policy.seats import tables_of as tables_of
 from vsched.policy.seats import without_seats as without_seats
 from vsched.policy.videos import PruningPolicy as PruningPolicy

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vsched.errors import ConfigError
 from vsched.policy import cache, drafter, images, memory, requests, router, videos
 from vsched.policy.base import Policy, decisions_in
 
@@ -54,3 +55,26 @@ def seats_in(path: str, table: Mapping[str, Any]) -> Sequence[str]:
 def without_seats(table: Mapping[str, Any]) -> dict[str, Any]:
     """Return the table `policy` without `seats`: the name of a class, and its fields."""
     return {key: value for key, value in table.items() if key != "seats"}
+
+
+def shares_policy(path: str, table: object) -> bool:
+    """True for the table of a seat whose policy decides at several, as `Engine.policies` returns it."""
+    seats = table.get("seats") if isinstance(table, Mapping) else None
+    return isinstance(seats, list) and path in seats
+
+
+def join_seats(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tables with those of seats that share a policy as the one table `policy`.
+
+    Raises:
+        ConfigError: If they are of two such policies.
+    """
+    joined: dict[str, Any] = {}
+    for path, table in tables.items():
+        key = SEVERAL if shares_policy(path, table) else path
+        if key in joined and joined[key] != table:
+            raise ConfigError(
+                f"{path}.seats: another policy for several seats is in this change. Remedy: change them one by one"
+            )
+        joined[key] = table
+    return joined

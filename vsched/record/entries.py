@@ -137,7 +137,8 @@ def decode_header(body: bytes) -> SegmentHeader:
     except msgspec.MsgspecError as error:
         raise RecordError(f"a segment does not begin with a header: {error}") from error
     for section, name in REMOVED_SETTINGS:
-        header.config.get(section, {}).pop(name, None)
+        if isinstance(table := header.config.get(section), dict):
+            table.pop(name, None)
     return header
 
 

@@ -199,7 +199,7 @@ class KeptRequest(msgspec.Struct, frozen=True, kw_only=True):
     body: bytes
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True):
+class ResumeProgress(msgspec.Struct, frozen=True, kw_only=True):
     """How often a request was resumed without an end, and the answer that the next engine resumes."""
 
     resumed: int = 0
@@ -210,7 +210,7 @@ class LeftRequest(msgspec.Struct, frozen=True):
     """A request of a killed engine, and the state of its answer."""
 
     request: KeptRequest
-    progress: Progress
+    progress: ResumeProgress
 
 
 def folder_of(record: Path) -> Path:
@@ -305,7 +305,7 @@ class RequestJournal:
         if path is not None:
             path.unlink(missing_ok=True)
 
-    def note(self, request_id: str, progress: Progress) -> None:
+    def note(self, request_id: str, progress: ResumeProgress) -> None:
         """Append the progress of a resumed request to its file.
 
         Raises:
@@ -353,9 +353,9 @@ def _read(path: Path) -> LeftRequest | None:
     ):  # the server died while it noted its progress: the next note must not follow that
         os.truncate(path, path.stat().st_size - reader.dropped_bytes)
     request = msgspec.msgpack.decode(bodies[0], type=KeptRequest)
-    progress = Progress()
+    progress = ResumeProgress()
     if bodies[1:]:
-        progress = msgspec.msgpack.decode(bodies[-1], type=Progress)
+        progress = msgspec.msgpack.decode(bodies[-1], type=ResumeProgress)
     return LeftRequest(request, progress)
 
 

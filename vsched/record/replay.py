@@ -19,7 +19,7 @@ import msgspec
 from vsched.config import Config
 from vsched.config.policies import resolve_policies
 from vsched.config.sections import PoliciesConfig
-from vsched.errors import ConfigError, PolicyError, RecordError
+from vsched.errors import RecordError
 from vsched.kernel import Scheduler, SchedulerLimits
 from vsched.kernel.commands import Accept, Command, Decide, Notice
 from vsched.kernel.events import Event
@@ -37,7 +37,7 @@ from vsched.record.files import FrameReader, find_segments
 
 SHOWN_MAX = 2000
 """Maximum number of shown characters of an event or a command."""
-Progress = Callable[[int, int], None]
+ReplayProgress = Callable[[int, int], None]
 """Called with the number of bytes that are replayed, and of all."""
 
 
@@ -145,7 +145,7 @@ def _entries(
 def replay(
     path: str | os.PathLike[str],
     *,
-    on_progress: Progress | None = None,
+    on_progress: ReplayProgress | None = None,
     observer: ReplayObserver | None = None,
 ) -> ReplayReport:
     """Replay a record up to its end or the first difference.
@@ -159,7 +159,7 @@ def replay(
 class Replay:
     """One replay; `kernel` is the scheduler after the last replayed event, None before the first segment."""
 
-    def __init__(self, on_progress: Progress | None, observer: ReplayObserver | None) -> None:
+    def __init__(self, on_progress: ReplayProgress | None, observer: ReplayObserver | None) -> None:
         self._on_progress = on_progress
         self._observer = observer
         names = ("events", "commands", "decisions", "requests", "segments", "dropped_bytes")
@@ -215,22 +215,22 @@ class Replay:
         try:
             config = msgspec.convert(header.config, Config)
             limits = msgspec.convert(header.limits, SchedulerLimits)
-            policies = resolve_policies(config).for_kernel()
-        except (msgspec.ValidationError, ConfigError, PolicyError) as error:
+            fresh = Scheduler(limits, resolve_policies(config).for_kernel())
+        except Exception as error:  # a damaged header, or one by hand, may have any values
             raise RecordError(
                 f"recorded with vsched {header.version}, and its configuration does not load here: {error}"
             ) from error
         self._counts["segments"] += 1
         is_first = self.kernel is None
         if header.layout == LAYOUT:
-            self.kernel = restore_snapshot(Scheduler(limits, policies), header.state)
+            self.kernel = restore_snapshot(fresh, header.state)
         elif header.number and is_first:
             raise RecordError(
                 f"recorded with vsched {header.version}, whose snapshots cannot be read here. "
                 "Remedy: replay it from its first segment on, or with that version"
             )
         elif is_first:  # later, the events before lead to the state
-            self.kernel = Scheduler(limits, policies)
+            self.kernel = fresh
         if is_first:
             self._version, self._counts["first_event"] = header.version, header.number
             if self._observer is not None:

@@ -148,7 +148,7 @@ def limit_process_memory(limit_bytes: int, *, keys: str, mapped_bytes: int = 0) 
 def mapped_weights() -> Iterator[None]:
     """Raise the limit of this process by the size of the weight files within the context.
 
-    torch maps them writable, so they count as private memory until they are loaded, although nobody writes to them.
+    torch maps them writable, so they count as private memory until they are loaded, although they are never written to.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))

@@ -64,6 +64,13 @@ async def test_policies_are_listed_and_replaced_while_requests_run() -> None:
         assert after["routing"] == before["routing"]
         engine.replace_policies({"policy": {"use": MINE}})
         assert engine.policies()["encode.admission"]["use"] == MINE
+        await request("POST", PATH, json={"policy": FAIR})
+        await request("POST", PATH, json={"generate.admission": {"use": "fifo"}})
+        shown = (await request("GET", PATH)).json()
+        shared = {path: one for path, one in shown.items() if one["use"] == "tenant-fair"}
+        assert shared == {each: {**FAIR, "seats": sorted(shared)} for each in shared}
+        reply = await request("POST", PATH, json=shared)
+        assert (len(shared), reply.status, reply.json()) == (4, 200, shown)
 
 
 MINE = f"{__name__}:OneAtATime"
@@ -86,6 +93,8 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     ({"policy": {"use": MINE, "seats": ["routing"]}}, "policy.seats: not tables for which"),
     ({"policy": {"use": MINE}, "encode.admission": {"use": "fifo"}},
      "also named in this change for encode.admission"),
+    ({"policy": {"use": MINE}, "arrival": {**FAIR, "seats": ["arrival"]}},
+     "arrival.seats: another policy for several seats is in this change"),
 ]  # fmt: skip
 
 

@@ -160,11 +160,14 @@ def test_server_key_is_its_variable_without_line_breaks(monkeypatch: pytest.Monk
     assert (found.api_key, found.admin_key) == ("secret", "secret")
 
 
-def test_server_warns_of_a_missing_folder(caplog: pytest.LogCaptureFixture) -> None:
-    sets = ["media.directory=/nowhere", "adapters.directory=/proc"]
-    server_module.warn_of_missing_folders(load_config(None, sets=sets, environ={}).config)
-    (warning,) = caplog.messages
-    assert warning == "media.directory: there is no folder /nowhere. Remedy: create it"
+async def test_server_refuses_a_missing_folder() -> None:
+    sets = ["model.path=demo", "media.directory=/nowhere", "adapters.directory=/proc"]
+    message = (
+        "^media.directory: not a folder: value '/nowhere', .* Remedy: create /nowhere, or [^\n]*$"
+    )
+    with pytest.raises(ConfigError, match=message):
+        async with running_server(load_config(None, sets=sets, environ={}).config):
+            pass
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "localhost", "::1", "[::1]", "::"])

@@ -124,6 +124,12 @@ def test_try_stops_a_slow_policy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("folder")
+def test_try_says_that_no_case_called_a_policy() -> None:
+    said = tried("tried_policies:Two", "--seat", "encode.admission")
+    assert "encode.admission: these cases never called it" in said
+
+
+@pytest.mark.usefixtures("folder")
 def test_try_does_not_count_waiting_for_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
     """Next to other programs, a fast policy is not slow."""
     clock_ns = iter([0, 5_000_000_000])

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from tests.each_case import each_case
 from tests.programs import printed_by
@@ -84,12 +85,17 @@ def test_decode_turns_the_image_upright(kind: str) -> None:
     picture.paste((255, 255, 255), (0, 0, 16, 16))
     exif = Image.Exif()
     exif[0x0112] = 6
-    encoded = saved(picture, kind, exif=exif)
-    assert size_of(encoded) == (16, 32)
-    image = np.asarray(decode(encoded, LIMITS))
-    assert image.shape == (32, 16, 3)
-    assert image[:12].mean() > 240
-    assert image[20:].mean() < 15
+    xmp = '<x:xmpmeta><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
+    text = PngInfo()
+    text.add_itxt("XML:com.adobe.xmp", xmp)
+    only_xmp = {"pnginfo": text} if kind == "PNG" else {"xmp": xmp.encode()}
+    for metadata in ({"exif": exif}, only_xmp):
+        encoded = saved(picture, kind, **metadata)
+        assert size_of(encoded) == (16, 32)
+        image = np.asarray(decode(encoded, LIMITS))
+        assert image.shape == (32, 16, 3)
+        assert image[:12].mean() > 240
+        assert image[20:].mean() < 15
 
 
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF")

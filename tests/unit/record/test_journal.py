@@ -24,8 +24,8 @@ from vsched.record.files import find_segments
 from vsched.record.journal import (
     KeptRequest,
     PartialOutput,
-    Progress,
     RequestJournal,
+    ResumeProgress,
     folder_of,
     open_journal,
     prompt_digest,
@@ -63,12 +63,12 @@ def test_requests_without_an_end_are_left_for_the_next(tmp_path: Path) -> None:
 def test_state_of_a_choice_is_kept_with_its_request(tmp_path: Path) -> None:
     journal(tmp_path).keep(ONE)
     second = journal(tmp_path)
-    assert [one.progress for one in second.left()] == [Progress()]
-    second.note("one", Progress(resumed=1))
-    second.note("one", Progress(resumed=2, started=PartialOutput(b"digest", (1, 2, 3))))
+    assert [one.progress for one in second.left()] == [ResumeProgress()]
+    second.note("one", ResumeProgress(resumed=1))
+    second.note("one", ResumeProgress(resumed=2, started=PartialOutput(b"digest", (1, 2, 3))))
     third = journal(tmp_path)
     (left,) = third.left()
-    assert left.progress == Progress(resumed=2, started=PartialOutput(b"digest", (1, 2, 3)))
+    assert left.progress == ResumeProgress(resumed=2, started=PartialOutput(b"digest", (1, 2, 3)))
     third.end("one")
     assert files(tmp_path) == []
 
@@ -130,13 +130,13 @@ def test_files_that_are_no_requests_harm_no_other(
 def test_progress_that_was_being_written_is_as_it_was_before(tmp_path: Path) -> None:
     one = journal(tmp_path)
     one.keep(ONE)
-    one.note("one", Progress(resumed=1))
+    one.note("one", ResumeProgress(resumed=1))
     (path,) = files(tmp_path)
     path.write_bytes(path.read_bytes()[:-1])
     second = journal(tmp_path)
-    assert [each.progress for each in second.left()] == [Progress()]
-    second.note("one", Progress(resumed=1))
-    assert [each.progress for each in journal(tmp_path).left()] == [Progress(resumed=1)]
+    assert [each.progress for each in second.left()] == [ResumeProgress()]
+    second.note("one", ResumeProgress(resumed=1))
+    assert [each.progress for each in journal(tmp_path).left()] == [ResumeProgress(resumed=1)]
 
 
 def test_progress_that_found_no_room_on_the_disk_is_as_it_was_before(
@@ -152,9 +152,9 @@ def test_progress_that_found_no_room_on_the_disk_is_as_it_was_before(
     with monkeypatch.context() as full:
         full.setattr(journal_module, "write_all", write_half)
         with pytest.raises(OSError, match="No space"):
-            one.note("one", Progress(resumed=1))
-    one.note("one", Progress(resumed=2))
-    assert [each.progress for each in journal(tmp_path).left()] == [Progress(resumed=2)]
+            one.note("one", ResumeProgress(resumed=1))
+    one.note("one", ResumeProgress(resumed=2))
+    assert [each.progress for each in journal(tmp_path).left()] == [ResumeProgress(resumed=2)]
 
 
 def test_journal_is_opened_where_it_is_requested(tmp_path: Path) -> None:

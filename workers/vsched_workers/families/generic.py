@@ -190,6 +190,34 @@ def check_text(config: Any, family: str) -> None:
         )
     if kinds and not kinds & ATTENDING:
         raise refusal(family, NO_ATTENTION)
+    for table in _rope_tables(config):
+        if table.get("rope_type") == "longrope":
+            _check_rope_factors(config, table)
+
+
+def _rope_tables(config: Any) -> list[dict[str, Any]]:
+    """Return the rotary embeddings of a model; some models have one for each layer type."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return [each for each in rope.values() if isinstance(each, dict)] or [rope]
+
+
+def _check_rope_factors(config: Any, table: dict[str, Any]) -> None:
+    """Check that each frequency has a factor: transformers only logs it, and fails when it builds the model."""
+    heads = config.hidden_size // config.num_attention_heads
+    rotary_dim = (getattr(config, "head_dim", None) or heads) * table.get(
+        "partial_rotary_factor", 1.0
+    )
+    wanted = len(range(0, int(rotary_dim), 2))
+    for name in ("short_factor", "long_factor"):
+        factors = table.get(name)
+        if not isinstance(factors, list) or len(factors) != wanted:
+            count = len(factors) if isinstance(factors, list) else repr(factors)
+            raise CheckpointError.of_limit(
+                f"config.json: {name} of longrope has another number of factors than the heads have frequencies",
+                value=count,
+                limit=wanted,
+                remedy="download the checkpoint again, or correct rope_scaling",
+            )
 
 
 OWN_ATTENTION = "attention of its own, which does not go through transformers' interface"
@@ -213,10 +241,7 @@ def context_tokens(config: Any, family: str) -> int:
     longest = getattr(config, "max_position_embeddings", None)
     if not isinstance(longest, int):
         raise refusal(family, "no limit on its positions (max_position_embeddings)")
-    rope = getattr(config, "rope_parameters", None) or {}
-    # Some models have parameters for each layer type.
-    tables = [each for each in rope.values() if isinstance(each, dict)] or [rope]
-    for table in tables:
+    for table in _rope_tables(config):
         if table.get("rope_type") in FROM_THE_BATCH:
             original = table.get("original_max_position_embeddings") or getattr(
                 config, "original_max_position_embeddings", None

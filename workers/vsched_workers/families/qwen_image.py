@@ -73,7 +73,7 @@ def image_plan(
     """Return the plan of an image with this grid, patches in time, height and width; it is the plan's metadata.
 
     `patch` is the side of a patch in pixels; a token consists of `merge` x `merge` patches. With `frames`, it is a
-    frame group of so many frames.
+    frame group of that many frames.
     """
     patches = math.prod(grid)
     group = (frames,) if frames else ()
