@@ -71,7 +71,7 @@ async def test_kv_pages_come_when_configured(
     """The sizes follow from the limit either way; the resident memory differs by the cache."""
     sets = [
         f"model.path={checkpoints('nano25')}",
-        "generate.memory_limit=1536MiB",
+        "generate.memory_limit=2GiB",
         f"generate.kv_pages={pages}",
         "generate.context_tokens=2048",
         "generate.max_batch_tokens=512",
