@@ -55,7 +55,7 @@ class Spawning(LocalLauncher):
         ("encode", 50, True, False),
         ("generate", 300, True, False),
         pytest.param("together", 300, True, False, marks=pytest.mark.thorough),
-        ("together", 1000, True, True),
+        ("together", 1600, True, True),  # 800 are the libraries of torch with CUDA
         # A new process meets the limit while it imports libraries, which die of it.
         ("generate", 120, False, False),
     ],

@@ -13,6 +13,7 @@ from tests.patience import PATIENCE_S
 from vsched import Config, Engine
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")  # else other programs cost an actor
 pytest.importorskip("ray", reason="needs the extra `ray`")
 
 pytestmark = [

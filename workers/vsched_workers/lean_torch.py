@@ -70,6 +70,8 @@ class _Finder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if name == "torch._dynamo":  # the compiler, which expects these modules
             getattr(importlib.import_module("torch._meta_registrations"), "aten")  # noqa: B009
+        if name == "torch.func":  # brings torch._logging, which in torch 2.15 must follow torch.fx
+            importlib.import_module("torch.fx")
         spec = PathFinder.find_spec(name, path, target) if name in DEFERRED else None
         return None if spec is None else ModuleSpec(name, _Deferring(spec))
 

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -183,6 +182,7 @@ def _compile(
     """Compile a kernel; `types` has the types of the pointers that have another type and are not in `_POINTERS`."""
     import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
     from triton.backends.compiler import GPUTarget  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    from triton.backends.nvidia.compiler import get_ptxas  # type: ignore[import-not-found,import-untyped,unused-ignore]
     from triton.compiler import ASTSource  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
     known = _POINTERS | dict.fromkeys(_INTEGERS, "i32") | dict.fromkeys(_FLOATS, "fp32")
@@ -198,12 +198,12 @@ def _compile(
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
     options = {"num_stages": stages, "num_warps": warps}
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    assembler = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    assembler = get_ptxas(capability).path
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(made.asm["ptx"])
         file.flush()
         target = f"--gpu-name=sm_{capability}" + "a" * (capability >= CAPABILITY)
-        command = [str(assembler), "-v", target, file.name, "-o", "/dev/null"]
+        command = [assembler, "-v", target, file.name, "-o", "/dev/null"]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     registers, spills = _REGISTERS.search(said), _SPILLS.search(said)
     assert registers is not None, said

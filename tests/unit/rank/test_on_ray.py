@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -45,7 +46,7 @@ class FakeRay(InstalledRay):
         self.actors: list[FakeActor] = []
         self.closed: list[tuple[int, Any]] = []
 
-    def connect(self, address: str) -> None:
+    def connect(self, address: str, within_s: float) -> None:
         self.address = address
 
     def make_group(self, bundles: Sequence[Resources], strategy: str) -> str:
@@ -174,7 +175,7 @@ def test_ray_group_with_too_few_bundles_is_refused() -> None:
 def test_ray_that_is_not_installed_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"pip install 'vsched\[ray\]'"):
-        InstalledRay().connect("auto")
+        InstalledRay().connect("auto", NEVER_S)
 
 
 class InstalledStandIn(ModuleType):
@@ -210,17 +211,24 @@ def test_ray_leaves_signals_to_the_server_and_other_connections_open(
     before = signal.getsignal(signal.SIGTERM)
     ray = InstalledRay()
     try:
-        ray.connect("head:6379")
+        ray.connect("auto", NEVER_S)
         assert signal.getsignal(signal.SIGTERM) is before
     finally:
         signal.signal(signal.SIGTERM, before)
-    connected = [] if initialized else [("head:6379", "vsched")]
+    connected = [] if initialized else [("auto", "vsched")]
     assert [(one["address"], one["namespace"]) for one in module.inits] == connected
     ray.close([], None)
     assert module.shut_down == len(connected)
 
 
 def test_ray_cluster_that_is_not_there_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ray", InstalledStandIn(ConnectionError("nobody")))
-    with pytest.raises(ConfigError, match="no Ray cluster at 'head:6379': nobody. Remedy"):
-        InstalledRay().connect("head:6379")
+    """An address at which nothing listens is not given to Ray, which would try for minutes."""
+    module = InstalledStandIn(ConnectionError("nobody."))
+    monkeypatch.setitem(sys.modules, "ray", module)
+    with pytest.raises(ConfigError, match="no Ray cluster at 'auto': nobody. Remedy"):
+        InstalledRay().connect("auto", NEVER_S)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        with pytest.raises(ConfigError, match="no Ray cluster at '127.*refused. Remedy"):
+            InstalledRay().connect(f"127.0.0.1:{silent.getsockname()[1]}", NEVER_S)
+    assert len(module.inits) == 1

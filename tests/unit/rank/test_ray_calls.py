@@ -14,6 +14,7 @@ from vsched.aio.hosts.ray_hosts import NAMESPACE, InstalledRay
 from vsched.errors import ConfigError, VschedError
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")  # else other programs cost an actor
 ray: Any = pytest.importorskip("ray", reason="needs the extra `ray`")
 
 pytestmark = [
@@ -47,7 +48,7 @@ def head() -> Iterator[str]:
 def calls(head: str) -> Iterator[InstalledRay]:
     """Yield connected calls, and leave the cluster afterwards."""
     calls = InstalledRay()
-    calls.connect(head)
+    calls.connect(head, PATIENCE_S)
     yield calls
     if ray.is_initialized():
         calls.close([], None)

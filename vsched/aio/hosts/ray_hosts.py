@@ -14,6 +14,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -56,7 +57,7 @@ class RayHosts:
         self._names = [*replicas]
         self._group: Any = None
         self._made = not cluster.ray_group
-        calls.connect(cluster.ray)
+        calls.connect(cluster.ray, cluster.connect_s)
         try:
             if self._made:
                 self._group = calls.make_group(self._resources, cluster.ray_strategy)
@@ -147,8 +148,10 @@ class InstalledRay:
     def __init__(self) -> None:
         self._connected = False
 
-    def connect(self, address: str) -> None:
+    def connect(self, address: str, within_s: float) -> None:
         """Connect this process to a cluster, unless it is connected.
+
+        Blocks: until the cluster's address accepts a connection, up to `within_s`, and Ray has connected.
 
         Raises:
             ConfigError: When Ray is not installed, or the cluster cannot be reached.
@@ -163,15 +166,18 @@ class InstalledRay:
             if ray.is_initialized():
                 return
             try:
+                if address != "auto":  # Ray itself tries for a quarter of an hour
+                    host, _, port = address.rpartition(":")
+                    socket.create_connection((host.strip("[]"), int(port)), within_s).close()
                 ray.init(
                     address=address,
                     namespace=NAMESPACE,
                     log_to_driver=False,
                     logging_level=logging.WARNING,
                 )
-            except (ConnectionError, RuntimeError, ValueError) as error:
+            except (OSError, OverflowError, RuntimeError, ValueError) as error:
                 raise ConfigError(
-                    f"cluster.ray: no Ray cluster at {address!r}: {error}. Remedy: start one with "
+                    f"cluster.ray: no Ray cluster at {address!r}: {str(error).rstrip('.')}. Remedy: start one with "
                     "`ray start --head`, of the same versions of Ray and Python"
                 ) from error
         self._connected = True
@@ -239,7 +245,7 @@ class InstalledRay:
         try:
             return str(await actor.address.remote())
         except RayError as error:
-            raise VschedError(str(error)) from error
+            raise VschedError(" ".join(str(error).split())) from error
 
     def close(self, actors: Sequence[Any], group: Any) -> None:
         """Stop actors, remove the placement group unless it is None, and disconnect if `connect` connected.

@@ -140,6 +140,11 @@ class RemoteHost:
             return True
         return self._end.send(frame)
 
+    @property
+    def sought(self) -> bool:
+        """True if the address of the host is not known yet, so nothing has been started there."""
+        return self._end is None
+
     def _close_link(self) -> None:
         for waiting in (self._opening, self._seeking):
             if waiting is not None:
@@ -242,6 +247,8 @@ class RemoteRank:
 
         Blocks: at most the grace period and `KILL_S`; then its host is given up.
         """
+        if self._host.sought:
+            self._host.stream.fail("has not been found")
         if await self._wait(grace_s):
             return
         self._host.stream.put(Kill(self._rank))

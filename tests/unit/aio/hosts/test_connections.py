@@ -12,7 +12,8 @@ import pytest
 import zmq
 
 from tests.cable import Cable
-from tests.patience import until
+from tests.patience import NEVER_S, PATIENCE_S, until
+from tests.unit.aio.hosts.test_server import SPEC
 from tests.unit.aio.hosts.test_stream import Side
 from tests.unit.rank.fake_plugin import LAYOUT
 from vsched.aio.hosts import remote
@@ -266,8 +267,11 @@ async def test_sought_host_is_lost_that_will_never_be_or_moved(
 
 
 async def test_sought_host_is_looked_for_until_the_start_is_over(seen: Search) -> None:
-    await asyncio.sleep(0)
-    seen.host.close()
+    """A rank that it was to start has not been started, so nothing is waited for."""
+    exits: list[int] = []
+    rank = seen.host.launch(SPEC, exits.append)
+    await asyncio.wait_for(rank.end(grace_s=NEVER_S), PATIENCE_S)
+    assert (seen.losses, len(exits)) == (["has not been found"], 1)
     assert seen.host._seeking is not None
     await until(seen.host._seeking.done)
     assert not seen.ends

@@ -40,7 +40,7 @@ def test_host_memory_sees_an_allocation_and_its_peak() -> None:
 
 UNDER_A_LIMIT = """
 from vsched.worker.memory import limit_process_memory
-limit_process_memory(900 << 20, keys="encode.memory_limit")
+limit_process_memory(1500 << 20, keys="encode.memory_limit")
 import numpy as np
 import torch
 from vsched.errors import DeviceOutOfMemory
@@ -49,7 +49,7 @@ from vsched_workers.memory.out_of_memory import typed_out_of_memory
 MIB = 1 << 20
 memory = HostMemory()
 assert memory.pool.startswith("cpu limit of ")
-assert memory.total() == 900 * MIB
+assert memory.total() == 1500 * MIB
 assert memory.available() == memory.total() - memory.reserved(), "peers are nobody"
 old = torch.ones(200 * MIB, dtype=torch.uint8)
 del old
@@ -65,14 +65,14 @@ assert 80 * MIB <= memory.peak() - before < 81 * MIB
 with memory.hold(300 * MIB):
     assert memory.reserved() - before >= 300 * MIB
 try:
-    with memory.hold(900 * MIB):
+    with memory.hold(1500 * MIB):
         pass
 except DeviceOutOfMemory:
     print("refused")
 for allocate in (
-    lambda: torch.empty(900 * MIB, dtype=torch.uint8),
-    lambda: np.empty(900 * MIB, np.uint8),
-    lambda: bytearray(900 * MIB),
+    lambda: torch.empty(1500 * MIB, dtype=torch.uint8),
+    lambda: np.empty(1500 * MIB, np.uint8),
+    lambda: bytearray(1500 * MIB),
 ):
     try:
         with typed_out_of_memory("testing"):
