@@ -12,6 +12,9 @@ from vsched.policy import PositiveCount, RequestPolicy, StepShares, StepView
 BLOCK = 1.25
 """Time for a KV block, as a multiple of that of its tokens: the scheduler begins no chunk in less time."""
 
+OVERTAKEN = 0.7
+"""Maximum remaining time of a prompt that goes ahead of the oldest, as a share of the remaining time of that one."""
+
 
 class InOrder(RequestPolicy, frozen=True, kw_only=True):
     """Advances requests in order of arrival, each as far as the time and the free tokens of the step allow."""
@@ -23,9 +26,10 @@ class InOrder(RequestPolicy, frozen=True, kw_only=True):
 class ShortestRemaining(RequestPolicy, frozen=True, kw_only=True):
     """Advances the prompt with the shortest remaining time first, next to shares for the oldest and for joining ones.
 
-    A short prompt overtakes a long one, and equal ones are completed one after the other. The oldest
-    prompt always gets a share of the time, so short ones delay a long one to a multiple of its own
-    time, and starve none. While requests wait for a slot, they get a share, since they may be short.
+    A short prompt overtakes a long one, and similar ones are completed one after the other. The
+    oldest prompt always gets a share of the time, so short ones delay it to a multiple of its own
+    time at most, and starve none. While requests wait for a slot, they get a share, since they may
+    be short.
 
     Source: Schrage, A Proof of the Optimality of the Shortest Remaining Processing Time Discipline,
     Operations Research, 1968.
@@ -40,22 +44,26 @@ class ShortestRemaining(RequestPolicy, frozen=True, kw_only=True):
 
     def share(self, view: StepView) -> StepShares:
         prompts = view.prefilling
+        if not prompts:
+            return StepShares(())
         remaining_ns = [view.prefill_ns(one, one.tokens) for one in prompts]
-        order = sorted(range(len(prompts)), key=remaining_ns.__getitem__)
-        if view.time_ns is None or not order:
+        lengths = [OVERTAKEN * remaining_ns[0], *remaining_ns[1:]]
+        order = sorted(range(len(prompts)), key=lengths.__getitem__)
+        if view.time_ns is None:
             return StepShares(order)
         left_ns = float(view.time_ns)
         if view.waiting:
             left_ns -= max(left_ns * self.joining_share, BLOCK * view.block_tokens * view.token_ns)
-        kept_ns = min(remaining_ns[0], left_ns * (self.oldest_share if order[0] else 1.0))
-        tokens = {}
-        for index in [*filter(None, order), 0]:  # the oldest takes the rest
-            limit_ns = left_ns - kept_ns if index else left_ns
-            tokens[index] = view.tokens_within(prompts[index], limit_ns)
-            left_ns -= view.prefill_ns(prompts[index], tokens[index])
-        if not (view.decodes or any(tokens.values())):  # one must advance
+        kept_ns = min(remaining_ns[0], left_ns * self.oldest_share)
+        tokens = []
+        for index in order:
+            if not index:
+                kept_ns = 0.0
+            tokens.append(view.tokens_within(prompts[index], left_ns - kept_ns))
+            left_ns -= view.prefill_ns(prompts[index], tokens[-1])
+        if not (view.decodes or any(tokens)):  # one must advance
             return StepShares(order)
-        return StepShares([*tokens], [*tokens.values()])
+        return StepShares(order, tokens)
 
 
 class PrefillTime(msgspec.Struct):
