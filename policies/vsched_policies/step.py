@@ -9,8 +9,8 @@ from msgspec import Meta
 
 from vsched.policy import PositiveCount, RequestPolicy, StepShares, StepView
 
-BLOCK = 1.25
-"""Time for a KV block, as a multiple of that of its tokens: the scheduler begins no chunk in less time."""
+CHUNK = 1.25
+"""Time for the smallest chunk, as a multiple of that of its tokens: the scheduler begins none in less time."""
 
 OVERTAKEN = 0.7
 """Maximum remaining time of a prompt that goes ahead of the oldest, as a share of the remaining time of that one."""
@@ -36,7 +36,8 @@ class ShortestRemaining(RequestPolicy, frozen=True, kw_only=True):
 
     Attributes:
         oldest_share: Share of the time for the oldest prompt, without the share of joining requests.
-        joining_share: Share of the time for joining requests; at least that of a KV block.
+        joining_share: Share of the time for joining requests; at least that of the smallest chunk, if there is time for
+            two.
     """
 
     oldest_share: Annotated[float, Meta(ge=0, le=1)] = 0.5
@@ -53,7 +54,7 @@ class ShortestRemaining(RequestPolicy, frozen=True, kw_only=True):
             return StepShares(order)
         left_ns = float(view.time_ns)
         if view.waiting:
-            left_ns -= max(left_ns * self.joining_share, BLOCK * view.block_tokens * view.token_ns)
+            left_ns -= max(left_ns * self.joining_share, CHUNK * view.chunk_min * view.token_ns)
         kept_ns = min(remaining_ns[0], left_ns * self.oldest_share)
         tokens = []
         for index in order:
@@ -61,7 +62,7 @@ class ShortestRemaining(RequestPolicy, frozen=True, kw_only=True):
                 kept_ns = 0.0
             tokens.append(view.tokens_within(prompts[index], left_ns - kept_ns))
             left_ns -= view.prefill_ns(prompts[index], tokens[-1])
-        if not (view.decodes or any(tokens)):  # one must advance
+        if not any(tokens):  # the scheduler lets the first advance by its smallest chunk
             return StepShares(order)
         return StepShares(order, tokens)
 

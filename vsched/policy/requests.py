@@ -309,7 +309,7 @@ class StepView(View, frozen=True, kw_only=True):
         decode_ns: Estimated time of the decodes alone; 0 before there is an estimate.
         token_ns: Estimated time per prompt token; 0 before there is an estimate.
         pair_ns: Estimated time per pair of a prompt token and an earlier token; 0 before there is an estimate.
-        block_tokens: Tokens per KV block; the last chunk that still fits into a step has a block at least.
+        chunk_min: Minimum tokens of a chunk that is cut by time: those of a KV block, in vLLM 16.
         overdue: Indices into `prefilling` of requests that advance whatever the policy returns, and first if it leaves
             them out: they have not advanced for longer than `policies.passed_over_max_s`.
     """
@@ -322,7 +322,7 @@ class StepView(View, frozen=True, kw_only=True):
     decode_ns: float = 0.0
     token_ns: float = 0.0
     pair_ns: float = 0.0
-    block_tokens: int = 16
+    chunk_min: int = 16
     overdue: Sequence[int] = ()
 
     def prefill_ns(self, request: PrefillView, tokens: int) -> float:
@@ -330,7 +330,7 @@ class StepView(View, frozen=True, kw_only=True):
         return tokens * (self.token_ns + self.pair_ns * (request.computed + tokens / 2))
 
     def tokens_within(self, request: PrefillView, time_ns: float) -> int:
-        """Number of the next prompt tokens of a request that take `time_ns`: all, or those of whole KV blocks.
+        """Number of the next prompt tokens of a request that take `time_ns`: all, or a multiple of `chunk_min`.
 
         All before there is an estimate.
         """
@@ -338,9 +338,7 @@ class StepView(View, frozen=True, kw_only=True):
         time_ns, first_ns = max(time_ns, 0.0), self.token_ns + self.pair_ns * request.computed
         slope_ns = first_ns + math.sqrt(first_ns**2 + 2 * self.pair_ns * time_ns)
         tokens = 2 * time_ns / slope_ns if slope_ns else math.inf
-        return (
-            request.tokens if tokens >= request.tokens else int(tokens - tokens % self.block_tokens)
-        )
+        return request.tokens if tokens >= request.tokens else int(tokens - tokens % self.chunk_min)
 
 
 class StepShares(msgspec.Struct, frozen=True):

@@ -48,6 +48,8 @@ from vsched.policy_host.stuck_calls import StuckCalls
 from vsched.sim.cost.host_runs import HostRecorder, RunHeader
 
 logger = init_logger("vllm.vsched")
+CHUNK_MIN = 16
+"""Minimum tokens of a chunk that is cut by time; blocks of 128, as on a CPU, take too long next to decodes."""
 LOOK_AGAIN_STEPS = 16
 """Steps after which the prefix cache is searched again for a waiting request."""
 LOOKS_MAX = 4
@@ -107,10 +109,11 @@ class PolicyScheduler(Base):  # type: ignore[misc]
         )
         self._admission, self._shares, self._preemption = map(self.host.seat, SCHEDULER)
         self._passed_over_ns = int(limits.passed_over_max_s * 1e9)
+        self._chunk_min = min(self.block_size, CHUNK_MIN)
         self._times = StepTimeModel(
             int(target.step_target_ms * 1e6),
             target.step_target_ratio,
-            self.block_size,
+            self._chunk_min,
             int(target.prefill_target_ms * 1e6),
         )
         timed = target.step_target_ms > 0 or target.prefill_target_ms > 0
@@ -224,14 +227,14 @@ class PolicyScheduler(Base):  # type: ignore[misc]
         view = StepView(
             now_ns=now_ns,
             prefilling=tuple([entry.prefill_view() for entry in entries]),
-            waiting=len(self.waiting),
+            waiting=len(self.waiting) if len(self.running) < self._slots() else 0,
             decodes=decodes,
             tokens_free=budget.tokens,
             time_ns=budget.time_ns,
             decode_ns=self._times.decode_ns(decodes) if decodes else 0.0,
             token_ns=token_ns,
             pair_ns=pair_ns,
-            block_tokens=self.block_size,
+            chunk_min=self._chunk_min,
             overdue=tuple([i for i, one in enumerate(entries) if one.advanced_ns <= late_ns]),
             measured=self.measured,
             state=seat.state,

@@ -337,7 +337,7 @@ class GenerateGroup(Group):
             decode_ns=times.decode_ns(decode_tokens) if decode_tokens else 0.0,
             token_ns=token_ns,
             pair_ns=pair_ns,
-            block_tokens=self._limits.block_size,
+            chunk_min=self._limits.block_size,
             overdue=tuple(late),
             measured=self.measured,
             state=seat.state,

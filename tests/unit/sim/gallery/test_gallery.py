@@ -91,7 +91,7 @@ def test_fair_sharing_protects_chats_from_long_contexts(tmp_path: Path) -> None:
     """As the figure shows."""
     fifo, fair = (tenant("long-context", one, "chat") for one in ("fifo", "tenant-fair"))
     assert fair.ttft_ms.p95 < 0.7 * fifo.ttft_ms.p95
-    assert fair.ttft_ms.p50 < 0.9 * fifo.ttft_ms.p50
+    assert fair.ttft_ms.p50 < 0.95 * fifo.ttft_ms.p50
     pytest.importorskip("matplotlib")
     outcomes = [outcome("long-context", label) for label in ("fifo", "tenant-fair")]
     draw_case(CASES["long-context"], outcomes, tmp_path / "figure.png")
