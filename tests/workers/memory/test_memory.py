@@ -358,6 +358,8 @@ def test_profiling_run_is_frugal_without_missing_the_peak(
 
 
 UNDER_A_LIMIT = f"""{LOADED}
+import gc
+
 MIB = 1 << 20
 load = StepLimits(slots=8, batch_tokens=512, chunk_tokens=64, context_tokens=2048, block_size=16)
 sizing = KvBuilder(worker, info, load, image=image)
@@ -367,6 +369,7 @@ small = StepLimits(slots=8, batch_tokens=64, chunk_tokens=16, context_tokens=64,
 KvBuilder(worker, info, small).carry_out(SizeKv(64, profile=True, headroom_bytes=0, probe=True))
 worker.drop_kv()
 for room in map(int, sys.argv[3:]):  # MiB above what was held before: the run fails, then the cache, then everything
+    gc.collect()  # a cycle may still hold the memory of the last failure; the next order collects it, too
     held = status_bytes("VmData")
     resource.setrlimit(resource.RLIMIT_DATA, (held + room * MIB, resource.getrlimit(resource.RLIMIT_DATA)[1]))
     found = sizing.carry_out(SizeKv(tokens, profile=True, headroom_bytes=8 * MIB, probe=True))
