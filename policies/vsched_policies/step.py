@@ -50,8 +50,8 @@ class ShortestRemaining(RequestPolicy, frozen=True, kw_only=True):
         remaining_ns = [view.prefill_ns(one, one.tokens) for one in prompts]
         lengths = [OVERTAKEN * remaining_ns[0], *remaining_ns[1:]]
         order = sorted(range(len(prompts)), key=lengths.__getitem__)
-        if view.time_ns is None:
-            return StepShares(order)
+        if view.time_ns is None or not (view.decodes or view.waiting or order[0]):
+            return StepShares(order)  # the scheduler keeps to the time, but for a last chunk that is little longer
         left_ns = float(view.time_ns)
         if view.waiting:
             left_ns -= max(left_ns * self.joining_share, CHUNK * view.chunk_min * view.token_ns)

@@ -138,8 +138,10 @@ def test_shortest_remaining_completes_short_prompts_next_to_a_share_of_the_oldes
 
     assert shares(500, 20, 40) == {1: 20, 2: 16, 0: 64}, "at least half of 100 ms"
     assert shares(500, 20) == {1: 20, 0: 80}, "and the rest"
-    assert shares(30, 500) == {1: 64, 0: 30}
-    assert shares(500, 400) == {0: 96, 1: 0}, "similar prompts one after the other"
+    assert shares(30, 500, waiting=1) == {0: 30, 1: 32}
+    assert shares(500, 400, waiting=1) == {0: 64, 1: 0}, "similar prompts one after the other"
+    alone = view(request(500), request(400), **facts, decodes=0)
+    assert policy.share(alone) == StepShares([0, 1])
     assert shares(500, waiting=1) == {0: 64}, "30 ms are for a request that may join"
     assert policy.share(view(request(9), request(5), time_ns=None)) == StepShares([0, 1])
 
