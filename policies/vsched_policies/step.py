@@ -51,7 +51,9 @@ class ShortestRemaining(RequestPolicy, frozen=True, kw_only=True):
         lengths = [OVERTAKEN * remaining_ns[0], *remaining_ns[1:]]
         order = sorted(range(len(prompts)), key=lengths.__getitem__)
         if view.time_ns is None or not (view.decodes or view.waiting or order[0]):
-            return StepShares(order)  # the scheduler keeps to the time, but for a last chunk that is little longer
+            return StepShares(
+                order
+            )  # the scheduler keeps to the time, but for a last chunk that is little longer
         left_ns = float(view.time_ns)
         if view.waiting:
             left_ns -= max(left_ns * self.joining_share, CHUNK * view.chunk_min * view.token_ns)
