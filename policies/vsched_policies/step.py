@@ -9,11 +9,11 @@ from msgspec import Meta
 
 from vsched.policy import PositiveCount, RequestPolicy, StepShares, StepView
 
-CHUNK = 1.25
-"""Time for the smallest chunk, as a multiple of that of its tokens: the scheduler begins none in less time."""
+MARGIN = 1.25
+"""Margin on the estimated time of the smallest chunk."""
 
 OVERTAKEN = 0.7
-"""Maximum remaining time of a prompt that goes ahead of the oldest, as a share of the remaining time of that one."""
+"""Maximum remaining time of a prompt that goes ahead of the oldest, as a share of the oldest prompt's."""
 
 
 class InOrder(RequestPolicy, frozen=True, kw_only=True):
@@ -27,17 +27,17 @@ class ShortestRemaining(RequestPolicy, frozen=True, kw_only=True):
     """Advances the prompt with the shortest remaining time first, next to shares for the oldest and for joining ones.
 
     A short prompt overtakes a long one, and similar ones are completed one after the other. The
-    oldest prompt always gets a share of the time, so short ones delay it to a multiple of its own
-    time at most, and starve none. While requests wait for a slot, they get a share, since they may
-    be short.
+    oldest prompt advances in each step, so short ones starve none. While requests wait for a slot,
+    they get a share, since they may be short. There are no shares without a time limit
+    (`generate.step_target_ms`, `generate.prefill_target_ms`).
 
     Source: Schrage, A Proof of the Optimality of the Shortest Remaining Processing Time Discipline,
     Operations Research, 1968.
 
     Attributes:
-        oldest_share: Share of the time for the oldest prompt, without the share of joining requests.
-        joining_share: Share of the time for joining requests; at least that of the smallest chunk, if there is time for
-            two.
+        oldest_share: Share for the oldest prompt, of the time and tokens that `joining_share` leaves; at least the
+            smallest chunk.
+        joining_share: Share for joining requests; at least the time of the smallest chunk.
     """
 
     oldest_share: Annotated[float, Meta(ge=0, le=1)] = 0.5
@@ -47,25 +47,32 @@ class ShortestRemaining(RequestPolicy, frozen=True, kw_only=True):
         prompts = view.prefilling
         if not prompts:
             return StepShares(())
+        if view.overdue:
+            return StepShares([*dict.fromkeys((*view.overdue, *range(len(prompts))))])
         remaining_ns = [view.prefill_ns(one, one.tokens) for one in prompts]
         lengths = [OVERTAKEN * remaining_ns[0], *remaining_ns[1:]]
         order = sorted(range(len(prompts)), key=lengths.__getitem__)
         if view.time_ns is None or not (view.decodes or view.waiting or order[0]):
             return StepShares(
                 order
-            )  # the scheduler keeps to the time, but for a last chunk that is little longer
-        left_ns = float(view.time_ns)
+            )  # the scheduler keeps to the time, but for a slightly longer last chunk
+        left_ns, free = float(view.time_ns), float(view.tokens_free)
         if view.waiting:
-            left_ns -= max(left_ns * self.joining_share, CHUNK * view.chunk_min * view.token_ns)
-        kept_ns = min(remaining_ns[0], left_ns * self.oldest_share)
+            left_ns -= max(left_ns * self.joining_share, MARGIN * view.chunk_min * view.token_ns)
+            free *= 1 - self.joining_share
+        chunk_ns = MARGIN * view.prefill_ns(prompts[0], view.chunk_min)
+        kept_ns = min(remaining_ns[0], max(left_ns * self.oldest_share, chunk_ns))
+        kept = min(prompts[0].tokens, free * self.oldest_share)
         tokens = []
         for index in order:
             if not index:
-                kept_ns = 0.0
-            tokens.append(view.tokens_within(prompts[index], left_ns - kept_ns))
+                kept_ns = kept = 0.0
+            fitting = view.tokens_within(prompts[index], left_ns - kept_ns)
+            tokens.append(max(min(fitting, int(free - kept)), 0))
             left_ns -= view.prefill_ns(prompts[index], tokens[-1])
+            free -= tokens[-1]
         if not any(tokens):  # the scheduler lets the first advance by its smallest chunk
-            return StepShares(order)
+            return StepShares(range(len(prompts)))
         return StepShares(order, tokens)
 
 

@@ -133,24 +133,28 @@ def test_shortest_remaining_completes_short_prompts_next_to_a_share_of_the_oldes
     policy, facts = ShortestRemaining(), {"time_ns": 100 * MS, "token_ns": 1.0 * MS}
 
     def shares(*tokens: int, **more: Any) -> dict[int, int]:
-        answer = policy.share(view(*map(request, tokens), **facts, **more))
+        answer = policy.share(view(*map(request, tokens), **{**facts, **more}))
         return dict(zip(answer.order, answer.tokens or (), strict=True))
 
     assert shares(500, 20, 40) == {1: 20, 2: 16, 0: 64}, "at least half of 100 ms"
     assert shares(500, 20) == {1: 20, 0: 80}, "and the rest"
     assert shares(30, 500, waiting=1) == {0: 30, 1: 32}
     assert shares(500, 400, waiting=1) == {0: 64, 1: 0}, "similar prompts one after the other"
+    assert shares(500, waiting=1) == {0: 64}, "30 ms are for a request that may join"
+    assert shares(500, 20, 20, time_ns=40 * MS) == {1: 20, 2: 0, 0: 16}, "a chunk at least"
+    assert shares(500, 60, 90, tokens_free=90) == {1: 45, 2: 0, 0: 45}, "half of the tokens, too"
+    assert policy.share(view(request(9), request(5), time_ns=None)) == StepShares([0, 1])
     alone = view(request(500), request(400), **facts, decodes=0)
     assert policy.share(alone) == StepShares([0, 1])
-    assert shares(500, waiting=1) == {0: 64}, "30 ms are for a request that may join"
-    assert policy.share(view(request(9), request(5), time_ns=None)) == StepShares([0, 1])
 
 
-def test_shortest_remaining_lets_a_prompt_advance_even_if_there_is_no_time_for_a_chunk() -> None:
-    facts = {"time_ns": 30 * MS, "token_ns": 1.0 * MS, "waiting": 1}
-    assert ShortestRemaining().share(view(request(90), **facts)) == StepShares([0])
-    slow = view(request(90), request(9), time_ns=MS, token_ns=1.0 * MS)
-    assert ShortestRemaining().share(slow) == StepShares([1, 0])
+def test_shortest_remaining_lets_the_oldest_advance_even_if_there_is_no_time_for_a_chunk() -> None:
+    facts = {"time_ns": MS, "token_ns": 1.0 * MS}
+    for waiting in (0, 1):
+        slow = view(request(90), request(9), **facts, waiting=waiting)
+        assert ShortestRemaining().share(slow) == StepShares(range(2))
+    overdue = view(request(90), request(9), request(50), **facts, overdue=(2,))
+    assert ShortestRemaining().share(overdue) == StepShares([2, 0, 1])
     assert ShortestRemaining().share(view(**facts)) == StepShares(())
 
 

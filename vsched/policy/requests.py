@@ -304,8 +304,8 @@ class StepView(View, frozen=True, kw_only=True):
         waiting: Number of requests that wait for a slot and may get one; they get the rest of the step.
         decodes: Number of tokens that requests decode in the step, drafts included.
         tokens_free: Tokens that the step can still take.
-        time_ns: Configured time limit of the prefill in this step: `generate.step_target_ms` next to decodes, or
-            `generate.prefill_target_ms` without, and the ratio; None for no limit.
+        time_ns: Time limit of the prefill in this step; None for no limit. It is the rest of `generate.step_target_ms`
+            next to decodes, or `generate.prefill_target_ms` without; or longer, by `generate.step_target_ratio`.
         decode_ns: Estimated time of the decodes alone; 0 before there is an estimate.
         token_ns: Estimated time per prompt token; 0 before there is an estimate.
         pair_ns: Estimated time per pair of a prompt token and an earlier token; 0 before there is an estimate.
@@ -330,14 +330,16 @@ class StepView(View, frozen=True, kw_only=True):
         return tokens * (self.token_ns + self.pair_ns * (request.computed + tokens / 2))
 
     def tokens_within(self, request: PrefillView, time_ns: float) -> int:
-        """Number of the next prompt tokens of a request that take `time_ns`: all, or a multiple of `chunk_min`.
+        """Number of the next prompt tokens of a request that fit into `time_ns`: all, or a multiple of `chunk_min`.
 
         All before there is an estimate.
         """
+        if not (self.token_ns or self.pair_ns):
+            return request.tokens
         # The root of first_ns * n + pair_ns * n² / 2 = time_ns.
         time_ns, first_ns = max(time_ns, 0.0), self.token_ns + self.pair_ns * request.computed
         slope_ns = first_ns + math.sqrt(first_ns**2 + 2 * self.pair_ns * time_ns)
-        tokens = 2 * time_ns / slope_ns if slope_ns else math.inf
+        tokens = 2 * time_ns / slope_ns if slope_ns else 0.0
         return request.tokens if tokens >= request.tokens else int(tokens - tokens % self.chunk_min)
 
 

@@ -145,6 +145,7 @@ class PolicyScheduler(Base):  # type: ignore[misc]
             depth=getattr(vllm_config, "max_concurrent_batches", 1),
             prefix_cache=bool(self.cache_config.enable_prefix_caching),
             step_target_ms=target.step_target_ms,
+            prefill_target_ms=target.prefill_target_ms,
         )
         self._recorder = HostRecorder(keys.trace, header) if keys.trace else None
         self._statistics = statistics_path(vllm_config) if keys.statistics else None

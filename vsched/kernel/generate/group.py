@@ -330,7 +330,7 @@ class GenerateGroup(Group):
         view = StepView(
             now_ns=now_ns,
             prefilling=tuple([_prefill_view(state) for state in able]),
-            waiting=len(self.queue) if joins else 0,
+            waiting=len(self.queue) if joins and self.queue.held_until(now_ns) is None else 0,
             decodes=decode_tokens,
             tokens_free=budget.tokens,
             time_ns=budget.time_ns,

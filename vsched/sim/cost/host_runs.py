@@ -43,6 +43,7 @@ class RunHeader(msgspec.Struct, frozen=True, kw_only=True, tag="host", tag_field
     depth: int = 1
     prefix_cache: bool = True
     step_target_ms: float = 0.0
+    prefill_target_ms: float = 0.0
 
 
 class HostStep(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_field="kind"):
@@ -351,6 +352,8 @@ def simulated_settings(run: HostRunFile) -> list[str]:
         "chunk_tokens": header.batch_tokens,
         "block_size": header.block_size,
         "step_target_ms": f"{header.step_target_ms:g}",
+        "prefill_target_ms": f"{header.prefill_target_ms:g}",
+        "step.use": "in-order",
         "prefix_cache": str(header.prefix_cache).lower(),
     }
     sets = [f"generate.{key}={value}" for key, value in settings.items()]
