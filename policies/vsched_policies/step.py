@@ -53,9 +53,8 @@ class ShortestRemaining(RequestPolicy, frozen=True, kw_only=True):
         lengths = [OVERTAKEN * remaining_ns[0], *remaining_ns[1:]]
         order = sorted(range(len(prompts)), key=lengths.__getitem__)
         if view.time_ns is None or not (view.decodes or view.waiting or order[0]):
-            return StepShares(
-                order
-            )  # the scheduler keeps to the time, but for a slightly longer last chunk
+            # The scheduler keeps to the time, but for a slightly longer last chunk.
+            return StepShares(order)
         left_ns, free = float(view.time_ns), float(view.tokens_free)
         if view.waiting:
             left_ns -= max(left_ns * self.joining_share, MARGIN * view.chunk_min * view.token_ns)

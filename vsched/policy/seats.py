@@ -64,10 +64,10 @@ def shares_policy(path: str, table: object) -> bool:
 
 
 def join_seats(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tables with those of seats that share a policy as the one table `policy`.
+    """Merge the tables of seats with a shared policy into one table `policy`; keep the others.
 
     Raises:
-        ConfigError: If they are of two such policies.
+        ConfigError: On tables of two shared policies.
     """
     joined: dict[str, Any] = {}
     for path, table in tables.items():

@@ -169,9 +169,9 @@ def _are_tied(embedding: nn.Embedding, head: torch.Tensor) -> bool:
 
 @torch.inference_mode()
 def _look_up(embedding: nn.Embedding, product: Any) -> bool:
-    """Replace the weight of an embedding by that of a product; return False, without a change, if the rows differ.
+    """Replace the weight of an embedding by the packed weight of a product; return False, unchanged, on a mismatch.
 
-    The forward of a subclass is kept, such as scaling of the rows. A forward that computes with the weight fails.
+    Forward methods of subclasses, such as scaled embeddings, still apply. Direct use of the weight is a mismatch.
     """
     kind, weight = type(embedding), embedding.weight
     ids = torch.tensor([0, len(weight) - 1], device=weight.device)
