@@ -296,6 +296,18 @@ class PrefillView(OfRequest, frozen=True, kw_only=True):
     max_tokens: int = 0
 
 
+def pairs_of(start: int, tokens: int) -> float:
+    """Return the number of pairs of a token and one before it, for tokens from `start`."""
+    return tokens * (start + tokens / 2)
+
+
+def tokens_taking(time_ns: float, first_ns: float, pair_ns: float) -> float:
+    """Return the number of tokens that take `time_ns`: the first takes `first_ns`, each one `pair_ns` more."""
+    # The root of first_ns * n + pair_ns * n² / 2 = time_ns.
+    divisor_ns = first_ns + math.sqrt(first_ns**2 + 2 * pair_ns * time_ns)
+    return 2 * time_ns / divisor_ns if divisor_ns else 0.0
+
+
 class StepView(View, frozen=True, kw_only=True):
     """Input of a step policy: the requests that a step can prefill, and its limits.
 
@@ -327,7 +339,7 @@ class StepView(View, frozen=True, kw_only=True):
 
     def prefill_ns(self, request: PrefillView, tokens: int) -> float:
         """Estimated time of the next `tokens` prompt tokens of a request; 0 before there is an estimate."""
-        return tokens * (self.token_ns + self.pair_ns * (request.computed + tokens / 2))
+        return tokens * self.token_ns + pairs_of(request.computed, tokens) * self.pair_ns
 
     def tokens_within(self, request: PrefillView, time_ns: float) -> int:
         """Number of the next prompt tokens of a request that fit into `time_ns`: all, or a multiple of `chunk_min`.
@@ -336,10 +348,8 @@ class StepView(View, frozen=True, kw_only=True):
         """
         if not (self.token_ns or self.pair_ns):
             return request.tokens
-        # The root of first_ns * n + pair_ns * n² / 2 = time_ns.
-        time_ns, first_ns = max(time_ns, 0.0), self.token_ns + self.pair_ns * request.computed
-        slope_ns = first_ns + math.sqrt(first_ns**2 + 2 * self.pair_ns * time_ns)
-        tokens = 2 * time_ns / slope_ns if slope_ns else 0.0
+        first_ns = self.token_ns + self.pair_ns * request.computed
+        tokens = tokens_taking(max(time_ns, 0.0), first_ns, self.pair_ns)
         return request.tokens if tokens >= request.tokens else int(tokens - tokens % self.chunk_min)
 
 

@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 from vsched.policy import StepShares, StepView
 from vsched.policy.checks import PASSED_OVER
+from vsched.policy.requests import pairs_of, tokens_taking
 from vsched.policy_host.seats import PolicySeat
 from vsched.policy_host.snapshot import Restorable, Saved
 
@@ -179,8 +180,7 @@ class StepTimeModel(Restorable):
         first_ns = token_ns + pair_ns * start
         if not first_ns or left_ns == math.inf:
             return math.inf
-        # first_ns * n + pair_ns * n² / 2 = left_ns
-        tokens = 2 * left_ns / (first_ns + math.sqrt(first_ns**2 + 2 * pair_ns * left_ns))
+        tokens = tokens_taking(left_ns, first_ns, pair_ns)
         return max(tokens - tokens % self._block_size, self._block_size)
 
     def rebuild(self) -> None:
@@ -242,11 +242,6 @@ class PrefillBudget:
             self._left_ns = 0.0
         self.prefilled += tokens
         self.pairs += pairs_of(start, tokens)
-
-
-def pairs_of(start: int, tokens: int) -> float:
-    """Return the number of pairs of a token and one before it, for tokens from `start`."""
-    return tokens * (start + tokens / 2)
 
 
 NONE_ADVANCES = "no request would have advanced"

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vsched.policy_host.step_times import StepTimeModel, limit_share, pairs_of
+from vsched.policy.requests import pairs_of
+from vsched.policy_host.step_times import StepTimeModel, limit_share
 
 DECODES, DECODE_NS, TOKEN_NS, PAIR_NS = 8, 5_000_000, 60_000, 40
 

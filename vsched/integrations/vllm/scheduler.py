@@ -35,6 +35,7 @@ from vsched.integrations.vllm.queue import ChosenQueue, Entry
 from vsched.integrations.vllm.settings import SCHEDULER, read_settings, statistics_path, write_file
 from vsched.policy import AdmissionView, PreemptionView, StepView
 from vsched.policy.measured import StepTime
+from vsched.policy.requests import pairs_of
 from vsched.policy_host import (
     HostMeasured,
     PolicyHost,
@@ -43,7 +44,7 @@ from vsched.policy_host import (
     StepTimeModel,
     decide_shares,
 )
-from vsched.policy_host.step_times import NONE_ADVANCES, limit_share, pairs_of
+from vsched.policy_host.step_times import NONE_ADVANCES, limit_share
 from vsched.policy_host.stuck_calls import StuckCalls
 from vsched.sim.cost.host_runs import HostRecorder, RunHeader
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from vsched.errors import ConfigError
 from vsched.kernel.decisions import EncodeDecision, GenerateDecision
-from vsched.policy_host.step_times import pairs_of
+from vsched.policy.requests import pairs_of
 from vsched.sim.cost.model import (
     CostModel,
     EncodeCost,

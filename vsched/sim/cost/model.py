@@ -45,7 +45,7 @@ class GenerateCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Cost of a generator step: decodes and their total context, prompt tokens and their pairs.
 
     A pair is a prompt token and an earlier one, as in
-    `vsched.policy_host.step_times.pairs_of`.
+    `vsched.policy.requests.pairs_of`.
     """
 
     step_ns: Nanoseconds = 0.0

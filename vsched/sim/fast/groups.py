@@ -34,7 +34,7 @@ from vsched.kernel.events import (
     GroupRetired,
     Stepped,
 )
-from vsched.policy_host.step_times import pairs_of
+from vsched.policy.requests import pairs_of
 from vsched.sim.cost.calibration import Span, united
 from vsched.sim.cost.model import CostModel
 from vsched.sim.fast.metrics import LiveRequest, Sketch
