@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_CONVERSION = 3
+_CONVERSION = 4
 """Version of the conversion of GGUF files: one with other results converts earlier files again."""
-_QUANTIZED_RATIO = 1.5
+_QUANTIZED_RATIO = 1.8
 """Ratio of a checkpoint's size to its GGUF file's, above which the file was quantized."""
 _HUB_ID = re.compile(
     r"(?P<repository>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+))?(?::(?P<part>[\w.-]+))?"
@@ -119,7 +119,7 @@ def _converted(file: Path, progress: Progress | None) -> str:
             ) from error
         try:
             plugin.convert_gguf(
-                str(source), str(folder), dtype="bfloat16", progress=progress or (lambda *_: None)
+                str(source), str(folder), dtype="auto", progress=progress or (lambda *_: None)
             )
         except CheckpointError as error:
             if not folder.is_dir():  # otherwise another process was faster

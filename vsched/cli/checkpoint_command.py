@@ -45,7 +45,12 @@ def make_checkpoint(
         str | None,
         typer.Option(help="Size of the random model, by default tiny25; see --list."),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Type of the weights.")] = "bfloat16",
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="Type of the weights; auto is bfloat16, but keeps quantized layers of --gguf."
+        ),
+    ] = "auto",
     seed: Annotated[int, typer.Option(help="Seed of random weights.")] = 0,
     gguf: Annotated[
         Path | None,
@@ -72,6 +77,8 @@ def make_checkpoint(
     if sum((size is not None, gguf is not None, smollm2)) > 1:
         raise ConfigError("--size, --gguf and --smollm2 exclude each other. Remedy: give one")
     started_s = time.monotonic()
+    if dtype == "auto" and gguf is None:
+        dtype = "bfloat16"
     with _ends_in_order():
         if smollm2 or gguf is not None:
             made = "SmolLM2-135M-Instruct" if gguf is None else gguf.name
@@ -83,7 +90,7 @@ def make_checkpoint(
             parameters = plugin.make_checkpoint(str(path), made, dtype=dtype, seed=seed)
             kind = "random parameters"
     typer.echo(
-        f"{path}: {made}, {parameters / 1e6:.1f} M {kind} in {dtype}, "
+        f"{path}: {made}, {parameters / 1e6:.1f} M {kind}{'' if dtype == 'auto' else f' in {dtype}'}, "
         f"{time.monotonic() - started_s:.1f} s"
     )
 

@@ -94,7 +94,12 @@ from vsched_workers.parallel.slicing import (
 )
 from vsched_workers.quantized.layers import check_groups, find_quantized
 from vsched_workers.quantized.schemes import scheme_of
-from vsched_workers.rank_worker import RankWorker, compile_language, served_adapters
+from vsched_workers.rank_worker import (
+    RankWorker,
+    compile_language,
+    served_adapters,
+    with_checkpoint_weights,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -358,6 +363,7 @@ def load_generator(info: ModelInfo, settings: WorkerSettings, progress: Progress
     """
     torch.set_num_threads(torch_threads(settings))
     dtype: torch.dtype = getattr(torch, info.dtype)
+    settings = with_checkpoint_weights(info, settings)
     backend = choose_backend(settings, dtype, info.kv_dtype)
     family = _family_of_rank(info, settings)
     compile_language(info, settings, backend, progress)

@@ -227,8 +227,11 @@ class TransformersPlugin(WorkerPlugin, CheckpointTools):
         import torch
 
         from vsched_workers.backends.choice import check_device, choose_backend
+        from vsched_workers.rank_worker import with_checkpoint_weights
 
         check_device(settings.device, key=f"{stage}.device")
+        if stage == "generate":
+            settings = with_checkpoint_weights(info, settings)
         if settings.device == "cpu":
             kv_dtype = info.kv_dtype if stage == "generate" else "auto"
             choose_backend(settings, getattr(torch, info.dtype), kv_dtype)
@@ -247,9 +250,9 @@ class TransformersPlugin(WorkerPlugin, CheckpointTools):
 
     def convert_gguf(self, file: str, path: str, *, dtype: str, progress: Progress) -> int:
         """Write the checkpoint of a GGUF file; return its number of parameters."""
-        from vsched_workers.checkpoint.gguf import convert_gguf
+        from vsched_workers.checkpoint.gguf import convert_in_child
 
-        return convert_gguf(file, path, dtype=dtype, progress=progress)
+        return convert_in_child(file, path, dtype=dtype, progress=progress)
 
     def trained_checkpoint(self) -> str:
         """Return the folder of the trained checkpoint, or an empty string if there is none."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from vsched_workers.families import FAMILIES, family_of_rank, language_family
 from vsched_workers.families.decoders import text_family
 from vsched_workers.families.generic import read_config
 from vsched_workers.parallel.rank_group import RankGroup
+from vsched_workers.quantized.layers import HEAD_FORMAT
 from vsched_workers.quantized.schemes import scheme_of
 
 
@@ -104,6 +106,14 @@ class RankWorker(Worker):
         return self._served
 
 
+def with_checkpoint_weights(info: ModelInfo, settings: WorkerSettings) -> WorkerSettings:
+    """Return settings that quantize embedding and head of a converted GGUF file, unless a format was chosen."""
+    scheme = scheme_of(read_json(checkpoint_directory(info.path), "config.json"))
+    if settings.quantizes or scheme is None or scheme.method != "gguf":
+        return settings
+    return replace(settings, weights=HEAD_FORMAT)
+
+
 def compile_language(
     info: ModelInfo, settings: WorkerSettings, backend: Backend, progress: Progress
 ) -> int:
@@ -115,7 +125,7 @@ def compile_language(
     else:
         config = family.model_config(info.path).get_text_config()
     scheme = scheme_of(read_json(checkpoint_directory(info.path), "config.json"))
-    kinds = [] if scheme is None else [scheme.kind]
+    kinds = [] if scheme is None else scheme.kinds
     return backend.compile_language(
         config, None if family is None else family.decoder, kinds, progress
     )
@@ -127,6 +137,7 @@ def compile_kernels(
     """Compile the kernels of a stage's ranks; see `vsched.checkpoint_tools.CheckpointTools`."""
     dtype: torch.dtype = getattr(torch, info.dtype)
     if stage == "generate":
+        settings = with_checkpoint_weights(info, settings)
         backend = choose_backend(settings, dtype, info.kv_dtype)
         return compile_language(info, settings, backend, progress)
     if info.family in FAMILIES:

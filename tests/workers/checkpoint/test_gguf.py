@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
+import sys
+import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -13,17 +16,29 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from tokenizers import pre_tokenizers
+from torch import nn
 
 from tests.parity.architectures import make_checkpoint
 from tests.parity.compare import library_model
-from tests.workers.driver import inspect
+from tests.workers.backends.cpu.twins import WITHIN, run_both
+from tests.workers.driver import Question, Stage, inspect
 from vsched.checkpoints import with_local_checkpoints
 from vsched.config import load_config
 from vsched.errors import CheckpointError
-from vsched_workers.checkpoint.gguf import _mend_scores, check_conversion, convert_gguf
+from vsched_workers.checkpoint.description import describe_checkpoint
+from vsched_workers.checkpoint.gguf import (
+    _mend_scores,
+    check_conversion,
+    convert_gguf,
+    convert_in_child,
+)
+from vsched_workers.checkpoint.gguf_blocks import quantized_layers
 from vsched_workers.checkpoint.random_init import SMALL_TEXT, learnt_tokenizer
 from vsched_workers.plugin import TransformersPlugin
+from vsched_workers.quantized.published import read_quantized
+from vsched_workers.quantized.schemes import scheme_of
 
 gguf: Any = pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
@@ -37,7 +52,15 @@ TEXTS = [
     " two  spaces\n\nand naïve café",
     "<|im_start|>user\nhi",
 ]
-QUANTISED = "blk.0.ffn_down.weight"
+QUANTISED = {
+    "blk.0.ffn_down.weight": "Q4_1",
+    "blk.0.attn_q.weight": "Q4_0",
+    "blk.0.attn_v.weight": "Q8_0",
+    "blk.1.attn_k.weight": "Q5_0",
+}
+
+ROUNDED = ("0.mlp.down", "0.self_attn.q", "0.self_attn.v", "1.self_attn.k")
+"""The layers in question, by their names in transformers."""
 
 Make = Callable[..., Path]
 
@@ -80,7 +103,7 @@ def gguf_tensors(model: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def make(tmp_path: Path, model: Any, tokenizer: Any) -> Make:
-    """Write a GGUF file of the model with a tensor in Q4_1; `pre` names the pre-tokenizer.
+    """Write a GGUF file of the model with some tensors quantized; `pre` names the pre-tokenizer.
 
     `without` is a part of the names of tensors to leave out; `rope` has entries and tensors that scale the rotary
     embedding; `end` is the EOS token.
@@ -126,8 +149,8 @@ def make(tmp_path: Path, model: Any, tokenizer: Any) -> Make:
         for name, value in gguf_tensors(model).items():
             if without in name:
                 continue
-            if name == QUANTISED:
-                kind = gguf.GGMLQuantizationType.Q4_1
+            if name in QUANTISED:
+                kind = gguf.GGMLQuantizationType[QUANTISED[name]]
                 writer.add_tensor(name, gguf.quants.quantize(value, kind), raw_dtype=kind)
             else:
                 writer.add_tensor(name, np.ascontiguousarray(value))
@@ -140,10 +163,8 @@ def make(tmp_path: Path, model: Any, tokenizer: Any) -> Make:
     return write
 
 
-def convert(file: Path, path: Path) -> int:
-    return convert_gguf(
-        str(file), str(path), dtype="float32", progress=lambda _what, _fraction: None
-    )
+def convert(file: Path, path: Path, dtype: str = "float32") -> int:
+    return convert_gguf(str(file), str(path), dtype=dtype, progress=lambda _what, _fraction: None)
 
 
 def test_gguf_file_in_place_of_a_folder_is_converted_once(
@@ -198,15 +219,111 @@ def test_convert_gguf_keeps_weights_tokens_and_template(
     assert made.config.rope_parameters["rope_theta"] == pytest.approx(100000.0)
     wanted, found = model.state_dict(), made.state_dict()
     assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        close = 0.02 if name == "model.layers.0.mlp.down_proj.weight" else 0.0  # of 4 bits
-        assert torch.allclose(found[name], value, rtol=0, atol=close), name
+    rounded = {name for name, value in wanted.items() if not torch.equal(found[name], value)}
+    assert rounded == {f"model.layers.{name}_proj.weight" for name in ROUNDED}
+    for name in rounded:
+        assert torch.allclose(found[name], wanted[name], rtol=0, atol=0.02), name
     read = library.AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     for text in TEXTS:
         assert read(text).input_ids == tokenizer(text).input_ids
         assert read.decode(read(text).input_ids) == text
     assert read.chat_template == TEMPLATE
     assert made.generation_config.eos_token_id == [tokenizer.eos_token_id] == [read.eos_token_id]
+
+
+@pytest.mark.slow
+def test_convert_gguf_keeps_quantized_layers_and_serves_them(make: Make, tmp_path: Path) -> None:
+    """Rows of queries are in another order in the file; one layer's queries have 4 bits and its values 8."""
+    file, kept, plain = make(), tmp_path / "kept", tmp_path / "plain"
+    assert convert(file, kept, "auto") == convert(file, plain)
+    scheme = scheme_of(json.loads((kept / "config.json").read_text()))
+    assert scheme is not None
+    tensors, wanted = (load_file(path / "model.safetensors") for path in (kept, plain))
+    values = [name for name in tensors if name.endswith("_values")]
+    assert {*values} == {f"model.layers.{name}_proj.weight_values" for name in ROUNDED}
+    assert {str(tensors[name].dtype) for name in values} == {"torch.uint8", "torch.int8"}
+    for name in values:
+        layer, weight = name.removesuffix("weight_values"), wanted[name.removesuffix("_values")]
+        shape = (weight.shape[0], weight.shape[1])
+        layers = {end.removeprefix(layer): each for end, each in tensors.items()}
+        found = read_quantized(scheme, layers.get, shape, torch.bfloat16)
+        assert (found.dequantized() - weight).norm() < 0.008 * weight.norm()
+    served = Stage.load(kept, attention="auto", dtype="bfloat16")
+    questions = [Question(range(3, 3 + length), count=8) for length in (5, 40)]
+    twin = Stage.load(plain, attention="auto")
+    assert run_both(served, twin, questions, arrivals=2).apart < WITHIN
+    described = describe_checkpoint(str(kept))
+    assert described.parameters == describe_checkpoint(str(plain)).parameters
+
+
+def drawn_blocks(kind: Any, rows: int) -> Any:
+    """Return random blocks [rows, bytes] with finite scales, which are float16 in the formats tested."""
+    size = gguf.GGML_QUANT_SIZES[kind][1]
+    blocks = np.random.default_rng(0).integers(0, 256, (rows, 3, size), dtype=np.uint8)
+    for place in SCALES_AT[kind.name]:
+        scales = np.random.default_rng(1).uniform(0.001, 0.02, (rows, 3, 1)).astype(np.float16)
+        blocks[..., place : place + 2] = scales.view(np.uint8)
+    return blocks.reshape(rows, -1)
+
+
+SCALES_AT = {
+    "Q4_0": [0],
+    "Q4_1": [0, 2],
+    "Q4_K": [0, 2],
+    "Q3_K": [108],
+    "Q2_K": [80, 82],
+    "Q6_K": [208],
+    "Q5_K": [0, 2],
+    "IQ4_XS": [0],
+}
+"""Offsets of float16 numbers in a block."""
+
+
+@pytest.mark.parametrize("name", SCALES_AT)
+def test_blocks_of_at_most_4_bits_keep_their_numbers(name: str) -> None:
+    """The rows of a layer may be in another order, and the others become int8."""
+    kind = gguf.GGMLQuantizationType[name]
+    blocks = drawn_blocks(kind, 24)
+    weight = torch.from_numpy(gguf.dequantize(blocks, kind))
+    order = torch.randperm(24, generator=torch.Generator().manual_seed(0))
+    model = Headed(weight[order].bfloat16())
+    tensor = types.SimpleNamespace(data=blocks, tensor_type=kind)
+    reported: list[float] = []
+    found = quantized_layers(
+        model, {"layer.weight": tensor, "head.weight": tensor}, reported.append
+    )
+    assert reported == [1.0]
+    (made,) = found.values()
+    few = name in {"Q4_0", "Q4_1", "Q4_K", "Q3_K", "Q2_K"}
+    assert (made.kind, made.dtype) == ("int4" if few else "int8", torch.bfloat16)
+    error = (made.dequantized() - weight[order]).norm() / weight.norm()
+    assert error < (0.0005 if few else 0.008)
+    assert 8 * made.nbytes / weight.numel() == {"Q4_0": 4.5, "Q2_K": 6.0}.get(
+        name, 5.0 if few else 8.5
+    )
+
+
+class Headed(nn.Module):
+    """A model of a layer and a head."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        outputs, inputs = weight.shape
+        self.layer, self.head = (nn.Linear(inputs, outputs, bias=False) for _ in range(2))
+        for each in (self.layer, self.head):
+            each.weight = nn.Parameter(weight)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+
+def test_weight_whose_rows_are_not_in_the_file_stays_as_it_is() -> None:
+    kind = gguf.GGMLQuantizationType.Q4_0
+    blocks = drawn_blocks(kind, 24)
+    weight = torch.from_numpy(gguf.dequantize(blocks, kind)).bfloat16()
+    tensor = types.SimpleNamespace(data=blocks, tensor_type=kind)
+    for other in (weight * 2, weight.T.contiguous()):
+        assert not quantized_layers(Headed(other), {"layer.weight": tensor}, lambda _: None)
 
 
 def test_convert_gguf_ends_at_tokens_that_end_a_turn(
@@ -248,6 +365,35 @@ def test_convert_gguf_that_is_interrupted_leaves_nothing(make: Make, tmp_path: P
         convert_gguf(str(source), str(path), dtype="float32", progress=progress)
     assert received[-1][0] == "undoing the quantisation"
     assert not list((tmp_path / "there").iterdir())
+
+
+@pytest.mark.slow
+def test_conversion_in_a_process_of_its_own_reports_progress_errors_and_its_end(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interruption ends the process, too, and nothing is left."""
+    file, path, reported = str(make()), tmp_path / "there" / "made", []
+
+    def progress(label: str, fraction: float) -> None:
+        reported.append(label)
+        if len(reported) == limit:
+            raise KeyboardInterrupt
+
+    limit, run = 3, functools.partial(convert_in_child, dtype="auto", progress=progress)
+    with pytest.raises(KeyboardInterrupt):
+        run(file, str(path))
+    assert not list(path.parent.iterdir())
+    limit = 0
+    assert run(file, str(path)) > 0
+    assert reported[-1] == "writing the files"
+    (tmp_path / "text.gguf").write_text("no model")
+    with pytest.raises(CheckpointError, match=r"'text\.gguf' cannot be converted: .*Rem"):
+        run(str(tmp_path / "text.gguf"), str(tmp_path / "other"))
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(
+        CheckpointError, match=r"cannot be converted: the process .* status 1\. Rem"
+    ):
+        run(file, str(tmp_path / "other"))
 
 
 @pytest.mark.parametrize(

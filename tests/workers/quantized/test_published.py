@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import shutil
@@ -20,8 +21,9 @@ from tests.workers.edited import write
 from tests.workers.properties import thorough
 from vsched.errors import CheckpointError, ConfigError
 from vsched_workers.checkpoint.description import describe_checkpoint
-from vsched_workers.quantized.published import read_quantized
+from vsched_workers.quantized.published import read_quantized, written_blocks
 from vsched_workers.quantized.schemes import scheme_of
+from vsched_workers.quantized.weights import quantize
 
 Tensors = dict[str, torch.Tensor]
 GROUP = 32
@@ -136,6 +138,14 @@ def _awq(weight: torch.Tensor) -> Published:
     return Published(tensors, stands_for)
 
 
+def _of_gguf(weight: torch.Tensor) -> Published:
+    """Quantize a layer with fewer outputs than inputs to int8, another one to int4 with offsets."""
+    made = quantize(weight, "int8" if len(weight) < weight.shape[1] else "int4", group=GROUP)
+    if made.kind == "int4":
+        made = dataclasses.replace(made, offsets=made.scales / 4)
+    return Published(written_blocks("weight", made), made.dequantized())
+
+
 def _compressed(form: str, bits: int, kind: str, strategy: str, **more: Any) -> dict[str, Any]:
     weights = {"num_bits": bits, "type": kind, "strategy": strategy, "symmetric": True} | more
     return {
@@ -180,6 +190,7 @@ FORMATS: Mapping[str, tuple[dict[str, Any], Make]] = {
     "gptq of 8 bits": (_GPTQ | {"bits": 8}, functools.partial(_gptq, bits=8)),
     "gptq_v2": (_GPTQ | {"checkpoint_format": "gptq_v2"}, functools.partial(_gptq, less=0)),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, _awq),
+    "gguf": ({"quant_method": "gguf"}, _of_gguf),
 }
 """The entries of `config.json`, and the writer of a layer."""
 
@@ -242,6 +253,7 @@ def test_published_weight_has_the_values_of_its_format(name: str) -> None:
             ("compressed int4 with zeros", "float32", 1e-4),
             ("fp8", "float32", 1e-4),
             ("gptq in order of activations", "bfloat16", WITHIN),
+            ("gguf", "bfloat16", WITHIN),
         ),
     ],
 )

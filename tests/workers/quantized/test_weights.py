@@ -136,6 +136,18 @@ def test_layers_are_merged_if_their_inputs_have_one_order() -> None:
     assert merged_quantized([one, other]) is None
 
 
+def test_layers_of_int4_and_int8_are_merged_without_rounding() -> None:
+    """As queries, keys and values of GGUF files, whose values have more bits in some layers."""
+    shape = nn.Linear(96, 8, bias=False, device="meta")
+    low, high = quantize(drawn(8), "int4", group=48), quantize(drawn(8, seed=1), "int8", group=32)
+    layers = [QuantizedLinear(shape, each) for each in (low, high)]
+    merged = merged_quantized(layers)
+    assert merged is not None
+    assert torch.equal(plain_weight(merged), torch.cat([plain_weight(each) for each in layers]))
+    assert merged.quantized is not None
+    assert (merged.quantized.kind, merged.quantized.group) == ("int8", 16)
+
+
 def test_merged_weights_stand_for_the_weights_above_each_other() -> None:
     parts = [quantize(drawn(8, seed=seed), "int4") for seed in range(3)]
     merged = merged_weights(parts)

@@ -156,7 +156,8 @@ def check_quantized(settings: WorkerSettings, dtype: torch.dtype, *, what: str) 
         raise ConfigError(
             f"{what} is not possible on {settings.device} with {_name(dtype)}, "
             f"attention {settings.attention!r} and {'' if has_numba else 'without '}numba, only on cuda, and on cpu "
-            "with bfloat16 or float32, `auto` and numba. Remedy: use these, or weights that are not quantized."
+            "with bfloat16 or float32, `auto` and numba. Remedy: use these, or weights that are not quantized (of a "
+            "GGUF file: vsched make-checkpoint --gguf FILE PATH --dtype bfloat16)."
         )
 
 

@@ -13,18 +13,16 @@ from vsched.errors import CheckpointError
 from vsched_workers.checkpoint.facts import video_processor_of
 from vsched_workers.checkpoint.files import checkpoint_directory, read_json
 from vsched_workers.checkpoint.tokenizer_files import chat_templates, tokenizer_files
-from vsched_workers.checkpoint.weights import VALUE_BYTES, is_vision, tensor_headers, weight_files
+from vsched_workers.checkpoint.weights import is_vision, tensor_headers, weight_files
 from vsched_workers.families import FAMILIES, language_family, model_type_of
 from vsched_workers.families.decoders import SLIDING
 from vsched_workers.families.generic import read_config
 from vsched_workers.families.video_processors import REFUSED
-from vsched_workers.quantized.schemes import FORMATS, GROUPS
-from vsched_workers.quantized.schemes import stated as stated_quantization
+from vsched_workers.quantized.schemes import FORMATS, GROUPS, UNQUANTIZED, Scheme, scheme_of
 
 _DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 GROUP_SIZES = range(16, 129, 16)
 """Values of `weights_group` other than 0."""
-_ENDS = ("embed_tokens.weight", "lm_head.weight")
 _SIZES = (
     "num_hidden_layers",
     "hidden_size",
@@ -53,13 +51,13 @@ def describe_checkpoint(path: str) -> CheckpointDescription:
     types: Counter[str] = Counter()
     files = weight_files(directory)
     bits: dict[str, Counter[str]] = {"vision": Counter(), "language": Counter()}
-    is_quantized = stated_quantization(config) is not None
+    scheme = _scheme(config)
     for name, shape, dtype in tensor_headers(files):
         part, count = "vision" if is_vision(name) else "language", prod(shape)
-        parameters[part] += count
+        parameters[part] += count if scheme is None else scheme.parameters(name, count, dtype)
         types[_DTYPES.get(dtype, dtype)] += count
-        if is_quantized:
-            bits[part]["auto"] += 8 * count * VALUE_BYTES.get(dtype, 2)
+        if scheme is not None:
+            bits[part]["auto"] += 8 * scheme.loaded_bytes(name, count, dtype)
         for kind in FORMATS:
             bits[part][kind] += quantized_bits(name, shape, kind)
             for group in GROUP_SIZES:
@@ -89,6 +87,13 @@ def describe_checkpoint(path: str) -> CheckpointDescription:
     )
 
 
+def _scheme(config: Mapping[str, Any]) -> Scheme | None:
+    try:
+        return scheme_of(config)
+    except CheckpointError:
+        return None  # loading the checkpoint reports the error
+
+
 def quantized_bits(name: str, shape: Sequence[int], kind: str, *, group: int = 0) -> int:
     """Return the approximate number of bits of a tensor if weights are quantized to this kind on loading.
 
@@ -97,7 +102,7 @@ def quantized_bits(name: str, shape: Sequence[int], kind: str, *, group: int = 0
     count = prod(shape)
     if len(shape) not in {2, 3}:  # a matrix, or the matrices of experts
         return 16 * count
-    kind = "int8" if name.endswith(_ENDS) else kind
+    kind = "int8" if name.endswith(UNQUANTIZED) else kind
     inputs = shape[-1]
     outputs = count // inputs if inputs else 0
     scales = outputs * -(-inputs // (group or GROUPS[kind]))

@@ -25,7 +25,6 @@ from vsched_workers.checkpoint.images import (
 from vsched_workers.checkpoint.tokenizer_files import load_part, tokenizer_files
 from vsched_workers.checkpoint.weights import (
     HEAD,
-    VALUE_BYTES,
     WeightIndex,
     is_vision,
     tensor_headers,
@@ -290,11 +289,12 @@ def inspect_checkpoint(path: str, *, dtype: str, item_tokens_max: int) -> ModelI
 
 def _weight_facts(directory: Path, config: dict[str, Any], itemsize: int) -> dict[str, Any]:
     """Return the fields of `ModelInfo` about the weights."""
-    quantized = scheme_of(config) is not None
+    scheme = scheme_of(config)
     sizes, ties_head = {True: 0, False: 0}, True
     for name, shape, dtype in tensor_headers(weight_files(directory)):
-        size = VALUE_BYTES.get(dtype, 2) if quantized else itemsize
-        sizes[is_vision(name)] += math.prod(shape) * size
+        count = math.prod(shape)
+        size = count * itemsize if scheme is None else scheme.loaded_bytes(name, count, dtype)
+        sizes[is_vision(name)] += size
         ties_head = ties_head and not name.endswith(HEAD)
     return {
         "vision_bytes": sizes[True],

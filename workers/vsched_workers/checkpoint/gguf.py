@@ -1,22 +1,28 @@
 """Conversion of a GGUF file to a checkpoint: safetensors, tokenizer, chat template and generation settings.
 
-Transformers reads the file and dequantizes it. Additions here are SmolLM's pre-tokenizer, the end tokens in the
-generation settings, a tokenizer class that does not change its rules on loading, and the scaling of rotary embeddings
-and of Gemma's attention scores.
+Transformers reads the file and dequantizes it. Additions here are the quantized weights (`gguf_blocks.py`), SmolLM's
+pre-tokenizer, the end tokens in the generation settings, a tokenizer class that does not change its rules on loading,
+and the scaling of rotary embeddings and of Gemma's attention scores.
 
 Rejected: serving GGUF files directly, which takes 30 s of conversion at each start of a rank and the memory of both
-forms; a reader of our own, since transformers and `gguf` are maintained; keeping quantized blocks, whose rows only
-transformers can map to those of its layers, while `generate.weights` quantizes the converted weights on loading.
+forms; a reader of our own, since transformers and `gguf` are maintained.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.util
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from vsched.errors import CheckpointError
 from vsched.worker.contract import Progress
@@ -34,6 +40,8 @@ _LLAMA3 |= {"original_max_position_embeddings": 8192}
 
 _GEMMA_27B = {("gemma2", 46), ("gemma3_text", 62)}
 """Type and layers of the models whose attention scores are scaled by hidden size per head."""
+_END_S = 30.0
+"""Maximum wait for an interrupted conversion."""
 _TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>")
 
 
@@ -43,8 +51,8 @@ def check_conversion(path: str, *, dtype: str) -> None:
     Raises:
         CheckpointError: When a package is missing, the type is unknown, or `path` exists.
     """
-    if dtype not in DTYPES:
-        raise CheckpointError(f"unknown data type {dtype!r}. Known: {', '.join(DTYPES)}.")
+    if dtype not in ("auto", *DTYPES):
+        raise CheckpointError(f"unknown data type {dtype!r}. Known: auto, {', '.join(DTYPES)}.")
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise CheckpointError(
@@ -56,6 +64,9 @@ def check_conversion(path: str, *, dtype: str) -> None:
 def convert_gguf(file: str, path: str, *, dtype: str, progress: Progress) -> int:
     """Write the checkpoint of a GGUF file to a directory; return its number of parameters.
 
+    With the type `auto`, quantized linear layers stay quantized if the fused path runs the model, and the rest is
+    bfloat16; with any other type all weights have it.
+
     Raises:
         CheckpointError: When the file cannot be read or converted, or the directory cannot be written.
     """
@@ -65,21 +76,120 @@ def convert_gguf(file: str, path: str, *, dtype: str, progress: Progress) -> int
         raise CheckpointError(f"{source.name!r} is no file. Remedy: give the path of a GGUF file.")
     with new_checkpoint(path) as folder:
         progress("reading the tokenizer", 0.0)
-        with _reading(source):
-            from gguf import GGUFReader
-
-            reader = GGUFReader(source)
+        with _reading(source), _read_once(source) as reader:
             tokenizer = _tokenizer(source, reader)
-        tokenizer.save_pretrained(folder)
-        with _reading(source):
-            model = _model(source, dtype, progress)
+            model = _model(source, "bfloat16" if dtype == "auto" else dtype, progress)
             _mend_rope(model.config, source.name, reader)
             _mend_scores(model.config)
             model.generation_config.eos_token_id = _end_tokens(tokenizer, reader)
-        progress("writing the weights", 0.0)
+            keeps = dtype == "auto"
+            weights = _quantized(model, reader, progress) if keeps else model.state_dict()
+        progress("writing the files", 0.0)
+        tokenizer.save_pretrained(folder)
         with without_bars():
-            model.save_pretrained(folder)
+            model.save_pretrained(folder, state_dict=weights)
         return sum(parameter.numel() for parameter in model.parameters())
+
+
+class _Message(msgspec.Struct, frozen=True):
+    """A line of a converting process: progress, or its end."""
+
+    label: str = ""
+    fraction: float = 0.0
+    parameters: int = 0
+    error: str = ""
+
+
+def convert_in_child(file: str, path: str, *, dtype: str, progress: Progress) -> int:
+    """Run `convert_gguf` in a process of its own: an engine would keep the memory of torch and the weights.
+
+    Raises:
+        CheckpointError: As by `convert_gguf`, or when the process ends otherwise.
+    """
+    check_conversion(path, dtype=dtype)
+    command = [sys.executable, "-m", __name__, file, path, dtype]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    last = _Message()
+    with subprocess.Popen(  # noqa: S603 - no shell
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
+    ) as child:
+        assert child.stdout is not None
+        try:
+            for line in child.stdout:
+                last = msgspec.json.decode(line, type=_Message)
+                if last.label:
+                    progress(last.label, last.fraction)
+        except BaseException:
+            child.send_signal(signal.SIGINT)  # it removes what it has written
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(_END_S)
+            child.kill()
+            raise
+    if not last.error and not last.parameters:
+        raise CheckpointError(
+            f"{Path(file).name!r} cannot be converted: the process ended with status {child.returncode}. "
+            "Remedy: free memory (-9: killed, as when memory runs out), and see its output."
+        )
+    if last.error:
+        raise CheckpointError(last.error)
+    return last.parameters
+
+
+def _main(file: str, path: str, dtype: str) -> None:
+    def write(message: _Message) -> None:
+        sys.stdout.buffer.write(msgspec.json.encode(message) + b"\n")
+        sys.stdout.buffer.flush()
+
+    def progress(label: str, fraction: float) -> None:
+        write(_Message(label, fraction))
+
+    with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):  # or the parent has ended
+        try:
+            write(_Message(parameters=convert_gguf(file, path, dtype=dtype, progress=progress)))
+        except CheckpointError as error:
+            write(_Message(error=str(error)))
+
+
+def _quantized(model: Any, reader: Any, progress: Progress) -> dict[str, Any]:
+    """Return the model's weights by name, those of linear layers quantized as in the file; state it in the config.
+
+    For the generic path they stay as transformers read them.
+    """
+    from vsched_workers.checkpoint.gguf_blocks import quantized_layers
+    from vsched_workers.families.decoders import text_family
+    from vsched_workers.quantized.published import written_blocks
+
+    mapping: Any = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
+    names = mapping.get_gguf_hf_weights_map(model, mapping.TensorProcessor())
+    tensors = {names[each.name]: each for each in reader.tensors if each.name in names}
+    layers = {}
+    if text_family(model.config.model_type, model.config) is not None:
+        layers = quantized_layers(model, tensors, functools.partial(progress, "quantized weights"))
+    weights = {name: each for name, each in model.state_dict().items() if name not in layers}
+    for name, layer in layers.items():
+        weights |= written_blocks(name, layer)
+    if layers:
+        model.config.quantization_config = {"quant_method": "gguf"}
+    return weights
+
+
+@contextlib.contextmanager
+def _read_once(source: Path) -> Iterator[Any]:
+    """Return the reader of a file, which transformers uses instead of parsing the file three times more.
+
+    It would also list the tensor names of an architecture once for each module of a model.
+    """
+    import gguf
+
+    library: Any = gguf
+    reader = gguf.GGUFReader(source)
+    given = library.GGUFReader, library.get_tensor_name_map
+    library.GGUFReader = lambda _: reader
+    library.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)
+    try:
+        yield reader
+    finally:
+        library.GGUFReader, library.get_tensor_name_map = given
 
 
 @contextlib.contextmanager
@@ -231,3 +341,7 @@ def _model(source: Path, dtype: str, progress: Progress) -> Any:
             "whole file, or the model as safetensors."
         )
     return model
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

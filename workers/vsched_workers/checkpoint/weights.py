@@ -31,8 +31,6 @@ SINGLE_FILE = "model.safetensors"
 EMBEDDING = "embed_tokens.weight"
 HEAD = "lm_head.weight"
 COMPARED_ROWS = 4096
-VALUE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "I8": 1, "U8": 1, "F8_E4M3": 1}
-"""Bytes of a value by its type in a file; 2 for others."""
 _VISION = re.compile(
     r"(?:^|\.)(?:visual|vision\w*|image_\w+|mm_\w+|multi_modal_projector|connector|aligner)\."
 )
@@ -110,7 +108,8 @@ class WeightIndex:
         """
         for name in names:
             packed = name.removesuffix("weight") + "qweight"
-            beside = (f"{name}_scale", f"{name}_scale_inv", f"{name}_packed", packed)
+            ends = ("scale", "scale_inv", "packed", "values")
+            beside = (packed, *(f"{name}_{end}" for end in ends))
             if any(each in self.files for each in beside):
                 raise CheckpointError(
                     f"tensor {name} is quantized; only linear layers of the language model may be, as "

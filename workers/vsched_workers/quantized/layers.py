@@ -5,6 +5,7 @@ Quantizing ranks' shares of weights must be equivalent to quantizing whole weigh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.nn import functional
 from vsched.errors import ConfigError
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.parallel.slicing import Cut
-from vsched_workers.quantized.schemes import GROUPS, Scheme
+from vsched_workers.quantized.schemes import FORMATS, GROUPS, Scheme
 from vsched_workers.quantized.weights import (
     QuantizedWeight,
     RoundGroups,
@@ -58,10 +59,15 @@ def find_quantized(module: nn.Module, scheme: Scheme, has: Callable[[str], bool]
 
 
 def merged_quantized(linears: Sequence[nn.Linear]) -> QuantizedLinear | None:
-    """Merge layers of one format, without biases; return None if formats differ, or one is not quantized."""
+    """Merge layers without biases; return None if their formats have none in common, or one is not quantized."""
     weights = [each.quantized for each in linears if isinstance(each, QuantizedLinear)]
     found = [each for each in weights if each is not None]
-    if len(found) < len(linears) or len({each.form for each in found}) > 1:
+    if len(found) < len(linears):
+        return None
+    if len({each.form for each in found}) > 1 and {each.kind for each in found} <= {*FORMATS}:
+        group = math.gcd(*(each.group for each in found))
+        found = [each.as_int8(group) for each in found]
+    if len({each.form for each in found}) > 1:
         return None
     outputs = sum(each.out_features for each in linears)
     shape = nn.Linear(linears[0].in_features, outputs, bias=False, device="meta")

@@ -10,6 +10,7 @@ library.
 - *gptq*: `qweight` [in / n, out], `qzeros` [groups, out / n], `scales` [groups, out]; zero points are one more than
   stored, except in `gptq_v2`; optionally `g_idx` [in], the group of each input.
 - *awq*: `qweight` [in, out / 8], with outputs in each int32 in the order 0, 2, 4, 6, 1, 3, 5, 7; `qzeros` likewise.
+- *gguf*, of converted GGUF files: values, scales and offsets of `QuantizedWeight`, in the format of each layer.
 
 Inputs of a group that are not adjacent (`desc_act`, `actorder`) are made adjacent, in their original order. Activations
 are not quantized, even if a checkpoint asks for it: that only reduces rounding.
@@ -58,6 +59,8 @@ def read_quantized(
         return found
 
     inputs = shape[1]
+    if scheme.method == "gguf":
+        return _read_blocks(read, reads, shape, dtype)
     order = _order_of(scheme, read, inputs)
     reader = _fp8 if scheme.kind == "fp8" else _READERS[scheme.method]
     given = reader(scheme, reads, shape)
@@ -76,6 +79,24 @@ def read_quantized(
         offsets=offsets,
         order=order,
     )
+
+
+def written_blocks(name: str, weight: QuantizedWeight) -> dict[str, torch.Tensor]:
+    """Return the tensors of a weight in a `gguf` checkpoint; `name` is that of the weight."""
+    parts = {"values": weight.values, "scales": weight.scales, "offsets": weight.offsets}
+    return {f"{name}_{part}": each for part, each in parts.items() if each is not None}
+
+
+def _read_blocks(
+    read: Read, reads: Reads, shape: tuple[int, int], dtype: torch.dtype
+) -> QuantizedWeight:
+    """Read what `written_blocks` wrote."""
+    values, scales, inputs = reads("weight_values"), reads("weight_scales"), shape[1]
+    kind = "int4" if values.dtype == torch.uint8 else "int8"
+    _of_shape(values, "weight_values", (shape[0], inputs // 2 if kind == "int4" else inputs))
+    _require(inputs % scales.shape[1] == 0, "weight_scales", [*scales.shape], "equal groups")
+    group, offsets = inputs // scales.shape[1], read("weight_offsets")
+    return QuantizedWeight(kind, values, scales, group, inputs, dtype, offsets)
 
 
 def _order_of(scheme: Scheme, read: Read, inputs: int) -> torch.Tensor | None:

@@ -14,6 +14,11 @@ FORMATS = ("int8", "int4")
 GROUPS = {"int8": 128, "int4": 32}
 """Default group sizes; a row with fewer inputs is one group."""
 
+UNQUANTIZED = ("embed_tokens.weight", "lm_head.weight")
+"""Ends of the names of weights that no checkpoint quantizes."""
+VALUE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "I8": 1, "U8": 1, "F8_E4M3": 1}
+"""Bytes of a value by its type in a file; 2 for others."""
+
 SUPPORTED = (
     "compressed-tensors (pack-quantized and int-quantized of 4 or 8 bits, float-quantized), fp8, gptq and awq of "
     "4 bits, gptq of 8"
@@ -24,8 +29,11 @@ _TENSORS = {
     "fp8": ("weight_scale_inv",),
     "gptq": ("qweight",),
     "awq": ("qweight",),
+    "gguf": ("weight_values",),
 }
 """The tensors by which a quantized layer is recognized."""
+_BESIDE = ("_scale", "_scale_inv", "scales", "_offsets", "_zero_point", "qzeros", "g_idx", "_shape")
+"""Ends of the names of tensors next to the values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +41,8 @@ class Scheme:
     """The quantization of a checkpoint's linear layers.
 
     Attributes:
-        method: `compressed-tensors`, `fp8`, `gptq` or `awq`.
-        kind: `int8`, `int4` or `fp8`.
+        method: `compressed-tensors`, `fp8`, `gptq` or `awq`; `gguf` for the layers of a converted GGUF file.
+        kind: `int8`, `int4` or `fp8`; for `gguf` that of most layers.
         group: Group size; 0 for one scale per row or weight.
         symmetric: Whether there are no zero points.
         packed: Whether values are packed in int32.
@@ -54,6 +62,24 @@ class Scheme:
     def bits(self) -> int:
         """Bits per value."""
         return 4 if self.kind == "int4" else 8
+
+    @property
+    def kinds(self) -> Sequence[str]:
+        """Formats that layers may have."""
+        return FORMATS if self.method == "gguf" else (self.kind,)
+
+    def parameters(self, name: str, count: int, dtype: str) -> int:
+        """Number of parameters in a tensor with `count` values of a type of the file."""
+        if name.endswith(_BESIDE):
+            return 0
+        packed = {"I32": 32 // self.bits, "U8": 2}
+        return count * packed.get(dtype, 1)
+
+    def loaded_bytes(self, name: str, count: int, dtype: str) -> int:
+        """Bytes of that tensor in memory."""
+        if self.method == "gguf" and name.endswith(UNQUANTIZED):
+            return count  # they are quantized to int8 on loading
+        return count * VALUE_BYTES.get(dtype, 2)
 
     @property
     def known_by(self) -> Sequence[str]:
@@ -88,6 +114,8 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme | None:
         return Scheme("fp8", "fp8", _group(block[1]), block=(int(block[0]), int(block[1])))
     if method in {"gptq", "awq"}:
         return _gptq_or_awq(method, given)
+    if method == "gguf":
+        return Scheme("gguf", "int4", 0)
     raise _refused(f"quant_method {method!r}")
 
 

@@ -87,6 +87,18 @@ class QuantizedWeight:
         pairs = torch.stack((self.values & 15, self.values >> 4), -1)
         return pairs.flatten(1)[:, : self.inputs]
 
+    def as_int8(self, group: int) -> QuantizedWeight:
+        """Return the same weight of int4 or int8 as int8, with a group size that divides its own."""
+        values, each = self.unpacked(), self.group // group
+        if self.kind == "int4":
+            values = values.to(torch.int8) - INT4_CENTRE
+        scales, *offsets = (
+            given.repeat_interleave(each, 1)[:, : -(-self.inputs // group)]
+            for given in self._tensors()[1:]
+        )
+        offset = offsets[0] if offsets else None
+        return replace(self, kind="int8", values=values, scales=scales, group=group, offsets=offset)
+
     def part(self, cut: Cut) -> QuantizedWeight:
         """Return a rank's part.
 
