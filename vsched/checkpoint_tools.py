@@ -117,8 +117,12 @@ class CheckpointTools:
             CheckpointError: When a package is missing, the type is unknown, or `path` exists.
         """
 
-    def convert_gguf(self, file: str, path: str, *, dtype: str, progress: Progress) -> int:
+    def convert_gguf(
+        self, file: str, path: str, *, dtype: str, progress: Progress, mmproj: str = ""
+    ) -> int:
         """Write the checkpoint of a GGUF file to `path`, completely or not at all; return its number of parameters.
+
+        `mmproj` is the file of its vision part; empty if there is none.
 
         Raises:
             CheckpointError: When the file cannot be converted.

@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import sys
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from vsched.errors import CheckpointError
 from vsched.worker.memory import weights_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from vsched.config import Config
     from vsched.worker.contract import Progress
@@ -33,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 _CONVERSION = 4
 """Version of the conversion of GGUF files: one with other results converts earlier files again."""
-_QUANTIZED_RATIO = 1.8
+_QUANTIZED_RATIO = 1.5
 """Ratio of a checkpoint's size to its GGUF file's, above which the file was quantized."""
 _HUB_ID = re.compile(
     r"(?P<repository>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+))?(?::(?P<part>[\w.-]+))?"
@@ -101,15 +102,19 @@ def _converted(file: Path, progress: Progress | None) -> str:
     from vsched.checkpoint_tools import load_tools
 
     _check_whole(file.name)
-    source = file.resolve()
+    source, vision = file.resolve(), vision_part(file)
     facts = source.stat()
     identity = f"{_CONVERSION} {source} {facts.st_size} {facts.st_mtime_ns}"
+    if vision is not None:
+        beside = vision.resolve().stat()
+        identity += f" {vision.resolve()} {beside.st_size} {beside.st_mtime_ns}"
     key = hashlib.sha256(identity.encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = cache / "vsched" / "gguf" / f"{file.stem}-{key}"
     if not folder.is_dir():
         plugin = load_tools("transformers", "check_conversion")
-        logger.info("converting %s once, to %s", file.name, folder)
+        names = file.name if vision is None else f"{file.name} and {vision.name}"
+        logger.info("converting %s once, to %s", names, folder)
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -119,20 +124,60 @@ def _converted(file: Path, progress: Progress | None) -> str:
             ) from error
         try:
             plugin.convert_gguf(
-                str(source), str(folder), dtype="auto", progress=progress or (lambda *_: None)
+                str(source),
+                str(folder),
+                dtype="auto",
+                progress=progress or (lambda *_: None),
+                mmproj=str(vision or ""),
             )
         except CheckpointError as error:
             if not folder.is_dir():  # otherwise another process was faster
                 # The hub's cache has links to files that are named by their digests.
                 raise CheckpointError(str(error).replace(source.name, file.name)) from error
+        warn_of_unread(vision, folder)
         times = weights_bytes(str(folder)) / facts.st_size
-        if times > _QUANTIZED_RATIO:
+        if times > _QUANTIZED_RATIO and not _configures(folder, "quantization_config"):
             logger.info(
                 "%s takes %.1f times its size in bfloat16. Smaller, with faster decode steps: "
                 "--set generate.weights=int8 (half of it), or int4 (a third)",
                 *(file.name, times),
             )
     return str(folder)
+
+
+def vision_part(file: Path) -> Path | None:
+    """Return the vision part (`mmproj`) next to a GGUF file; None if there is none."""
+    found = _vision_part(file.name, [each.name for each in file.parent.glob("*.gguf")])
+    return None if found is None else file.parent / found
+
+
+def warn_of_unread(vision: Path | None, folder: Path) -> None:
+    """Log it if a converted checkpoint does not have the vision part of its model."""
+    if vision is not None and not _configures(folder, "vision_config"):
+        logger.warning(
+            "%s is not read: the vision parts of such models are not supported", vision.name
+        )
+
+
+def _configures(folder: Path, key: str) -> bool:
+    return f'"{key}"'.encode() in (folder / "config.json").read_bytes()
+
+
+def _vision_part(model: str, files: Iterable[str]) -> str | None:
+    """Return the vision part in a model's folder: the one with the most similar name, in 16 bits before others."""
+    path = Path(model)
+    if PROJECTOR in path.name:
+        return None
+
+    def rank(name: str) -> tuple[int, bool, str]:
+        rest = Path(name).name.replace(PROJECTOR, "").lstrip("-_.").lower()
+        same = takewhile(
+            lambda pair: pair[0] == pair[1], zip(rest, path.name.lower(), strict=False)
+        )
+        return -len([*same]), "16" not in rest, name
+
+    found = [name for name in files if PROJECTOR in name and Path(name).parent == path.parent]
+    return min(found, key=rank, default=None)
 
 
 def download(hub_id: str, needed: Sequence[str] = MODEL_FILES) -> Path:
@@ -156,7 +201,7 @@ def download(hub_id: str, needed: Sequence[str] = MODEL_FILES) -> Path:
     fields: dict[str, Any] = {
         "repo_id": found["repository"],
         "revision": found["revision"],
-        "allow_patterns": [f"*{part}*.gguf"] if part else list(needed),
+        "allow_patterns": [f"*{part}*.gguf", f"*{PROJECTOR}*.gguf"] if part else list(needed),
         "tqdm_class": _progress_bar(),
     }
     try:
@@ -218,8 +263,10 @@ def _check_size(hub_id: str, fields: dict[str, Any], part: str | None) -> None:
         raise _no_weights(hub_id, names, part)
     if part:
         only = _one_of(hub_id, part, names)
-        fields["allow_patterns"] = [only]
-        files = [file for file in files if file.filename == only]
+        vision = _vision_part(only, _weights(names, PROJECTOR))
+        wanted = [only] if vision is None else [only, vision]
+        fields["allow_patterns"] = wanted
+        files = [file for file in files if file.filename in wanted]
     missing = [file.file_size or 0 for file in files if file.will_download]
     if not missing:
         return

@@ -18,7 +18,13 @@ import pytest
 from huggingface_hub import close_session
 
 from vsched import checkpoint_tools, checkpoints
-from vsched.checkpoints import download, is_hub_id, local_checkpoint, with_local_checkpoints
+from vsched.checkpoints import (
+    download,
+    is_hub_id,
+    local_checkpoint,
+    vision_part,
+    with_local_checkpoints,
+)
 from vsched.config import Config, load_config
 from vsched.errors import CheckpointError
 
@@ -279,7 +285,7 @@ def test_reason_of_a_lost_download_ends_in_one_full_stop() -> None:
 
 
 def test_part_names_one_gguf_file(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The end of a name is preferred, and the language model to its vision part; other files are not downloaded."""
+    """The end of a name is preferred, and the language model to its vision part, which is downloaded, too."""
     names = ("Q4_K", "Q4_K_M", "Q4_K_S", "Q8_0")
     files = [f"model-{part}.gguf" for part in names]
     for name in (*files, "mmproj-model-Q8_0.gguf", "Q4_0/model.gguf"):
@@ -290,7 +296,10 @@ def test_part_names_one_gguf_file(hub: HubServer, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(CheckpointError, match=r"4 files have 'Q4' .*model-Q4_K_M.gguf.*Remedy"):
         local_checkpoint("org/model:Q4")
     folder = download("org/model:Q4_K")
-    assert [file.name for file in folder.glob("*.gguf")] == ["model-Q4_K.gguf"]
+    assert {file.name for file in folder.glob("*.gguf")} == {
+        "model-Q4_K.gguf",
+        "mmproj-model-Q8_0.gguf",
+    }
     for part, name in {
         **dict(zip(names, files, strict=True)),
         "Q4_0": "Q4_0/model.gguf",
@@ -298,6 +307,29 @@ def test_part_names_one_gguf_file(hub: HubServer, monkeypatch: pytest.MonkeyPatc
     }.items():
         assert local_checkpoint(f"org/model:{part}") == name
     assert (Path(local_checkpoint("org/model")) / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "files", "wanted"),
+    [
+        (
+            "a-3B-Q4_K_M.gguf",
+            ["mmproj-a-7B-f16.gguf", "mmproj-a-3B-f16.gguf"],
+            "mmproj-a-3B-f16.gguf",
+        ),
+        ("a-Q8_0.gguf", ["mmproj-F32.gguf", "mmproj-BF16.gguf", "b.gguf"], "mmproj-BF16.gguf"),
+        ("a-Q8_0.gguf", ["b.gguf", "parts/mmproj-F16.gguf"], None),
+        ("mmproj-F16.gguf", ["a.gguf", "mmproj-F16.gguf"], None),
+    ],
+)
+def test_vision_part_is_the_most_similar_file_in_16_bits(
+    tmp_path: Path, model: str, files: list[str], wanted: str | None
+) -> None:
+    for name in (model, *files):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    found = vision_part(tmp_path / model)
+    assert found == (None if wanted is None else tmp_path / wanted)
 
 
 def test_gguf_file_in_several_parts_is_refused(hub: HubServer, tmp_path: Path) -> None:
@@ -338,6 +370,7 @@ def test_quantization_is_suggested_for_a_gguf_file_that_was_quantized(
         def convert_gguf(self, _file: str, path: str, **_: object) -> None:
             Path(path).mkdir()
             (Path(path) / "model.safetensors").write_bytes(bytes(size))
+            (Path(path) / "config.json").write_text("{}")
 
     caplog.set_level("INFO")
     (tmp_path / "mine.gguf").write_bytes(bytes(100))
@@ -345,6 +378,10 @@ def test_quantization_is_suggested_for_a_gguf_file_that_was_quantized(
     monkeypatch.setattr(checkpoint_tools, "load_tools", lambda *_: Tools())
     local_checkpoint(str(tmp_path / "mine.gguf"))
     assert ("mine.gguf takes 3.6 times its size in bfloat16" in caplog.text) == quantized
+    assert "mmproj-mine.gguf is not read" not in caplog.text
+    (tmp_path / "mmproj-mine.gguf").touch()
+    local_checkpoint(str(tmp_path / "mine.gguf"))
+    assert "mmproj-mine.gguf is not read" in caplog.text
 
 
 def test_token_is_sent_and_named_if_absent(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from rich.console import Console
 
 from vsched.assembly import as_served, inspect_checkpoint, rank_specs
 from vsched.checkpoint_tools import CheckpointTools, load_tools
+from vsched.checkpoints import vision_part, warn_of_unread
 from vsched.cli import app
 from vsched.config import LoadedConfig
 from vsched.errors import CheckpointError, ConfigError
@@ -56,6 +57,10 @@ def make_checkpoint(
         Path | None,
         typer.Option(help="Convert this GGUF file instead."),
     ] = None,
+    mmproj: Annotated[
+        Path | None,
+        typer.Option(help="Vision part of the GGUF file; by default an mmproj file next to it."),
+    ] = None,
     *,
     smollm2: Annotated[
         bool,
@@ -76,13 +81,15 @@ def make_checkpoint(
         raise ConfigError("PATH is missing. Remedy: vsched make-checkpoint PATH --size tiny25")
     if sum((size is not None, gguf is not None, smollm2)) > 1:
         raise ConfigError("--size, --gguf and --smollm2 exclude each other. Remedy: give one")
+    if mmproj is not None and gguf is None:
+        raise ConfigError("--mmproj: there is no model that it belongs to. Remedy: give --gguf")
     started_s = time.monotonic()
     if dtype == "auto" and gguf is None:
         dtype = "bfloat16"
     with _ends_in_order():
         if smollm2 or gguf is not None:
             made = "SmolLM2-135M-Instruct" if gguf is None else gguf.name
-            parameters, kind = _convert(gguf, path, dtype), "parameters"
+            parameters, kind = _convert(gguf, path, dtype, mmproj), "parameters"
         else:
             made = size or "tiny25"
             if made not in sizes:
@@ -95,15 +102,19 @@ def make_checkpoint(
     )
 
 
-def _convert(file: Path | None, path: Path, dtype: str) -> int:
+def _convert(file: Path | None, path: Path, dtype: str, mmproj: Path | None) -> int:
     """Convert a GGUF file, or the one of SmolLM2; return the number of parameters."""
     plugin = load_tools("transformers", "check_conversion")
     plugin.check_conversion(str(path), dtype=dtype)
     with tempfile.TemporaryDirectory(prefix="vsched-smollm2-") as folder:
         source = fetch_smollm2(Path(folder)) if file is None else file
         with loading_progress(Console(stderr=True)) as report:
-            progress = partial(report, path.name)
-            return plugin.convert_gguf(str(source), str(path), dtype=dtype, progress=progress)
+            progress, vision = partial(report, path.name), mmproj or vision_part(source)
+            count = plugin.convert_gguf(
+                str(source), str(path), dtype=dtype, progress=progress, mmproj=str(vision or "")
+            )
+    warn_of_unread(vision, path)
+    return count
 
 
 def fetch_smollm2(folder: Path) -> Path:

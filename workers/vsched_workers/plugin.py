@@ -248,11 +248,13 @@ class TransformersPlugin(WorkerPlugin, CheckpointTools):
 
         check_conversion(path, dtype=dtype)
 
-    def convert_gguf(self, file: str, path: str, *, dtype: str, progress: Progress) -> int:
+    def convert_gguf(
+        self, file: str, path: str, *, dtype: str, progress: Progress, mmproj: str = ""
+    ) -> int:
         """Write the checkpoint of a GGUF file; return its number of parameters."""
         from vsched_workers.checkpoint.gguf import convert_in_child
 
-        return convert_in_child(file, path, dtype=dtype, progress=progress)
+        return convert_in_child(file, path, dtype=dtype, progress=progress, mmproj=mmproj)
 
     def trained_checkpoint(self) -> str:
         """Return the folder of the trained checkpoint, or an empty string if there is none."""

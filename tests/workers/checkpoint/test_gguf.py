@@ -23,6 +23,7 @@ from torch import nn
 from tests.parity.architectures import make_checkpoint
 from tests.parity.compare import library_model
 from tests.workers.backends.cpu.twins import WITHIN, run_both
+from tests.workers.checkpoint.gguf_files import add_tokenizer
 from tests.workers.driver import Question, Stage, inspect
 from vsched.checkpoints import with_local_checkpoints
 from vsched.config import load_config
@@ -134,17 +135,7 @@ def make(tmp_path: Path, model: Any, tokenizer: Any) -> Make:
             else:
                 adds = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}
                 adds[type(value)](f"llama.rope.scaling.{name}", value)
-        content = json.loads(tokenizer.backend_tokenizer.to_str())
-        vocabulary = tokenizer.get_vocab()
-        tokens = sorted(vocabulary, key=lambda token: vocabulary[token])
-        special = {one["content"] for one in content["added_tokens"]}
-        writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre(pre)
-        writer.add_token_list(tokens)
-        writer.add_token_types([3 if token in special else 1 for token in tokens])
-        writer.add_token_merges([" ".join(pair) for pair in content["model"]["merges"]])
-        writer.add_bos_token_id(vocabulary["<|im_start|>"])
-        writer.add_eos_token_id(vocabulary[end])
+        add_tokenizer(writer, tokenizer, pre=pre, end=end)
         writer.add_chat_template(TEMPLATE)
         for name, value in gguf_tensors(model).items():
             if without in name:

@@ -61,8 +61,10 @@ def check_conversion(path: str, *, dtype: str) -> None:
     check_new(path)
 
 
-def convert_gguf(file: str, path: str, *, dtype: str, progress: Progress) -> int:
+def convert_gguf(file: str, path: str, *, dtype: str, progress: Progress, mmproj: str = "") -> int:
     """Write the checkpoint of a GGUF file to a directory; return its number of parameters.
+
+    `mmproj` is the file of its vision tower, of a family in `gguf_vision.KINDS`; without, it takes text only.
 
     With the type `auto`, quantized linear layers stay quantized if the fused path runs the model, and the rest is
     bfloat16; with any other type all weights have it.
@@ -70,13 +72,24 @@ def convert_gguf(file: str, path: str, *, dtype: str, progress: Progress) -> int
     Raises:
         CheckpointError: When the file cannot be read or converted, or the directory cannot be written.
     """
+    from vsched_workers.checkpoint.gguf_vision import (
+        KINDS,
+        as_text_model,
+        read_vision,
+        whole_name,
+    )
+
     check_conversion(path, dtype=dtype)
     source = Path(file)
-    if not source.is_file():
-        raise CheckpointError(f"{source.name!r} is no file. Remedy: give the path of a GGUF file.")
+    for given in (source, Path(mmproj or file)):
+        if not given.is_file():
+            raise CheckpointError(
+                f"{given.name!r} is no file. Remedy: give the path of a GGUF file."
+            )
     with new_checkpoint(path) as folder:
         progress("reading the tokenizer", 0.0)
         with _reading(source), _read_once(source) as reader:
+            architecture = as_text_model(reader)
             tokenizer = _tokenizer(source, reader)
             model = _model(source, "bfloat16" if dtype == "auto" else dtype, progress)
             _mend_rope(model.config, source.name, reader)
@@ -84,11 +97,23 @@ def convert_gguf(file: str, path: str, *, dtype: str, progress: Progress) -> int
             model.generation_config.eos_token_id = _end_tokens(tokenizer, reader)
             keeps = dtype == "auto"
             weights = _quantized(model, reader, progress) if keeps else model.state_dict()
+        vision = None
+        count: int = sum(each.numel() for each in model.parameters())
+        if mmproj and architecture in KINDS:
+            progress("reading the vision tower", 0.0)
+            with _reading(Path(mmproj)):
+                words = tokenizer.get_vocab()
+                vision = read_vision(Path(mmproj), architecture, reader, model.config, words)
+            count += sum(each.numel() for each in vision.weights.values())
+            weights = {whole_name(name): each for name, each in weights.items()}
+            weights.update(vision.weights)
         progress("writing the files", 0.0)
         tokenizer.save_pretrained(folder)
         with without_bars():
             model.save_pretrained(folder, state_dict=weights)
-        return sum(parameter.numel() for parameter in model.parameters())
+        if vision is not None:
+            vision.write(folder)
+        return count
 
 
 class _Message(msgspec.Struct, frozen=True):
@@ -100,14 +125,16 @@ class _Message(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-def convert_in_child(file: str, path: str, *, dtype: str, progress: Progress) -> int:
+def convert_in_child(
+    file: str, path: str, *, dtype: str, progress: Progress, mmproj: str = ""
+) -> int:
     """Run `convert_gguf` in a process of its own: an engine would keep the memory of torch and the weights.
 
     Raises:
         CheckpointError: As by `convert_gguf`, or when the process ends otherwise.
     """
     check_conversion(path, dtype=dtype)
-    command = [sys.executable, "-m", __name__, file, path, dtype]
+    command = [sys.executable, "-m", __name__, file, path, dtype, mmproj]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     last = _Message()
     with subprocess.Popen(  # noqa: S603 - no shell
@@ -135,7 +162,7 @@ def convert_in_child(file: str, path: str, *, dtype: str, progress: Progress) ->
     return last.parameters
 
 
-def _main(file: str, path: str, dtype: str) -> None:
+def _main(file: str, path: str, dtype: str, mmproj: str) -> None:
     def write(message: _Message) -> None:
         sys.stdout.buffer.write(msgspec.json.encode(message) + b"\n")
         sys.stdout.buffer.flush()
@@ -145,7 +172,8 @@ def _main(file: str, path: str, dtype: str) -> None:
 
     with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):  # or the parent has ended
         try:
-            write(_Message(parameters=convert_gguf(file, path, dtype=dtype, progress=progress)))
+            count = convert_gguf(file, path, dtype=dtype, progress=progress, mmproj=mmproj)
+            write(_Message(parameters=count))
         except CheckpointError as error:
             write(_Message(error=str(error)))
 
