@@ -7,6 +7,9 @@ from typer.testing import CliRunner
 from vsched.cli import app
 from vsched.cli.main import import_commands
 
+PLAIN = {"COLUMNS": "120", "NO_COLOR": "1"}
+"""Variables with which tables are wide, and have no colours."""
+
 
 def run_command(*words: object, status: int = 0, env: Mapping[str, str] | None = None) -> str:
     """Run a command and return its output; errors are raised, for which `vsched` prints one message."""

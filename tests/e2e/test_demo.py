@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import run_command
-from tests.e2e.command_line import run_vsched
+from tests.commands import PLAIN, run_command
 from vsched import Engine
 from vsched.cli import demo_command
 from vsched.cli.demo_command import data_url, is_answer
@@ -27,7 +26,7 @@ def test_demo_answers_right_and_encodes_each_picture_once(
 ) -> None:
     """With the checkpoint of the repository every answer is right, and a turn encodes only its own picture."""
     monkeypatch.chdir(tmp_path)
-    printed = run_vsched("demo", columns=100)
+    printed = run_command("demo", env=PLAIN)
     lines = printed.splitlines()
     assert "(right)" in next(line for line in lines if line.startswith("assistant"))
     turns = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
