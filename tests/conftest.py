@@ -6,7 +6,7 @@ import asyncio
 import functools
 import gc
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -63,6 +63,16 @@ def pytest_asyncio_loop_factories(
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
     """Run asynchronous tests on the event loop of production."""
     return {"uvloop": uvloop.new_event_loop}
+
+
+@pytest.fixture
+def context() -> Iterator[object]:
+    """Context of ZeroMQ, with its sockets."""
+    import zmq
+
+    made: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    yield made
+    made.destroy(linger=0)
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -180,13 +180,6 @@ CHECKS: list[Callable[[Links], Awaitable[None]]] = [
     a_closed_rank_is_noticed_and_its_last_frames_arrive,
     a_closed_leader_neither_sends_nor_receives,
 ]
-
-
-@pytest.fixture
-def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
-    made: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    yield made
-    made.destroy(linger=0)
 
 
 @pytest.mark.slow

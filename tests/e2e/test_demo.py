@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from tests.e2e.command_line import run_vsched
+from tests.commands import PLAIN, run_command
 from vsched import Engine
-from vsched.cli import app, demo_command
+from vsched.cli import demo_command
 from vsched.cli.demo_command import data_url, is_answer
 from vsched.config import load_config
+from vsched.errors import ConfigError
 from vsched.media import MediaReference
 from vsched.types import SamplingParams
 from vsched.worker.contract import VideoSampling
@@ -27,7 +26,7 @@ def test_demo_answers_right_and_encodes_each_picture_once(
 ) -> None:
     """With the checkpoint of the repository every answer is right, and a turn encodes only its own picture."""
     monkeypatch.chdir(tmp_path)
-    printed = run_vsched("demo", columns=100)
+    printed = run_command("demo", env=PLAIN)
     lines = printed.splitlines()
     assert "(right)" in next(line for line in lines if line.startswith("assistant"))
     turns = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
@@ -54,8 +53,8 @@ def test_demo_names_unmet_requirements(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "taken").touch()
     monkeypatch.setattr(demo_command, "find_spec", lambda _: None)
-    done = CliRunner().invoke(app, ["demo", *words])
-    assert re.search(message, str(done.exception))
+    with pytest.raises(ConfigError, match=message):
+        run_command("demo", *words)
 
 
 def test_trained_checkpoint_is_found_and_small() -> None:

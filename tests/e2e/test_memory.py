@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.bench.parts.memory import measure_memory
-from tests.e2e.command_line import run_vsched
+from tests.commands import PLAIN, run_command
 from vsched.config import load_config
 from vsched.engine import Engine
 from vsched.types import SamplingParams
@@ -93,7 +93,7 @@ def test_profile_writes_the_ledger(checkpoints: Callable[[str], Path], tmp_path:
     limits = [f"generate.memory_limit={LIMIT_BYTES}", "generate.context_tokens=2048"]
     words = [word for each in limits for word in ("--set", each)]
     words += ["--json", str(tmp_path / "ledger.json")]
-    printed = run_vsched("profile", str(checkpoints("nano25")), *words)
+    printed = run_command("profile", checkpoints("nano25"), *words, env=PLAIN)
     ledger = json.loads((tmp_path / "ledger.json").read_text())
     limited = next(pool for pool in ledger["pools"] if pool["total"] == LIMIT_BYTES)
     kv_bytes = next(line["bytes"] for line in limited["lines"] if line["line"] == "kv")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +13,7 @@ from PIL import Image
 
 from tests.each_case import each_case
 from tests.patience import PATIENCE_S
+from tests.programs import ended
 from vsched import LLM, Config, RequestRefused, SamplingParams, VschedError
 from vsched.errors import CheckpointError, ConfigError
 
@@ -128,10 +127,8 @@ def test_offline_closes_when_the_process_exits(configure: Callable[..., Config])
     """Executors of the interpreter are closed before that: a traceback, and shared memory was left."""
     path = configure("nano25").model.path
     code = f"from vsched import LLM; llm = LLM({path!r}); llm.generate('Hello')"
-    ended = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=5 * PATIENCE_S
-    )
-    assert (ended.returncode, "Traceback" in ended.stderr) == (0, False), ended.stderr
+    left = ended("-c", code, limit_s=5 * PATIENCE_S)
+    assert (left.returncode, "Traceback" in left.stderr) == (0, False), left.stderr
 
 
 async def test_offline_works_if_a_loop_runs(llm: LLM) -> None:

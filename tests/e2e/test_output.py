@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import msgspec
 import pytest
 
-from tests.e2e.asking import DRAWN, TEXTS, Ask, answer, begin, data_url, drawn_image, read
+from tests.e2e.asking import TEXTS, Ask, answer, data_url, drawn_image, read
 from tests.e2e.conftest import KV_TOKENS
 from vsched import Engine, SamplingParams
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
 ASK = Ask(TEXTS[1], [drawn_image(400, (112, 84)), drawn_image(401, (64, 64))], count=100)
-OLDER = [Ask(TEXTS[number], [drawn_image(200 + number)], count=110) for number in range(3)]
-"""Three long answers fill the KV cache, so a younger request has to be preempted."""
 
 
 def greedy(**changes: Any) -> SamplingParams:
     chosen: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 40}
     return SamplingParams(**chosen | changes)
-
-
-def sampled(**changes: Any) -> SamplingParams:
-    return greedy(temperature=1.5, seed=11, **changes)
 
 
 async def test_special_tokens_are_text_where_they_are_requested(engine: Engine) -> None:
@@ -43,19 +36,6 @@ async def test_special_tokens_are_text_where_they_are_requested(engine: Engine) 
     for changes, wanted in cases:
         found = await answer(engine, ASK, msgspec.structs.replace(shown, **changes))
         assert (found.text, found.finish_reason, len(found.token_ids)) == wanted, changes
-
-
-@pytest.mark.slow
-async def test_seeded_sampling_is_the_same_alone_and_preempted_in_a_crowd(engine: Engine) -> None:
-    """Neither other requests nor a forced preemption change the tokens of a seed."""
-    sampling = msgspec.structs.replace(DRAWN, top_k=50, presence_penalty=0.2, max_tokens=ASK.count)
-    alone = await answer(engine, ASK, sampling)
-    older = [await begin(engine, ask) for ask in OLDER]
-    stream = await begin(engine, ASK, sampling)
-    found, *_ = await asyncio.gather(read(stream), *(read(one) for one in older))
-    assert stream.times.preemptions > 0, "nothing was tested"
-    assert (found.token_ids, found.text) == (alone.token_ids, alone.text)
-    assert len(alone.token_ids) == ASK.count
 
 
 @pytest.mark.parametrize("max_tokens", [0, 10**6])

@@ -17,8 +17,8 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from tests.commands import PLAIN, run_command
 from tests.e2e.asking import TEXTS, Ask, answer, drawn_image
-from tests.e2e.command_line import run_vsched
 from tests.e2e.conftest import SETTINGS
 from tests.e2e.serving import ServeProcess
 from tests.e2e.test_grammars import CRASH, post_hostile
@@ -251,5 +251,5 @@ async def test_processes_end_with_the_engine(
         assert await asyncio.to_thread(served.process.wait, PATIENCE_S) == 0
     assert not any("error" in event for event in events)
     assert len(events) >= 1498
-    reported = run_vsched("replay", str(tmp_path / "run.vlog"))
+    reported = run_command("replay", tmp_path / "run.vlog", env=PLAIN)
     assert "Everything was decided the same again." in reported

@@ -11,8 +11,8 @@ from typing import Any
 import huggingface_hub.constants
 import pytest
 import typer
-from typer.testing import CliRunner
 
+from tests.commands import run_command as run
 from tests.programs import printed_by
 from vsched.aio.hosts.link import read_key_file
 from vsched.cli import app
@@ -21,13 +21,6 @@ from vsched.config import keys_table, load_config
 from vsched.errors import ConfigError, VschedError
 
 ROOT = Path(__file__).parents[2]
-
-
-def run(*arguments: str, env: dict[str, str] | None = None) -> str:
-    import_commands()
-    result = CliRunner().invoke(app, arguments, env=env, catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.output
 
 
 def test_cli_config_check_looks_at_the_checkpoint(

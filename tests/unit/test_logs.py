@@ -6,12 +6,12 @@ import json
 import logging
 import os
 import re
-import subprocess
 import sys
 from datetime import datetime
 
 import pytest
 
+from tests.programs import ended
 from vsched import logs
 from vsched.logs import configure_logging
 
@@ -29,13 +29,8 @@ warnings.warn("old")
 
 
 def run_program(**environment: str) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, **environment},
-    )
+    done = ended("-c", PROGRAM, variables=environment)
+    assert not done.returncode, done.stderr
     return done.stderr.splitlines()
 
 

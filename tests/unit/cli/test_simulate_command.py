@@ -9,20 +9,17 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from typer.testing import CliRunner
 
+from tests.commands import run_command
 from tests.each_case import each_case
 from tests.trace_format import check_trace_events
 from tests.unit.sim.fast.test_recorded import load, record
 from tests.unit.sim.shapes import COST, read_json
-from vsched.cli import app
-from vsched.cli.main import import_commands
 from vsched.cli.policy_commands import gallery
 from vsched.errors import ConfigError
 from vsched.sim.cost.model import save_cost_model
 from vsched.terminal.options import check_writable
 
-import_commands(["simulate"])
 TRACE = "arrival_s,text_tokens,image_tokens,output_tokens\n" + "".join(
     f"{0.01 * number},20,{50 + number},{number % 7}\n" for number in range(20)
 )
@@ -40,11 +37,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run(*words: str, status: int = 0) -> str:
     cost = [] if {"--swarm", "--probes"}.intersection(words) else ["--cost", "cost.json"]
-    result = CliRunner().invoke(app, ["simulate", *cost, *words])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == status, result.output
-    return result.output
+    return run_command("simulate", *cost, *words, status=status)
 
 
 def test_simulate_compares_configurations(folder: Path) -> None:
@@ -129,9 +122,7 @@ def test_simulate_fails_if_a_policy_did(folder: Path, broken: str) -> None:
 
 
 def swarm(*words: str, status: int = 0) -> str:
-    result = CliRunner().invoke(app, ["simulate", "--swarm", "1", "--seed", "6", *words])
-    assert result.exit_code == status, result.output
-    return result.output
+    return run("--swarm", "1", "--seed", "6", *words, status=status)
 
 
 def test_simulate_accepts_an_output_file_in_a_folder_that_is_not_writable(
@@ -157,7 +148,6 @@ def test_two_outputs_in_one_file_are_refused(tmp_path: Path) -> None:
 
 def test_output_in_place_of_the_input_is_refused(tmp_path: Path) -> None:
     """A record of a crash cannot be made again."""
-    import_commands()
     record, other = tmp_path / "run.vlog", tmp_path / "link"
     record.write_bytes(b"record")
     other.symlink_to(record)
@@ -167,8 +157,8 @@ def test_output_in_place_of_the_input_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"--json .*: it is the input\. Remedy: "):
             check_writable({"--json": path}, inputs=[record])
         for words in (["replay", record, "--timeline"], ["simulate", "--trace", record, "--html"]):
-            result = CliRunner().invoke(app, [str(word) for word in (*words, path)])
-            assert isinstance(result.exception, ConfigError), result.output
+            with pytest.raises(ConfigError):
+                run_command(*words, path)
     assert record.read_bytes() == b"record"
 
 
@@ -227,6 +217,5 @@ def test_simulate_reports_wrong_arguments(folder: Path, words: list[str], messag
     ],
 )
 def test_output_that_cannot_be_written_is_refused_first(words: list[str], tmp_path: Path) -> None:
-    import_commands()
-    result = CliRunner().invoke(app, [*words, str(tmp_path / "none" / "out")])
-    assert str(result.exception).startswith(f"{words[-1]} {tmp_path}/none/out: cannot be written")
+    with pytest.raises(ConfigError, match=f"^{words[-1]} {tmp_path}/none/out: cannot be written"):
+        run_command(*words, tmp_path / "none" / "out")

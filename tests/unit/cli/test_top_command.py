@@ -12,12 +12,12 @@ from typing import Any
 import msgspec
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
+from tests.commands import run_command
 from tests.each_case import each_case
 from vsched.aio.live import LivePolicy, LiveState
-from vsched.cli import app, main
 from vsched.cli.top_command import frame, read_states
+from vsched.errors import VschedError
 from vsched.kernel.live import MemoryMap, RequestRow
 
 SECOND = 1_000_000_000
@@ -101,17 +101,10 @@ def test_states_are_read_from_the_stream_or_one_by_one() -> None:
         assert list(read_states(url, "secret")) == sent[:1]
 
 
-def run(*words: str) -> Any:
-    main.import_commands(["top"])
-    return CliRunner().invoke(app, ["top", *words])
-
-
 def test_command_prints_one_state(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VSCHED_ADMIN_KEY", "secret")
     with answering(msgspec.json.encode(state()), "application/json") as url:
-        done = run(url, "--once")
-    assert done.exit_code == 0
-    assert "demo: ready" in done.output
+        assert "demo: ready" in run_command("top", url, "--once")
 
 
 @each_case(
@@ -127,8 +120,8 @@ def test_other_answers_are_errors(
     body: bytes, content_type: str, status: int, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VSCHED_ADMIN_KEY", "secret")
-    with answering(body, content_type, status) as url:
-        assert words in str(run(url, "--once").exception)
+    with answering(body, content_type, status) as url, pytest.raises(VschedError, match=words):
+        run_command("top", url, "--once")
 
 
 @each_case(
@@ -143,4 +136,5 @@ def test_other_answers_are_errors(
     ],
 )
 def test_wrong_options_are_errors(options: list[str], words: str) -> None:
-    assert words in str(run(*options).exception)
+    with pytest.raises(VschedError, match=words):
+        run_command("top", *options)

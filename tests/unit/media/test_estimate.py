@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import subprocess
-import sys
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -18,6 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from tests.each_case import each_case
+from tests.programs import ended
 from tests.workers.properties import thorough
 from vsched.config import Config
 from vsched.config.checks import decode_bytes_needed
@@ -28,7 +25,6 @@ from vsched.media.estimate import Storage, coefficient_bytes, decode_bytes, prep
 from vsched.types import ArraySpec
 from vsched.worker.contract import ImagePlan
 
-ROOT = Path(__file__).parents[3]
 LIMITS = 10**6
 MEBIBYTE = 1 << 20
 
@@ -41,15 +37,8 @@ def test_estimate_bounds_the_measured_memory(width: int, height: int, every: int
     """Formats and modes, decoded alone and processed; memory is measured in a process of its own."""
     # Freed memory returns to the system at once, or the next case would grow into it unseen.
     returned = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
-    sizes = map(str, (width, height, every))
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.unit.media.memory_probe", *sizes],
-        cwd=ROOT,
-        env={**os.environ, **returned},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = ("-m", "tests.unit.media.memory_probe", width, height, every)
+    run = ended(*command, variables=returned)
     assert run.returncode == 0, run.stderr
     cases = [json.loads(line) for line in run.stdout.splitlines()]
     assert len(cases) == {1: 53, 5: 13}[every]

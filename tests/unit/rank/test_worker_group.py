@@ -5,24 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.patience import NEVER_S, PATIENCE_S, patience
+from tests.patience import NEVER_S, patience
+from tests.programs import ended
 from tests.unit.rank.fake_plugin import Behaviour
-from tests.unit.rank.worker_groups import (
-    KV_TOKENS,
-    Place,
-    Received,
-    is_running,
-    limits,
-    python_path,
-    started,
-)
+from tests.unit.rank.worker_groups import KV_TOKENS, Place, Received, is_running, limits, started
 from tests.unit.worker.test_generate_rank import join, prefill
 from vsched.aio.launcher import RankProcess
 from vsched.errors import DeviceOutOfMemory, GroupLostError
@@ -208,14 +199,6 @@ async def test_worker_group_ranks_leave_signals_to_the_engine(place: Place) -> N
         assert received.lost == []
 
 
-def test_rank_without_a_specification_exits(tmp_path: Path) -> None:
+def test_rank_without_a_specification_exits() -> None:
     """An engine that dies before it sends anything leaves no rank waiting."""
-    done = subprocess.run(
-        [sys.executable, "-m", "vsched.rank"],
-        stdin=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": python_path()},
-        cwd=tmp_path,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-    assert done.returncode == 3
+    assert ended("-m", "vsched.rank").returncode == 3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -29,7 +28,6 @@ from vsched.worker.contract import WorkerSettings
 from vsched.worker.spec import EncodeRole, GenerateRole, RankSpec, StepLimits
 from vsched_policies.memory import Pinned
 
-ROOT = Path(__file__).parents[3]
 LIMITS = DeadlinesConfig(ready_s=NEVER_S, step_s=NEVER_S, heartbeat_s=0.2, rank_timeout_s=60)
 """Tests of a deadline set their own."""
 KV_TOKENS = 512
@@ -161,11 +159,6 @@ async def started(place: Place, **options: Any) -> AsyncIterator[tuple[WorkerGro
         yield worker_group, received
     finally:
         await worker_group.stop(grace_s=0)
-
-
-def python_path() -> str:
-    """Import path of a child process, with the packages and the tests."""
-    return os.pathsep.join(str(ROOT / part) for part in ("", "policies", "workers"))
 
 
 def limits_for(worker_groups: Sequence[Sequence[str]]) -> Callable[[int], SchedulerLimits]:

@@ -11,13 +11,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from typer.testing import CliRunner, Result
 
+from tests.commands import run_command
 from tests.unit.kernel.policy_pool import Stubborn, Tallied, random_policies
 from tests.unit.record.recorded import downgrade, read_bodies, record_run, write_bodies
 from tests.workers.properties import thorough
-from vsched.cli import app
-from vsched.cli.main import import_commands
 from vsched.errors import RecordError
 from vsched.kernel import Scheduler, SchedulerLimits
 from vsched.kernel.commands import Command
@@ -137,11 +135,10 @@ def test_replay_finds_decisions_that_were_changed(
     assert (found.number, found.segment) == (target, "run.vlog")
     assert re.search(expected, found.expected)
     assert re.search(got, found.got)
-    done = run_command(path)
-    assert done.exit_code == 1
-    assert f"Event {target} (run.vlog, " in done.output
-    assert "was answered differently" in done.output
-    assert f"recorded  {found.expected}\n" in done.output
+    output = run_command("replay", path, status=1)
+    assert f"Event {target} (run.vlog, " in output
+    assert "was answered differently" in output
+    assert f"recorded  {found.expected}\n" in output
 
 
 def test_replay_finds_request_data_that_was_changed(path: Path) -> None:
@@ -238,26 +235,20 @@ def test_replay_of_a_record_whose_snapshots_have_another_layout(tmp_path: Path) 
 # --- the command ---
 
 
-def run_command(path: Path, *words: str) -> Result:
-    import_commands(["replay"])
-    return CliRunner().invoke(app, ["replay", str(path), *words])
-
-
 def test_replay_command_prints_counts_and_writes_figures(path: Path, tmp_path: Path) -> None:
     figures, trace = tmp_path / "figures.json", tmp_path / "out.json"
-    done = run_command(path, "--json", str(figures), "--timeline", str(trace))
-    assert done.exit_code == 0, done.output
+    output = run_command("replay", path, "--json", figures, "--timeline", trace)
     report = replay(path)
-    assert f"{report.events} events from number 0 on" in done.output
-    assert "Everything was decided the same again." in done.output
-    assert "ui.perfetto.dev" in done.output
+    assert f"{report.events} events from number 0 on" in output
+    assert "Everything was decided the same again." in output
+    assert "ui.perfetto.dev" in output
     assert msgspec.json.decode(figures.read_bytes())["decisions"] == report.decisions
     assert msgspec.json.decode(trace.read_bytes())["traceEvents"]
 
 
 def test_replay_command_lists_unfinished_requests_of_a_killed_engine(path: Path) -> None:
     """Accepted requests without an end, up to the last event."""
-    assert "Every request has an end." in run_command(path, "--unfinished").output
+    assert "Every request has an end." in run_command("replay", path, "--unfinished")
     bodies = read_bodies(path)
     write_bodies(path, bodies[: len(bodies) // 2])
     started: dict[str, None] = {}
@@ -269,9 +260,8 @@ def test_replay_command_lists_unfinished_requests_of_a_killed_engine(path: Path)
                 started.pop(request_id, None)
     assert started, "no request was running"
     assert [one.request_id for one in replay(path).unfinished] == [*started]
-    done = run_command(path, "--unfinished")
-    assert done.exit_code == 0, done.output
-    lines = done.output.partition("requests without an end:\n")[2].splitlines()
+    output = run_command("replay", path, "--unfinished")
+    lines = output.partition("requests without an end:\n")[2].splitlines()
     assert [line.split()[0] for line in lines] == [*started]
 
 

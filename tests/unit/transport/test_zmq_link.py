@@ -23,13 +23,6 @@ from vsched.wire import Hello, Pulse, RankReport, decode_report
 Frame = tuple[bytes, bytes]
 
 
-@pytest.fixture
-async def context() -> AsyncIterator[zmq.Context[zmq.Socket[bytes]]]:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    yield context
-    context.destroy(linger=0)
-
-
 class Leading:
     """Leader's link; stores received messages, and fails at messages with the prefix `bad`."""
 

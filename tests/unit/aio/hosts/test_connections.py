@@ -74,13 +74,6 @@ async def host() -> AsyncIterator[Received]:
     host.close()
 
 
-@pytest.fixture
-async def context() -> AsyncIterator[Context]:
-    context: Context = zmq.Context()
-    yield context
-    context.destroy(linger=0)
-
-
 async def test_sockets_carry_frames_of_peers_with_the_key(host: Received, context: Context) -> None:
     """The bytes on the wire are encrypted."""
     async with Cable(host.link.address) as cable:

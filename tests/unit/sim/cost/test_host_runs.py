@@ -10,10 +10,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from typer.testing import CliRunner
 
-from vsched.cli import app
-from vsched.cli.main import import_commands
+from tests.commands import run_command
 from vsched.errors import ConfigError
 from vsched.policy.measured import StepTime
 from vsched.policy_host import HostedRequest
@@ -117,16 +115,14 @@ def test_delays_that_all_requests_have_are_part_of_the_costs(tmp_path: Path) -> 
 
 def test_command_writes_a_cost_model_and_reports_the_next_step(tmp_path: Path) -> None:
     run, cost = write_run(tmp_path / "fifo.jsonl.run"), tmp_path / "cost.json"
-    import_commands(["calibrate-vllm"])
-    result = CliRunner().invoke(app, ["calibrate-vllm", str(run), "--output", str(cost)])
-    assert result.exit_code == 0, result.output
+    output = run_command("calibrate-vllm", run, "--output", cost)
     assert load_cost_model(cost).name == "fifo"
-    assert "all: 3 requests, TTFT p50 2 ms" in result.output
-    assert f"--trace {tmp_path}/fifo.jsonl --set generate.slots=4" in result.output
-    assert "placement=together" not in result.output
+    assert "all: 3 requests, TTFT p50 2 ms" in output
+    assert f"--trace {tmp_path}/fifo.jsonl --set generate.slots=4" in output
+    assert "placement=together" not in output
     write_run(run, images=True)
-    result = CliRunner().invoke(app, ["calibrate-vllm", str(run), "--output", str(cost)])
-    assert "--set generate.prefix_cache=true --set placement=together" in result.output
+    output = run_command("calibrate-vllm", run, "--output", cost)
+    assert "--set generate.prefix_cache=true --set placement=together" in output
 
 
 def test_file_that_is_no_run_is_refused(tmp_path: Path) -> None:

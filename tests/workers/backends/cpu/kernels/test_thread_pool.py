@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tests.patience import PATIENCE_S, wait_until
+from tests.programs import ended
 from tests.workers.properties import thorough
 from vsched_workers.backends.cpu.kernels import thread_pool as layout
 from vsched_workers.backends.cpu.kernels.thread_pool import UNITS_MAX, add, load, now_ns, spread
@@ -232,13 +230,6 @@ elif how == "error":
 )
 def test_a_process_with_a_pool_ends_as_any_other(how: str, code: int) -> None:
     """Even while another thread calls kernels."""
-    left = subprocess.run(
-        [sys.executable, "-c", LEAVES, how],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
+    left = ended("-c", LEAVES, how)
     assert left.returncode == code, left.stderr
     assert ("ValueError: an error" in left.stderr) == (how == "error")
