@@ -125,7 +125,7 @@ class HostShares:
             found.append(rank)
         return found
 
-    def note(self) -> str:
+    def limit_note(self) -> str:
         """Return a sentence for an error message if a share is less than a limit; otherwise nothing."""
         if not self._limited:
             return ""
@@ -425,7 +425,7 @@ class KvNegotiation:
     """Runs a memory policy: returns its orders, and sends it the combined reports of all ranks.
 
     The ranks may be those of several groups, which then get equal sizes. Orders are in whole blocks. `Accepted` or an
-    error ends the negotiation. Errors quote the result of `ledger`, followed by `note`.
+    error ends the negotiation. Errors quote the result of `ledger`, followed by `limit_note`.
 
     Attributes:
         view: The policy's view.
@@ -473,7 +473,7 @@ class KvNegotiation:
         self._plan = plan
         return self._advance(None)
 
-    def take(self, reports: Sequence[Sized]) -> Order:
+    def next_order(self, reports: Sequence[Sized]) -> Order:
         """Take the reports of all ranks on the last order, and return the next.
 
         Raises:

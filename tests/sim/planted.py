@@ -50,7 +50,7 @@ PLANTS = (
     ),
     Plant(
         "a set in the batch order",
-        "vsched.kernel.encode.stage:EncodeStage._take",
+        "vsched.kernel.encode.stage:EncodeStage._take_batch",
         "for entry in chosen:",
         "for entry in set(chosen):",
         seed=8,

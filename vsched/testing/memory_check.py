@@ -151,7 +151,7 @@ def negotiate(
         reports = [rank.carry_out(order) for rank in ranks]
         count += 1
         between(count)
-        order = negotiation.take(reports)
+        order = negotiation.next_order(reports)
     return order
 
 

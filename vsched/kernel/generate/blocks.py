@@ -85,7 +85,7 @@ class BlockPool(Restorable):
         self.holders[block] = 1
         return block
 
-    def take(self, count: int) -> list[int]:
+    def allocate_blocks(self, count: int) -> list[int]:
         """Allocate `count` blocks; they must be available."""
         free, holders = self._free, self.holders
         at = max(len(free) - count, 0)
@@ -369,7 +369,7 @@ class SwapSpace(Restorable):
         """Whether the next decision has copies."""
         return bool(self._out or self._back)
 
-    def keep(self, state: RequestState, tokens: int, pool: BlockPool) -> bool:
+    def swap_out(self, state: RequestState, tokens: int, pool: BlockPool) -> bool:
         """Copy out the blocks of the first `tokens` tokens of a request; return False if there is no room.
 
         Called while it holds them. A request whose prompt log-probabilities are still due is not swapped, since only
@@ -417,7 +417,7 @@ class SwapSpace(Restorable):
             self._free += reversed(kept.places)
         return len(needed)
 
-    def drop(self, number: int) -> bool:
+    def free_slots(self, number: int) -> bool:
         """Free the swap slots of a request; return False if it had none."""
         kept = self._kept.pop(number, None) if self._kept else None
         if kept is None:

@@ -79,7 +79,7 @@ class DraftGrants(Restorable):
 
     # --- before a step ---
 
-    def begin(self, step: int, now_ns: int) -> None:
+    def renew_grants(self, step: int, now_ns: int) -> None:
         """Renew grants that end before this step, and return requests of known length to their buckets."""
         for number in self._asks.pop(step, ()):
             state = self._running.decoding.get(number)
@@ -219,7 +219,7 @@ class DraftGrants(Restorable):
         counts["drafts_accepted"] += accepted
         counts["tokens_decoded"] += accepted
 
-    def drop(self, state: RequestState) -> None:
+    def end_grant(self, state: RequestState) -> None:
         """End the grant of a request that leaves its slot."""
         if state.granted is not None:
             self.tokens -= state.granted.tokens
