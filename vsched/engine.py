@@ -480,7 +480,7 @@ class Engine:
             hold = parts.adapters.hold(adapter) if adapter else None
             if hold is not None:
                 given.callback(hold.release)
-            with parts.shell.arrivals.begin(request_ids[0]) as arrival:
+            with parts.shell.arrivals.track_arrival(request_ids[0]) as arrival:
                 await arrival.admit(
                     Arrived(
                         arrival.arrival_id,
@@ -553,7 +553,7 @@ class Engine:
         generations: list[Sink] = []
         running = len(request_ids)
 
-        def end(index: int) -> None:
+        def end_choice(index: int) -> None:
             nonlocal running
             running -= 1
             if not running:
@@ -567,8 +567,8 @@ class Engine:
                 sampling=sampling,
                 stop_token_ids=frozenset(stop_token_ids),
                 report=report,
-                on_stop=shell.end,
-                on_end=partial(end, index),
+                on_stop=shell.end_request,
+                on_end=partial(end_choice, index),
             )
             generations.append(make_answer(inputs))
         if hold is not None:
@@ -583,7 +583,7 @@ class Engine:
             emitted=emitted,
         )
         for token_id in emitted:  # after acceptance: a stop string among them ends the choice
-            generations[0].push(token_id, None)
+            generations[0].push_token(token_id, None)
         return generations
 
     def default_sampling(self) -> SamplingParams:
@@ -602,7 +602,7 @@ class Engine:
             RequestRefused: If `generate` would refuse it.
         """
         parts = self._serving()
-        with parts.shell.arrivals.begin("tokenize"):
+        with parts.shell.arrivals.track_arrival("tokenize"):
             prepared = await parts.media.prepare(checked_prompt(prompt), checked_images(images))
         prepared.lease.release()
         return prepared.token_ids

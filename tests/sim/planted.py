@@ -100,9 +100,9 @@ PLANTS = (
     ),
     Plant(
         "a lost terminal reply",
-        "vsched.aio.streams:StreamTable.finish",
-        "stream.finish(finish)",
-        "stream.finish(finish) if self._by_number else None",
+        "vsched.aio.streams:StreamTable.deliver_finish",
+        "stream.push_finish(finish)",
+        "stream.push_finish(finish) if self._by_number else None",
         seed=0,
     ),
     Plant(

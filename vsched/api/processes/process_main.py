@@ -178,16 +178,16 @@ class RemoteEngine:
 
     def on_prompt(self, piece: PromptPiece) -> None:
         """Log-probabilities of a prompt, before its first token."""
-        self._streams.report([piece])
+        self._streams.deliver_report([piece])
 
     def on_token(self, number: int, token_id: int, logprob: TokenLogprob | None) -> None:
         """A token of a choice."""
-        self._streams.take(number, token_id, logprob)
+        self._streams.deliver_token(number, token_id, logprob)
 
     def on_finished(self, finish: Finish) -> None:
         """The end of a choice; its client may have left before it was known to be accepted."""
         if self._choices.pop(finish.request_id, None) is not None:
-            self._streams.finish(finish)
+            self._streams.deliver_finish(finish)
 
     def lose(self, why: str) -> None:
         """Fail every request, because the engine is gone."""
@@ -266,7 +266,7 @@ class RemoteEngine:
         self._link.call("admit", number, request, names, len(images), adapter, started)
         try:
             await pending.entered
-            with pending.preparing.begin(request.request_id):
+            with pending.preparing.track_arrival(request.request_id):
                 await self._prepare(pending, number, prompt, images)
             return await pending.accepted
         except BaseException:

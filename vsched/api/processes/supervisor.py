@@ -42,7 +42,7 @@ class _RelayedReport(PromptReport):
         self._link = link
         self._number = number
 
-    def take(self, piece: PromptPiece) -> None:
+    def add_piece(self, piece: PromptPiece) -> None:
         """Forward a piece, with the number that the process uses."""
         self._link.call("prompt", msgspec.structs.replace(piece, number=self._number))
 
@@ -73,12 +73,12 @@ class RelayedChoice:
         self._on_end = on_end
         self._error = ""
 
-    def push(self, token_id: int, logprob: TokenLogprob | None) -> None:
+    def push_token(self, token_id: int, logprob: TokenLogprob | None) -> None:
         """Forward a token."""
         self._link.call("token", self.number, token_id, logprob)
         self.output_tokens += 1
 
-    def finish(self, finish: Finish) -> None:
+    def push_finish(self, finish: Finish) -> None:
         """Forward the single terminal reply."""
         assert self.reason is None, "a request has two terminal replies"
         if self._error:
@@ -94,9 +94,9 @@ class RelayedChoice:
 
     def abort(self) -> None:
         """Abort it; no-op after its end."""
-        self.end(FinishReason.ABORT)
+        self.end_early(FinishReason.ABORT)
 
-    def end(self, reason: FinishReason) -> None:
+    def end_early(self, reason: FinishReason) -> None:
         """End it early; no-op after its end."""
         if self.reason is None:
             self._inputs.on_stop(self.request_id, reason)
@@ -207,7 +207,7 @@ class ProcessSession:
     def on_end(self, number: int, reason: FinishReason) -> None:
         """End a choice: a stop string was found, its client disconnected, or detokenization failed."""
         if number in self._live:
-            self._live[number].end(reason)
+            self._live[number].end_early(reason)
 
     # --- calls with a result ---
 

@@ -226,7 +226,7 @@ class EngineObservations:
         self._results: dict[str, list[tuple[int, GenerateResult | EncodeResult]]] = {}
         self._lost = ""
 
-    def note(self, event: Event, now_ns: int, commands: Sequence[Command]) -> None:
+    def record_event(self, event: Event, now_ns: int, commands: Sequence[Command]) -> None:
         """Record decisions; part of the recorder interface."""
         if isinstance(event, GroupLost):
             self._lost = str(event.failure)
@@ -234,7 +234,7 @@ class EngineObservations:
             if type(command) is Decide:
                 self._decided.setdefault(command.group, []).append((now_ns, command.decision))
         if self.recorder is not None:
-            self.recorder.note(event, now_ns, commands)
+            self.recorder.record_event(event, now_ns, commands)
 
     def close(self) -> None:
         """Close the recorder."""

@@ -122,7 +122,7 @@ class EngineObserver:
         self._failed_policies = 0
         self._ids: dict[str, bytes] = {}
 
-    def note(self, event: Event, now_ns: int, commands: Sequence[Command]) -> None:
+    def record_event(self, event: Event, now_ns: int, commands: Sequence[Command]) -> None:
         """Record an event."""
         self.events += 1
         self._digest.update(self._words(event, now_ns, commands))

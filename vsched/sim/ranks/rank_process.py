@@ -135,7 +135,7 @@ class SimulatedRank(Process):
 
     # --- lifecycle ---
 
-    async def end(self, *, grace_s: float) -> None:
+    async def wait_exit(self, *, grace_s: float) -> None:
         """Wait for the rank to end; kill it after the grace period."""
         try:
             async with asyncio.timeout(grace_s):
