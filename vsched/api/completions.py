@@ -28,7 +28,7 @@ from vsched.api.choices import (
     formats_inline,
     without_logprobs,
 )
-from vsched.api.contract import ApiSettings, Generation, ServingContract
+from vsched.api.contract import ApiSettings, GenerationContract, ServingContract
 from vsched.api.errors import ClientDisconnected, ParameterRefused
 from vsched.api.formatters import ChatFormatter, CompletionFormatter, Formatter
 from vsched.api.http_exchange import HttpExchange
@@ -161,7 +161,7 @@ class CompletionEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; every outcome is counted and answered exactly once."""
         exchange = HttpExchange(scope, receive, send)
-        record = self._metrics.begin(self.name, tenant=tenant_of(scope))
+        record = self._metrics.begin_request(self.name, tenant=tenant_of(scope))
         request_id = new_id(self.id_prefix, scope)
         ids = REQUEST_FIELDS.set({"request_id": request_id})
         trace = self._begin_trace(exchange)
@@ -185,9 +185,9 @@ class CompletionEndpoint:
             await exchange.send_error(failure)
         finally:
             exchange.release_room()
-            record.end(outcome)
+            record.end_request(outcome)
             if trace is not None:
-                trace.end(outcome, failure, status=exchange.status or refusal_of(scope)[0])
+                trace.end_trace(outcome, failure, status=exchange.status or refusal_of(scope)[0])
             del failure  # its traceback refers to this frame
             REQUEST_FIELDS.reset(ids)
 
@@ -196,7 +196,7 @@ class CompletionEndpoint:
         if self._tracing is None:
             return None
         scope = exchange.scope
-        trace = self._tracing.begin(
+        trace = self._tracing.begin_trace(
             scope["path"],
             scope["headers"],
             operation=self.operation,
@@ -321,7 +321,7 @@ class CompletionEndpoint:
         finally:
             choices.abort()
             if self._journal is not None:
-                self._journal.end(job.request_id)
+                self._journal.delete_request(job.request_id)
             record.tokens(choices.usage)
 
     async def _keep(
@@ -343,19 +343,21 @@ class CompletionEndpoint:
             body=body,
         )
         if len(body) <= _INLINE_BYTES:
-            kept = journal.keep(request)
+            kept = journal.keep_request(request)
         else:
-            keeping = asyncio.ensure_future(asyncio.to_thread(journal.keep, request))
+            keeping = asyncio.ensure_future(asyncio.to_thread(journal.keep_request, request))
             try:
                 kept = await asyncio.shield(keeping)
             except asyncio.CancelledError:
                 # The thread goes on, and may save the request after `_generate` has deleted it.
-                keeping.add_done_callback(lambda _: journal.end(request.request_id))
+                keeping.add_done_callback(lambda _: journal.delete_request(request.request_id))
                 raise
         if kept and request.choices == 1:
             exchange.number_events()
 
-    def _formatter(self, generation: Generation, job: CheckedRequest, index: int) -> Formatter:
+    def _formatter(
+        self, generation: GenerationContract, job: CheckedRequest, index: int
+    ) -> Formatter:
         made: Formatter = self._formatter_class(generation, job, self._engine.preprocessor, index)
         return made
 

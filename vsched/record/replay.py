@@ -175,9 +175,9 @@ class Replay:
             RecordError: If they cannot be replayed to their end; `kernel` is the state before the error.
         """
         with closing(StuckCalls(PoliciesConfig().call_limit_s)):
-            return self._run(segments)
+            return self._replay_segments(segments)
 
-    def _run(self, segments: Sequence[Path]) -> ReplayReport:
+    def _replay_segments(self, segments: Sequence[Path]) -> ReplayReport:
         *starts, total = accumulate([one.stat().st_size for one in segments], initial=0)
         before, readers = dict(zip(segments, starts, strict=True)), _readers(segments)
         difference = None
@@ -186,9 +186,9 @@ class Replay:
                 self._on_progress(before[path] + position, total)
             try:
                 if isinstance(one, SegmentHeader):
-                    self._take(one)
+                    self._start_segment(one)
                 else:
-                    difference = self._step(one, path.name)
+                    difference = self._replay_event(one, path.name)
             except RecordError as error:
                 raise RecordError(f"{path}: {error}") from error
             if difference is not None:
@@ -211,7 +211,7 @@ class Replay:
             **self._counts,
         )
 
-    def _take(self, header: SegmentHeader) -> None:
+    def _start_segment(self, header: SegmentHeader) -> None:
         try:
             config = msgspec.convert(header.config, Config)
             limits = msgspec.convert(header.limits, SchedulerLimits)
@@ -237,7 +237,7 @@ class Replay:
                 assert self.kernel is not None
                 self._observer.begin(config, self.kernel)
 
-    def _step(self, entry: RecordedEvent, segment: str) -> Difference | None:
+    def _replay_event(self, entry: RecordedEvent, segment: str) -> Difference | None:
         """Let the kernel handle an event; return the difference to the record, if any."""
         assert self.kernel is not None
         if not self._counts["events"]:

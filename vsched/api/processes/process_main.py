@@ -189,7 +189,7 @@ class RemoteEngine:
         if self._choices.pop(finish.request_id, None) is not None:
             self._streams.deliver_finish(finish)
 
-    def lose(self, why: str) -> None:
+    def fail_requests(self, why: str) -> None:
         """Fail every request, because the engine is gone."""
         self._lost = True
         error = RequestFailed(why, code="stopping", status=503, retry_after_s=5)
@@ -381,7 +381,7 @@ class ApiProcess:
         self._over.set()
 
     def _on_lost(self, why: str) -> None:
-        self._engine.lose(f"the engine {why}")
+        self._engine.fail_requests(f"the engine {why}")
         self._over.set()
 
     async def serve(self, end: socket.socket) -> None:
@@ -432,7 +432,7 @@ class ApiProcess:
             self._link.call("report", self._metrics.report())
             await asyncio.sleep(BEAT_S)
             if self._link.silent_s() > SILENT_S:
-                self._link.lose(f"has said nothing for {SILENT_S:g} s")
+                self._link.drop_peer(f"has said nothing for {SILENT_S:g} s")
 
 
 def main() -> int:

@@ -365,7 +365,7 @@ class ApiProcesses:
         """Process ids of the running ones."""
         return [one.popen.pid for one in self._running.values() if not one.ended.is_set()]
 
-    async def begin(self) -> None:
+    async def start_serving(self) -> None:
         """Start all processes; they answer 503 until `ready`."""
         for index in range(self._engine.config.server.processes):
             await self._start(index, at_once=True)
@@ -444,7 +444,7 @@ class ApiProcesses:
                     await self._start(index, at_once=False)
                 except Exception:  # such as too many processes or open files, perhaps not for long
                     logger.exception("API process %d cannot start; trying again", index)
-                    self._running[index].link.lose("cannot start")
+                    self._running[index].link.drop_peer("cannot start")
 
     async def _send_beats(self) -> None:
         """Send state and signs of life to the processes; drop silent ones."""
@@ -457,13 +457,13 @@ class ApiProcesses:
                     continue
                 one.session.send_status()
                 if one.link.silent_s() > SILENT_S:
-                    one.link.lose(f"has said nothing for {SILENT_S:g} s")
+                    one.link.drop_peer(f"has said nothing for {SILENT_S:g} s")
                 elif since_beat_s >= BEAT_S:
                     one.link.call("beat")
             if since_beat_s >= BEAT_S:
                 since_beat_s = 0.0
 
-    async def finish(self, within_s: float) -> None:
+    async def finish_responses(self, within_s: float) -> None:
         """End all processes; they send the responses in progress to their end.
 
         Blocks: for at most `within_s` and `END_S`.
@@ -488,9 +488,9 @@ class ApiProcesses:
         Blocks: for at most `END_S`.
         """
         if not self._is_stopping:
-            await self.finish(0)
+            await self.finish_responses(0)
         for one in self._running.values():
-            one.link.lose("is to end")
+            one.link.drop_peer("is to end")
             await one.reap()
 
 
