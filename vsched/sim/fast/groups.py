@@ -116,9 +116,9 @@ class SimulatedGroup(SharedWork):
         self.log.append((decision, now_ns))
         device = self.device
         device.ready.append(self)
-        return self.begin(now_ns) if device.running is None else 0
+        return self.begin_step(now_ns) if device.running is None else 0
 
-    def begin(self, now_ns: int) -> int:
+    def begin_step(self, now_ns: int) -> int:
         """Start or continue the group's next step; return its end."""
         device = self.device
         device.ready.popleft()
@@ -132,7 +132,7 @@ class SimulatedGroup(SharedWork):
         self._start_ns = max(decided_ns + self._decision_ns, now_ns + self._gap_ns)
         return self._start_ns + (int(took_ns) or 1)
 
-    def end(self, now_ns: int) -> Event | None:
+    def end_step(self, now_ns: int) -> Event | None:
         """End the running step or time slice; return the resulting event, None for a pause."""
         device = self.device
         device.running = None
@@ -146,7 +146,7 @@ class SimulatedGroup(SharedWork):
         self.steps += 1
         return self._finish(decision, now_ns)
 
-    def lose(self) -> None:
+    def forget_steps(self) -> None:
         """Forget everything, as a loss of the processes does."""
         self.incarnation += 1
         self._left_ns = 0.0
@@ -250,12 +250,12 @@ class TimedGenerateGroup(SimulatedGroup):
         self._stepped_ns = 0
         self._swapped = NOTHING_SWAPPED
 
-    def lose(self) -> None:
+    def forget_steps(self) -> None:
         """Forget everything except the times of tokens already yielded."""
         for sequence in self._slots.values():
             if sequence.first_step >= 0:
                 sequence.live.last_token_ns = self._stepped_ns
-        super().lose()
+        super().forget_steps()
         self._forget()
 
     def decide(self, decision: Decision, now_ns: int) -> int:

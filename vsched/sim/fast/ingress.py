@@ -84,7 +84,9 @@ class Ingress:
         self._on_ready = on_ready
         self._on_refused = on_refused
 
-    def take(self, arrival: Arrival, now_ns: int, *, arrival_id: int, sent_ns: int) -> None:
+    def prepare_request(
+        self, arrival: Arrival, now_ns: int, *, arrival_id: int, sent_ns: int
+    ) -> None:
         """Start to prepare an admitted request, sent at an earlier time."""
         images, media = arrival.images, arrival.media
         bytes_of = self._maker.pixel_bytes
@@ -156,7 +158,7 @@ class Ingress:
         jobs = self._jobs_of(prepared, set(absent))
         for job in jobs:
             job.threads.waiting.append(job)
-            self._begin(job.threads, now_ns)
+            self._start_jobs(job.threads, now_ns)
         if not jobs:
             self._finish(prepared, now_ns)
         return True
@@ -175,19 +177,19 @@ class Ingress:
         left[0] = len(jobs)
         return jobs
 
-    def _begin(self, threads: _Threads, now_ns: int) -> None:
+    def _start_jobs(self, threads: _Threads, now_ns: int) -> None:
         while threads.waiting and threads.free:
             threads.free -= 1
             job = threads.waiting.popleft()
             self._on_job(job, now_ns + job.need_ns, now_ns)
 
-    def done(self, job: ImageJob, now_ns: int) -> None:
+    def finish_job(self, job: ImageJob, now_ns: int) -> None:
         """Finish an image job: start the next one, and finish the request after its last job."""
         job.threads.free += 1
         job.left[0] -= 1
         if not job.left[0]:
             self._finish(job.prepared, now_ns)
-        self._begin(job.threads, now_ns)
+        self._start_jobs(job.threads, now_ns)
 
     def _finish(self, prepared: IncomingRequest, now_ns: int) -> None:
         """Schedule the ready time of a request whose images are processed."""

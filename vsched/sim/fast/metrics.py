@@ -294,7 +294,7 @@ class Collector(TenantCollector):
                 kind = OTHER_REASONS
             self.reasons[kind] = self.reasons.get(kind, 0) + 1
 
-    def end(self, live: LiveRequest, finish: Finish, now_ns: int) -> None:
+    def count_end(self, live: LiveRequest, finish: Finish, now_ns: int) -> None:
         """Count an ended request."""
         times, outputs = finish.times, live.arrival.output_tokens
         self.last_ns = now_ns
@@ -369,7 +369,7 @@ class Sampler:
         self._sums: list[list[int]] = [[] for _ in SUMS]
         self._before = [0] * len(SUMS)
 
-    def take(self, now_ns: int, gauges: Sequence[float], totals: Sequence[int]) -> None:
+    def take_samples(self, now_ns: int, gauges: Sequence[float], totals: Sequence[int]) -> None:
         """Take all samples that are due: values have not changed since the previous event."""
         while self.due_ns <= now_ns:
             for column, value in zip(self._gauges, gauges, strict=True):
