@@ -572,7 +572,7 @@ class Engine:
             )
             generations.append(make_answer(inputs))
         if hold is not None:
-            hold.run(partial(interrupt_all, generations))
+            hold.mark_running(partial(interrupt_all, generations))
         further = further_choices(request_ids, sampling.seed or 0)
         shell.submit(
             request,

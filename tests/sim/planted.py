@@ -43,7 +43,7 @@ PLANTS = (
     ),
     Plant(
         "a permit leak",
-        "vsched.media.fills:Fills._end",
+        "vsched.media.fills:Fills._end_fill",
         "fill.give_back()",
         "fill.lease.release() if outcome else fill.give_back()",
         seed=22,
@@ -86,14 +86,15 @@ PLANTS = (
     ),
     Plant(
         "a retry by one rank",
-        "vsched.worker.stage_rank:EncodeRank._run",
+        "vsched.worker.stage_rank:EncodeRank._run_layers",
         "except DeviceOutOfMemory as error:",
-        "except DeviceOutOfMemory as error:\n        if not self._first:\n            return self._run(step, 0, work)",
+        "except DeviceOutOfMemory as error:\n        if not self._first:\n"
+        "            return self._run_layers(step, 0, work)",
         seed=70,
     ),
     Plant(
         "a part of a batch taken for all of it",
-        "vsched.worker.stage_rank:EncodeRank._run",
+        "vsched.worker.stage_rank:EncodeRank._run_layers",
         "if done:",
         "if True:",
         seed=17,

@@ -84,7 +84,7 @@ class AdapterHold:
         adapter.requests += 1
         adapter.idle.clear()
 
-    def run(self, interrupt: Callable[[str], None]) -> None:
+    def mark_running(self, interrupt: Callable[[str], None]) -> None:
         """Note that the request is being submitted; `interrupt` ends it from now on.
 
         Raises:

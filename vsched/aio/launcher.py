@@ -386,7 +386,7 @@ def early_fork_servers(
         modules = _modules_of_generate(config)
         if modules:
             servers[modules] = idle or ForkServer()
-            servers[modules].begin(modules)
+            servers[modules].begin_imports(modules)
         elif idle is not None:
             idle.close()
     try:

@@ -116,7 +116,7 @@ class Fills:
                 if fill is None:
                     if image.content == b"":
                         raise blame(unknown_image(), index)  # its pixels have been evicted
-                    fill = self._start(image, lease)
+                    fill = self._start_fill(image, lease)
                 else:
                     self.repeated += 1
                 fill.waiters += 1
@@ -134,9 +134,9 @@ class Fills:
                     )
         finally:
             for _, fill in joined:
-                self._leave(fill)
+                self._leave_fill(fill)
 
-    def _start(self, image: MeasuredItem, lease: PixelLease) -> _Fill:
+    def _start_fill(self, image: MeasuredItem, lease: PixelLease) -> _Fill:
         loop = asyncio.get_running_loop()
         fill = _Fill(image, self._store.hold(*image.extents), loop.create_future())
         self._fills[image.key] = fill
@@ -147,14 +147,14 @@ class Fills:
         def wake(_: Future[tuple[Filled, ...]]) -> None:
             # The loop may be closed if the process exits while a thread is running.
             with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(self._finish, fill)
+                loop.call_soon_threadsafe(self._finish_fill, fill)
 
         def begin(grant: Grant) -> None:
             fill.grant = grant
             try:
                 fill.work = executor.submit(self._process, image, places, fill.cancellation)
             except RuntimeError:
-                self._end(fill, stopping())
+                self._end_fill(fill, stopping())
             else:
                 fill.work.add_done_callback(wake)
 
@@ -169,12 +169,12 @@ class Fills:
         fault_point("media.decode")
         return self._pictures.fill(image, places, cancellation)
 
-    def _finish(self, fill: _Fill) -> None:
+    def _finish_fill(self, fill: _Fill) -> None:
         if self._fills.get(fill.key) is not fill:
             return
         assert fill.work is not None
         if fill.work.cancelled():
-            self._end(fill, stopping())
+            self._end_fill(fill, stopping())
             return
         error = fill.work.exception()
         if error is None:
@@ -182,19 +182,19 @@ class Fills:
             self.embedded += fill.image.is_embedded
             for key, filled in zip(fill.image.extents, fill.work.result(), strict=True):
                 self._store.mark_filled(key, filled.key, filled.changes)
-            self._end(fill, None)
+            self._end_fill(fill, None)
         elif isinstance(error, RequestRefused | RequestFailed):
             # Its traceback, and that of its context, refer to the image that could not be decoded.
             error.__traceback__ = error.__context__ = None
-            self._end(fill, error)
+            self._end_fill(fill, error)
         else:
             logger.error("image processing failed", exc_info=error)
             failure = RequestFailed(
                 "the image could not be processed", code="image_processing_failed"
             )
-            self._end(fill, failure)
+            self._end_fill(fill, failure)
 
-    def _end(self, fill: _Fill, outcome: RequestRefused | RequestFailed | None) -> None:
+    def _end_fill(self, fill: _Fill, outcome: RequestRefused | RequestFailed | None) -> None:
         del self._fills[fill.key]
         fill.give_back()
         fill.outcome.set_result(outcome)
@@ -204,7 +204,7 @@ class Fills:
         while (fill := self._fills.get(key)) is not None and fill.cancellation.is_cancelled:
             await asyncio.shield(fill.outcome)
 
-    def _leave(self, fill: _Fill) -> None:
+    def _leave_fill(self, fill: _Fill) -> None:
         fill.waiters -= 1
         if fill.waiters or fill.outcome.done():
             return

@@ -42,12 +42,12 @@ class Holding:
             held.total = total
             self.size += size
 
-    def share(self) -> None:
+    def add_owner(self) -> None:
         """Add an owner."""
         with self._held.lock:
             self._owners += 1
 
-    def drop(self) -> None:
+    def remove_owner(self) -> None:
         """Remove an owner; the last one releases all bytes."""
         with self._held.lock:
             self._owners -= 1

@@ -198,7 +198,7 @@ class MediaPipeline:
                     async with asyncio.timeout(self._settings.prepare_s):
                         return await self._prepare(prompt, references, cache_salt, holding)
                 finally:
-                    holding.drop()
+                    holding.remove_owner()
         except TimeoutError:
             self._refused += 1
             raise self._too_slow() from None
@@ -377,13 +377,13 @@ class MediaPipeline:
             measured = self._measurer.measure(images, files)
             return self._tokenize(prompt, images=bool(images)), measured
 
-        holding.share()
+        holding.add_owner()
         try:
             reading = executor.submit(read)
         except RuntimeError:
-            holding.drop()
+            holding.remove_owner()
             raise stopping() from None
-        reading.add_done_callback(lambda _: holding.drop())
+        reading.add_done_callback(lambda _: holding.remove_owner())
         try:
             return await asyncio.wrap_future(reading)
         except asyncio.CancelledError:

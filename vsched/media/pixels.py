@@ -69,7 +69,7 @@ class _FreeList:
         self._sizes: list[int] = [size] if size else []
         self.bytes = size
 
-    def take(self, size: int) -> int | None:
+    def take_extent(self, size: int) -> int | None:
         for index, free in enumerate(self._sizes):
             if free >= size:
                 offset = self._offsets[index]
@@ -82,7 +82,7 @@ class _FreeList:
                 return offset
         return None
 
-    def give(self, offset: int, size: int) -> None:
+    def give_extent(self, offset: int, size: int) -> None:
         self.bytes += size
         index = bisect.bisect_left(self._offsets, offset)
         if index < len(self._offsets) and offset + size == self._offsets[index]:
@@ -178,7 +178,7 @@ class PixelStore:
             raise RequestRefused(message, code="pixels_exceeded", status=413)
         if self._waiters:
             return None
-        return self._take(sizes)
+        return self._take_lease(sizes)
 
     def release(self, keys: Mapping[bytes, Extent]) -> None:
         """Release one hold on each key."""
@@ -259,13 +259,13 @@ class PixelStore:
         while self._waiters:
             future, sizes = self._waiters[0]
             if not future.done():
-                lease = self._take(sizes)
+                lease = self._take_lease(sizes)
                 if lease is None:
                     return
                 future.set_result(lease)
             self._waiters.popleft()
 
-    def _take(self, sizes: Mapping[bytes, int]) -> PixelLease | None:
+    def _take_lease(self, sizes: Mapping[bytes, int]) -> PixelLease | None:
         """Hold or create every entry; if that fails, only the attempted evictions remain."""
         absent = [key for key in sizes if key not in self._entries]
         present = [key for key in sizes if key in self._entries]
@@ -291,7 +291,7 @@ class PixelStore:
                 # There are no other holders: these images' own pixels lie in between.
                 while self._kept:
                     self._evict()
-                return self._take(sizes)
+                return self._take_lease(sizes)
             self._entries[key] = _PixelEntry(Extent(offset, sizes[key]), [key], holders=1)
             created.append(key)
         self._hits += sum(self._entries[key].filled for key in present)
@@ -299,7 +299,7 @@ class PixelStore:
         return PixelLease(self, {key: self._entries[key].extent for key in sizes})
 
     def _allocate(self, size: int) -> int | None:
-        while (offset := self._free.take(size)) is None and self._kept:
+        while (offset := self._free.take_extent(size)) is None and self._kept:
             self._evict()
         return offset
 
@@ -314,7 +314,7 @@ class PixelStore:
         entry = self._entries[key]
         for name in entry.names:
             del self._entries[name]
-        self._free.give(entry.extent.offset, aligned(entry.extent.size))
+        self._free.give_extent(entry.extent.offset, aligned(entry.extent.size))
 
     def _add_hold(self, key: bytes) -> None:
         entry = self._entries[key]

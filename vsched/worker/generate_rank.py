@@ -339,10 +339,10 @@ class GenerateRank(StageRank):
         logprobs = sampled.logprobs
         slots, tokens = np.asarray(rows, np.int64), sampled.tokens
         if self._drafts:
-            slots, tokens, ends, drafted, kept = self._take_drafts(slots, batch, sampled)
+            slots, tokens, ends, drafted, kept = self._add_drafts(slots, batch, sampled)
             logprobs = [one for one in logprobs if one.row in kept]
         else:
-            ends = self._take(slots, tokens, batch.special)
+            ends = self._add_tokens(slots, tokens, batch.special)
         by_slot = np.full(len(self._table.number), -1, np.int32)
         by_slot[slots] = tokens
         numbers = self._table.number.tobytes()
@@ -372,7 +372,7 @@ class GenerateRank(StageRank):
             drafted=drafted,
         )
 
-    def _take_drafts(
+    def _add_drafts(
         self, slots: npt.NDArray[np.int64], batch: Batch, sampled: Sampled
     ) -> tuple[npt.NDArray[np.int64], Int32s, dict[int, FinishReason], list[Drafted], set[int]]:
         """Add the tokens of all slots, including accepted draft tokens.
@@ -387,7 +387,7 @@ class GenerateRank(StageRank):
         special = [(places[row], one) for row, one in batch.special if row in places]
         ends = {
             int(first[index]): reason
-            for index, reason in self._take(slots, tokens, special).items()
+            for index, reason in self._add_tokens(slots, tokens, special).items()
         }
         kept = set(places)
         for row, slot in zip(first.tolist(), slots.tolist(), strict=True):
@@ -397,7 +397,7 @@ class GenerateRank(StageRank):
                 drafted.append(found)
         return slots, tokens, ends, drafted, kept
 
-    def _take(
+    def _add_tokens(
         self,
         slots: npt.NDArray[np.int64],
         tokens: Int32s,
@@ -432,7 +432,7 @@ class GenerateRank(StageRank):
             if row in ends or tokens[row] != one:
                 break
             row += 1
-            found = self._take(at, tokens[row : row + 1], special)
+            found = self._add_tokens(at, tokens[row : row + 1], special)
             if found:
                 ends[row] = found[0]
             if tokens[row] >= 0:

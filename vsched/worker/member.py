@@ -354,7 +354,7 @@ class Rank(Generic[Link]):
 
     def _report_ready(self) -> None:
         for member, report in zip(self._members, self._ready, strict=True):
-            member.stage.begin()
+            member.stage.mark_kernels()
             member.report_ready(report)
         self.serving = True
 

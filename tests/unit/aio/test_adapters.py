@@ -241,7 +241,7 @@ def test_table_takes_no_path_outside_the_directory(tmp_path: Path, path: str) ->
 async def test_table_unloads_after_the_last_user(bench: Bench) -> None:
     await bench.table.load("a", "somewhere")
     first, second = bench.table.hold("a"), bench.table.hold("a")
-    second.run(lambda message: pytest.fail(message))
+    second.mark_running(lambda message: pytest.fail(message))
     gone = asyncio.ensure_future(bench.table.unload("a"))
     await until(lambda: bench.table.rows()[0]["state"] == "unloading", "it is being unloaded")
     for name in ("a", "b"):
@@ -262,11 +262,11 @@ async def test_table_interrupts_late_requests(tmp_path: Path) -> None:
     await bench.table.load("a", "somewhere")
     running, prepared = bench.table.hold("a"), bench.table.hold("a")
     said: list[str] = []
-    running.run(said.append)
+    running.mark_running(said.append)
     await bench.table.unload("a")
     assert "deadlines.drain_s" in said[0]
     with pytest.raises(RequestRefused, match="no adapter"):
-        prepared.run(said.append)
+        prepared.mark_running(said.append)
     running.release()
 
 

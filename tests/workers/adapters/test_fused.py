@@ -112,7 +112,7 @@ def sums_of(kind: Any, seed: int, inputs: int, sizes: Sequence[int]) -> Any:
             if owner != 1 or not first:
                 parts.append(Part(first, down, up, 0.5 + owner))
             first += size
-        kind.put(owner, kind.place_parts(parts, own_memory))
+        kind.put_parts(owner, kind.place_parts(parts, own_memory))
     return kind
 
 

@@ -160,13 +160,13 @@ class AdaptedModule:
         }
         self._numbers[name] = number
         for carrier, kept in placed.items():
-            carrier.put(number, kept)
+            carrier.put_parts(number, kept)
 
     def remove(self, name: Name) -> None:
         """Remove an adapter, if it is there; layers without adapters are unchanged again."""
         number = self._numbers.pop(name, BASE_MODEL)
         for carrier in self._joined:
-            carrier.drop(number)
+            carrier.drop_parts(number)
 
     def rows_of(self, batch: Batch) -> AbstractContextManager[None]:
         """Apply adapters to the rows of a step, first decode rows, then chunks, until the context ends."""

@@ -161,11 +161,11 @@ class TorchSums:
             kept.append(Part(first, own_down, own_up, scaling))
         return kept
 
-    def put(self, owner: int, parts: Sequence[Part]) -> None:
+    def put_parts(self, owner: int, parts: Sequence[Part]) -> None:
         """Install the parts that `place` returned for an adapter."""
         self._parts[owner] = parts
 
-    def drop(self, owner: int) -> None:
+    def drop_parts(self, owner: int) -> None:
         """Remove an adapter's parts, if there are any."""
         self._parts.pop(owner, None)
 
@@ -214,18 +214,18 @@ class Carrier:
         """Set the pass that a module's products share, and the adapter parts of this product."""
         self._pass, self._sums = passes, sums
 
-    def put(self, number: int, parts: Sequence[Part]) -> None:
+    def put_parts(self, number: int, parts: Sequence[Part]) -> None:
         """Install an adapter's parts, as returned by `TorchSums.place`."""
         assert self._sums is not None, "join comes first"
-        self._sums.put(number, parts)
+        self._sums.put_parts(number, parts)
         if not self._owners:
             self._attach()
         self._owners.add(number)
 
-    def drop(self, number: int) -> None:
+    def drop_parts(self, number: int) -> None:
         """Remove an adapter's parts, if there are any."""
         if self._sums is not None and number in self._owners:
-            self._sums.drop(number)
+            self._sums.drop_parts(number)
             self._owners.remove(number)
             if not self._owners:
                 self._detach()

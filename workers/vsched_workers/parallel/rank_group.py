@@ -327,7 +327,7 @@ class _PeerAborter:
     def __init__(self, store: Any, group: Any) -> None:
         self.fired = False
         self._done = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(store, group), daemon=True)
+        self._thread = threading.Thread(target=self._watch_store, args=(store, group), daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -335,7 +335,7 @@ class _PeerAborter:
         self._done.set()
         self._thread.join()
 
-    def _run(self, store: Any, group: Any) -> None:
+    def _watch_store(self, store: Any, group: Any) -> None:
         while not self._done.wait(_WATCH_S):
             if store.check([_FAILED]):
                 self.fired = True

@@ -245,13 +245,13 @@ class ThreadChoice:
         alike = (kind, min(rows, ROWS_ALIKE))
         cost_s = seconds / max(rows, ROWS_ALIKE)
         if self._trial is None:
-            self._begin()
+            self._start_trial()
             return
         ratio = self._trial.add(alike, cost_s, seconds)
         if ratio is not None:
-            self._end(self._trial, ratio)
+            self._end_trial(self._trial, ratio)
 
-    def _begin(self) -> None:
+    def _start_trial(self) -> None:
         """Start a trial if there is a reason for one."""
         reason = self._reason()
         if reason is None:
@@ -277,7 +277,7 @@ class ThreadChoice:
         waited = self._waits.share >= WAITED_MIN and passed_s >= self._retry_s[_Reason.WAITED]
         return _Reason.WAITED if waited and self.threads > 1 else None
 
-    def _end(self, trial: _Trial, ratio: float) -> None:
+    def _end_trial(self, trial: _Trial, ratio: float) -> None:
         if ratio < FASTER:
             self.threads = trial.numbers[1]
             self._retry_s = {reason: reason.value[0] for reason in _Reason}

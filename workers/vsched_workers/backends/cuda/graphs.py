@@ -297,7 +297,7 @@ class DecodeGraphs:
         if step is None or picked is None:
             if step is not None:
                 self._steady = 0
-            step, picked = self._begin(batch), None
+            step, picked = self._start_batch(batch), None
         self._steady += 1
         if self._may_go_ahead(batch, step):
             self._in_flight = self._start(step.following, ahead=True)
@@ -311,7 +311,7 @@ class DecodeGraphs:
         if self._in_flight is not None:
             self._stream.let_others_wait()
 
-    def drop(self) -> None:
+    def drop_steps(self) -> None:
         """Drop the captured steps and the memory that they refer to."""
         self._in_flight = None
         self._captured.clear()
@@ -334,7 +334,7 @@ class DecodeGraphs:
 
     # --- steps ---
 
-    def _begin(self, batch: Batch) -> _InFlightStep:
+    def _start_batch(self, batch: Batch) -> _InFlightStep:
         """Start the step of a batch; upload the batch if it is not on the device."""
         self._stream.wait_for_others()
         rows = self._next
@@ -379,7 +379,7 @@ class DecodeGraphs:
         token = self._header[_TOKEN]
         last = token.clone() if ahead else None
         replay()
-        drawn = draw.run(logits, last)
+        drawn = draw.draw_tokens(logits, last)
         rows = draw.rows_on(logits.device)
         self._tokens[rows] = drawn
         token[rows] = drawn.clamp(min=0)
@@ -450,7 +450,7 @@ class DecodeGraphs:
         self._captured = captured
         apart = self._tried(min(captured))
         if not apart <= WITHIN[self._cache.keys[0].dtype]:
-            self.drop()
+            self.drop_steps()
             self._off = True
             logger.warning(
                 "decode steps run without CUDA graphs: replayed logits are wrong by %.2g", apart
