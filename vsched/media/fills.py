@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.isolated.calls import CallCancellation
-from vsched.media.budget import BudgetStatistics, ByteBudget, Grant
+from vsched.media.budget import ByteBudget, Grant
 from vsched.media.items import Filled, MeasuredItem
 from vsched.media.measure import unknown_image
 from vsched.media.pictures.filling import fill_embedding
@@ -84,12 +84,8 @@ class Fills:
         self._pictures = pictures
         self._executor, self._video_executor = executors
         self._dtype = dtype
-        self._budget = ByteBudget(budget_bytes)
+        self.budget = ByteBudget(budget_bytes)
         self._fills: dict[bytes, _Fill] = {}
-
-    def statistics(self) -> BudgetStatistics:
-        """Return a snapshot of the budget."""
-        return self._budget.statistics()
 
     async def fill(self, measured: Sequence[MeasuredItem], lease: PixelLease) -> None:
         """Wait until the pixels of every leased image are in the arena, filling those that are not.
@@ -158,7 +154,7 @@ class Fills:
             else:
                 fill.work.add_done_callback(wake)
 
-        fill.grant = self._budget.ask(image.work_bytes, begin)
+        fill.grant = self.budget.ask(image.work_bytes, begin)
         return fill
 
     def _process(

@@ -24,10 +24,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vsched.errors import RequestRefused, limit_message
-from vsched.media.budget import BudgetStatistics
+from vsched.media.budget import BudgetStatistics, HeldBytes, Holding
 from vsched.media.fetch import fetch
 from vsched.media.fills import Fills, stopping
-from vsched.media.held import HeldBytes, Holding
 from vsched.media.items import ImageName, MeasuredItem
 from vsched.media.measure import (
     Measurer,
@@ -192,7 +191,7 @@ class MediaPipeline:
             with self.hold_place(len(images)):
                 if images:
                     refuse_images(info, references)
-                holding = self._held.open()
+                holding = Holding(self._held)
                 try:
                     holding.add(sum(reference.held_bytes for reference in references))
                     async with asyncio.timeout(self._settings.prepare_s):
@@ -251,7 +250,7 @@ class MediaPipeline:
             embedded=self._fills.embedded,
             repeated=self._fills.repeated,
             refused=self._refused,
-            decode=self._fills.statistics(),
+            decode=self._fills.budget.statistics(),
             pixels=self._store.statistics(),
         )
 
