@@ -164,7 +164,7 @@ class RunningParts:
         if sampling.prompt_logprobs is not None and not self.computes_prompt_logprobs:
             raise prompt_logprobs_unavailable()
         if sampling.grammar:
-            await self.grammars.check(sampling)
+            await self.grammars.check_request(sampling)
         return await self.media.prepare(prompt, images, cache_salt)
 
     async def stop(self, *, grace_s: float) -> None:
@@ -266,7 +266,7 @@ class Engine:
             self._running = await self._start_parts(front_end)
             for name, path in self.config.adapters.load.items():
                 try:
-                    await self._running.adapters.load(name, path)
+                    await self._running.adapters.load_adapter(name, path)
                 except RequestRefused as error:
                     raise ConfigError(f"adapters.load.{name}: {error.message}") from error
         except BaseException:
@@ -477,7 +477,7 @@ class Engine:
         received_s = time.perf_counter()
         given = contextlib.ExitStack()
         try:
-            hold = parts.adapters.hold(adapter) if adapter else None
+            hold = parts.adapters.hold_adapter(adapter) if adapter else None
             if hold is not None:
                 given.callback(hold.release)
             with parts.shell.arrivals.track_arrival(request_ids[0]) as arrival:
@@ -639,7 +639,7 @@ class Engine:
             RequestRefused: If it cannot be loaded; nothing of it remains.
         """
         table = self._serving().adapters
-        await table.load(name, table.path_of(path))
+        await table.load_adapter(name, table.path_of(path))
 
     async def unload_adapter(self, name: str) -> None:
         """Unload an adapter; requests that use it may finish first, within `deadlines.drain_s`.

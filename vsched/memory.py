@@ -452,7 +452,7 @@ class KvNegotiation:
         self._ledger, self._note = ledger, note
         self._name = f"generate.memory: {type(policy).__name__}.plan"
 
-    def start(self) -> Order:
+    def first_order(self) -> Order:
         """Return the first order.
 
         Raises:

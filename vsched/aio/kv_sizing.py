@@ -258,7 +258,7 @@ class Sizing:
         self, negotiation: KvNegotiation, groups: Sequence[str], shares: HostShares
     ) -> Accepted:
         """Have the ranks of all groups carry out the policy's orders until it accepts a build."""
-        order = negotiation.start()
+        order = negotiation.first_order()
         while not isinstance(order, Accepted):
             votes = await self._votes(groups, order, dropping=bool(negotiation.attempts))
             memory = _numbered(shares.within([vote.memory for vote in votes]))

@@ -104,7 +104,7 @@ class ProcessLiveness:
         self._last_call_s = now_s
         return self._ran_s
 
-    def receive(self, rank: int, now_s: float, *, follows: bool) -> None:
+    def note_message(self, rank: int, now_s: float, *, follows: bool) -> None:
         """Note a message of a rank; `follows` is True if its log follower sent it."""
         self.process_s[rank] = now_s
         if follows:
@@ -357,7 +357,7 @@ class _Gather(Generic[Report]):
         self._ranks = ranks
         self._by_rank: dict[int, Report] = {}
 
-    def add(self, rank: int, report: Report) -> None:
+    def add_report(self, rank: int, report: Report) -> None:
         """Add the report of a rank; only its first counts."""
         self._by_rank.setdefault(rank, report)
         if len(self._by_rank) == self._ranks and not self.complete.done():
@@ -556,7 +556,7 @@ class Leader:
         if identity not in self._proved:
             logger.warning("%s: dropped a report of an unauthenticated peer", self.name)
             return
-        self._liveness.receive(rank, self._running_s(), follows=not pulse)
+        self._liveness.note_message(rank, self._running_s(), follows=not pulse)
         if not pulse:
             self._on_report(rank, report)
 
@@ -580,9 +580,9 @@ class Leader:
                 if rank == 0:
                     self._on_progress(what, fraction)
             case Loaded():
-                self.loaded.add(rank, report)
+                self.loaded.add_report(rank, report)
             case Sized():
-                self._votes.add(rank, report)
+                self._votes.add_report(rank, report)
             case Ready():
                 self._take_ready(rank, report)
             case _:  # only a sign of life
@@ -616,7 +616,7 @@ class Leader:
                 self.report_loss(RanksDiffer(self._groups, rank, what))
                 return
         for rank in range(self._ranks):
-            self._liveness.receive(rank, self._running_s(), follows=True)
+            self._liveness.note_message(rank, self._running_s(), follows=True)
         now_s = self._loop.time()
         self._hooks = HookTimes(first.hooks, now_s)
         self._timer = self._loop.call_later(self._beat_s, self._tick)

@@ -127,7 +127,7 @@ class SseWriter:
         self._outcomes: dict[int, str] = {}
         self._full: asyncio.Future[Awaitable[None] | None] | None = None
 
-    async def run(self) -> str:
+    async def write_deltas(self) -> str:
         """Write all deltas; return the finish reason of the first choice.
 
         Raises:

@@ -171,7 +171,9 @@ class CompletionEndpoint:
             check_ready(self._engine)
             # The request is not stored here: prompt and images are released after preparation.
             outcome = await exchange.until_disconnect(
-                self._generate(exchange, record, trace, await self.read(exchange, request_id))
+                self._generate(
+                    exchange, record, trace, await self.read_request(exchange, request_id)
+                )
             )
         except ClientDisconnected:
             outcome = "disconnected"
@@ -207,7 +209,7 @@ class CompletionEndpoint:
         REQUEST_FIELDS.set({**REQUEST_FIELDS.get(), "trace_id": trace.trace_id})
         return trace
 
-    async def read(self, exchange: HttpExchange, request_id: str) -> CheckedRequest:
+    async def read_request(self, exchange: HttpExchange, request_id: str) -> CheckedRequest:
         """Read and check a request.
 
         Raises:
@@ -215,7 +217,9 @@ class CompletionEndpoint:
             ClientDisconnected: If the client disconnected before it was complete.
         """
         kind, tokens = self.kinds["request"], self._engine.info.context_tokens
-        return await self.check(await self._bodies.read(exchange, kind, tokens=tokens), request_id)
+        return await self.check(
+            await self._bodies.read_body(exchange, kind, tokens=tokens), request_id
+        )
 
     async def check(self, request: Any, request_id: str) -> CheckedRequest:
         """Check a body of the type of this endpoint.
@@ -427,7 +431,7 @@ class CompletionEndpoint:
             # One token per event, so that events keep their numbers when they are sent again.
             streams[0].generation.one_by_one()
         await exchange.start_stream(_id_header(job))
-        outcome = await SseWriter(exchange, record, streams).run()
+        outcome = await SseWriter(exchange, record, streams).write_deltas()
         if job.options.usage:
             await exchange.send_event(streams[0].formatter.usage_chunk(choices.usage))
         await exchange.end_stream()

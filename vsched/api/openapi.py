@@ -44,7 +44,7 @@ class JsonEndpoint:
             arguments["exchange"] = exchange
         if "request" in self._hints:
             endpoints: Any = self._handler.__self__
-            arguments["request"] = await endpoints.read(exchange, self._hints["request"])
+            arguments["request"] = await endpoints.read_body(exchange, self._hints["request"])
         result = await self._handler(**arguments)
         if isinstance(result, str):
             await exchange.send_bytes(result.encode(), content_type=_TEXT)

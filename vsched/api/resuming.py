@@ -212,7 +212,7 @@ class ResumedRequest:
         if self._settled.is_set() and self.ended:
             self._on_end(self)
 
-    async def read(self) -> tuple[CheckedRequest, AcceptedChoices]:
+    async def wait_accepted(self) -> tuple[CheckedRequest, AcceptedChoices]:
         """Return the checked request, and its choices from the start.
 
         Blocks: until it is accepted, which depends on the server's start and queue.
@@ -384,7 +384,7 @@ class Resumption:
         """Read and check the saved body again, with the original seed and creation time."""
         exchange = _exchange(request)
         try:
-            job = await self._endpoints[request.path].read(exchange, request.request_id)
+            job = await self._endpoints[request.path].read_request(exchange, request.request_id)
         finally:
             exchange.release_room()
         sampling = msgspec.structs.replace(job.sampling, seed=request.seed)
@@ -532,7 +532,7 @@ class KeptResponseRoute(ApiRoute):
             stream = False  # OpenAI's clients, which ask for streams by `stream`
         name = scope["path_params"]["request_id"]
         resumed = self._resumption.find(name, self._endpoint.path, tenant_of(scope))
-        job, choices = await resumed.read()
+        job, choices = await resumed.wait_accepted()
         if stream is not None:
             job = msgspec.structs.replace(job, stream=stream)
         if job.stream and len(choices.generations) == 1:

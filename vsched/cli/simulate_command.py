@@ -313,7 +313,7 @@ def _timeline(
     own = path.with_name(f"{path.stem}-{label}{path.suffix}") if label else path
     with open_output("--timeline", own) as file:
         drawn = TraceTimeline(file)
-        drawn.begin(loaded.config)
+        drawn.see_start(loaded.config)
         yield [drawn]
         drawn.close()
 

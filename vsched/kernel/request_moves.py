@@ -675,7 +675,7 @@ class RequestMoves(Restorable):
         """Drop all claims of a request."""
         for index in sorted(state.wanted):
             state.wanted.discard(index)
-            self._cache.release(state, index)
+            self._cache.release_claim(state, index)
 
     def check(self) -> None:
         """Assert that choices that wait for the prompt of the first one will be released."""

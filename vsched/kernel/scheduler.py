@@ -187,7 +187,7 @@ class Scheduler(SnapshotRoot):
                 self._gate.leave(event.arrival_id)
                 commands = self._moves.submit(event, now_ns)
             case Arrived() | Withdrawn():
-                commands = self._gate.receive(event, now_ns)
+                commands = self._gate.handle_arrival(event, now_ns)
             case Encoded() | EncodeFailed():
                 commands = self._on_encoded(event, now_ns)
             case Aborted():
@@ -214,7 +214,9 @@ class Scheduler(SnapshotRoot):
         group = self._groups[event.group]
         assert isinstance(group, EncodeGroup), f"{event.group} encodes nothing"
         if isinstance(event, Encoded):
-            return self._moves.items_ready(self.encode.complete(group, event.step, now_ns), now_ns)
+            return self._moves.items_ready(
+                self.encode.complete_batch(group, event.step, now_ns), now_ns
+            )
         numbers, message = self.encode.fail_batch(group, event.step), event.failure.message
         return self._moves.fail_all(numbers, now_ns, message, code="encode_failed")
 

@@ -134,7 +134,7 @@ class Fills:
 
     def _start_fill(self, image: MeasuredItem, lease: PixelLease) -> _Fill:
         loop = asyncio.get_running_loop()
-        fill = _Fill(image, self._store.hold(*image.extents), loop.create_future())
+        fill = _Fill(image, self._store.add_holds(*image.extents), loop.create_future())
         self._fills[image.key] = fill
         places = [lease.extents[key] for key in image.extents]
         is_video = isinstance(image.plan, VideoPlan)

@@ -124,7 +124,7 @@ class MediaPipeline:
         """
         self.pruning = pruning
         if pruning is not None:
-            pruning.check(preprocessor)
+            pruning.check_model(preprocessor)
         self._read_remote = read_remote
         self._preprocessor = preprocessor
         self._store = store
@@ -327,7 +327,7 @@ class MediaPipeline:
                     measured = await self._prune(measured, self.pruning)
                     plans = [image.plan for image in measured]
                     token_ids, spans = self._preprocessor.expand(prompt_ids, plans)
-                contents, lease = self._store.settle(lease, _left_out(measured))
+                contents, lease = self._store.settle_lease(lease, _left_out(measured))
             items = _items(images, measured, spans, contents, lease)
         except BaseException:
             lease.release()

@@ -110,7 +110,7 @@ class PixelLease:
         """Release the space; idempotent."""
         store, self._store = self._store, None
         if store is not None:
-            store.release(self.extents)
+            store.release_holds(self.extents)
 
 
 class PixelStore:
@@ -180,20 +180,20 @@ class PixelStore:
             return None
         return self._take_lease(sizes)
 
-    def release(self, keys: Mapping[bytes, Extent]) -> None:
+    def release_holds(self, keys: Mapping[bytes, Extent]) -> None:
         """Release one hold on each key."""
         for key in keys:
             self._drop_hold(key)
         self._serve()
 
-    def hold(self, *keys: bytes) -> PixelLease:
+    def add_holds(self, *keys: bytes) -> PixelLease:
         """Add a hold to entries that are already held, for the thread that fills them."""
         for key in keys:
             assert self._entries[key].holders > 0
             self._entries[key].holders += 1
         return PixelLease(self, {key: self._entries[key].extent for key in keys})
 
-    def settle(
+    def settle_lease(
         self, lease: PixelLease, unused: Collection[bytes] = ()
     ) -> tuple[dict[bytes, bytes], PixelLease]:
         """Exchange a lease on filled entries for one by content; return the content's key of each key, and that lease.

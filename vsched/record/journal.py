@@ -139,7 +139,7 @@ class _Seen:
                     self.kernel.handle(GroupLost(group.name, failure, planned=True), self._now_ns)
         return trouble
 
-    def begin(self, config: Config, kernel: Scheduler) -> None:
+    def see_start(self, config: Config, kernel: Scheduler) -> None:
         """Add the requests of the snapshot."""
         self._add_wanted(kernel)
 

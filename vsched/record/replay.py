@@ -44,7 +44,7 @@ ReplayProgress = Callable[[int, int], None]
 class ReplayObserver(Protocol):
     """Gets every replayed event."""
 
-    def begin(self, config: Config, kernel: Scheduler) -> None:
+    def see_start(self, config: Config, kernel: Scheduler) -> None:
         """Take the configuration, and the kernel before the first event."""
 
     def see(
@@ -235,7 +235,7 @@ class Replay:
             self._version, self._counts["first_event"] = header.version, header.number
             if self._observer is not None:
                 assert self.kernel is not None
-                self._observer.begin(config, self.kernel)
+                self._observer.see_start(config, self.kernel)
 
     def _replay_event(self, entry: RecordedEvent, segment: str) -> Difference | None:
         """Let the kernel handle an event; return the difference to the record, if any."""

@@ -81,7 +81,7 @@ class TraceTimeline:
         self.events = 0
         file.write(b'{"displayTimeUnit":"ms","traceEvents":[')
 
-    def begin(self, config: Config, kernel: Scheduler | None = None) -> None:
+    def see_start(self, config: Config, kernel: Scheduler | None = None) -> None:
         """Name the tracks."""
         self._name(SCHEDULER, "scheduler")
         for stage, section in (("encode", config.encode), ("generate", config.generate)):

@@ -144,7 +144,7 @@ class Member(Generic[Link]):
         self._threads = threads
         return ThreadsInUse(threads, threads_of(self._spec))
 
-    def fail(self, error: Exception) -> None:
+    def report_failure(self, error: Exception) -> None:
         """Report why this rank stops."""
         self.report(RankFailed(error_kind(error), type(error).__name__, str(error)))
 

@@ -70,7 +70,7 @@ def begun(policy: MemoryPolicy, *, ranks: Any = None) -> KvNegotiation:
     negotiation = KvNegotiation(
         policy, memory_view() if ranks is None else memory_view(ranks=ranks)
     )
-    negotiation.start()
+    negotiation.first_order()
     return negotiation
 
 
@@ -82,7 +82,7 @@ def test_negotiation_hands_out_orders_until_it_is_over() -> None:
         seen.append((yield Build(1000, headroom_bytes=7)))
 
     negotiation = KvNegotiation(scripted(script), memory_view(ranks=TWO_RANKS))
-    assert negotiation.start() == Probe(96)
+    assert negotiation.first_order() == Probe(96)
     assert negotiation.next_order([report(1), report(0)]) == Build(992, headroom_bytes=7)
     assert negotiation.next_order([report(0), report(1)]) == Accepted(992, 62)
     probe, build = seen
@@ -132,7 +132,7 @@ def test_negotiation_fails_with_the_ledger() -> None:
     view = memory_view(reservations=[reserved(50_000), reserved(0, rank=1, pool="other")])
     negotiation = KvNegotiation(following(DeviceOutOfMemory("too much")), view)
     with pytest.raises(DeviceOutOfMemory) as caught:
-        negotiation.start()
+        negotiation.first_order()
     assert str(caught.value) == (
         "too much Memory of device: 976.6 KiB = generate rank 0 weights 146.5 KiB + generate rank 0 language "
         "activations 48.8 KiB + others peers 97.7 KiB + encode rank 0 encoder activations 48.8 KiB + "
@@ -157,7 +157,7 @@ def test_negotiation_fails_with_the_ledger() -> None:
 def test_negotiation_refuses_nonsense(answer: Any, words: str) -> None:
     """The error names the class; no default would know the device better."""
     with pytest.raises(PolicyError, match=r"generate\.memory: Scripted\.plan") as caught:
-        KvNegotiation(following(answer), memory_view()).start()
+        KvNegotiation(following(answer), memory_view()).first_order()
     assert words in str(caught.value)
 
 
@@ -169,9 +169,9 @@ def test_negotiation_survives_odd_values(odd: Odd, wrap: Callable[[Any], Any]) -
     if wrap is not Probe and odd.name == "a bool":
         return
     with pytest.raises(PolicyError, match=r"generate\.memory: Scripted\.plan yielded"):
-        negotiation.start()
+        negotiation.first_order()
     with pytest.raises(PolicyError, match="which is not a generator"):
-        KvNegotiation(scripted(lambda _: wrap(Angry())), memory_view()).start()
+        KvNegotiation(scripted(lambda _: wrap(Angry())), memory_view()).first_order()
 
 
 @pytest.mark.parametrize("fail", RAISES)
@@ -211,7 +211,7 @@ def test_negotiation_spares_encoders(tokens: int, headroom_bytes: int, *, fits: 
     encoders = [reserved(250_000), reserved(900_000, rank=1, held=True)]
     view = memory_view(reservations=encoders)
     negotiation = KvNegotiation(following(Build(tokens, headroom_bytes=headroom_bytes)), view)
-    negotiation.start()
+    negotiation.first_order()
     # 100,000 of others, 300,000 at the peak without KV.
     peak_bytes = 300_000 + 10 * tokens + headroom_bytes
     memory = rank_memory(

@@ -283,7 +283,7 @@ class RemoteEngine:
         sampling = pending.request.sampling
         if sampling.prompt_logprobs is not None and not self._has_prompt_logprobs:
             raise prompt_logprobs_unavailable()
-        await self._grammars.check(sampling)
+        await self._grammars.check_request(sampling)
         token_ids = await self._media.tokenize(prompt, images=bool(images))
         if images:
             await self._link.call_large("submit", number, token_ids, images)

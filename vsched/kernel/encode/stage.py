@@ -74,7 +74,7 @@ class EncodeGroup(Group):
         """Whether it encodes nothing."""
         return not self.batch
 
-    def send(
+    def send_batch(
         self,
         batch: list[EmbeddingEntry],
         now_ns: int,
@@ -89,7 +89,7 @@ class EncodeGroup(Group):
         tasks = [_task(entry, requests) for entry in batch]
         return Decide(self.name, EncodeDecision(self.step, tasks, time_slice_ns=time_slice_ns))
 
-    def complete(self, step: int) -> list[EmbeddingEntry]:
+    def take_batch(self, step: int) -> list[EmbeddingEntry]:
         """Return the batch of a completed step."""
         assert step == self.step, f"encode step {step} came back, {self.step} was due"
         assert self.batch, f"encode step {step} came back, no batch was out"
@@ -191,7 +191,7 @@ class EncodeStage(Restorable):
             return None
         host = self.hosts.get(group.name)
         slice_ns = 0 if host is None else host.decode_slack_ns
-        return group.send(batch, now_ns, slice_ns, self._requests)
+        return group.send_batch(batch, now_ns, slice_ns, self._requests)
 
     def _overdue(self, now_ns: int) -> int | None:
         """Return the index of the entry that goes first, whatever policies say."""
@@ -267,10 +267,10 @@ class EncodeStage(Restorable):
             batch.append(entry)
         return batch
 
-    def complete(self, group: EncodeGroup, step: int, now_ns: int) -> list[int]:
+    def complete_batch(self, group: EncodeGroup, step: int, now_ns: int) -> list[int]:
         """Take a finished batch; return the requests that wait for items of it, oldest first."""
         waiting: set[int] = set()
-        batch = group.complete(step)
+        batch = group.take_batch(step)
         encoded = [entry.item.tokens for entry in batch if not entry.item.encoded]
         if encoded:
             took_ns = now_ns - group.sent_ns
@@ -288,7 +288,7 @@ class EncodeStage(Restorable):
 
     def fail_batch(self, group: EncodeGroup, step: int) -> list[int]:
         """Take a failed batch: halve it until the item at fault is alone, and return the requests that it fails."""
-        batch = group.complete(step)
+        batch = group.take_batch(step)
         if len(batch) > 1:
             probe("encode.batch_halved")
         half = -(-len(batch) // 2)

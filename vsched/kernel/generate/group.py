@@ -377,7 +377,7 @@ class GenerateGroup(Group):
         running.forgotten, running.left = [], []
         if plan is None and not (drafts.active or swap.pending):
             return GenerateDecision(step, forgotten, left, [], grown)
-        granted = drafts.send(step) if drafts.active else []
+        granted = drafts.note_drafts(step) if drafts.active else []
         swaps = swap.take_copies() if swap.pending else None
         joined, chunks = (plan.joined, plan.chunks) if plan is not None else ([], [])
         return GenerateDecision(step, forgotten, left, joined, grown, chunks, granted, swaps)
@@ -439,7 +439,7 @@ class GenerateGroup(Group):
         plan.budget.add_chunk(start, stop - start)
         met = [one for one in state.items if one.offset < stop and one.end > start]
         items = [self._cache.pin(item) for item in met]
-        writes = self._snapshots.write(state, stop)
+        writes = self._snapshots.snapshots_to_write(state, stop)
         plan.chunks.append(ChunkPlan(state.slot, start, stop, items, writes))
         plan.prefilled.append(state)
         if met:
@@ -580,8 +580,8 @@ class GenerateGroup(Group):
             self.queue.blocked = True
             return
         self.queue.dequeue(state, chosen_ns=now_ns)
-        restored = self._snapshots.read(state, found=len(found), used=len(prefix))
-        self._pool.hold(prefix)
+        restored = self._snapshots.snapshot_to_read(state, found=len(found), used=len(prefix))
+        self._pool.hold_blocks(prefix)
         if victim is not None:
             self._preempt(victim, swap_by=self._admission if swap else None)
             victim.yielded_ns = now_ns
@@ -625,10 +625,10 @@ class GenerateGroup(Group):
         measures.since_ns = now_ns
         if event.swap_ns:
             measures.swaps.append(SwapTime(now_ns, event.swap_ns, event.swap_blocks))
-        reads = in_flight.complete(step, event.tokens, now_ns, drafted)
+        reads = in_flight.complete_step(step, event.tokens, now_ns, drafted)
         self.mark_dirty()
         if self._drafts.active:
-            self._drafts.settle(step, drafted, self._counts)
+            self._drafts.settle_drafts(step, drafted, self._counts)
         for read in reads:
             self._cache.unpin(read.keys)
             state = self._requests.get(read.number)

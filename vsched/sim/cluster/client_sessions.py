@@ -210,7 +210,7 @@ class ClientSession:
         elif self._task is not None:
             self._task.cancel()
 
-    async def run(self, engine: Engine, client: AsgiClient) -> None:
+    async def send_request(self, engine: Engine, client: AsgiClient) -> None:
         """Send the request and read the response to its end."""
         loop = self._world.loop
         self.sent_ns = loop.now_ns()

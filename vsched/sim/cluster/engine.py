@@ -759,7 +759,7 @@ class SimEngine:
             await after.done.wait()
             due_ns = after.ended_ns + session.arrival.think_ns
             await asyncio.sleep(max(due_ns - self.world.loop.now_ns(), 0) / 1e9)
-        await session.run(self.engine, self.client)
+        await session.send_request(self.engine, self.client)
 
     async def run(self, workload: Iterable[Arrival]) -> list[ClientSession]:
         """Send requests at their arrival times; return after the last one is sent.

@@ -284,7 +284,7 @@ class Collector(TenantCollector):
         own = self.tenants.get(tenant)
         return (self,) if own is None else (self, own)
 
-    def fail(self, code: str, tenant: str, reason: str = "") -> None:
+    def count_failure(self, code: str, tenant: str, reason: str = "") -> None:
         """Count a refused or failed request, with the reason given by a policy."""
         for one in self._counting(tenant):
             one.failed[code] = one.failed.get(code, 0) + 1
@@ -300,7 +300,7 @@ class Collector(TenantCollector):
         self.last_ns = now_ns
         self.preemptions += times.preemptions
         if finish.reason not in (FinishReason.LENGTH, FinishReason.STOP):
-            self.fail(finish.code or finish.reason.value, live.arrival.tenant)
+            self.count_failure(finish.code or finish.reason.value, live.arrival.tenant)
             return
         self.prompt_tokens += live.prompt_tokens
         self.cached_tokens += times.cached_tokens

@@ -195,7 +195,7 @@ class _RecordReader:
                     self._admitted[arrival_id] = now_ns
                 case RejectArrival(arrival_id):
                     _, tenant = self._sent.pop(arrival_id, (0, ""))
-                    self._collector.fail("shed", tenant, command.reason)
+                    self._collector.count_failure("shed", tenant, command.reason)
                     self._notes["rejected requests are left out: their prompts were not read"] += 1
                 case Decide(group, decision):
                     self._decided.setdefault(group, deque()).append((now_ns, decision))
@@ -230,7 +230,7 @@ class _RecordReader:
         self._admitted.pop(arrival_id, None)
         sent = self._sent.pop(arrival_id, None)
         if sent is not None:
-            self._collector.fail("withdrawn", sent[1])
+            self._collector.count_failure("withdrawn", sent[1])
             self._notes["requests are left out: they ended before their prompts were read"] += 1
 
     def _submit(self, event: Submitted, commands: Sequence[Command], now_ns: int) -> None:
@@ -279,7 +279,7 @@ class _RecordReader:
                 self._live[number] = one
         for command in commands:
             if isinstance(command, Refuse):
-                self._collector.fail(command.code, request.tenant)
+                self._collector.count_failure(command.code, request.tenant)
                 self._notes["refused requests have the median output length"] += 1
 
     def _finish(self, finish: Finish, now_ns: int) -> None:

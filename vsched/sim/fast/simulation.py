@@ -349,7 +349,7 @@ class Simulation:
         self, arrival_id: int, arrival: Arrival, pixels: Mapping[str, int], now_ns: int
     ) -> Withdrawn:
         """Record a request whose client left before it was submitted."""
-        self.collector.fail(LEFT, arrival.tenant)
+        self.collector.count_failure(LEFT, arrival.tenant)
         self._ended(arrival, pixels, now_ns)
         return Withdrawn(arrival_id)
 
@@ -384,7 +384,7 @@ class Simulation:
             case RejectArrival(arrival_id):
                 arrival, _ = self._at_gate.pop(arrival_id)
                 code = "redirected" if command.base_url else "shed"
-                self.collector.fail(code, arrival.tenant, command.reason)
+                self.collector.count_failure(code, arrival.tenant, command.reason)
                 self._ended(arrival, {}, now_ns)
             case Accept(_, number):
                 entering, self._entering = self._entering, None
@@ -400,7 +400,7 @@ class Simulation:
             case Refuse():
                 entering, self._entering = self._entering, None
                 assert entering is not None, "refused without being submitted"
-                self.collector.fail(command.code, entering.arrival.tenant)
+                self.collector.count_failure(command.code, entering.arrival.tenant)
                 self._ended(entering.arrival, entering.pixels, now_ns)
             case _:
                 pass  # notices, and group restarts: the fault plan determines when groups return
@@ -408,7 +408,7 @@ class Simulation:
     def _refused(self, prepared: IncomingRequest, code: str, now_ns: int) -> None:
         """Record a request refused at intake."""
         self._may_leave.discard(prepared.arrival_id)
-        self.collector.fail(code, prepared.arrival.tenant)
+        self.collector.count_failure(code, prepared.arrival.tenant)
         self._push(now_ns, lambda *_: Withdrawn(prepared.arrival_id), None)
         self._ended(prepared.arrival, {}, now_ns)
 

@@ -181,7 +181,7 @@ class SimulatedRank(Process):
             raise
         except Exception as error:  # noqa: BLE001 - it is the rank's last word, whatever it is
             for member in self._members:
-                member.fail(error)
+                member.report_failure(error)
             await self._catch_up()
             await asyncio.sleep(LINGER_S)
             return self._code_of(error)

@@ -101,7 +101,7 @@ class AdaptedModule:
         """The adapters that were added."""
         return [name for name in self._numbers if name]
 
-    def read(self, name: Name, path: str) -> None:
+    def read_adapter(self, name: Name, path: str) -> None:
         """Read an adapter and add its layers of this module, all or none.
 
         Raises:
@@ -117,9 +117,9 @@ class AdaptedModule:
                 f"the adapter changes {head}, the output projection, which is not served. "
                 "Remedy: use an adapter of the layers alone, or merge this one into its base model."
             )
-        self.add(name, adapter)
+        self.add_adapter(name, adapter)
 
-    def add(self, name: Name, adapter: Adapter) -> None:
+    def add_adapter(self, name: Name, adapter: Adapter) -> None:
         """Add the layers of an adapter that belong to this module, or none if one does not fit.
 
         Raises:
@@ -162,7 +162,7 @@ class AdaptedModule:
         for carrier, kept in placed.items():
             carrier.put_parts(number, kept)
 
-    def remove(self, name: Name) -> None:
+    def remove_adapter(self, name: Name) -> None:
         """Remove an adapter, if it is there; layers without adapters are unchanged again."""
         number = self._numbers.pop(name, BASE_MODEL)
         for carrier in self._joined:

@@ -129,7 +129,7 @@ class KernelSums(TorchSums):
         ]
         self._values = max(sizes, default=0)
 
-    def add(self, rows: torch.Tensor, made: torch.Tensor, call: CallRows) -> None:
+    def add_products(self, rows: torch.Tensor, made: torch.Tensor, call: CallRows) -> None:
         assert made.is_contiguous(), "`made` must be contiguous"
         order, owners = call.order, call.owners
         if owners[-1] >= len(self._table):  # adapters loaded later have no part here

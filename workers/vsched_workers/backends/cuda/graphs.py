@@ -238,7 +238,7 @@ class _InFlightStep:
     tokens: torch.Tensor
     wait: Act
 
-    def read(self) -> npt.NDArray[np.int32]:
+    def read_tokens(self) -> npt.NDArray[np.int32]:
         """Wait for the tokens, int32 [rows], and return them; they are the input of the following step."""
         self.wait()
         found: npt.NDArray[np.int32] = self.tokens.numpy()[: len(self.rows.slots)].copy()
@@ -301,7 +301,7 @@ class DecodeGraphs:
         self._steady += 1
         if self._may_go_ahead(batch, step):
             self._in_flight = self._start(step.following, ahead=True)
-        tokens = step.read()
+        tokens = step.read_tokens()
         if picked is not None:
             return Sampled(tokens=tokens[picked])
         return with_logprobs(tokens, step.logits, special_rows(batch))
