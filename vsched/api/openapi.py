@@ -25,7 +25,7 @@ _REFERENCE = "#/components/schemas/{name}"
 class JsonEndpoint:
     """An ASGI application: sends the result of a method, a text as it is and others as JSON, unless it has responded.
 
-    Of the parameters of the method, `request` is the body, as `read` of its object decodes it, and `exchange` the
+    Of the parameters of the method, `request` is the body, as `read_body` of its object decodes it, and `exchange` the
     exchange.
     """
 

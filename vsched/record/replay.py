@@ -41,16 +41,20 @@ ReplayProgress = Callable[[int, int], None]
 """Called with the number of bytes that are replayed, and of all."""
 
 
-class ReplayObserver(Protocol):
-    """Gets every replayed event."""
-
-    def see_start(self, config: Config, kernel: Scheduler) -> None:
-        """Take the configuration, and the kernel before the first event."""
+class EventObserver(Protocol):
+    """Gets every event of a replay or a simulation, in order."""
 
     def see(
         self, now_ns: int, event: Event, commands: Sequence[Command], kernel: Scheduler
     ) -> None:
         """Take an event, its commands, and the kernel after it."""
+
+
+class ReplayObserver(EventObserver, Protocol):
+    """Gets every replayed event, and the start."""
+
+    def see_start(self, config: Config, kernel: Scheduler) -> None:
+        """Take the configuration, and the kernel before the first event."""
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from heapq import heappop, heappush
 from random import Random
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -73,6 +73,9 @@ from vsched.sim.setup import Setup, prepare
 from vsched.sim.workload.requests import Arrival, RequestMaker, Workload
 from vsched.types import FinishReason, ModelInfo, group_names
 
+if TYPE_CHECKING:
+    from vsched.record.replay import EventObserver
+
 START_NS = 1_000_000
 """Kernel time of the start of a workload: the kernel reads 0 as "never"."""
 PROGRESS_EVERY = 64
@@ -84,16 +87,6 @@ Happen = Callable[[Any, int], Event | None]
 """Lets something happen to the subject of a heap entry at its time; returns the event for the scheduler, if any."""
 OnRequests = Callable[[int], None]
 """Called with the number of ended requests."""
-
-
-class EventObserver(Protocol):
-    """Observes every event and the resulting commands, in order."""
-
-    def see(
-        self, now_ns: int, event: Event, commands: Sequence[Command], kernel: Scheduler
-    ) -> None:
-        """Observe an event, the resulting commands, and the kernel after it."""
-        ...
 
 
 class Simulation:
