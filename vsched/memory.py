@@ -471,7 +471,7 @@ class KvNegotiation:
                 "and return once the last Build fits."
             )
         self._plan = plan
-        return self._advance(None)
+        return self._resume_policy(None)
 
     def next_order(self, reports: Sequence[Sized]) -> Order:
         """Take the reports of all ranks on the last order, and return the next.
@@ -509,13 +509,13 @@ class KvNegotiation:
                 'generate.memory = {use = "pinned", tokens = ...}, which needs no teardown'
             )
             raise MemoryLeak(self._with_ledger(message))
-        return self._advance(attempt)
+        return self._resume_policy(attempt)
 
     def ledger(self) -> Ledger:
         """Return the ledger at the peak of the last attempt, or after loading before there is one."""
         return self._ledger(self.view, self.attempts)
 
-    def _advance(self, attempt: Attempt | None) -> Order:
+    def _resume_policy(self, attempt: Attempt | None) -> Order:
         """Resume the policy until it yields or ends."""
         assert self._plan is not None
         try:

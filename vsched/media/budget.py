@@ -68,7 +68,7 @@ class ByteBudget:
         assert 0 <= size <= self._size
         grant = Grant(self, size, begin)
         self._waiters.append(grant)
-        self._serve()
+        self._grant_waiting()
         return grant
 
     def release(self, grant: Grant) -> None:
@@ -80,7 +80,7 @@ class ByteBudget:
             self._waiters.remove(grant)
         else:
             return
-        self._serve()
+        self._grant_waiting()
 
     def statistics(self) -> BudgetStatistics:
         """Return a snapshot."""
@@ -90,7 +90,7 @@ class ByteBudget:
             waiting=len(self._waiters),
         )
 
-    def _serve(self) -> None:
+    def _grant_waiting(self) -> None:
         if self._is_serving:
             # `begin` may release at once: the outer loop handles it, so calls do not nest.
             return

@@ -158,7 +158,7 @@ class PixelStore:
                 future.result().release()
             elif waiter in self._waiters:
                 self._waiters.remove(waiter)
-                self._serve()
+                self._serve_waiting()
             raise
 
     def acquire_nowait(self, sizes: Mapping[bytes, int]) -> PixelLease | None:
@@ -184,7 +184,7 @@ class PixelStore:
         """Release one hold on each key."""
         for key in keys:
             self._drop_hold(key)
-        self._serve()
+        self._serve_waiting()
 
     def add_holds(self, *keys: bytes) -> PixelLease:
         """Add a hold to entries that are already held, for the thread that fills them."""
@@ -239,7 +239,7 @@ class PixelStore:
         freed = self._kept_bytes
         while self._kept:
             self._evict()
-        self._serve()
+        self._serve_waiting()
         return freed
 
     def statistics(self) -> PixelStatistics:
@@ -255,7 +255,7 @@ class PixelStore:
             evictions=self._evictions,
         )
 
-    def _serve(self) -> None:
+    def _serve_waiting(self) -> None:
         while self._waiters:
             future, sizes = self._waiters[0]
             if not future.done():

@@ -207,7 +207,7 @@ class DraftModel:
             if table.length[slot] + count <= self._info.context_tokens
         }
         for slot in wanted:
-            self._receive(slot, sequences[slot], table)
+            self._update_sequence(slot, sequences[slot], table)
         found = self._catch_up(list(wanted), table)
         going = sorted(found)
         while going := [
@@ -231,7 +231,7 @@ class DraftModel:
             for slot, tokens in found.items()
         }
 
-    def _receive(self, slot: int, sequence: SequenceState, table: SlotTable) -> None:
+    def _update_sequence(self, slot: int, sequence: SequenceState, table: SlotTable) -> None:
         """Update a sequence with its new tokens; rejected draft tokens are forgotten."""
         length = int(table.length[slot])
         tokens = np.minimum(sequence.tokens[:length], self._info.vocab_size - 1)

@@ -254,9 +254,8 @@ class StreamingEngine(FakeEngine):
             self.stream.deliver()
 
     def finish(self) -> None:
-        self.stream.push_finish(
-            Finish(self.stream.request_id, 1, FinishReason.STOP, RequestTimes())
-        )
+        finish = Finish(self.stream.request_id, 1, FinishReason.STOP, RequestTimes())
+        self.stream.push_finish(finish)
         self.stream.deliver()
 
 

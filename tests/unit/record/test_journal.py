@@ -65,9 +65,8 @@ def test_state_of_a_choice_is_kept_with_its_request(tmp_path: Path) -> None:
     second = journal(tmp_path)
     assert [one.progress for one in second.left()] == [ResumeProgress()]
     second.append_progress("one", ResumeProgress(resumed=1))
-    second.append_progress(
-        "one", ResumeProgress(resumed=2, started=PartialOutput(b"digest", (1, 2, 3)))
-    )
+    progress = ResumeProgress(resumed=2, started=PartialOutput(b"digest", (1, 2, 3)))
+    second.append_progress("one", progress)
     third = journal(tmp_path)
     (left,) = third.left()
     assert left.progress == ResumeProgress(resumed=2, started=PartialOutput(b"digest", (1, 2, 3)))

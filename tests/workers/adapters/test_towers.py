@@ -117,9 +117,8 @@ def test_a_tower_of_any_architecture_has_the_rows_of_pefts(tmp_path: Path, name:
 def test_modules_of_neither_part_are_refused_by_name(stages: Stages) -> None:
     _, module = tower_of(stages("nano25"))
     pair = LowRankPair(torch.ones(1, 8), torch.ones(8, 1), 1.0)
-    module.add_adapter(
-        "language alone", Adapter({"model.language_model.layers.0.self_attn.q_proj": pair})
-    )
+    language = {"model.language_model.layers.0.self_attn.q_proj": pair}
+    module.add_adapter("language alone", Adapter(language))
     assert module.names == ["language alone"]
     for name in ("model.visual.blocks.99.attn.qkv", "lm_head"):
         with pytest.raises(CheckpointError, match=f"changes {name}, which the model lacks"):

@@ -175,7 +175,7 @@ class RemoteHost:
     def _on_message(self, message: ToEngine) -> None:
         match message:
             case Opened():
-                self._open()
+                self._on_opened()
             case Refused(why):
                 self.stream.fail(why)
             case Launched(rank, pid) if rank in self._ranks:
@@ -193,7 +193,7 @@ class RemoteHost:
                     f"sent {type(message).__name__} for an unknown group, rank or step"
                 )
 
-    def _open(self) -> None:
+    def _on_opened(self) -> None:
         if self._opening is not None:
             self._opening.cancel()
         logger.info("host %s: connected", self.name)

@@ -159,13 +159,13 @@ class HostedStart:
 
     def _on_message(self, message: ToHost) -> None:
         if isinstance(message, OpenGroups):
-            self._open(message)
+            self._open_groups(message)
         elif self._place is None:
             self._stream.fail("sent a message before its introduction")
         else:
             self._obey(message, self._place)
 
-    def _open(self, requested: OpenGroups) -> None:
+    def _open_groups(self, requested: OpenGroups) -> None:
         if self._place is not None:
             self._stream.fail("introduced itself twice")
             return

@@ -213,7 +213,7 @@ class RemoteEngine:
                     sampling=sampling,
                     stop_token_ids=stops,
                     report=report,
-                    on_stop=self._end,
+                    on_stop=self._end_choice,
                     on_end=lambda: None,
                 ),
                 self.preprocessor.detokenizer,
@@ -222,13 +222,13 @@ class RemoteEngine:
             for name in pending.request_ids
         ]
 
-    def _end(self, request_id: str, reason: FinishReason) -> None:
+    def _end_choice(self, request_id: str, reason: FinishReason) -> None:
         number = self._choices.get(request_id)
         if number is not None:
             self._link.call("end", number, reason)
 
     def _on_failed(self, request_id: str) -> None:
-        self._end(request_id, FinishReason.ERROR)
+        self._end_choice(request_id, FinishReason.ERROR)
 
     # --- requests ---
 

@@ -368,7 +368,7 @@ class ApiProcesses:
     async def start_serving(self) -> None:
         """Start all processes; they answer 503 until `ready`."""
         for index in range(self._engine.config.server.processes):
-            await self._start(index, at_once=True)
+            await self._start_process(index, at_once=True)
         loop = asyncio.get_running_loop()
         self._tasks = [loop.create_task(self._watch(index)) for index in self._running]
         self._tasks.append(loop.create_task(self._send_beats()))
@@ -399,7 +399,7 @@ class ApiProcesses:
         for error in filter(None, errors):
             raise ConfigError(f"server.processes: an API process cannot serve: {error}")
 
-    async def _start(self, index: int, *, at_once: bool) -> None:
+    async def _start_process(self, index: int, *, at_once: bool) -> None:
         config = self._engine.config
         share = -(-config.server.max_connections // config.server.processes)
         server = msgspec.structs.replace(config.server, max_connections=share)
@@ -441,7 +441,7 @@ class ApiProcesses:
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, PAUSE_MAX_S)
                 try:
-                    await self._start(index, at_once=False)
+                    await self._start_process(index, at_once=False)
                 except Exception:  # such as too many processes or open files, perhaps not for long
                     logger.exception("API process %d cannot start; trying again", index)
                     self._running[index].link.drop_peer("cannot start")

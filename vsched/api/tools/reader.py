@@ -94,11 +94,11 @@ class OutputParser:
         whole = text.rstrip(_HALF)
         self._half = text[len(whole) :]
         self._buffer += whole
-        parts = self._advance()
+        parts = self._run_states()
         # With text in the buffer, the incomplete character may belong to a marker: wait for the next piece.
         if self._half and not self._buffer:
             self._buffer, self._half = self._half, ""
-            parts += self._advance()
+            parts += self._run_states()
         return parts
 
     def finish(self, *, cut: bool = False) -> list[AnswerPart]:
@@ -107,7 +107,7 @@ class OutputParser:
         self._cut = cut or self._forced
         if not self._cut:
             self._buffer, self._half = self._buffer + self._half, ""
-        parts = self._advance()
+        parts = self._run_states()
         if self._leading and self._blanks and not (self._parted or self._buffer or self._forced):
             parts.append(AnswerPart("content", self._blanks))
         return parts
@@ -117,7 +117,7 @@ class OutputParser:
         """True if the arguments of the last call in the output are incomplete."""
         return self._state == self._arguments
 
-    def _advance(self) -> list[AnswerPart]:
+    def _run_states(self) -> list[AnswerPart]:
         while self._buffer and self._state():
             pass
         parts, self._parts = self._parts, []

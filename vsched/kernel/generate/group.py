@@ -347,13 +347,13 @@ class GenerateGroup(Group):
             advanced = [max(able[i].advanced_ns, able[i].admitted_ns) for i in decided.left_out]
             self._left_out_ns = max(self._left_out_ns, now_ns - min(advanced))
         for index, tokens_max in decided.shares.items():
-            self._advance(able[index], tokens_max, plan, now_ns)
+            self._advance_prefill(able[index], tokens_max, plan, now_ns)
         if not (decode_tokens or plan.chunks or decided.unlimited):
             seat.overrule(NONE_ADVANCES)
             for state in able:
-                self._advance(state, None, plan, now_ns)
+                self._advance_prefill(state, None, plan, now_ns)
 
-    def _advance(
+    def _advance_prefill(
         self, state: RequestState, tokens_max: int | None, plan: StepPlan, now_ns: int
     ) -> None:
         left = len(state.tokens) - state.computed

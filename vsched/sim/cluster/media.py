@@ -61,9 +61,9 @@ class SimulatedThreads(Executor):
                 self._running[self._started] = work
                 duration_ns = int(self._process_ns * (0.5 + self._rng.random()))
                 due_ns = self._loop.now_ns() + duration_ns
-                self._loop.call_at_ns(due_ns, self._finish, self._started)
+                self._loop.call_at_ns(due_ns, self._finish_call, self._started)
 
-    def _finish(self, number: int) -> None:
+    def _finish_call(self, number: int) -> None:
         work = self._running.pop(number, None)
         if work is not None:
             self._idle += 1

@@ -113,7 +113,7 @@ class Ingress:
             return
         self.preparing += 1
         if not images:
-            self._finish(prepared, now_ns)
+            self._schedule_ready(prepared, now_ns)
         elif self._waiting or not self._process(prepared, now_ns):
             self._waiting.append(prepared)
 
@@ -160,7 +160,7 @@ class Ingress:
             job.threads.waiting.append(job)
             self._start_jobs(job.threads, now_ns)
         if not jobs:
-            self._finish(prepared, now_ns)
+            self._schedule_ready(prepared, now_ns)
         return True
 
     def _jobs_of(self, prepared: IncomingRequest, absent: set[str]) -> list[ImageJob]:
@@ -188,10 +188,10 @@ class Ingress:
         job.threads.free += 1
         job.left[0] -= 1
         if not job.left[0]:
-            self._finish(job.prepared, now_ns)
+            self._schedule_ready(job.prepared, now_ns)
         self._start_jobs(job.threads, now_ns)
 
-    def _finish(self, prepared: IncomingRequest, now_ns: int) -> None:
+    def _schedule_ready(self, prepared: IncomingRequest, now_ns: int) -> None:
         """Schedule the ready time of a request whose images are processed."""
         host = self._cost.host
         took_ns = host.request_ns + host.token_ns * prepared.arrival.prompt_tokens

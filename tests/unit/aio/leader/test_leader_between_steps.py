@@ -50,9 +50,7 @@ def test_encode_slices_follow_the_times_of_parts() -> None:
     assert encode_slices.busy_ns == 185 * MS
     assert encode_slices.end_batch()
     assert encode_slices.begin_batch(batch(2, 400)).layers == 2, "twice the tokens"
-    assert encode_slices.begin_batch(batch(2, 50)).layers == 4, (
-        "these may be layers, those parts of them"
-    )
+    assert encode_slices.begin_batch(batch(2, 50)).layers == 4, "these may be whole layers"
     assert encode_slices.begin_batch(batch(3, 100_000)).layers == 1
     assert encode_slices.begin_batch(batch(4, 100, time_slice_ms=1000)).layers == 40
     assert encode_slices.take_pause(Paused(4, 80, 400 * MS)) == 200, "another batch, another cost"

@@ -326,9 +326,8 @@ async def test_stream_table_reports_no_answer_before_all_of_its_prompt(finished:
         assert table.generations[2].take() is None
         called.clear()
         one = array("f", [-1.0]).tobytes()
-        table.streams.deliver_report(
-            [PromptPiece(1, start, one, array("i", [1]).tobytes(), b"", b"")]
-        )
+        piece = PromptPiece(1, start, one, array("i", [1]).tobytes(), b"", b"")
+        table.streams.deliver_report([piece])
     await asyncio.sleep(0)
     assert called == [2]
     delta = table.generations[2].take()

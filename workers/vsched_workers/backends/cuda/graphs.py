@@ -300,7 +300,7 @@ class DecodeGraphs:
             step, picked = self._start_batch(batch), None
         self._steady += 1
         if self._may_go_ahead(batch, step):
-            self._in_flight = self._start(step.following, ahead=True)
+            self._in_flight = self._start_rows(step.following, ahead=True)
         tokens = step.read_tokens()
         if picked is not None:
             return Sampled(tokens=tokens[picked])
@@ -341,7 +341,7 @@ class DecodeGraphs:
         if rows is None or not self._goes_on(batch, rows):
             rows = self._upload(batch)
         rows.special = list(batch.special)
-        return self._start(rows)
+        return self._start_rows(rows)
 
     def _goes_on(self, batch: Batch, rows: _GraphRows) -> bool:
         """Return whether the device is prepared for this batch; new blocks are unknown to it."""
@@ -356,7 +356,7 @@ class DecodeGraphs:
             return False
         return bool((step.following.positions % self._cache.block_size).all())
 
-    def _start(self, rows: _GraphRows, *, ahead: bool = False) -> _InFlightStep:
+    def _start_rows(self, rows: _GraphRows, *, ahead: bool = False) -> _InFlightStep:
         """Start the prepared step and the download of its tokens.
 
         `ahead`: the host has not read the tokens of the step before.
