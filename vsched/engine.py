@@ -164,7 +164,7 @@ class RunningParts:
         if sampling.prompt_logprobs is not None and not self.computes_prompt_logprobs:
             raise prompt_logprobs_unavailable()
         if sampling.grammar:
-            await self.grammars.check(sampling)
+            await self.grammars.check_request(sampling)
         return await self.media.prepare(prompt, images, cache_salt)
 
     async def stop(self, *, grace_s: float) -> None:
@@ -266,7 +266,7 @@ class Engine:
             self._running = await self._start_parts(front_end)
             for name, path in self.config.adapters.load.items():
                 try:
-                    await self._running.adapters.load(name, path)
+                    await self._running.adapters.load_adapter(name, path)
                 except RequestRefused as error:
                     raise ConfigError(f"adapters.load.{name}: {error.message}") from error
         except BaseException:
@@ -477,10 +477,10 @@ class Engine:
         received_s = time.perf_counter()
         given = contextlib.ExitStack()
         try:
-            hold = parts.adapters.hold(adapter) if adapter else None
+            hold = parts.adapters.hold_adapter(adapter) if adapter else None
             if hold is not None:
                 given.callback(hold.release)
-            with parts.shell.arrivals.begin(request_ids[0]) as arrival:
+            with parts.shell.arrivals.track_arrival(request_ids[0]) as arrival:
                 await arrival.admit(
                     Arrived(
                         arrival.arrival_id,
@@ -553,7 +553,7 @@ class Engine:
         generations: list[Sink] = []
         running = len(request_ids)
 
-        def end(index: int) -> None:
+        def end_choice(index: int) -> None:
             nonlocal running
             running -= 1
             if not running:
@@ -567,12 +567,12 @@ class Engine:
                 sampling=sampling,
                 stop_token_ids=frozenset(stop_token_ids),
                 report=report,
-                on_stop=shell.end,
-                on_end=partial(end, index),
+                on_stop=shell.end_request,
+                on_end=partial(end_choice, index),
             )
             generations.append(make_answer(inputs))
         if hold is not None:
-            hold.run(partial(interrupt_all, generations))
+            hold.mark_running(partial(interrupt_all, generations))
         further = further_choices(request_ids, sampling.seed or 0)
         shell.submit(
             request,
@@ -583,7 +583,7 @@ class Engine:
             emitted=emitted,
         )
         for token_id in emitted:  # after acceptance: a stop string among them ends the choice
-            generations[0].push(token_id, None)
+            generations[0].push_token(token_id, None)
         return generations
 
     def default_sampling(self) -> SamplingParams:
@@ -602,7 +602,7 @@ class Engine:
             RequestRefused: If `generate` would refuse it.
         """
         parts = self._serving()
-        with parts.shell.arrivals.begin("tokenize"):
+        with parts.shell.arrivals.track_arrival("tokenize"):
             prepared = await parts.media.prepare(checked_prompt(prompt), checked_images(images))
         prepared.lease.release()
         return prepared.token_ids
@@ -639,7 +639,7 @@ class Engine:
             RequestRefused: If it cannot be loaded; nothing of it remains.
         """
         table = self._serving().adapters
-        await table.load(name, table.path_of(path))
+        await table.load_adapter(name, table.path_of(path))
 
     async def unload_adapter(self, name: str) -> None:
         """Unload an adapter; requests that use it may finish first, within `deadlines.drain_s`.

@@ -233,7 +233,7 @@ class ForkServer:
     """
 
     def __init__(self, modules: Sequence[str] = ()) -> None:
-        """Create a server that starts at the first request, or with `start` or `begin`."""
+        """Create a server that starts at the first request, or with `start` or `begin_imports`."""
         self._modules = modules
         self._process: subprocess.Popen[bytes] | None = None
         self._orders: socket.socket | None = None
@@ -257,7 +257,7 @@ class ForkServer:
             if self._process is not None:
                 logger.warning("the fork server ended (exit code %d)", self._process.returncode)
             self._forget()
-            self.begin()
+            self.begin_imports()
         assert self._orders is not None
         channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         channel.setblocking(False)
@@ -314,7 +314,7 @@ class ForkServer:
         self._forget()
 
     def start(self) -> socket.socket:
-        """Start the process, which imports `PRELOADED` and waits for `begin`; return its socket."""
+        """Start the process, which imports `PRELOADED` and waits for `begin_imports`; return its socket."""
         self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._orders.setblocking(False)
         with theirs:
@@ -328,7 +328,7 @@ class ForkServer:
             )
         return self._orders
 
-    def begin(self, modules: Sequence[str] | None = None) -> None:
+    def begin_imports(self, modules: Sequence[str] | None = None) -> None:
         """Start importing: these modules, or by default the constructor's."""
         if modules is not None:
             self._modules = modules

@@ -125,7 +125,7 @@ class HostShares:
             found.append(rank)
         return found
 
-    def note(self) -> str:
+    def limit_note(self) -> str:
         """Return a sentence for an error message if a share is less than a limit; otherwise nothing."""
         if not self._limited:
             return ""
@@ -425,7 +425,7 @@ class KvNegotiation:
     """Runs a memory policy: returns its orders, and sends it the combined reports of all ranks.
 
     The ranks may be those of several groups, which then get equal sizes. Orders are in whole blocks. `Accepted` or an
-    error ends the negotiation. Errors quote the result of `ledger`, followed by `note`.
+    error ends the negotiation. Errors quote the result of `ledger`, followed by `limit_note`.
 
     Attributes:
         view: The policy's view.
@@ -452,7 +452,7 @@ class KvNegotiation:
         self._ledger, self._note = ledger, note
         self._name = f"generate.memory: {type(policy).__name__}.plan"
 
-    def start(self) -> Order:
+    def first_order(self) -> Order:
         """Return the first order.
 
         Raises:
@@ -471,9 +471,9 @@ class KvNegotiation:
                 "and return once the last Build fits."
             )
         self._plan = plan
-        return self._advance(None)
+        return self._resume_policy(None)
 
-    def take(self, reports: Sequence[Sized]) -> Order:
+    def next_order(self, reports: Sequence[Sized]) -> Order:
         """Take the reports of all ranks on the last order, and return the next.
 
         Raises:
@@ -509,13 +509,13 @@ class KvNegotiation:
                 'generate.memory = {use = "pinned", tokens = ...}, which needs no teardown'
             )
             raise MemoryLeak(self._with_ledger(message))
-        return self._advance(attempt)
+        return self._resume_policy(attempt)
 
     def ledger(self) -> Ledger:
         """Return the ledger at the peak of the last attempt, or after loading before there is one."""
         return self._ledger(self.view, self.attempts)
 
-    def _advance(self, attempt: Attempt | None) -> Order:
+    def _resume_policy(self, attempt: Attempt | None) -> Order:
         """Resume the policy until it yields or ends."""
         assert self._plan is not None
         try:

@@ -107,7 +107,7 @@ class LLM:
         self._loop = _LoopThread()
         self._close = weakref.finalize(self, self._loop.close)
         try:
-            self.engine = self._loop.call(self._start(config))
+            self.engine = self._loop.call(self._start_engine(config))
         except BaseException:
             self.close()
             raise
@@ -119,7 +119,7 @@ class LLM:
             served.media.preparing_max,
         )
 
-    async def _start(self, config: Config) -> Engine:
+    async def _start_engine(self, config: Config) -> Engine:
         quiet = Console(file=io.StringIO())
         with loading_progress(self._console if self._progress else quiet) as report:
             engine = Engine(config, on_progress=report)
@@ -160,7 +160,9 @@ class LLM:
         """
         one = isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable)
         listed: list[Any] = [prompts] if one else list(cast("Iterable[Any]", prompts))
-        return self._run([partial(_prompt, one) for one in listed], sampling, on_error, options)
+        return self._run_prompts(
+            [partial(_prompt, one) for one in listed], sampling, on_error, options
+        )
 
     def chat(
         self,
@@ -190,9 +192,9 @@ class LLM:
         arguments = {"add_generation_prompt": True, **(template_arguments or {})}
         render = self.engine.preprocessor.render
         prepares = [partial(_conversation, render, one, arguments) for one in listed]
-        return self._run(prepares, sampling, on_error, options)
+        return self._run_prompts(prepares, sampling, on_error, options)
 
-    def _run(
+    def _run_prompts(
         self,
         prepares: Sequence[_Prepare],
         sampling: SamplingParams | None,

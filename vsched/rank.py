@@ -69,7 +69,7 @@ def run(spec: RankSpec) -> None:
                 step(rank, spec.timeout_s)
         except Exception as error:
             for member in members:
-                member.fail(error)
+                member.report_failure(error)
             raise
         finally:
             pulse.close()

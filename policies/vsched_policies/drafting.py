@@ -30,18 +30,18 @@ class Average(msgspec.Struct):
     value: float = 0.0
     count: int = 0
 
-    def take(self, value: float) -> None:
+    def add_value(self, value: float) -> None:
         """Add a value."""
         self.count = min(self.count + 1, STEPS_BACK)
         self.value += (value - self.value) / self.count
 
-    def take_time(self, took_ns: float) -> None:
+    def add_time(self, took_ns: float) -> None:
         """Add a step time.
 
         Other programs can only make a step longer, so a much shorter one gets more weight: after a
         slow phase of the machine, the few steps of one trial show that drafting pays again.
         """
-        self.take(min(took_ns, HELD_UP * self.value) if self.count else took_ns)
+        self.add_value(min(took_ns, HELD_UP * self.value) if self.count else took_ns)
         self.value = min(self.value, HELD_UP * took_ns)
 
 
@@ -83,10 +83,10 @@ class Trials(msgspec.Struct):
             kind = self.kinds.setdefault(step.decodes.bit_length(), StepKind())
             each_ns = step.busy_ns / step.decodes
             if step.drafted:
-                kind.drafted_ns.take_time(each_ns)
-                kind.tokens.take(1 + step.accepted / step.decodes)
+                kind.drafted_ns.add_time(each_ns)
+                kind.tokens.add_value(1 + step.accepted / step.decodes)
             else:
-                kind.plain_ns.take_time(each_ns)
+                kind.plain_ns.add_time(each_ns)
 
     def speedup(self, decodes: int) -> float | None:
         """Return the speedup by draft tokens; None if it was not measured."""

@@ -43,14 +43,14 @@ PLANTS = (
     ),
     Plant(
         "a permit leak",
-        "vsched.media.fills:Fills._end",
+        "vsched.media.fills:Fills._end_fill",
         "fill.give_back()",
         "fill.lease.release() if outcome else fill.give_back()",
         seed=22,
     ),
     Plant(
         "a set in the batch order",
-        "vsched.kernel.encode.stage:EncodeStage._take",
+        "vsched.kernel.encode.stage:EncodeStage._take_batch",
         "for entry in chosen:",
         "for entry in set(chosen):",
         seed=8,
@@ -86,23 +86,24 @@ PLANTS = (
     ),
     Plant(
         "a retry by one rank",
-        "vsched.worker.stage_rank:EncodeRank._run",
+        "vsched.worker.stage_rank:EncodeRank._run_layers",
         "except DeviceOutOfMemory as error:",
-        "except DeviceOutOfMemory as error:\n        if not self._first:\n            return self._run(step, 0, work)",
+        "except DeviceOutOfMemory as error:\n        if not self._first:\n"
+        "            return self._run_layers(step, 0, work)",
         seed=70,
     ),
     Plant(
         "a part of a batch taken for all of it",
-        "vsched.worker.stage_rank:EncodeRank._run",
+        "vsched.worker.stage_rank:EncodeRank._run_layers",
         "if done:",
         "if True:",
         seed=17,
     ),
     Plant(
         "a lost terminal reply",
-        "vsched.aio.streams:StreamTable.finish",
-        "stream.finish(finish)",
-        "stream.finish(finish) if self._by_number else None",
+        "vsched.aio.streams:StreamTable.deliver_finish",
+        "stream.push_finish(finish)",
+        "stream.push_finish(finish) if self._by_number else None",
         seed=0,
     ),
     Plant(

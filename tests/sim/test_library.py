@@ -89,9 +89,9 @@ class Recorded:
     def __init__(self, *each: Any) -> None:
         self._each = each
 
-    def note(self, event: Event, now_ns: int, commands: Sequence[Command]) -> None:
+    def record_event(self, event: Event, now_ns: int, commands: Sequence[Command]) -> None:
         for one in self._each:
-            one.note(event, now_ns, commands)
+            one.record_event(event, now_ns, commands)
 
     def close(self) -> None:
         for one in self._each:

@@ -14,7 +14,7 @@ import yaml
 ROOT = Path(__file__).parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SHIPPED = {"vsched": ROOT, "vsched_policies": ROOT / "policies", "vsched_workers": ROOT / "workers"}
-CLASS = re.compile(r"^ *class (\w+)(?:\[.*\])?(?:\(([^)]*)\))?:", re.MULTILINE)
+CLASS = re.compile(r"^ *class (\w+)", re.MULTILINE)
 
 
 def sources() -> list[Path]:
@@ -111,12 +111,11 @@ def test_tidy_tests_measure_no_time() -> None:
 
 
 def test_tidy_class_names_stand_once() -> None:
-    """A name means one thing: only a protocol and the class that satisfies it may share theirs."""
+    """A name means one thing."""
     places: dict[str, list[str]] = {}
     for path in sources():
-        for name, bases in CLASS.findall(path.read_text()):
-            if "Protocol" not in re.split(r"\W+", bases):
-                places.setdefault(name, []).append(shown(path))
+        for name in CLASS.findall(path.read_text()):
+            places.setdefault(name, []).append(shown(path))
     assert not {name: found for name, found in places.items() if len(found) > 1}
 
 

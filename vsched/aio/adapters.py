@@ -84,7 +84,7 @@ class AdapterHold:
         adapter.requests += 1
         adapter.idle.clear()
 
-    def run(self, interrupt: Callable[[str], None]) -> None:
+    def mark_running(self, interrupt: Callable[[str], None]) -> None:
         """Note that the request is being submitted; `interrupt` ends it from now on.
 
         Raises:
@@ -146,7 +146,7 @@ class AdapterTable:
 
     # --- requests ---
 
-    def hold(self, name: str) -> AdapterHold:
+    def hold_adapter(self, name: str) -> AdapterHold:
         """Register a request that uses an adapter.
 
         Raises:
@@ -199,7 +199,7 @@ class AdapterTable:
             )
         return str(found)
 
-    async def load(self, name: str, path: str) -> None:
+    async def load_adapter(self, name: str, path: str) -> None:
         """Load an adapter; see `Engine.load_adapter`. Cancelling does not stop it."""
         self._check(name)
         adapter = self._named[name] = ServedAdapter(name, next(self._numbers), path)

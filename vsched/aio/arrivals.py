@@ -32,7 +32,7 @@ REDIRECT = 307
 
 
 class PendingArrival:
-    """A request that is not submitted yet; see `PendingArrivals.begin`.
+    """A request that is not submitted yet; see `PendingArrivals.track_arrival`.
 
     Attributes:
         arrival_id: Its id in the kernel, unique among all arrivals.
@@ -118,7 +118,7 @@ class PendingArrivals:
         return len(self._live)
 
     @contextlib.contextmanager
-    def begin(self, request_id: str) -> Iterator[PendingArrival]:
+    def track_arrival(self, request_id: str) -> Iterator[PendingArrival]:
         """Register a request of the current task until it is submitted or the context is left.
 
         If the request is interrupted, the context raises that error in place of the task's cancellation.

@@ -155,7 +155,7 @@ class GrammarChecks:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="grammars")
         self._accepted: OrderedDict[bytes, None] = OrderedDict()
 
-    async def check(self, sampling: SamplingParams) -> None:
+    async def check_request(self, sampling: SamplingParams) -> None:
         """Refuse a request whose grammar cannot be used, if it has one.
 
         Blocks: up to the deadline.

@@ -224,7 +224,7 @@ class Sizing:
     def _negotiation(self, groups: Sequence[str], shares: HostShares) -> KvNegotiation:
         together = len(groups) > 1
         owner = f"{groups[0]} to {groups[-1]}" if together else groups[0]
-        note = shares.note()
+        note = shares.limit_note()
         if together:
             note += f" {owner} are sized together, and each gets the same: fewer generate.replicas need less."
         loaded = [rank for group in groups for rank in self._loaded[group]]
@@ -258,11 +258,11 @@ class Sizing:
         self, negotiation: KvNegotiation, groups: Sequence[str], shares: HostShares
     ) -> Accepted:
         """Have the ranks of all groups carry out the policy's orders until it accepts a build."""
-        order = negotiation.start()
+        order = negotiation.first_order()
         while not isinstance(order, Accepted):
             votes = await self._votes(groups, order, dropping=bool(negotiation.attempts))
             memory = _numbered(shares.within([vote.memory for vote in votes]))
-            order = negotiation.take(
+            order = negotiation.next_order(
                 [
                     msgspec.structs.replace(vote, memory=measured)
                     for vote, measured in zip(votes, memory, strict=True)

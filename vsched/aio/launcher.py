@@ -146,7 +146,7 @@ class RankProcess:
         else:
             self._on_exit(code)
 
-    async def end(self, *, grace_s: float) -> None:
+    async def wait_exit(self, *, grace_s: float) -> None:
         """Wait for the process to end; kill it after the grace period.
 
         An exit that waits for the rank's report is not reported any more.
@@ -193,7 +193,7 @@ class LaunchedRank(Protocol):
     @property
     def pid(self) -> int: ...
 
-    async def end(self, *, grace_s: float) -> None:
+    async def wait_exit(self, *, grace_s: float) -> None:
         """Wait for the rank to end; kill it after the grace period."""
 
 
@@ -386,7 +386,7 @@ def early_fork_servers(
         modules = _modules_of_generate(config)
         if modules:
             servers[modules] = idle or ForkServer()
-            servers[modules].begin(modules)
+            servers[modules].begin_imports(modules)
         elif idle is not None:
             idle.close()
     try:

@@ -104,7 +104,7 @@ class ProcessLiveness:
         self._last_call_s = now_s
         return self._ran_s
 
-    def receive(self, rank: int, now_s: float, *, follows: bool) -> None:
+    def note_message(self, rank: int, now_s: float, *, follows: bool) -> None:
         """Note a message of a rank; `follows` is True if its log follower sent it."""
         self.process_s[rank] = now_s
         if follows:
@@ -254,7 +254,7 @@ class RankThreads(dict[int, ThreadsInUse]):
         self._changed_s: dict[int, float] = {}
         self._logged: dict[int, int] = {}
 
-    def take(self, rank: int, report: ThreadsInUse, now_s: float) -> None:
+    def add_report(self, rank: int, report: ThreadsInUse, now_s: float) -> None:
         if self.get(rank) != report:
             self[rank], self._changed_s[rank] = report, now_s
 
@@ -290,7 +290,7 @@ class EncodeSlices:
         self._tokens = 0
         self._layer_ns, self._layer_tokens = 0.0, 0
 
-    def begin(self, decision: EncodeDecision) -> EncodeDecision:
+    def begin_batch(self, decision: EncodeDecision) -> EncodeDecision:
         self._time_slice_ns = decision.time_slice_ns
         self._tokens = sum(task.tokens for task in decision.tasks if not task.encoded)
         self.open = bool(self._time_slice_ns and self._tokens)
@@ -305,7 +305,7 @@ class EncodeSlices:
         self.busy_ns += paused.busy_ns
         return self._layers()
 
-    def end(self) -> bool:
+    def end_batch(self) -> bool:
         """Note the end of the batch; return True if it was encoded in time slices."""
         was_open, self.open = self.open, False
         return was_open
@@ -357,7 +357,7 @@ class _Gather(Generic[Report]):
         self._ranks = ranks
         self._by_rank: dict[int, Report] = {}
 
-    def add(self, rank: int, report: Report) -> None:
+    def add_report(self, rank: int, report: Report) -> None:
         """Add the report of a rank; only its first counts."""
         self._by_rank.setdefault(rank, report)
         if len(self._by_rank) == self._ranks and not self.complete.done():
@@ -433,11 +433,11 @@ class Leader:
         self._hooks.stepped()
         self._detector.expect(decision.step, self._running_s())
         if isinstance(decision, EncodeDecision):
-            decision = self._slices.begin(decision)
+            decision = self._slices.begin_batch(decision)
         self._append(decision)
         backlog = self._detector.backlog()
         if backlog is not None:
-            self.lose(backlog)
+            self.report_loss(backlog)
 
     def _run_hooks(self) -> None:
         """Have every rank run the hooks that are due, unless a step is in the middle of its time slices."""
@@ -498,7 +498,7 @@ class Leader:
         for rank in range(self._ranks):
             if not self._link.send(rank, frame):
                 self._link.read()  # its last report may say why
-                self.lose(RankUnreachable(self._groups, rank))
+                self.report_loss(RankUnreachable(self._groups, rank))
                 return
 
     def close(self) -> None:
@@ -521,7 +521,7 @@ class Leader:
         if not self._over:
             self._link.read()
 
-    def lose(self, failure: GroupFailure) -> None:
+    def report_loss(self, failure: GroupFailure) -> None:
         """Report the loss of the group, once."""
         if not self._over:
             self._over = True
@@ -530,7 +530,7 @@ class Leader:
 
     def refuse(self, rank: int, what: str) -> None:
         """Lose the group because of an invalid report of a rank."""
-        self.lose(ReportRefused(self._groups, rank, what))
+        self.report_loss(ReportRefused(self._groups, rank, what))
 
     @property
     def sizing(self) -> bool:
@@ -556,7 +556,7 @@ class Leader:
         if identity not in self._proved:
             logger.warning("%s: dropped a report of an unauthenticated peer", self.name)
             return
-        self._liveness.receive(rank, self._running_s(), follows=not pulse)
+        self._liveness.note_message(rank, self._running_s(), follows=not pulse)
         if not pulse:
             self._on_report(rank, report)
 
@@ -571,7 +571,7 @@ class Leader:
                 self.kernels_late[rank] = late
                 self._take_beat(rank, seq)
             case ThreadsInUse():
-                self.threads.take(rank, report, self._loop.time())
+                self.threads.add_report(rank, report, self._loop.time())
             case AdapterChanged(seq, error):
                 self._take_change(rank, seq, error)
             case RankFailed():
@@ -580,9 +580,9 @@ class Leader:
                 if rank == 0:
                     self._on_progress(what, fraction)
             case Loaded():
-                self.loaded.add(rank, report)
+                self.loaded.add_report(rank, report)
             case Sized():
-                self._votes.add(rank, report)
+                self._votes.add_report(rank, report)
             case Ready():
                 self._take_ready(rank, report)
             case _:  # only a sign of life
@@ -592,19 +592,19 @@ class Leader:
         failure = RankStopped(self._groups, rank, report.kind, report.error, report.message)
         if report.kind is ErrorKind.PEER_LOST:
             # The report of the lost rank itself may still arrive, and says more.
-            self._loop.call_later(PEER_REPORT_S, self.lose, failure)
+            self._loop.call_later(PEER_REPORT_S, self.report_loss, failure)
         else:
-            self.lose(failure)
+            self.report_loss(failure)
 
     def _take_ready(self, rank: int, report: Ready) -> None:
         self.memory[rank] = report.memory
         self._ready[rank] = report
         if report.threads is not None:
-            self.threads.take(rank, report.threads, self._loop.time())
+            self.threads.add_report(rank, report.threads, self._loop.time())
         if len(self._ready) == self._ranks and not self.ready.done():
-            self._begin()
+            self._start_timeouts()
 
-    def _begin(self) -> None:
+    def _start_timeouts(self) -> None:
         """Start timeouts and hooks, when all ranks are ready."""
         first = self._ready[0]
         for rank, one in self._ready.items():
@@ -613,10 +613,10 @@ class Leader:
                     f"is ready with {one.kv_blocks} KV blocks and hooks {one.hooks}, rank 0 with "
                     f"{first.kv_blocks} and {first.hooks}"
                 )
-                self.lose(RanksDiffer(self._groups, rank, what))
+                self.report_loss(RanksDiffer(self._groups, rank, what))
                 return
         for rank in range(self._ranks):
-            self._liveness.receive(rank, self._running_s(), follows=True)
+            self._liveness.note_message(rank, self._running_s(), follows=True)
         now_s = self._loop.time()
         self._hooks = HookTimes(first.hooks, now_s)
         self._timer = self._loop.call_later(self._beat_s, self._tick)
@@ -639,7 +639,7 @@ class Leader:
         other = next((one for one in said if said[one] != said.get(0, said[one])), None)
         if other is not None:
             what = f"has another result of step {answer.step} than rank 0"
-            self.lose(RanksDiffer(self._groups, other, what))
+            self.report_loss(RanksDiffer(self._groups, other, what))
             return
         if isinstance(answer, StepCheck):
             return
@@ -648,7 +648,7 @@ class Leader:
         self._on_result(self.name, answer)
 
     def _end_slices(self, result: EncodeResult) -> None:
-        was_open = self._slices.end()
+        was_open = self._slices.end_batch()
         if was_open and result.failure and self._ranks > 1:
             # Other ranks may wait for their next slice: they continue, and fail as soon as they need this rank.
             self._append(Continue(result.step, 0))
@@ -665,7 +665,7 @@ class Leader:
         layers = self._slices.take_pause(paused)
         busy_s, limit_s = self._slices.busy_ns / 1e9, self._deadlines.step_s
         if busy_s > limit_s:
-            self.lose(StepTooLong(self._groups, rank, paused.step, busy_s, limit_s))
+            self.report_loss(StepTooLong(self._groups, rank, paused.step, busy_s, limit_s))
             return
         self._append(Continue(paused.step, layers))
 
@@ -694,7 +694,7 @@ class Leader:
         now_s = self._loop.time()
         failure = self._detector.failure(self._running_s())
         if failure is not None:
-            self.lose(failure)
+            self.report_loss(failure)
             return
         self._run_hooks()
         self.threads.log_changes(now_s)

@@ -79,7 +79,7 @@ LIVE_SHOWN_MAX = 100
 class EventRecorder(Protocol):
     """Records events and commands of the kernel; never raises."""
 
-    def note(self, event: Event, now_ns: int, commands: Sequence[Command]) -> None: ...
+    def record_event(self, event: Event, now_ns: int, commands: Sequence[Command]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -193,7 +193,9 @@ class Shell:
         self._events: deque[tuple[Event, GenerateResult]] = deque()
         self._handling = False
         self._failures_logged: Mapping[str, TracebackException] = {}
-        self._streams = StreamTable(lambda request_id: self.end(request_id, FinishReason.ERROR))
+        self._streams = StreamTable(
+            lambda request_id: self.end_request(request_id, FinishReason.ERROR)
+        )
         self.arrivals = PendingArrivals(self._take_arrival, now_ns)
         self._submitting: dict[str, ChoiceSink] = {}
         self._refused: Refuse | None = None
@@ -298,7 +300,7 @@ class Shell:
         await self.arrivals.wait_idle()
         await self._streams.wait_idle()
 
-    def end(self, request_id: str, reason: FinishReason) -> None:
+    def end_request(self, request_id: str, reason: FinishReason) -> None:
         """End a request early, because its client disconnected or a stop string was found."""
         self.handle(Aborted(request_id, reason))
 
@@ -335,7 +337,7 @@ class Shell:
                 finally:
                     # Also the event on which the scheduler failed, so that a replay fails there, too. Last: it is slow.
                     if self._record is not None:
-                        self._record.note(due, now_ns, commands)
+                        self._record.record_event(due, now_ns, commands)
                 if self.kernel.given_up:
                     self._give_up(self.kernel.given_up)
         except Exception:
@@ -365,9 +367,9 @@ class Shell:
         for command in commands:
             match command:
                 case EmitTokens():
-                    self._streams.emit(result)
+                    self._streams.deliver_step(result)
                 case Finish():
-                    self._streams.finish(command)
+                    self._streams.deliver_finish(command)
                 case Accept(request_id, number):
                     self._streams.add(number, self._submitting[request_id])
                 case AdmitArrival() | RejectArrival():
@@ -427,7 +429,7 @@ class Shell:
             group.leader.refuse(0, f"sent a result of {len(result.tokens)} bytes, not {expected}")
             return
         if result.prompts:
-            self._streams.report(result.prompts)
+            self._streams.deliver_report(result.prompts)
         tokens = int32_array(result.tokens)
         finished, drafted = result.finished, result.drafted
         swaps = result.swap_ns, result.swap_blocks

@@ -65,7 +65,7 @@ class PromptReport:
         """Call `call` once, with the last piece."""
         self._waiting.append(call)
 
-    def take(self, piece: PromptPiece) -> None:
+    def add_piece(self, piece: PromptPiece) -> None:
         """Add the piece of a chunk.
 
         Raises:
@@ -167,7 +167,7 @@ class StopMatcher:
         self._exempt = 0
         self.found: str | None = None
 
-    def push(self, text: str, *, exempt: bool = False) -> tuple[str, bool]:
+    def push_text(self, text: str, *, exempt: bool = False) -> tuple[str, bool]:
         """Return the text that can be sent now, and True if a stop string follows it.
 
         A stop string may begin, but not end, within text that is `exempt`.
@@ -290,7 +290,7 @@ class TokenStream:
     def reason(self) -> FinishReason | None:
         return None if self._finish is None else self._finish.reason
 
-    def push(self, token_id: int, logprob: TokenLogprob | None) -> None:
+    def push_token(self, token_id: int, logprob: TokenLogprob | None) -> None:
         if self._stopped or self._finish is not None or self._prompt_only:
             return
         self.output_tokens += 1
@@ -312,7 +312,7 @@ class TokenStream:
             self._on_stop(self.request_id, FinishReason.STOP)
         self._changed.set()
 
-    def finish(self, finish: Finish) -> None:
+    def push_finish(self, finish: Finish) -> None:
         assert self._finish is None, "a request has two terminal replies"
         self._finish = finish
         self.times = finish.times
@@ -356,7 +356,7 @@ class TokenStream:
             if not counts:
                 out += self._matcher.flush() + text
                 continue
-            said, stopped = self._matcher.push(text, exempt=exempt)
+            said, stopped = self._matcher.push_text(text, exempt=exempt)
             out += said
             if stopped:
                 return out, True
@@ -401,7 +401,7 @@ class TokenStream:
         if self._ended:
             raise StopAsyncIteration
         await self._changed.wait()
-        return self._take()
+        return self._take_delta()
 
     def take(self) -> OutputDelta | None:
         """Return the next delta; None when there is none yet, or the last one was taken.
@@ -416,7 +416,7 @@ class TokenStream:
             return None
         if self._waits_for_prompt():
             return None
-        return self._take()
+        return self._take_delta()
 
     def _waits_for_prompt(self) -> bool:
         """Return True if the prompt's log-probabilities are incomplete; then call the reader once they are complete."""
@@ -430,7 +430,7 @@ class TokenStream:
             report.when_complete(partial(asyncio.get_running_loop().call_soon, self.deliver))
         return True
 
-    def _take(self) -> OutputDelta:
+    def _take_delta(self) -> OutputDelta:
         finish = self._finish
         if self._single and len(self._token_ids) > 1 and not (finish and finish.message):
             return self._take_first()
@@ -596,8 +596,8 @@ class ChoiceSink(Protocol):
     @property
     def reason(self) -> FinishReason | None: ...
 
-    def push(self, token_id: int, logprob: TokenLogprob | None) -> None: ...
-    def finish(self, finish: Finish) -> None: ...
+    def push_token(self, token_id: int, logprob: TokenLogprob | None) -> None: ...
+    def push_finish(self, finish: Finish) -> None: ...
     def fail(self, message: str) -> None: ...
     def abort(self) -> None: ...
     def deliver(self) -> None: ...
@@ -627,20 +627,20 @@ class StreamTable:
         self._numbers[stream.request_id] = number
         self._idle.clear()
 
-    def report(self, pieces: Sequence[PromptPiece]) -> None:
+    def deliver_report(self, pieces: Sequence[PromptPiece]) -> None:
         """Pass a step's prompt log-probabilities to their choices, before its tokens."""
         for piece in pieces:
             stream = self._by_number.get(piece.number)
             if stream is None or stream.prompt_report is None:
                 continue
             try:
-                stream.prompt_report.take(piece)
+                stream.prompt_report.add_piece(piece)
             except ValueError:
                 logger.exception("request %s cannot go on", stream.request_id)
                 stream.fail(DETOKENIZATION_FAILED)
                 self._on_failed(stream.request_id)
 
-    def emit(self, result: GenerateResult) -> None:
+    def deliver_step(self, result: GenerateResult) -> None:
         logprobs: dict[int, deque[SlotLogprob]] = {}
         for one in result.logprobs:
             logprobs.setdefault(one.slot, deque()).append(one)
@@ -651,72 +651,72 @@ class StreamTable:
             if stream is None:
                 continue  # no token, or aborted while the step was in flight
             reported = logprobs.get(slot, ())
-            self._push(stream, token, reported)
+            self._push_step_token(stream, token, reported)
             for further in more.get(slot, ()):
-                self._read(stream)  # one token per delta: clients count tokens by events
-                self._push(stream, further, reported)
-            self._note(stream)
+                self._call_reader(stream)  # one token per delta: clients count tokens by events
+                self._push_step_token(stream, further, reported)
+            self._schedule_reader(stream)
 
-    def _push(
+    def _push_step_token(
         self, stream: ChoiceSink, token: int, reported: deque[SlotLogprob] | tuple[()]
     ) -> None:
         logprob = None
         if reported:
             found = reported.popleft()
             logprob = TokenLogprob(token, found.logprob, found.top)
-        self._put(stream, token, logprob)
+        self._push_token(stream, token, logprob)
 
-    def _put(self, stream: ChoiceSink, token: int, logprob: TokenLogprob | None) -> None:
+    def _push_token(self, stream: ChoiceSink, token: int, logprob: TokenLogprob | None) -> None:
         try:
-            stream.push(token, logprob)
+            stream.push_token(token, logprob)
         except Exception:
             logger.exception("request %s cannot go on", stream.request_id)
             stream.fail(DETOKENIZATION_FAILED)
             self._on_failed(stream.request_id)
 
-    def take(self, number: int, token: int, logprob: TokenLogprob | None) -> None:
+    def deliver_token(self, number: int, token: int, logprob: TokenLogprob | None) -> None:
         """Pass a token to its choice; a pending earlier token is delivered first, in its own delta."""
         stream = self._by_number.get(number)
         if stream is None:
             return
         if stream.request_id in self._changed:
-            self._read(stream)
-        self._put(stream, token, logprob)
-        self._note(stream)
+            self._call_reader(stream)
+        self._push_token(stream, token, logprob)
+        self._schedule_reader(stream)
 
-    def _note(self, stream: ChoiceSink) -> None:
+    def _schedule_reader(self, stream: ChoiceSink) -> None:
         """Schedule the call of the choice's reader, after the current event together with all others."""
         if not self._changed:
-            self._loop.call_soon(self._deliver)
+            self._loop.call_soon(self._call_readers)
         self._changed[stream.request_id] = stream
 
-    def _deliver(self) -> None:
+    def _call_readers(self) -> None:
         changed, self._changed = self._changed, {}
         for stream in changed.values():
-            self._read(stream)
+            self._call_reader(stream)
 
-    def _read(self, stream: ChoiceSink) -> None:
+    def _call_reader(self, stream: ChoiceSink) -> None:
         try:
             stream.deliver()
         except Exception:
             logger.exception("the reader of request %s failed", stream.request_id)
 
-    def finish(self, finish: Finish) -> None:
+    def deliver_finish(self, finish: Finish) -> None:
         stream = self._by_number.pop(finish.number)
         del self._numbers[finish.request_id]
         if not self._by_number:
             self._idle.set()
         try:
-            stream.finish(finish)
+            stream.push_finish(finish)
         except Exception:
             logger.exception("request %s did not end well", finish.request_id)
-        self._note(stream)
+        self._schedule_reader(stream)
 
     def fail_all(self, message: str, *, code: str) -> None:
         """End all choices with an error, without the kernel."""
         for request_id, number in list(self._numbers.items()):
             reason = FinishReason.ERROR
-            self.finish(Finish(request_id, number, reason, RequestTimes(), message, code))
+            self.deliver_finish(Finish(request_id, number, reason, RequestTimes(), message, code))
 
     async def wait_idle(self) -> None:
         """Wait until no request is live.

@@ -210,7 +210,9 @@ class WorkerGroup:
             if grace_s > 0:
                 leader.stop()
         try:
-            await asyncio.gather(*(process.end(grace_s=grace_s) for process in self._processes))
+            await asyncio.gather(
+                *(process.wait_exit(grace_s=grace_s) for process in self._processes)
+            )
             self._processes = []
         finally:
             for leader in self._leaders.values():

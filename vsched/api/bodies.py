@@ -56,7 +56,7 @@ class RequestBodies:
         self._budget = ByteBudget(settings.bodies_bytes_max)
         self._turn = asyncio.Lock()
 
-    async def read(self, exchange: HttpExchange, kind: type[Body], *, tokens: int) -> Body:
+    async def read_body(self, exchange: HttpExchange, kind: type[Body], *, tokens: int) -> Body:
         """Read and decode a body, with a limit of values that depends on `tokens`.
 
         The exchange holds the memory of a large body until `release_room`.

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from vsched.aio.streams import OutputDelta
-from vsched.api.contract import Generation
+from vsched.api.contract import GenerationContract
 from vsched.api.formatters import Formatter, usage_of
 from vsched.api.http_exchange import HttpExchange
 from vsched.api.metrics import RequestRecord
@@ -23,7 +23,7 @@ _INLINE_VALUES_MAX = 4096
 class CompleteChoice(msgspec.Struct, frozen=True):
     """A complete choice."""
 
-    generation: Generation
+    generation: GenerationContract
     deltas: list[OutputDelta]
 
     @property
@@ -52,14 +52,14 @@ class AcceptedChoices:
     """
 
     def __init__(self) -> None:
-        self._families: list[Sequence[Generation]] = []
+        self._families: list[Sequence[GenerationContract]] = []
 
-    def add(self, choices: Sequence[Generation]) -> None:
+    def add(self, choices: Sequence[GenerationContract]) -> None:
         """Add the choices of the next prompt."""
         self._families.append(choices)
 
     @property
-    def generations(self) -> list[Generation]:
+    def generations(self) -> list[GenerationContract]:
         """All choices in order."""
         return [one for choices in self._families for one in choices]
 
@@ -111,7 +111,7 @@ def choice_id(request_id: str, index: int) -> str:
 class ChoiceStream(NamedTuple):
     """One choice of a stream: the source of its deltas, and their formatter."""
 
-    generation: Generation
+    generation: GenerationContract
     formatter: Formatter
 
 
@@ -127,7 +127,7 @@ class SseWriter:
         self._outcomes: dict[int, str] = {}
         self._full: asyncio.Future[Awaitable[None] | None] | None = None
 
-    async def run(self) -> str:
+    async def write_deltas(self) -> str:
         """Write all deltas; return the finish reason of the first choice.
 
         Raises:

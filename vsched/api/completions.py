@@ -28,7 +28,7 @@ from vsched.api.choices import (
     formats_inline,
     without_logprobs,
 )
-from vsched.api.contract import ApiSettings, Generation, ServingContract
+from vsched.api.contract import ApiSettings, GenerationContract, ServingContract
 from vsched.api.errors import ClientDisconnected, ParameterRefused
 from vsched.api.formatters import ChatFormatter, CompletionFormatter, Formatter
 from vsched.api.http_exchange import HttpExchange
@@ -161,7 +161,7 @@ class CompletionEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; every outcome is counted and answered exactly once."""
         exchange = HttpExchange(scope, receive, send)
-        record = self._metrics.begin(self.name, tenant=tenant_of(scope))
+        record = self._metrics.begin_request(self.name, tenant=tenant_of(scope))
         request_id = new_id(self.id_prefix, scope)
         ids = REQUEST_FIELDS.set({"request_id": request_id})
         trace = self._begin_trace(exchange)
@@ -171,7 +171,9 @@ class CompletionEndpoint:
             check_ready(self._engine)
             # The request is not stored here: prompt and images are released after preparation.
             outcome = await exchange.until_disconnect(
-                self._generate(exchange, record, trace, await self.read(exchange, request_id))
+                self._generate(
+                    exchange, record, trace, await self.read_request(exchange, request_id)
+                )
             )
         except ClientDisconnected:
             outcome = "disconnected"
@@ -185,9 +187,9 @@ class CompletionEndpoint:
             await exchange.send_error(failure)
         finally:
             exchange.release_room()
-            record.end(outcome)
+            record.end_request(outcome)
             if trace is not None:
-                trace.end(outcome, failure, status=exchange.status or refusal_of(scope)[0])
+                trace.end_trace(outcome, failure, status=exchange.status or refusal_of(scope)[0])
             del failure  # its traceback refers to this frame
             REQUEST_FIELDS.reset(ids)
 
@@ -196,7 +198,7 @@ class CompletionEndpoint:
         if self._tracing is None:
             return None
         scope = exchange.scope
-        trace = self._tracing.begin(
+        trace = self._tracing.begin_trace(
             scope["path"],
             scope["headers"],
             operation=self.operation,
@@ -207,7 +209,7 @@ class CompletionEndpoint:
         REQUEST_FIELDS.set({**REQUEST_FIELDS.get(), "trace_id": trace.trace_id})
         return trace
 
-    async def read(self, exchange: HttpExchange, request_id: str) -> CheckedRequest:
+    async def read_request(self, exchange: HttpExchange, request_id: str) -> CheckedRequest:
         """Read and check a request.
 
         Raises:
@@ -215,7 +217,9 @@ class CompletionEndpoint:
             ClientDisconnected: If the client disconnected before it was complete.
         """
         kind, tokens = self.kinds["request"], self._engine.info.context_tokens
-        return await self.check(await self._bodies.read(exchange, kind, tokens=tokens), request_id)
+        return await self.check(
+            await self._bodies.read_body(exchange, kind, tokens=tokens), request_id
+        )
 
     async def check(self, request: Any, request_id: str) -> CheckedRequest:
         """Check a body of the type of this endpoint.
@@ -321,7 +325,7 @@ class CompletionEndpoint:
         finally:
             choices.abort()
             if self._journal is not None:
-                self._journal.end(job.request_id)
+                self._journal.delete_request(job.request_id)
             record.tokens(choices.usage)
 
     async def _keep(
@@ -343,19 +347,21 @@ class CompletionEndpoint:
             body=body,
         )
         if len(body) <= _INLINE_BYTES:
-            kept = journal.keep(request)
+            kept = journal.keep_request(request)
         else:
-            keeping = asyncio.ensure_future(asyncio.to_thread(journal.keep, request))
+            keeping = asyncio.ensure_future(asyncio.to_thread(journal.keep_request, request))
             try:
                 kept = await asyncio.shield(keeping)
             except asyncio.CancelledError:
                 # The thread goes on, and may save the request after `_generate` has deleted it.
-                keeping.add_done_callback(lambda _: journal.end(request.request_id))
+                keeping.add_done_callback(lambda _: journal.delete_request(request.request_id))
                 raise
         if kept and request.choices == 1:
             exchange.number_events()
 
-    def _formatter(self, generation: Generation, job: CheckedRequest, index: int) -> Formatter:
+    def _formatter(
+        self, generation: GenerationContract, job: CheckedRequest, index: int
+    ) -> Formatter:
         made: Formatter = self._formatter_class(generation, job, self._engine.preprocessor, index)
         return made
 
@@ -425,7 +431,7 @@ class CompletionEndpoint:
             # One token per event, so that events keep their numbers when they are sent again.
             streams[0].generation.one_by_one()
         await exchange.start_stream(_id_header(job))
-        outcome = await SseWriter(exchange, record, streams).run()
+        outcome = await SseWriter(exchange, record, streams).write_deltas()
         if job.options.usage:
             await exchange.send_event(streams[0].formatter.usage_chunk(choices.usage))
         await exchange.end_stream()

@@ -46,7 +46,7 @@ class ApiSettings(ServerConfig, frozen=True, kw_only=True):
     reasoning_format: str = "auto"
 
 
-class Generation(Protocol):
+class GenerationContract(Protocol):
     """One accepted request: an asynchronous iterator of deltas.
 
     Iteration raises `RequestFailed` if the request ends in an error. `cached_tokens` is valid from the first delta on,
@@ -127,7 +127,7 @@ class ServingContract(Protocol):
         adapter: str = "",
         started: PartialOutput | None = None,
         make_stop_scope: Callable[[], StopScope] | None = None,
-    ) -> Sequence[Generation]:
+    ) -> Sequence[GenerationContract]:
         """Prepare the images, submit a request with one choice per id, and return once it is accepted.
 
         The choices differ in their seeds; either all are accepted or none. `sampling.max_tokens` of 0 means up to the

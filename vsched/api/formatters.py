@@ -10,7 +10,7 @@ from msgspec import UNSET, UnsetType
 
 from vsched.aio.streams import OutputDelta, TokenLogprob
 from vsched.api.checked_request import CheckedRequest
-from vsched.api.contract import Generation
+from vsched.api.contract import GenerationContract
 from vsched.api.response_schema import (
     ChatChoice,
     ChatChunk,
@@ -38,7 +38,7 @@ _BLANK = "\x00"
 """A text that cannot occur in a name."""
 
 
-def usage_of(*families: Sequence[Generation]) -> Usage:
+def usage_of(*families: Sequence[GenerationContract]) -> Usage:
     """Usage so far, by prompt: each prompt counts once, with the cached tokens of its first choice."""
     prompt = sum(choices[0].prompt_tokens for choices in families)
     output = sum(one.output_tokens for choices in families for one in choices)
@@ -132,7 +132,7 @@ class _Formatting:
 
     def __init__(
         self,
-        generation: Generation,
+        generation: GenerationContract,
         job: CheckedRequest,
         preprocessor: Preprocessor,
         index: int = 0,

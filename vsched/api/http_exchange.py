@@ -159,7 +159,7 @@ class HttpExchange:
     ) -> None:
         """Send a complete response."""
         fixed = [(b"content-type", content_type), (b"content-length", b"%d" % len(body))]
-        await self._start(status, [*fixed, *headers])
+        await self._start_response(status, [*fixed, *headers])
         self._finished = True
         await self._send({"type": "http.response.body", "body": body})
 
@@ -194,9 +194,9 @@ class HttpExchange:
 
     async def start_stream(self, headers: Headers = ()) -> None:
         """Start a stream of server-sent events."""
-        await self._start(200, [*_SSE_HEADERS, *headers])
+        await self._start_response(200, [*_SSE_HEADERS, *headers])
 
-    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+    async def _start_response(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.started = True
         self.status = status
         headers += self.headers

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import errno
 import gc
 import os
@@ -38,13 +39,15 @@ from vsched.api.middleware import log_access, note_refusal
 from vsched.config import Config
 from vsched.config.sections import ServerConfig
 from vsched.errors import ConfigError, RequestRefused, limit_message
-from vsched.media.allocator import map_large_blocks, return_freed_memory
 from vsched.worker.registry import load_worker
 
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _COMMENT = b"3\r\n:\n\n\r\n"
 """A chunk with a comment of a stream of events, which clients ignore."""
 _FIRST_PROBE_S = 0.05
+_M_MMAP_THRESHOLD = -3
+_LARGE_BYTES = 8 << 20
+"""Memory blocks of this size get a mapping of their own."""
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -475,8 +478,10 @@ def favour_event_loop() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
-    return_freed_memory()
-    map_large_blocks()
+    libc = ctypes.CDLL(None)
+    with contextlib.suppress(AttributeError):  # another C library than glibc
+        libc.malloc_trim(0)
+        libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 

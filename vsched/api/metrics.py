@@ -456,7 +456,7 @@ class ApiMetrics(Collector):
                 EngineCollector(engine.statistics, engine.groups, engine.adapters)
             )
 
-    def begin(self, endpoint: str, *, tenant: str = "") -> RequestRecord:
+    def begin_request(self, endpoint: str, *, tenant: str = "") -> RequestRecord:
         """Start recording one request."""
         return RequestRecord(self, endpoint, self._label(tenant))
 
@@ -532,7 +532,7 @@ class RequestRecord:
             tokens.labels(self._tenant, "prompt").inc(usage.prompt_tokens)
             tokens.labels(self._tenant, "output").inc(usage.completion_tokens)
 
-    def end(self, outcome: str) -> None:
+    def end_request(self, outcome: str) -> None:
         """Count the request."""
         self._metrics.in_flight -= 1
         self._metrics.requests.labels(self._endpoint, outcome).inc()

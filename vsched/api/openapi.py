@@ -25,7 +25,7 @@ _REFERENCE = "#/components/schemas/{name}"
 class JsonEndpoint:
     """An ASGI application: sends the result of a method, a text as it is and others as JSON, unless it has responded.
 
-    Of the parameters of the method, `request` is the body, as `read` of its object decodes it, and `exchange` the
+    Of the parameters of the method, `request` is the body, as `read_body` of its object decodes it, and `exchange` the
     exchange.
     """
 
@@ -44,7 +44,7 @@ class JsonEndpoint:
             arguments["exchange"] = exchange
         if "request" in self._hints:
             endpoints: Any = self._handler.__self__
-            arguments["request"] = await endpoints.read(exchange, self._hints["request"])
+            arguments["request"] = await endpoints.read_body(exchange, self._hints["request"])
         result = await self._handler(**arguments)
         if isinstance(result, str):
             await exchange.send_bytes(result.encode(), content_type=_TEXT)

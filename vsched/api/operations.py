@@ -67,7 +67,7 @@ class ClientOperations:
         self._bodies = bodies
         self._created = int(time.time())
 
-    async def read(self, exchange: HttpExchange, kind: type[Body]) -> Body:
+    async def read_body(self, exchange: HttpExchange, kind: type[Body]) -> Body:
         """Read a body, once the model is known.
 
         Raises:
@@ -75,7 +75,7 @@ class ClientOperations:
             ClientDisconnected: If the client disconnected before it was complete.
         """
         check_ready(self._engine)
-        return await self._bodies.read(exchange, kind, tokens=self._engine.info.context_tokens)
+        return await self._bodies.read_body(exchange, kind, tokens=self._engine.info.context_tokens)
 
     async def health(self, exchange: HttpExchange) -> None:
         """State of the engine: 200 if it accepts requests, 503 otherwise."""
@@ -172,14 +172,14 @@ class OperatorOperations:
         self._state_s: float | None = None
         self._bodies = bodies
 
-    async def read(self, exchange: HttpExchange, kind: type[Body]) -> Body:
+    async def read_body(self, exchange: HttpExchange, kind: type[Body]) -> Body:
         """Read a body, in any state of the engine.
 
         Raises:
             RequestRefused: If it is invalid.
             ClientDisconnected: If the client disconnected before it was complete.
         """
-        request = await self._bodies.read(exchange, kind, tokens=0)
+        request = await self._bodies.read_body(exchange, kind, tokens=0)
         exchange.release_room()  # the action may take long
         return request
 

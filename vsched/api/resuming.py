@@ -22,7 +22,7 @@ from vsched.aio.streams import OutputDelta, PromptReport, failure_of
 from vsched.api.checked_request import CheckedRequest
 from vsched.api.choices import AcceptedChoices
 from vsched.api.completions import CompletionEndpoint
-from vsched.api.contract import Generation
+from vsched.api.contract import GenerationContract
 from vsched.api.errors import ParameterRefused, out_of_bounds
 from vsched.api.http_exchange import HttpExchange
 from vsched.api.metrics import RequestRecord
@@ -59,7 +59,7 @@ class BufferedChoice:
         bytes: Approximate memory of the deltas.
     """
 
-    def __init__(self, source: Generation, on_end: Callable[[], None]) -> None:
+    def __init__(self, source: GenerationContract, on_end: Callable[[], None]) -> None:
         self.source = source
         self.deltas: list[OutputDelta] = []
         self.error: RequestFailed | None = None
@@ -98,7 +98,7 @@ class BufferedChoice:
 
 
 class BufferedGeneration:
-    """A `Generation` that replays a choice from the start; everything else is the choice's."""
+    """A `GenerationContract` that replays a choice from the start; everything else is the choice's."""
 
     request_id: str
     prompt_token_ids: Sequence[int]
@@ -200,7 +200,7 @@ class ResumedRequest:
         self._settled.set()
         self._on_end(self)
 
-    def accepted(self, job: CheckedRequest, generations: Sequence[Generation]) -> None:
+    def accepted(self, job: CheckedRequest, generations: Sequence[GenerationContract]) -> None:
         """Start to buffer its choices."""
         self.job = msgspec.structs.replace(job, prompts=(), images=())
         self.choices = [BufferedChoice(one, self._on_answer_end) for one in generations]
@@ -212,7 +212,7 @@ class ResumedRequest:
         if self._settled.is_set() and self.ended:
             self._on_end(self)
 
-    async def read(self) -> tuple[CheckedRequest, AcceptedChoices]:
+    async def wait_accepted(self) -> tuple[CheckedRequest, AcceptedChoices]:
         """Return the checked request, and its choices from the start.
 
         Blocks: until it is accepted, which depends on the server's start and queue.
@@ -271,7 +271,7 @@ class Resumption:
 
     # --- startup ---
 
-    async def read(self) -> None:
+    async def read_left(self) -> None:
         """Read the requests that were left; call it before a new record is started.
 
         Blocks: while a segment of the record is replayed, in a thread; returns at once if no requests were left.
@@ -283,7 +283,7 @@ class Resumption:
         if left:
             ended = await asyncio.to_thread(self._read_record, journal, left)
             for one in left:
-                self._take(one, ended.get(one.request.request_id))
+                self._restore_request(one, ended.get(one.request.request_id))
             logger.info(
                 "%d requests were left by a server that died: %d go on",
                 len(left),
@@ -306,16 +306,16 @@ class Resumption:
             name = one.request.request_id
             started = found.started.get(name, one.progress.started)
             self._progress[name] = msgspec.structs.replace(one.progress, started=started)
-            self._note(journal, name)
+            self._save_progress(journal, name)
         return found.ended
 
-    def _note(self, journal: RequestJournal, name: str) -> None:
+    def _save_progress(self, journal: RequestJournal, name: str) -> None:
         try:
-            journal.note(name, self._progress[name])
+            journal.append_progress(name, self._progress[name])
         except OSError as error:
             logger.error("the progress of %s is not saved: %s", name, error.strerror)  # noqa: TRY400 - it says it all
 
-    def _take(self, left: LeftRequest, ended: Ended | None) -> None:
+    def _restore_request(self, left: LeftRequest, ended: Ended | None) -> None:
         request = left.request
         resumed = ResumedRequest(request, self._on_end)
         if ended is not None and not ended.message:
@@ -337,7 +337,7 @@ class Resumption:
 
     # --- running ---
 
-    async def run(self) -> None:
+    async def submit_left(self) -> None:
         """Submit the requests that were left to the ready engine, oldest first.
 
         If it is cancelled because the server stops, requests not yet accepted are left for the next server.
@@ -366,7 +366,7 @@ class Resumption:
                 progress, resumed=progress.resumed + 1
             )
             if self.journal is not None:
-                self._note(self.journal, request.request_id)
+                self._save_progress(self.journal, request.request_id)
             job = await self._job(request)
             started = progress.started
             if job.sampling.logprobs is not None or job.sampling.prompt_logprobs is not None:
@@ -384,7 +384,7 @@ class Resumption:
         """Read and check the saved body again, with the original seed and creation time."""
         exchange = _exchange(request)
         try:
-            job = await self._endpoints[request.path].read(exchange, request.request_id)
+            job = await self._endpoints[request.path].read_request(exchange, request.request_id)
         finally:
             exchange.release_room()
         sampling = msgspec.structs.replace(job.sampling, seed=request.seed)
@@ -440,7 +440,7 @@ class Resumption:
     def mark_delivered(self, resumed: ResumedRequest) -> None:
         """Record that a client has received the whole response: the next server need not keep it."""
         if resumed.ended and self.journal is not None:
-            self.journal.end(resumed.request.request_id)
+            self.journal.delete_request(resumed.request.request_id)
 
     def _on_end(self, resumed: ResumedRequest) -> None:
         """Keep a finished response for a time; drop the oldest ones if all are too large in total."""
@@ -448,10 +448,10 @@ class Resumption:
         asyncio.get_running_loop().call_later(self._keep_s, self._forget, name)
         if self.journal is not None:
             if resumed.failed_for_good:
-                self.journal.end(name)
+                self.journal.delete_request(name)
             elif resumed.choices:  # it did not run when this server ended
                 self._progress[name] = msgspec.structs.replace(self._progress[name], resumed=0)
-                self._note(self.journal, name)
+                self._save_progress(self.journal, name)
         over = sum(one.bytes for one in self._requests.values()) - self._bytes_max
         for one in list(self._requests.values()):
             if over <= 0:
@@ -464,7 +464,7 @@ class Resumption:
         self._requests.pop(name, None)
         self._progress.pop(name, None)
         if self.journal is not None:
-            self.journal.end(name)
+            self.journal.delete_request(name)
 
 
 def open_resumption(config: Config) -> Resumption:
@@ -532,7 +532,7 @@ class KeptResponseRoute(ApiRoute):
             stream = False  # OpenAI's clients, which ask for streams by `stream`
         name = scope["path_params"]["request_id"]
         resumed = self._resumption.find(name, self._endpoint.path, tenant_of(scope))
-        job, choices = await resumed.read()
+        job, choices = await resumed.wait_accepted()
         if stream is not None:
             job = msgspec.structs.replace(job, stream=stream)
         if job.stream and len(choices.generations) == 1:

@@ -48,13 +48,13 @@ class _InProcessFrontend:
         self._server = http_server(app, engine.config)
         self._listener = listener
 
-    async def begin(self) -> None:
+    async def start_serving(self) -> None:
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
 
     async def ready(self) -> None:
         pass
 
-    async def finish(self, within_s: float) -> None:
+    async def finish_responses(self, within_s: float) -> None:
         """Accept no more connections, and send the responses in progress to their end.
 
         Blocks: for at most `within_s`.
@@ -133,12 +133,12 @@ async def running_server(
         loop = asyncio.get_running_loop()
         drained_by_s = 0.0
         try:
-            await front.begin()
+            await front.start_serving()
             # Before a new record replaces the one that describes these requests.
-            await resumption.read()
+            await resumption.read_left()
             await engine.start()
             await front.ready()
-            resuming = asyncio.create_task(resumption.run())
+            resuming = asyncio.create_task(resumption.submit_left())
             running = RunningServer(listener, engine, front)
             yield running
             drained_by_s = loop.time() + engine.config.deadlines.drain_s
@@ -152,7 +152,7 @@ async def running_server(
                 await engine.stop(grace_s=0 if hurried else STOP_GRACE_S)
                 left_s = drained_by_s - loop.time()
                 if running is not None and not hurried and left_s > 0:
-                    await _unless(running.stop_requested, front.finish(left_s))
+                    await _unless(running.stop_requested, front.finish_responses(left_s))
             finally:
                 await front.stop()
 

@@ -30,11 +30,11 @@ from vsched.terminal.options import (
 if TYPE_CHECKING:
     from vsched.config import LoadedConfig
     from vsched.config.sections import PolicyTable
+    from vsched.record.replay import EventObserver
     from vsched.sim.cost.model import CostModel
     from vsched.sim.fast.groups import GroupOutage
     from vsched.sim.fast.metrics import SimulationOutcome
     from vsched.sim.fast.recorded import RecordedRun
-    from vsched.sim.fast.simulation import EventObserver
     from vsched.sim.workload.requests import Workload
 
 REQUESTS, RATE, COST = 2000, 2.0, "h100-7b"
@@ -313,7 +313,7 @@ def _timeline(
     own = path.with_name(f"{path.stem}-{label}{path.suffix}") if label else path
     with open_output("--timeline", own) as file:
         drawn = TraceTimeline(file)
-        drawn.begin(loaded.config)
+        drawn.see_start(loaded.config)
         yield [drawn]
         drawn.close()
 

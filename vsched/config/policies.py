@@ -291,7 +291,7 @@ def read_host_settings(
     """
     rest, built, problems = dict(tables), dict[str, Policy](), ConfigProblems()
     for path, kind in POLICY_TABLES.items():
-        if (table := _take(rest, path)) is not None:
+        if (table := _pop_table(rest, path)) is not None:
             with problems.collected():
                 check_table(path, able)
                 built[path] = resolve_policy(kind, table, path=path)
@@ -329,7 +329,7 @@ def read_host_settings(
     return HostSettings(policies=policies, rest=rest, **sections)
 
 
-def _take(tables: dict[str, Any], path: str) -> Any:
+def _pop_table(tables: dict[str, Any], path: str) -> Any:
     """Remove and return the table at a path; None without one. The given tables are not changed."""
     head, _, last = path.rpartition(".")
     if not head:

@@ -156,7 +156,7 @@ class _Forked:
             raise TimeoutError
         self._channel.settimeout(left_s)
 
-    def end(self, name: str) -> None:
+    def kill_and_wait(self, name: str) -> None:
         """Kill the process and wait until it has exited: until then it can write to shared memory that is reused."""
         self.kill()
         if not self._watch().poll(END_S * 1e3):
@@ -219,7 +219,7 @@ class IsolatedCalls:
     def start(self) -> None:
         """Start the server now, so that the first call does not wait for it to load."""
         with self._lock:
-            self._begin()
+            self._start_server()
 
     def call(
         self,
@@ -269,7 +269,7 @@ class IsolatedCalls:
             self._forget()
             idle, self._idle = self._idle, []
         for process in idle:
-            process.end(self._name)
+            process.kill_and_wait(self._name)
 
     def _exchange(
         self,
@@ -294,7 +294,7 @@ class IsolatedCalls:
             pass  # its memory is corrupted: it is ended, as if it had died
         finally:
             if isinstance(found, _Death) or not (keep and self._put_idle(process)):
-                process.end(self._name)
+                process.kill_and_wait(self._name)
         return found
 
     def _take_idle(self) -> _Forked | None:
@@ -306,7 +306,7 @@ class IsolatedCalls:
                 process = self._idle.pop()
             if not process.is_gone:
                 return process
-            process.end(self._name)
+            process.kill_and_wait(self._name)
 
     def _put_idle(self, process: _Forked) -> bool:
         """Keep a process for later calls; return False if it must be ended instead."""
@@ -322,7 +322,7 @@ class IsolatedCalls:
         """Fork a new process; replace the server first if it has ended."""
         for _ in range(_STARTS_MAX):
             with self._lock:
-                orders = self._begin()
+                orders = self._start_server()
             channel, theirs = socket.socketpair()
             channel.settimeout(HELLO_S)
             try:
@@ -351,7 +351,7 @@ class IsolatedCalls:
             retry_after_s=RETRY_AFTER_S,
         )
 
-    def _begin(self) -> socket.socket:
+    def _start_server(self) -> socket.socket:
         """Start the server unless it is running; return its socket."""
         if self._closed:
             raise ServerClosedError("the server is stopping", code="stopping", status=503)

@@ -70,7 +70,7 @@ class ArrivalGate(Restorable):
         self.due_ns: int | None = None
         self.counts = dict.fromkeys(OUTCOMES, 0)
 
-    def receive(self, event: Arrived | Withdrawn, now_ns: int) -> list[Command]:
+    def handle_arrival(self, event: Arrived | Withdrawn, now_ns: int) -> list[Command]:
         """Decide about an arriving request, or remove a withdrawn one."""
         if isinstance(event, Arrived):
             return self._ask(HeldRequest(event, now_ns), now_ns)

@@ -484,7 +484,7 @@ class RequestMoves(Restorable):
             state.encoded_items += not ready
             if self._cache.entries[item.key].item.tokens != item.tokens:
                 message = "the image's token count differs from its cached embedding's"
-                return [self.fail(state, now_ns, message, code="length_mismatch")]
+                return [self.fail_request(state, now_ns, message, code="length_mismatch")]
         return ()
 
     def _choose_items(
@@ -598,7 +598,7 @@ class RequestMoves(Restorable):
 
     # --- the end ---
 
-    def finish(
+    def finish_request(
         self,
         state: RequestState,
         reason: FinishReason,
@@ -628,22 +628,23 @@ class RequestMoves(Restorable):
         )
         return Finish(state.request.request_id, state.number, reason, times, message, code)
 
-    def fail(self, state: RequestState, now_ns: int, message: str, *, code: str) -> Finish:
+    def fail_request(self, state: RequestState, now_ns: int, message: str, *, code: str) -> Finish:
         """End a request with an error."""
-        return self.finish(state, FinishReason.ERROR, now_ns, message=message, code=code)
+        return self.finish_request(state, FinishReason.ERROR, now_ns, message=message, code=code)
 
     def fail_all(
         self, numbers: Iterable[int], now_ns: int, message: str, *, code: str
     ) -> list[Command]:
         """End requests with an error."""
         return [
-            self.fail(state, now_ns, message, code=code) for state in self._table.get_all(numbers)
+            self.fail_request(state, now_ns, message, code=code)
+            for state in self._table.get_all(numbers)
         ]
 
     def clear(self, now_ns: int, message: str, *, code: str) -> list[Command]:
         """End all requests."""
         return [
-            self.finish(state, FinishReason.ABORT, now_ns, message=message, code=code)
+            self.finish_request(state, FinishReason.ABORT, now_ns, message=message, code=code)
             for state in list(self._table.live.values())
         ]
 
@@ -668,13 +669,13 @@ class RequestMoves(Restorable):
             f"the request waited for its first step for {waited_s:g} s, which is the limit "
             "(deadlines.waiting_s). Remedy: try again later, or raise the limit"
         )
-        return [self.fail(state, now_ns, message, code="expired") for state in expired]
+        return [self.fail_request(state, now_ns, message, code="expired") for state in expired]
 
     def drop_claims(self, state: RequestState) -> None:
         """Drop all claims of a request."""
         for index in sorted(state.wanted):
             state.wanted.discard(index)
-            self._cache.release(state, index)
+            self._cache.release_claim(state, index)
 
     def check(self) -> None:
         """Assert that choices that wait for the prompt of the first one will be released."""

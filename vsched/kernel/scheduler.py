@@ -187,7 +187,7 @@ class Scheduler(SnapshotRoot):
                 self._gate.leave(event.arrival_id)
                 commands = self._moves.submit(event, now_ns)
             case Arrived() | Withdrawn():
-                commands = self._gate.receive(event, now_ns)
+                commands = self._gate.handle_arrival(event, now_ns)
             case Encoded() | EncodeFailed():
                 commands = self._on_encoded(event, now_ns)
             case Aborted():
@@ -214,8 +214,10 @@ class Scheduler(SnapshotRoot):
         group = self._groups[event.group]
         assert isinstance(group, EncodeGroup), f"{event.group} encodes nothing"
         if isinstance(event, Encoded):
-            return self._moves.items_ready(self.encode.complete(group, event.step, now_ns), now_ns)
-        numbers, message = self.encode.fail(group, event.step), event.failure.message
+            return self._moves.items_ready(
+                self.encode.complete_batch(group, event.step, now_ns), now_ns
+            )
+        numbers, message = self.encode.fail_batch(group, event.step), event.failure.message
         return self._moves.fail_all(numbers, now_ns, message, code="encode_failed")
 
     def _on_stepped(self, event: Stepped, now_ns: int) -> list[Command]:
@@ -230,9 +232,9 @@ class Scheduler(SnapshotRoot):
                 message, code = GRAMMAR_FAILED, "grammar_failed"
                 if not state.request.sampling.grammar:
                     message, code = NOT_FINITE, "no_token"
-                commands.append(moves.fail(state, now_ns, message, code=code))
+                commands.append(moves.fail_request(state, now_ns, message, code=code))
             elif state is not None:
-                commands.append(moves.finish(state, finished.reason, now_ns))
+                commands.append(moves.finish_request(state, finished.reason, now_ns))
             else:
                 probe("kernel.finished_after_abort")
         for state in requeued:
@@ -248,7 +250,7 @@ class Scheduler(SnapshotRoot):
             return []  # already ended
         if state.is_suspect:
             probe("kernel.suspect_aborted")
-        return [self._moves.finish(state, event.reason, now_ns)]
+        return [self._moves.finish_request(state, event.reason, now_ns)]
 
     def _on_operator(self, event: Cleared | PolicyReplaced, now_ns: int) -> list[Command]:
         if isinstance(event, Cleared):
@@ -325,7 +327,7 @@ class Scheduler(SnapshotRoot):
             message = (
                 "an image could not be encoded: the encoder was lost twice while working on it"
             )
-            failed = self.encode.lose(group, blame=not event.planned)
+            failed = self.encode.lose_group(group, blame=not event.planned)
             commands += self._moves.fail_all(failed, now_ns, message, code="encode_failed")
         elif isinstance(group, GenerateGroup):
             commands += self._lose_generator(group, now_ns, blame=not event.planned)
@@ -343,7 +345,7 @@ class Scheduler(SnapshotRoot):
     def _lose_generator(self, group: GenerateGroup, now_ns: int, *, blame: bool) -> list[Command]:
         """Keep the requests that ran there, since one may have crashed it; move the waiting ones to other groups."""
         moves = self._moves
-        lost, poison = group.lose(blame=blame)
+        lost, poison = group.lose_requests(blame=blame)
         commands: list[Command] = []
         for state in moves.requests_of(group):
             state.known = False
@@ -351,7 +353,9 @@ class Scheduler(SnapshotRoot):
             message = "the request was running each time the server lost its generate group"
             # The other choices of it, equal but for their seeds, would crash it, too.
             others = self._table.choices_with(poison)
-            commands += [moves.fail(one, now_ns, message, code="group_lost") for one in others]
+            commands += [
+                moves.fail_request(one, now_ns, message, code="group_lost") for one in others
+            ]
             probe("kernel.poison_ended")
         for state in lost:
             if state.number in self._table.live:
@@ -448,7 +452,7 @@ class Scheduler(SnapshotRoot):
         self._loads.change(group.index)
         if planned.more:
             group.mark_dirty()
-        self._holds.note(group.index, now_ns)
+        self._holds.note_hold(group.index, now_ns)
         for state in planned.requeued:
             commands += self._moves.requeue(state, now_ns)
         if planned.decision is not None:
@@ -460,7 +464,7 @@ class Scheduler(SnapshotRoot):
     def _plan_encode(self, commands: list[Command], now_ns: int) -> bool:
         """Append the next batch of items; return False if there is none."""
         batch = self.encode.plan(now_ns)
-        self._holds.note(len(self.generators), now_ns)
+        self._holds.note_hold(len(self.generators), now_ns)
         if batch is not None:
             commands.append(batch)
         return batch is not None
@@ -513,7 +517,7 @@ class Scheduler(SnapshotRoot):
 
     def rebuild(self) -> None:
         for index in range(len(self._queues)):
-            self._holds.note(index, self._now_ns)
+            self._holds.note_hold(index, self._now_ns)
 
     # --- queries ---
 

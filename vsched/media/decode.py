@@ -46,15 +46,12 @@ class ImageHeader:
     storage: Storage
 
 
-def _refuse(message: str, code: str = "image_invalid", status: int = 400) -> RequestRefused:
-    return RequestRefused(message, code=code, status=status)
-
-
 def _invalid() -> RequestRefused:
     # The decoder's message may contain addresses and reprs, so it is not sent to the client.
-    return _refuse(
+    return RequestRefused(
         f"the image cannot be decoded: it is truncated, damaged, or not a {one_of(FORMATS.values())}. "
-        "Remedy: send a complete image in one of these formats."
+        "Remedy: send a complete image in one of these formats.",
+        code="image_invalid",
     )
 
 
@@ -65,7 +62,7 @@ def _too_many_pixels(value: str, pixels_max: int) -> RequestRefused:
         limit=f"{pixels_max} pixels ({WEBP_PIXELS_MAX} of a WEBP)",
         remedy="send a smaller image or raise media.image_pixels_max",
     )
-    return _refuse(message, "image_too_large", 413)
+    return RequestRefused(message, code="image_too_large", status=413)
 
 
 def _open(encoded: bytes, pixels_max: int) -> Image.Image:
@@ -87,7 +84,7 @@ def _open(encoded: bytes, pixels_max: int) -> Image.Image:
             limit="at least 1x1",
             remedy="send an image with pixels",
         )
-        raise _refuse(message)
+        raise RequestRefused(message, code="image_invalid")
     limit = min(pixels_max, WEBP_PIXELS_MAX) if image.format == "WEBP" else pixels_max
     if width * height > limit:
         raise _too_many_pixels(f"{width}x{height}", pixels_max)

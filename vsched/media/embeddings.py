@@ -63,15 +63,12 @@ class _TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data_offsets: tuple[_Size, _Size]
 
 
-def _refuse(message: str, code: str = "embeddings_invalid") -> RequestRefused:
-    return RequestRefused(message, code=code)
-
-
 def malformed(detail: str) -> RequestRefused:
     """Error for a malformed embedding file."""
-    return _refuse(
+    return RequestRefused(
         f"the embeddings are malformed: {detail}. "
-        "Remedy: send a safetensors file in base64, with the tensor embeds and the other tensors that the model needs."
+        "Remedy: send a safetensors file in base64, with the tensor embeds and the other tensors that the model needs.",
+        code="embeddings_invalid",
     )
 
 
@@ -91,7 +88,7 @@ def read_tensors(file: bytes, names: Sequence[str]) -> dict[str, Tensor]:
             limit=f"{HEADER_BYTES_MAX} bytes",
             remedy=f"send only the tensors {' and '.join(names)}, without metadata",
         )
-        raise _refuse(message)
+        raise RequestRefused(message, code="embeddings_invalid")
     start = 8 + header_bytes
     if start > len(file):
         raise malformed("the file ends within its header")
@@ -140,7 +137,7 @@ def _wrong_dtype(name: str, found: str, expected: str) -> RequestRefused:
         limit=expected,
         remedy=f"convert {name} before sending them",
     )
-    return _refuse(message, f"{name}_dtype")
+    return RequestRefused(message, code=f"{name}_dtype")
 
 
 def read_embedding(
@@ -156,9 +153,9 @@ def read_embedding(
     info, companion, times = front.info, front.companion, front.video_times
     if companion is None or (is_video and not times):
         noun = "video" if is_video else "image"
-        raise _refuse(
+        raise RequestRefused(
             f"the model takes no embeddings of {noun}s. Remedy: send the {noun} itself.",
-            "embeddings_not_taken",
+            code="embeddings_not_taken",
         )
     names = (EMBEDS, companion.name, times) if is_video else (EMBEDS, companion.name)
     tensors = _all_tensors(file, names)
@@ -188,7 +185,7 @@ def _all_tensors(file: bytes, names: Sequence[str]) -> dict[str, Tensor]:
                 f"the embeddings come without {name}. "
                 f"Remedy: add the tensor {name} to the safetensors file."
             )
-            raise _refuse(message, f"{name}_missing")
+            raise RequestRefused(message, code=f"{name}_missing")
     return tensors
 
 
@@ -204,7 +201,7 @@ def _seconds(name: str, tensor: Tensor, seconds_max: float) -> list[float]:
                 limit=f"0 to {seconds_max:g} seconds",
                 remedy="send the times in seconds, or raise media.video_seconds_max",
             )
-            raise _refuse(message, f"{name}_invalid")
+            raise RequestRefused(message, code=f"{name}_invalid")
     return seconds
 
 
@@ -219,7 +216,7 @@ def _integers(companion: Companion, tensor: Tensor) -> list[int]:
             limit=f"[{count}] or [1, {count}]: {', '.join(companion.values)}",
             remedy=f"send the {name} of this one image or video",
         )
-        raise _refuse(message, f"{name}_shape")
+        raise RequestRefused(message, code=f"{name}_shape")
     integers: list[int] = np.frombuffer(tensor.data, _INTEGERS[tensor.dtype]).tolist()
     return integers
 
@@ -238,7 +235,7 @@ def _check_shape(embeds: Tensor, tokens: int, info: ModelInfo, companion: Compan
         f"{info.embedding_levels} embedding levels of hidden size {info.hidden_size}",
         remedy="encode it with the vision tower of the served checkpoint",
     )
-    raise _refuse(message, "embeds_tokens" if same_width else "embeds_hidden_size")
+    raise RequestRefused(message, code="embeds_tokens" if same_width else "embeds_hidden_size")
 
 
 def check_tokens(tokens: int, info: ModelInfo) -> None:
@@ -254,7 +251,7 @@ def check_tokens(tokens: int, info: ModelInfo) -> None:
             limit=f"{info.item_tokens_max} tokens",
             remedy="send a smaller image or raise the encode stage's token budget",
         )
-        raise _refuse(message, "image_tokens_exceeded")
+        raise RequestRefused(message, code="image_tokens_exceeded")
 
 
 def write_rows(embeds: Tensor, dtype: str, rows: npt.NDArray[np.uint8]) -> None:
@@ -294,7 +291,7 @@ def _check_finite(bits: _Bits, kind: str, served: str) -> None:
         limit=f"finite numbers of {served}",
         remedy="encode the image or video again",
     )
-    raise _refuse(message, "embeds_not_finite")
+    raise RequestRefused(message, code="embeds_not_finite")
 
 
 def _to_bfloat16(bits: _Bits) -> _Bits:

@@ -225,10 +225,8 @@ async def fetch(
         raise _refuse(kind, message, "fetch_failed") from None
 
 
-@functools.cache
-def _trusted() -> ssl.SSLContext:
-    """Certificates of authorities, read once: that blocks the event loop for tens of milliseconds."""
-    return ssl.create_default_context()
+_trusted = functools.cache(ssl.create_default_context)
+"""Certificates of authorities, read once: that blocks the event loop for tens of milliseconds."""
 
 
 async def _get(

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.isolated.calls import CallCancellation
-from vsched.media.budget import BudgetStatistics, ByteBudget, Grant
+from vsched.media.budget import ByteBudget, Grant
 from vsched.media.items import Filled, MeasuredItem
 from vsched.media.measure import unknown_image
 from vsched.media.pictures.filling import fill_embedding
@@ -84,12 +84,8 @@ class Fills:
         self._pictures = pictures
         self._executor, self._video_executor = executors
         self._dtype = dtype
-        self._budget = ByteBudget(budget_bytes)
+        self.budget = ByteBudget(budget_bytes)
         self._fills: dict[bytes, _Fill] = {}
-
-    def statistics(self) -> BudgetStatistics:
-        """Return a snapshot of the budget."""
-        return self._budget.statistics()
 
     async def fill(self, measured: Sequence[MeasuredItem], lease: PixelLease) -> None:
         """Wait until the pixels of every leased image are in the arena, filling those that are not.
@@ -116,7 +112,7 @@ class Fills:
                 if fill is None:
                     if image.content == b"":
                         raise blame(unknown_image(), index)  # its pixels have been evicted
-                    fill = self._start(image, lease)
+                    fill = self._start_fill(image, lease)
                 else:
                     self.repeated += 1
                 fill.waiters += 1
@@ -134,11 +130,11 @@ class Fills:
                     )
         finally:
             for _, fill in joined:
-                self._leave(fill)
+                self._leave_fill(fill)
 
-    def _start(self, image: MeasuredItem, lease: PixelLease) -> _Fill:
+    def _start_fill(self, image: MeasuredItem, lease: PixelLease) -> _Fill:
         loop = asyncio.get_running_loop()
-        fill = _Fill(image, self._store.hold(*image.extents), loop.create_future())
+        fill = _Fill(image, self._store.add_holds(*image.extents), loop.create_future())
         self._fills[image.key] = fill
         places = [lease.extents[key] for key in image.extents]
         is_video = isinstance(image.plan, VideoPlan)
@@ -147,18 +143,18 @@ class Fills:
         def wake(_: Future[tuple[Filled, ...]]) -> None:
             # The loop may be closed if the process exits while a thread is running.
             with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(self._finish, fill)
+                loop.call_soon_threadsafe(self._finish_fill, fill)
 
         def begin(grant: Grant) -> None:
             fill.grant = grant
             try:
                 fill.work = executor.submit(self._process, image, places, fill.cancellation)
             except RuntimeError:
-                self._end(fill, stopping())
+                self._end_fill(fill, stopping())
             else:
                 fill.work.add_done_callback(wake)
 
-        fill.grant = self._budget.ask(image.work_bytes, begin)
+        fill.grant = self.budget.ask(image.work_bytes, begin)
         return fill
 
     def _process(
@@ -169,12 +165,12 @@ class Fills:
         fault_point("media.decode")
         return self._pictures.fill(image, places, cancellation)
 
-    def _finish(self, fill: _Fill) -> None:
+    def _finish_fill(self, fill: _Fill) -> None:
         if self._fills.get(fill.key) is not fill:
             return
         assert fill.work is not None
         if fill.work.cancelled():
-            self._end(fill, stopping())
+            self._end_fill(fill, stopping())
             return
         error = fill.work.exception()
         if error is None:
@@ -182,19 +178,19 @@ class Fills:
             self.embedded += fill.image.is_embedded
             for key, filled in zip(fill.image.extents, fill.work.result(), strict=True):
                 self._store.mark_filled(key, filled.key, filled.changes)
-            self._end(fill, None)
+            self._end_fill(fill, None)
         elif isinstance(error, RequestRefused | RequestFailed):
             # Its traceback, and that of its context, refer to the image that could not be decoded.
             error.__traceback__ = error.__context__ = None
-            self._end(fill, error)
+            self._end_fill(fill, error)
         else:
             logger.error("image processing failed", exc_info=error)
             failure = RequestFailed(
                 "the image could not be processed", code="image_processing_failed"
             )
-            self._end(fill, failure)
+            self._end_fill(fill, failure)
 
-    def _end(self, fill: _Fill, outcome: RequestRefused | RequestFailed | None) -> None:
+    def _end_fill(self, fill: _Fill, outcome: RequestRefused | RequestFailed | None) -> None:
         del self._fills[fill.key]
         fill.give_back()
         fill.outcome.set_result(outcome)
@@ -204,7 +200,7 @@ class Fills:
         while (fill := self._fills.get(key)) is not None and fill.cancellation.is_cancelled:
             await asyncio.shield(fill.outcome)
 
-    def _leave(self, fill: _Fill) -> None:
+    def _leave_fill(self, fill: _Fill) -> None:
         fill.waiters -= 1
         if fill.waiters or fill.outcome.done():
             return

@@ -24,10 +24,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vsched.errors import RequestRefused, limit_message
-from vsched.media.budget import BudgetStatistics
+from vsched.media.budget import BudgetStatistics, HeldBytes, Holding
 from vsched.media.fetch import fetch
 from vsched.media.fills import Fills, stopping
-from vsched.media.held import HeldBytes, Holding
 from vsched.media.items import ImageName, MeasuredItem
 from vsched.media.measure import (
     Measurer,
@@ -125,7 +124,7 @@ class MediaPipeline:
         """
         self.pruning = pruning
         if pruning is not None:
-            pruning.check(preprocessor)
+            pruning.check_model(preprocessor)
         self._read_remote = read_remote
         self._preprocessor = preprocessor
         self._store = store
@@ -192,13 +191,13 @@ class MediaPipeline:
             with self.hold_place(len(images)):
                 if images:
                     refuse_images(info, references)
-                holding = self._held.open()
+                holding = Holding(self._held)
                 try:
                     holding.add(sum(reference.held_bytes for reference in references))
                     async with asyncio.timeout(self._settings.prepare_s):
                         return await self._prepare(prompt, references, cache_salt, holding)
                 finally:
-                    holding.drop()
+                    holding.remove_owner()
         except TimeoutError:
             self._refused += 1
             raise self._too_slow() from None
@@ -251,7 +250,7 @@ class MediaPipeline:
             embedded=self._fills.embedded,
             repeated=self._fills.repeated,
             refused=self._refused,
-            decode=self._fills.statistics(),
+            decode=self._fills.budget.statistics(),
             pixels=self._store.statistics(),
         )
 
@@ -328,7 +327,7 @@ class MediaPipeline:
                     measured = await self._prune(measured, self.pruning)
                     plans = [image.plan for image in measured]
                     token_ids, spans = self._preprocessor.expand(prompt_ids, plans)
-                contents, lease = self._store.settle(lease, _left_out(measured))
+                contents, lease = self._store.settle_lease(lease, _left_out(measured))
             items = _items(images, measured, spans, contents, lease)
         except BaseException:
             lease.release()
@@ -377,13 +376,13 @@ class MediaPipeline:
             measured = self._measurer.measure(images, files)
             return self._tokenize(prompt, images=bool(images)), measured
 
-        holding.share()
+        holding.add_owner()
         try:
             reading = executor.submit(read)
         except RuntimeError:
-            holding.drop()
+            holding.remove_owner()
             raise stopping() from None
-        reading.add_done_callback(lambda _: holding.drop())
+        reading.add_done_callback(lambda _: holding.remove_owner())
         try:
             return await asyncio.wrap_future(reading)
         except asyncio.CancelledError:

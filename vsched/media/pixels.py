@@ -69,7 +69,7 @@ class _FreeList:
         self._sizes: list[int] = [size] if size else []
         self.bytes = size
 
-    def take(self, size: int) -> int | None:
+    def take_extent(self, size: int) -> int | None:
         for index, free in enumerate(self._sizes):
             if free >= size:
                 offset = self._offsets[index]
@@ -82,7 +82,7 @@ class _FreeList:
                 return offset
         return None
 
-    def give(self, offset: int, size: int) -> None:
+    def give_extent(self, offset: int, size: int) -> None:
         self.bytes += size
         index = bisect.bisect_left(self._offsets, offset)
         if index < len(self._offsets) and offset + size == self._offsets[index]:
@@ -110,7 +110,7 @@ class PixelLease:
         """Release the space; idempotent."""
         store, self._store = self._store, None
         if store is not None:
-            store.release(self.extents)
+            store.release_holds(self.extents)
 
 
 class PixelStore:
@@ -158,7 +158,7 @@ class PixelStore:
                 future.result().release()
             elif waiter in self._waiters:
                 self._waiters.remove(waiter)
-                self._serve()
+                self._serve_waiting()
             raise
 
     def acquire_nowait(self, sizes: Mapping[bytes, int]) -> PixelLease | None:
@@ -178,22 +178,22 @@ class PixelStore:
             raise RequestRefused(message, code="pixels_exceeded", status=413)
         if self._waiters:
             return None
-        return self._take(sizes)
+        return self._take_lease(sizes)
 
-    def release(self, keys: Mapping[bytes, Extent]) -> None:
+    def release_holds(self, keys: Mapping[bytes, Extent]) -> None:
         """Release one hold on each key."""
         for key in keys:
             self._drop_hold(key)
-        self._serve()
+        self._serve_waiting()
 
-    def hold(self, *keys: bytes) -> PixelLease:
+    def add_holds(self, *keys: bytes) -> PixelLease:
         """Add a hold to entries that are already held, for the thread that fills them."""
         for key in keys:
             assert self._entries[key].holders > 0
             self._entries[key].holders += 1
         return PixelLease(self, {key: self._entries[key].extent for key in keys})
 
-    def settle(
+    def settle_lease(
         self, lease: PixelLease, unused: Collection[bytes] = ()
     ) -> tuple[dict[bytes, bytes], PixelLease]:
         """Exchange a lease on filled entries for one by content; return the content's key of each key, and that lease.
@@ -239,7 +239,7 @@ class PixelStore:
         freed = self._kept_bytes
         while self._kept:
             self._evict()
-        self._serve()
+        self._serve_waiting()
         return freed
 
     def statistics(self) -> PixelStatistics:
@@ -255,17 +255,17 @@ class PixelStore:
             evictions=self._evictions,
         )
 
-    def _serve(self) -> None:
+    def _serve_waiting(self) -> None:
         while self._waiters:
             future, sizes = self._waiters[0]
             if not future.done():
-                lease = self._take(sizes)
+                lease = self._take_lease(sizes)
                 if lease is None:
                     return
                 future.set_result(lease)
             self._waiters.popleft()
 
-    def _take(self, sizes: Mapping[bytes, int]) -> PixelLease | None:
+    def _take_lease(self, sizes: Mapping[bytes, int]) -> PixelLease | None:
         """Hold or create every entry; if that fails, only the attempted evictions remain."""
         absent = [key for key in sizes if key not in self._entries]
         present = [key for key in sizes if key in self._entries]
@@ -291,7 +291,7 @@ class PixelStore:
                 # There are no other holders: these images' own pixels lie in between.
                 while self._kept:
                     self._evict()
-                return self._take(sizes)
+                return self._take_lease(sizes)
             self._entries[key] = _PixelEntry(Extent(offset, sizes[key]), [key], holders=1)
             created.append(key)
         self._hits += sum(self._entries[key].filled for key in present)
@@ -299,7 +299,7 @@ class PixelStore:
         return PixelLease(self, {key: self._entries[key].extent for key in sizes})
 
     def _allocate(self, size: int) -> int | None:
-        while (offset := self._free.take(size)) is None and self._kept:
+        while (offset := self._free.take_extent(size)) is None and self._kept:
             self._evict()
         return offset
 
@@ -314,7 +314,7 @@ class PixelStore:
         entry = self._entries[key]
         for name in entry.names:
             del self._entries[name]
-        self._free.give(entry.extent.offset, aligned(entry.extent.size))
+        self._free.give_extent(entry.extent.offset, aligned(entry.extent.size))
 
     def _add_hold(self, key: bytes) -> None:
         entry = self._entries[key]

@@ -53,7 +53,7 @@ class Pruning:
             slow_max=slow_max,
         ).result()
 
-    def check(self, preprocessor: Preprocessor) -> None:
+    def check_model(self, preprocessor: Preprocessor) -> None:
         """Check that the model's videos can be pruned.
 
         Raises:

@@ -81,14 +81,11 @@ def decode_bytes(facts: VideoFacts, encoded: int) -> int:
     return _OVERHEAD_BYTES + 2 * encoded + pixels * (_REFERENCES * _PIXEL_BYTES + 3 * _RGB_COPIES)
 
 
-def _refuse(message: str, code: str = "video_invalid", status: int = 400) -> RequestRefused:
-    return RequestRefused(message, code=code, status=status)
-
-
 def _invalid() -> RequestRefused:
-    return _refuse(
+    return RequestRefused(
         f"the video cannot be decoded: it is truncated, damaged, or not a {one_of(VIDEO_FORMATS.values())} file. "
-        "Remedy: send a complete video in one of these formats."
+        "Remedy: send a complete video in one of these formats.",
+        code="video_invalid",
     )
 
 
@@ -159,7 +156,10 @@ def _open(encoded: bytes, limits: VideoLimits) -> _Video:
         (each for each in container.streams.video if not each.disposition & attached), None
     )
     if stream is None:
-        raise _refuse("the file has no video stream. Remedy: send a file with a picture.")
+        raise RequestRefused(
+            "the file has no video stream. Remedy: send a file with a picture.",
+            code="video_invalid",
+        )
     context = stream.codec_context
     name = context.codec.canonical_name
     if name not in CODECS:

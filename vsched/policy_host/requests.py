@@ -148,7 +148,7 @@ class HostedRequest(ABC):
             target_ns=self.target_ns,
         )
 
-    def end(self, now_ns: int) -> EndTime:
+    def end_time(self, now_ns: int) -> EndTime:
         """Return the times of its end for policies."""
         return EndTime(
             ended_ns=now_ns,

@@ -253,7 +253,7 @@ class PolicySeat(Restorable):
         try:
             return self._answer(view, facts)
         except BaseException as error:  # noqa: BLE001 - a policy may raise anything, SystemExit included
-            self.fail(error, view)
+            self.report_failure(error, view)
             return self._default(*facts)
 
     @interruptible
@@ -284,7 +284,7 @@ class PolicySeat(Restorable):
         except PolicyError as error:
             raise RecordError(f"{type(self.policy).__qualname__}: {error}") from error
 
-    def fail(self, error: BaseException, view: object) -> None:
+    def report_failure(self, error: BaseException, view: object) -> None:
         """Report a failed call, and undo its changes to the state; a policy that did not return is replaced."""
         self.failed += 1
         self._faults.report(self.policy, self.method, error, view)

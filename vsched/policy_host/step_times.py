@@ -109,7 +109,7 @@ class StepTimeModel(Restorable):
         """Time limit of a step of prefill alone; 0 for no limit."""
         return max(self._prefill_ns, self._ratio * self.decode_ns(1)) if self._prefill_ns else 0.0
 
-    def note(self, step: int, decodes: int, budget: PrefillBudget | None = None) -> None:
+    def note_step(self, step: int, decodes: int, budget: PrefillBudget | None = None) -> None:
         """Note the composition of a step until its time is known; there is no budget without prefill."""
         if budget is None:
             self._planned[step] = (decodes, 0, 0.0)
@@ -233,7 +233,7 @@ class PrefillBudget:
         chunk = self._model.tokens_within(self._left_ns, start)
         return int(min(self.tokens, left if left <= self._last * chunk else chunk))
 
-    def take(self, start: int, tokens: int) -> None:
+    def add_chunk(self, start: int, tokens: int) -> None:
         """Add a chunk of `tokens` tokens from `start` to the step."""
         self.tokens -= tokens
         self._left_ns -= self._model.nanoseconds(start, tokens)

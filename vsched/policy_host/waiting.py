@@ -153,7 +153,7 @@ class Holds:
         self._queues = queues
         self._ends: dict[int, int] = {}
 
-    def note(self, index: int, now_ns: int) -> None:
+    def note_hold(self, index: int, now_ns: int) -> None:
         """Note the hold of a queue, if any, after its policy may have been called."""
         until_ns = self._queues[index].hold_until_ns
         if until_ns is not None and until_ns > now_ns:

@@ -132,18 +132,18 @@ class _Seen:
         except RecordError as error:
             trouble = str(error)
         if self.kernel is not None:
-            self._take(self.kernel)
+            self._add_wanted(self.kernel)
             for group in self.kernel.generators:
                 if group.ready:
                     failure = ProcessExited((group.name,), 0, -_KILLED)
                     self.kernel.handle(GroupLost(group.name, failure, planned=True), self._now_ns)
         return trouble
 
-    def begin(self, config: Config, kernel: Scheduler) -> None:
+    def see_start(self, config: Config, kernel: Scheduler) -> None:
         """Add the requests of the snapshot."""
-        self._take(kernel)
+        self._add_wanted(kernel)
 
-    def _take(self, kernel: Scheduler) -> None:
+    def _add_wanted(self, kernel: Scheduler) -> None:
         self.kernel = kernel
         for state in kernel.requests:
             if state.request.request_id in self._wanted:
@@ -157,7 +157,7 @@ class _Seen:
         for command in commands:
             match command:
                 case Accept(request_id=name) if name in self._wanted:
-                    self._take(kernel)
+                    self._add_wanted(kernel)
                 case Finish(request_id=name, reason=reason) if (
                     name in self._wanted and command.code not in SERVER_ENDED
                 ):
@@ -269,8 +269,8 @@ class RequestJournal:
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(13, os.strerror(13))
 
-    def keep(self, request: KeptRequest) -> bool:
-        """Keep a request until `end`; return False if the limit is reached or the disk is full.
+    def keep_request(self, request: KeptRequest) -> bool:
+        """Keep a request until `delete_request`; return False if the limit is reached or the disk is full.
 
         Blocks: for a write into the page cache.
         """
@@ -290,14 +290,14 @@ class RequestJournal:
                 self._complained = True
                 reason = f"{path}: {error.strerror}"
                 logger.error("requests are served, but not kept for another engine: %s", reason)  # noqa: TRY400
-            self.end(request.request_id)
+            self.delete_request(request.request_id)
             return False
         if request.request_id not in self._files:  # its client left meanwhile
             path.unlink(missing_ok=True)
             return False
         return True
 
-    def end(self, request_id: str) -> None:
+    def delete_request(self, request_id: str) -> None:
         """Delete a request, if it was kept."""
         with self._lock:
             path, size = self._files.pop(request_id, (None, 0))
@@ -305,7 +305,7 @@ class RequestJournal:
         if path is not None:
             path.unlink(missing_ok=True)
 
-    def note(self, request_id: str, progress: ResumeProgress) -> None:
+    def append_progress(self, request_id: str, progress: ResumeProgress) -> None:
         """Append the progress of a resumed request to its file.
 
         Raises:

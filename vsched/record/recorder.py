@@ -102,7 +102,7 @@ class Recorder:
         _check_alone(path)
         self._begin_segment()
 
-    def note(self, event: Event, now_ns: int, commands: Sequence[Command]) -> None:
+    def record_event(self, event: Event, now_ns: int, commands: Sequence[Command]) -> None:
         """Write an event and its commands; call it before the scheduler handles the next event.
 
         It never raises: an error is logged once, and ends the record.

@@ -41,16 +41,20 @@ ReplayProgress = Callable[[int, int], None]
 """Called with the number of bytes that are replayed, and of all."""
 
 
-class ReplayObserver(Protocol):
-    """Gets every replayed event."""
-
-    def begin(self, config: Config, kernel: Scheduler) -> None:
-        """Take the configuration, and the kernel before the first event."""
+class EventObserver(Protocol):
+    """Gets every event of a replay or a simulation, in order."""
 
     def see(
         self, now_ns: int, event: Event, commands: Sequence[Command], kernel: Scheduler
     ) -> None:
         """Take an event, its commands, and the kernel after it."""
+
+
+class ReplayObserver(EventObserver, Protocol):
+    """Gets every replayed event, and the start."""
+
+    def see_start(self, config: Config, kernel: Scheduler) -> None:
+        """Take the configuration, and the kernel before the first event."""
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
@@ -175,9 +179,9 @@ class Replay:
             RecordError: If they cannot be replayed to their end; `kernel` is the state before the error.
         """
         with closing(StuckCalls(PoliciesConfig().call_limit_s)):
-            return self._run(segments)
+            return self._replay_segments(segments)
 
-    def _run(self, segments: Sequence[Path]) -> ReplayReport:
+    def _replay_segments(self, segments: Sequence[Path]) -> ReplayReport:
         *starts, total = accumulate([one.stat().st_size for one in segments], initial=0)
         before, readers = dict(zip(segments, starts, strict=True)), _readers(segments)
         difference = None
@@ -186,9 +190,9 @@ class Replay:
                 self._on_progress(before[path] + position, total)
             try:
                 if isinstance(one, SegmentHeader):
-                    self._take(one)
+                    self._start_segment(one)
                 else:
-                    difference = self._step(one, path.name)
+                    difference = self._replay_event(one, path.name)
             except RecordError as error:
                 raise RecordError(f"{path}: {error}") from error
             if difference is not None:
@@ -211,7 +215,7 @@ class Replay:
             **self._counts,
         )
 
-    def _take(self, header: SegmentHeader) -> None:
+    def _start_segment(self, header: SegmentHeader) -> None:
         try:
             config = msgspec.convert(header.config, Config)
             limits = msgspec.convert(header.limits, SchedulerLimits)
@@ -235,9 +239,9 @@ class Replay:
             self._version, self._counts["first_event"] = header.version, header.number
             if self._observer is not None:
                 assert self.kernel is not None
-                self._observer.begin(config, self.kernel)
+                self._observer.see_start(config, self.kernel)
 
-    def _step(self, entry: RecordedEvent, segment: str) -> Difference | None:
+    def _replay_event(self, entry: RecordedEvent, segment: str) -> Difference | None:
         """Let the kernel handle an event; return the difference to the record, if any."""
         assert self.kernel is not None
         if not self._counts["events"]:

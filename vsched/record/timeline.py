@@ -81,9 +81,9 @@ class TraceTimeline:
         self.events = 0
         file.write(b'{"displayTimeUnit":"ms","traceEvents":[')
 
-    def begin(self, config: Config, kernel: Scheduler | None = None) -> None:
+    def see_start(self, config: Config, kernel: Scheduler | None = None) -> None:
         """Name the tracks."""
-        self._name(SCHEDULER, "scheduler")
+        self._name_track(SCHEDULER, "scheduler")
         for stage, section in (("encode", config.encode), ("generate", config.generate)):
             for group in group_names(stage, section.replicas):
                 self._track(group, section.tensor_parallel)
@@ -98,7 +98,7 @@ class TraceTimeline:
         self._see_event(event)
         for command in commands:
             self._see_command(command)
-        self._count(kernel.statistics())
+        self._write_counters(kernel.statistics())
 
     def close(self) -> None:
         """Write the requests that have not ended, and end the file."""
@@ -185,7 +185,7 @@ class TraceTimeline:
             case Accept(request_id, number):
                 self._live[number] = (request_id, self._now_ns)
             case Finish():
-                self._end(command)
+                self._end_request(command)
             case Refuse(request_id=name, code=code):
                 self._mark("", f"refused {name}: {code}")
             case RejectArrival(reason=reason, base_url=base_url):
@@ -197,7 +197,7 @@ class TraceTimeline:
             case _:
                 pass
 
-    def _end(self, finish: Finish) -> None:
+    def _end_request(self, finish: Finish) -> None:
         """Write a request and its phases."""
         times, number = finish.times, finish.number
         name, submitted_ns = self._live.pop(number, (finish.request_id, times.submitted_ns))
@@ -223,7 +223,7 @@ class TraceTimeline:
 
     # --- counters ---
 
-    def _count(self, statistics: dict[str, Any]) -> None:
+    def _write_counters(self, statistics: dict[str, Any]) -> None:
         encode = statistics["encode"]
         used = encode["pages_total"] - encode["pages_free"] - encode["pages_evictable"]
         found = {
@@ -255,13 +255,13 @@ class TraceTimeline:
         track = self._tracks.get(group)
         if track is None:
             track = self._tracks[group] = _Track(SCHEDULER + 1 + len(self._tracks), ranks)
-            self._name(track.process, group)
+            self._name_track(track.process, group)
             for rank in range(ranks):
                 args = {"name": f"rank {rank}"}
                 self._write(ph="M", name="thread_name", pid=track.process, tid=rank + 1, args=args)
         return track
 
-    def _name(self, process: int, name: str) -> None:
+    def _name_track(self, process: int, name: str) -> None:
         self._write(ph="M", name="process_name", pid=process, args={"name": name})
         self._write(ph="M", name="process_sort_index", pid=process, args={"sort_index": process})
 

@@ -388,7 +388,7 @@ class Injector:
             fault for fault in self.plan.faults if isinstance(fault, kind) and _hits(fault, group, rank)
         ]  # fmt: skip
 
-    def take(
+    def take_fault(
         self,
         kind: Kinds[F],
         *,
@@ -407,7 +407,7 @@ class Injector:
                 return fault
         return None
 
-    def active(
+    def active_faults(
         self, kind: Kinds[L], *, group: str | None = None, rank: int | None = None
     ) -> list[L]:
         """Return the faults of a kind that are active for this target."""
@@ -416,10 +416,10 @@ class Injector:
             fault for fault in self.of(kind, group=group, rank=rank) if fault.at_ns <= now_ns < fault.end_ns
         ]  # fmt: skip
         for fault in found:
-            self.note(fault)
+            self.record_effect(fault)
         return found
 
-    def note(self, fault: Fault) -> None:
+    def record_effect(self, fault: Fault) -> None:
         """Record that a lasting fault had an effect."""
         for place, one in enumerate(self._left):
             if one is fault:
@@ -443,12 +443,12 @@ class Injector:
     def _on_point(self, name: str, subject: str) -> None:
         if name in self._points:
             kind, error = self._points[name]
-            fault = self.take(kind, group=subject or None)
+            fault = self.take_fault(kind, group=subject or None)
             if fault is not None:
                 raise error(fault)
 
     def _permute(self, fault: TiePermutation) -> None:
-        self.note(fault)
+        self.record_effect(fault)
         self._loop.permute_ties(fault.seed)
 
 

@@ -177,13 +177,13 @@ class Oracles:
         elif type(event) is EncodeFailed:
             del self._writing[event.group]
         elif type(event) is GroupLost:
-            self._lose(event.group)
+            self._lose_group(event.group)
         elif type(event) is PolicyReplaced:
             for path, table in event.tables.items():
                 if "generate.admission" in seats_in(path, table):
                     self._fifo = table == {"use": "fifo"}
 
-    def _lose(self, group: str) -> None:
+    def _lose_group(self, group: str) -> None:
         if stage_of(group) == "encode":
             self._writing.pop(group, None)
             return

@@ -336,7 +336,7 @@ class ModelCluster:
         if stage_of(group) == "encode":
             self.encode_logs[group].clear()
         else:
-            self.generators[group].lose()
+            self.generators[group].restart_rank()
         self.send(GroupLost(group, Simulated((group,)), planned))
 
     def restore_group(self, group: str, blocks: int = 0) -> None:

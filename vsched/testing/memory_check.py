@@ -145,13 +145,13 @@ def negotiate(
         DeviceOutOfMemory: When the cache does not fit.
         MemoryLeak: When memory was not freed.
     """
-    order = negotiation.start()
+    order = negotiation.first_order()
     count = 0
     while not isinstance(order, Accepted):
         reports = [rank.carry_out(order) for rank in ranks]
         count += 1
         between(count)
-        order = negotiation.take(reports)
+        order = negotiation.next_order(reports)
     return order
 
 

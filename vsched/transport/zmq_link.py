@@ -129,7 +129,7 @@ class LeaderLink:
         self._socket.setsockopt(zmq.SNDHWM, QUEUE_MAX)
         self._socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
         self._socket.bind(address)
-        self._reader = SocketReader(self._socket, self._take)
+        self._reader = SocketReader(self._socket, self._read_frames)
         self.read = self._reader.read
 
     def carry(self, entry: LogEntry) -> None:
@@ -147,7 +147,7 @@ class LeaderLink:
         self._reader.sent()
         return True
 
-    def _take(self) -> None:
+    def _read_frames(self) -> None:
         identity, *frames = self._socket.recv_multipart(zmq.DONTWAIT)
         if len(frames) == 1:
             try:

@@ -207,7 +207,7 @@ class DraftModel:
             if table.length[slot] + count <= self._info.context_tokens
         }
         for slot in wanted:
-            self._receive(slot, sequences[slot], table)
+            self._update_sequence(slot, sequences[slot], table)
         found = self._catch_up(list(wanted), table)
         going = sorted(found)
         while going := [
@@ -223,7 +223,7 @@ class DraftModel:
                 followed.sequence.tokens[followed.done] = found[slot][-1]
                 rows.append((slot, followed.done))
                 followed.done += 1
-            for slot, token in zip(going, self._run(rows, [], table), strict=True):
+            for slot, token in zip(going, self._run_step(rows, [], table), strict=True):
                 found[slot].append(token)
         known = range(self._vocabulary)  # tokens that the target model does not have end a draft
         return {
@@ -231,13 +231,13 @@ class DraftModel:
             for slot, tokens in found.items()
         }
 
-    def _receive(self, slot: int, sequence: SequenceState, table: SlotTable) -> None:
+    def _update_sequence(self, slot: int, sequence: SequenceState, table: SlotTable) -> None:
         """Update a sequence with its new tokens; rejected draft tokens are forgotten."""
         length = int(table.length[slot])
         tokens = np.minimum(sequence.tokens[:length], self._info.vocab_size - 1)
         followed = self._followed.get(slot)
         if followed is None:
-            followed = self._followed[slot] = self._begin(slot, sequence, tokens, table)
+            followed = self._followed[slot] = self._start_following(slot, sequence, tokens, table)
         own = followed.sequence
         if followed.done > own.length:
             drafts = own.tokens[own.length : followed.done]
@@ -249,7 +249,7 @@ class DraftModel:
         # The last token is always computed, because its row yields the next one.
         followed.done = min(followed.done, length - 1)
 
-    def _begin(
+    def _start_following(
         self,
         slot: int,
         sequence: SequenceState,
@@ -299,14 +299,14 @@ class DraftModel:
         if not rows and not chunks:
             return {}
         sampled = [slot for slot, _ in rows] + [one.slot for one in chunks if one.samples]
-        tokens = self._run(rows, chunks, table)
+        tokens = self._run_step(rows, chunks, table)
         for slot in slots:
             filled = self._followed[slot].done // self._block_size
             self._whole[table.block_table[slot, :filled]] = True
         # With two rows of a slot, the last one counts.
         return {slot: [token] for slot, token in zip(sampled, tokens, strict=True)}
 
-    def _run(
+    def _run_step(
         self, rows: Sequence[tuple[int, int]], chunks: list[Chunk], table: SlotTable
     ) -> list[int]:
         """Run positions of slots, and chunks; return the token sampled by each row."""

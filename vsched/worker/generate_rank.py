@@ -103,11 +103,11 @@ class GenerateRank(StageRank):
         """
         swap_ns = 0 if decision.swaps is None else self._swap(decision.swaps)
         for leave in decision.left:
-            self._leave(leave)
+            self._leave_slot(leave)
         for number in decision.forgotten:
             self._sequences.pop(number, None)
         for join in decision.joined:
-            self._join(join)
+            self._join_request(join)
         for grant in decision.granted:
             if grant.slot not in self._in_slot:
                 raise RankDesync(f"a grant for slot {grant.slot}, which is empty")
@@ -119,7 +119,7 @@ class GenerateRank(StageRank):
         self._restored = []
         rows = self._rows(batch)
         sampled = self.worker.step(batch) if len(rows) or batch.chunks else _NOTHING
-        result = self._advance(decision.step, batch, rows, sampled)
+        result = self._add_sampled(decision.step, batch, rows, sampled)
         if decision.swaps is not None:
             blocks = decision.swaps.blocks
             result = msgspec.structs.replace(result, swap_ns=swap_ns, swap_blocks=blocks)
@@ -147,7 +147,7 @@ class GenerateRank(StageRank):
         self._renew(back[:, 1])
         return self._now_ns() - start_ns
 
-    def _leave(self, leave: Leave) -> None:
+    def _leave_slot(self, leave: Leave) -> None:
         sequence = self._in_slot.pop(leave.slot, None)
         if sequence is None or sequence.number != leave.number:
             raise RankDesync(f"request {leave.number} leaves slot {leave.slot}, which it has not")
@@ -163,7 +163,7 @@ class GenerateRank(StageRank):
             self._draft_model.leave(leave.slot)
         self._table.reset(leave.slot)
 
-    def _join(self, join: Join) -> None:
+    def _join_request(self, join: Join) -> None:
         if join.slot in self._in_slot:
             raise RankDesync(f"request {join.number} joins slot {join.slot}, which is taken")
         sequence = self._sequences.get(join.number)
@@ -332,17 +332,17 @@ class GenerateRank(StageRank):
         masks = self._drafts[slot].masks
         return dataclasses.replace(sequence, token_mask=masks[behind - 1]) if masks else sequence
 
-    def _advance(
+    def _add_sampled(
         self, step: int, batch: Batch, rows: list[int], sampled: Sampled
     ) -> GenerateResult:
         drafted: list[Drafted] = []
         logprobs = sampled.logprobs
         slots, tokens = np.asarray(rows, np.int64), sampled.tokens
         if self._drafts:
-            slots, tokens, ends, drafted, kept = self._take_drafts(slots, batch, sampled)
+            slots, tokens, ends, drafted, kept = self._add_drafts(slots, batch, sampled)
             logprobs = [one for one in logprobs if one.row in kept]
         else:
-            ends = self._take(slots, tokens, batch.special)
+            ends = self._add_tokens(slots, tokens, batch.special)
         by_slot = np.full(len(self._table.number), -1, np.int32)
         by_slot[slots] = tokens
         numbers = self._table.number.tobytes()
@@ -372,7 +372,7 @@ class GenerateRank(StageRank):
             drafted=drafted,
         )
 
-    def _take_drafts(
+    def _add_drafts(
         self, slots: npt.NDArray[np.int64], batch: Batch, sampled: Sampled
     ) -> tuple[npt.NDArray[np.int64], Int32s, dict[int, FinishReason], list[Drafted], set[int]]:
         """Add the tokens of all slots, including accepted draft tokens.
@@ -387,7 +387,7 @@ class GenerateRank(StageRank):
         special = [(places[row], one) for row, one in batch.special if row in places]
         ends = {
             int(first[index]): reason
-            for index, reason in self._take(slots, tokens, special).items()
+            for index, reason in self._add_tokens(slots, tokens, special).items()
         }
         kept = set(places)
         for row, slot in zip(first.tolist(), slots.tolist(), strict=True):
@@ -397,7 +397,7 @@ class GenerateRank(StageRank):
                 drafted.append(found)
         return slots, tokens, ends, drafted, kept
 
-    def _take(
+    def _add_tokens(
         self,
         slots: npt.NDArray[np.int64],
         tokens: Int32s,
@@ -432,7 +432,7 @@ class GenerateRank(StageRank):
             if row in ends or tokens[row] != one:
                 break
             row += 1
-            found = self._take(at, tokens[row : row + 1], special)
+            found = self._add_tokens(at, tokens[row : row + 1], special)
             if found:
                 ends[row] = found[0]
             if tokens[row] >= 0:

@@ -144,7 +144,7 @@ class Member(Generic[Link]):
         self._threads = threads
         return ThreadsInUse(threads, threads_of(self._spec))
 
-    def fail(self, error: Exception) -> None:
+    def report_failure(self, error: Exception) -> None:
         """Report why this rank stops."""
         self.report(RankFailed(error_kind(error), type(error).__name__, str(error)))
 
@@ -354,7 +354,7 @@ class Rank(Generic[Link]):
 
     def _report_ready(self) -> None:
         for member, report in zip(self._members, self._ready, strict=True):
-            member.stage.begin()
+            member.stage.mark_kernels()
             member.report_ready(report)
         self.serving = True
 

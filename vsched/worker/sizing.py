@@ -542,7 +542,7 @@ def reserve_encoder(
     try:
         if role.reserved_bytes is not None:
             growth = role.reserved_bytes
-            _take(memory, growth)
+            _allocate_once(memory, growth)
         elif arena is not None:
             with trial_adapter(worker) as arena.adapter:
                 peak = _peak_of(arena, worker, loaded, alone=role.settings.ranks == 1)
@@ -587,7 +587,7 @@ def _batches(plugin: WorkerPlugin, info: ModelInfo, role: EncodeRole) -> BatchAr
     return BatchArena(info, batches, plugin.sample_arrays) if batches else None
 
 
-def _take(memory: DeviceMemory, size: int) -> None:
+def _allocate_once(memory: DeviceMemory, size: int) -> None:
     """Allocate memory once, so that a caching allocator keeps it."""
     try:
         with memory.hold(size):
@@ -608,13 +608,13 @@ def _peak_of(arena: BatchArena, worker: EncodeWorker, loaded: RankMemory, *, alo
     peak, largest = 0, arena.batches[0]
     for _ in range(1 if alone else ROUNDS_OF_GROUP):
         for batch in arena.batches:
-            before, peak = peak, _run(worker, arena, batch)
+            before, peak = peak, _encode_batch(worker, arena, batch)
             if peak > before:
                 largest = batch
     if not alone:
         return peak
     for _ in range(REPEATS_MAX):
-        before, peak = peak, _run(worker, arena, largest)
+        before, peak = peak, _encode_batch(worker, arena, largest)
         if peak - before <= SETTLED_SHARE * memory.drift(max(0, peak - loaded.reserved_bytes)):
             return peak
     logger.warning(
@@ -667,7 +667,7 @@ class BatchArena:
         ]
 
 
-def _run(worker: EncodeWorker, arena: BatchArena, batch: Sequence[ImagePlan]) -> int:
+def _encode_batch(worker: EncodeWorker, arena: BatchArena, batch: Sequence[ImagePlan]) -> int:
     """Encode one batch, and return the peak so far."""
     memory = worker.device_memory()
     try:

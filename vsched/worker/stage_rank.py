@@ -58,12 +58,12 @@ class StageRank:
     def look_ahead(self) -> None:
         """Prepare for the next decision, after the result of this one is sent."""
 
-    def begin(self) -> None:
+    def mark_kernels(self) -> None:
         """Note the kernels compiled so far; requests wait for kernels that are compiled later."""
         self._kernels = Counter(self.worker.kernels_here())
 
     def kernels_late(self) -> int:
-        """Return the number of kernels compiled or loaded since `begin`, and log new ones."""
+        """Return the number of kernels compiled or loaded since `mark_kernels`, and log new ones."""
         late = Counter(self.worker.kernels_here()) - self._kernels
         if late.total() > self._kernels_late:
             self._kernels_late = late.total()
@@ -136,16 +136,18 @@ class EncodeRank(StageRank):
             raise RankDesync(
                 f"encode step {decision.step} came while step {self._paused} is not done"
             )
-        return self._run(decision.step, decision.layers, lambda: self._begin(decision))
+        return self._run_layers(decision.step, decision.layers, lambda: self._start_batch(decision))
 
     def go_on(self, step: int, layers: int) -> EncodeResult | Paused | None:
         """Encode `layers` more layers, 0 for the rest; None if this step has failed here."""
         if step != self._paused:
             return None
         self._paused = 0
-        return self._run(step, layers, lambda: self.worker.advance(layers))
+        return self._run_layers(step, layers, lambda: self.worker.advance(layers))
 
-    def _run(self, step: int, layers: int, work: Callable[[], bool]) -> EncodeResult | Paused:
+    def _run_layers(
+        self, step: int, layers: int, work: Callable[[], bool]
+    ) -> EncodeResult | Paused:
         try:
             done = work()
         except DeviceOutOfMemory as error:
@@ -163,7 +165,7 @@ class EncodeRank(StageRank):
         self._paused = step
         return Paused(step, layers, 0)
 
-    def _begin(self, decision: EncodeDecision) -> bool:
+    def _start_batch(self, decision: EncodeDecision) -> bool:
         """Start a batch; return True if it is done."""
         jobs = []
         for task in decision.tasks:

@@ -212,7 +212,7 @@ class LanguageWorker(RankWorker, GenerateWorker):
     def drop_graphs(self) -> None:
         """Drop captured steps: they point into the KV cache."""
         if self._captured is not None:
-            self._captured.drop()
+            self._captured.drop_steps()
             self._captured = None
 
     def drop_kv(self) -> None:
@@ -221,7 +221,7 @@ class LanguageWorker(RankWorker, GenerateWorker):
         self._cache = self._swap_area = None
         self._attention = None
         if self._language.states is not None:
-            self._language.states.drop()
+            self._language.states.free_states()
 
     def build_swap(self, blocks: int) -> None:
         """Allocate host memory for `blocks` blocks of the present KV cache.
@@ -293,7 +293,7 @@ class LanguageWorker(RankWorker, GenerateWorker):
                 self._language.bidirectional_spans,
             )
             if self._language.states is not None:
-                self._language.states.begin(step, batch, self._backend.send)
+                self._language.states.begin_step(step, batch, self._backend.send)
             rows = sampling_rows(batch)
             has_logprobs = has_prompt_logprobs(batch)
             wanted = np.arange(len(token_ids)) if has_logprobs else rows
@@ -333,7 +333,7 @@ class LanguageWorker(RankWorker, GenerateWorker):
         assert name == BALANCE, f"no such work: {name}"
         assert self._balance is not None, "it is not offered then"
         with typed_out_of_memory("balancing experts"):
-            moved = self._balance.run()
+            moved = self._balance.rebalance()
         logger.info("%d experts moved to other ranks", moved)
 
     def _images(self, batch: Batch) -> Images | None:

@@ -82,7 +82,7 @@ class RankWorker(Worker):
         Raises:
             CheckpointError: When it cannot be read, or does not fit.
         """
-        self._adapters.read(number, path)
+        self._adapters.read_adapter(number, path)
 
     def add_trial_adapter(self, number: int) -> None:
         """Add an adapter of the highest rank to all layers."""
@@ -90,7 +90,7 @@ class RankWorker(Worker):
 
     def remove_adapter(self, number: int) -> None:
         """Remove an adapter, if it is there."""
-        self._adapters.remove(number)
+        self._adapters.remove_adapter(number)
 
     def adapted(self, batch: Batch) -> AbstractContextManager[None]:
         """Apply adapters to the rows of a step until the context ends."""

@@ -122,7 +122,7 @@ class VisionWorker(RankWorker, EncodeWorker):
         """Start encoding jobs; `advance` does the work."""
         assert self._sliced is not None, "`pauses` says so"
         self._batches += 1
-        self._sliced.begin(lambda: self._encode_all(jobs, embeddings))
+        self._sliced.set_work(lambda: self._encode_all(jobs, embeddings))
 
     def advance(self, layers: int) -> bool:
         """Encode `layers` more layers, or the rest if 0; return whether the batch is complete.

@@ -29,7 +29,7 @@ from tests.bench.servers import processes, sides
 from tests.bench.servers.processes import neighbours
 from tests.bench.servers.server import Server, ServerError, Spec, serving
 from vsched.bench.load.client import BenchClient
-from vsched.bench.load.generator import WARMUP, Figures, LoadPlan, draw, run, sessions_for
+from vsched.bench.load.generator import WARMUP, Figures, LoadPlan, draw, run_load, sessions_for
 from vsched.bench.load.shapes import Case, shape_of
 from vsched.bench.machine import OtherLoad, describe_machine
 from vsched.errors import ConfigError
@@ -163,7 +163,7 @@ class Session:
         for key, plan in work.items():
             busy = f" beside {key.neighbours}" if key.neighbours else ""
             title = f"{key.case} x {key.concurrency}{busy}, {key.repeat + 1}: {key.side}"
-            drive = functools.partial(run, drawn=draw(plan), finished=lambda: None)
+            drive = functools.partial(run_load, drawn=draw(plan), finished=lambda: None)
             with self.console.status(title), neighbours(key.neighbours) as pids:
                 figures = self.measure(server, drive, pids)
             self.keep(key, server.spec, figures)

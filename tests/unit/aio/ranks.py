@@ -152,7 +152,7 @@ class Rank:
             return self._generate.apply(entry)
         return None
 
-    async def end(self, *, grace_s: float) -> None:
+    async def wait_exit(self, *, grace_s: float) -> None:
         self.ended = True
 
 

@@ -104,7 +104,7 @@ class Bench:
         return sorted(one.name for one in folder.iterdir()) if folder.exists() else []
 
     def loading(self, name: str = "a") -> asyncio.Task[None]:
-        return asyncio.create_task(self.table.load(name, "somewhere"))
+        return asyncio.create_task(self.table.load_adapter(name, "somewhere"))
 
 
 @pytest.fixture
@@ -114,12 +114,12 @@ def bench(tmp_path: Path) -> Bench:
 
 async def test_adapters_reach_all_groups_of_their_stages(bench: Bench) -> None:
     """Each with a number of its own, also one that is loaded again."""
-    await bench.table.load("a", "somewhere")
+    await bench.table.load_adapter("a", "somewhere")
     assert bench.who_has(1) == ["generate-0", "generate-1"]
     bench.facts = AdapterFacts(4, changes_encoder=True)
     for number in (2, 3):
-        await bench.table.load("b", "somewhere")
-        hold = bench.table.hold("b")
+        await bench.table.load_adapter("b", "somewhere")
+        hold = bench.table.hold_adapter("b")
         hold.release()
         assert hold.number == number
         assert bench.who_has(number) == ["encode", "generate-0", "generate-1"]
@@ -132,7 +132,7 @@ async def test_adapters_reach_all_groups_of_their_stages(bench: Bench) -> None:
 async def test_adapter_that_one_rank_cannot_add_is_taken_away_from_all(bench: Bench) -> None:
     bench.all[2].leader.errors = ["", "shapes differ"]
     with pytest.raises(RequestRefused, match="generate-1: shapes differ"):
-        await bench.table.load("a", "somewhere")
+        await bench.table.load_adapter("a", "somewhere")
     assert bench.who_has(1) == []
     bench.restore(bench.all[1])
     assert bench.who_has(1) == [], "it is not stored"
@@ -181,13 +181,13 @@ async def test_adapter_needs_a_group_of_each_stage(bench: Bench) -> None:
     bench.facts = AdapterFacts(4, changes_encoder=True)
     bench.all[0].state = "down"
     with pytest.raises(RequestRefused, match="no encode group is up"):
-        await bench.table.load("a", "somewhere")
+        await bench.table.load_adapter("a", "somewhere")
     assert bench.who_has(1) == []
 
 
 async def test_group_that_does_not_get_its_adapters_back_is_given_up(bench: Bench) -> None:
     group = bench.all[1]
-    await bench.table.load("a", "somewhere")
+    await bench.table.load_adapter("a", "somewhere")
     group.leader = FakeLeader()
     group.leader.errors = ["no memory"]
     bench.restore(group)
@@ -199,14 +199,14 @@ async def test_table_keeps_nothing_of_an_adapter_that_cannot_be_loaded(tmp_path:
     bench = Bench(tmp_path, encoder=False)
     bench.facts = CheckpointError("damaged. Remedy: another.")
     with pytest.raises(RequestRefused, match="damaged") as refused:
-        await bench.table.load("a", str(tmp_path))
+        await bench.table.load_adapter("a", str(tmp_path))
     assert (refused.value.code, refused.value.status) == ("adapter_unusable", 400)
     with pytest.raises(RequestRefused, match="no folder 'somewhere'") as refused:
-        await bench.table.load("a", str(tmp_path / "somewhere"))
+        await bench.table.load_adapter("a", str(tmp_path / "somewhere"))
     assert (refused.value.code, refused.value.status) == ("adapter_not_found", 404)
     bench.facts = AdapterFacts(4, changes_encoder=True)
     with pytest.raises(RequestRefused, match="adapters.encoder"):
-        await bench.table.load("a", "somewhere")
+        await bench.table.load_adapter("a", "somewhere")
     assert (bench.table.rows(), bench.kept()) == ([], [])
 
 
@@ -215,14 +215,14 @@ async def test_table_keeps_nothing_of_an_adapter_that_cannot_be_loaded(tmp_path:
     [("base", "name_taken"), ("a", "name_taken"), ("", "invalid_name"), ("x\n", "invalid_name")],
 )
 async def test_table_refuses_names(bench: Bench, name: str, code: str) -> None:
-    await bench.table.load("a", "somewhere")
+    await bench.table.load_adapter("a", "somewhere")
     with pytest.raises(RequestRefused) as refused:
-        await bench.table.load(name, "somewhere")
+        await bench.table.load_adapter(name, "somewhere")
     assert refused.value.code == code
 
 
 async def test_table_counts_those_that_are_on_their_way(bench: Bench) -> None:
-    loads = [bench.table.load(name, "somewhere") for name in "abc"]
+    loads = [bench.table.load_adapter(name, "somewhere") for name in "abc"]
     outcomes = await asyncio.gather(*loads, return_exceptions=True)
     assert [getattr(each, "code", "") for each in outcomes] == ["", "", "too_many_adapters"]
 
@@ -239,14 +239,14 @@ def test_table_takes_no_path_outside_the_directory(tmp_path: Path, path: str) ->
 
 
 async def test_table_unloads_after_the_last_user(bench: Bench) -> None:
-    await bench.table.load("a", "somewhere")
-    first, second = bench.table.hold("a"), bench.table.hold("a")
-    second.run(lambda message: pytest.fail(message))
+    await bench.table.load_adapter("a", "somewhere")
+    first, second = bench.table.hold_adapter("a"), bench.table.hold_adapter("a")
+    second.mark_running(lambda message: pytest.fail(message))
     gone = asyncio.ensure_future(bench.table.unload("a"))
     await until(lambda: bench.table.rows()[0]["state"] == "unloading", "it is being unloaded")
     for name in ("a", "b"):
         with pytest.raises(RequestRefused, match="no adapter"):
-            bench.table.hold(name)
+            bench.table.hold_adapter(name)
     first.release()
     await asyncio.sleep(0)
     assert not gone.done()
@@ -259,14 +259,14 @@ async def test_table_unloads_after_the_last_user(bench: Bench) -> None:
 async def test_table_interrupts_late_requests(tmp_path: Path) -> None:
     """A request that is still being prepared is refused when it would be submitted."""
     bench = Bench(tmp_path, drain_s=0.0)
-    await bench.table.load("a", "somewhere")
-    running, prepared = bench.table.hold("a"), bench.table.hold("a")
+    await bench.table.load_adapter("a", "somewhere")
+    running, prepared = bench.table.hold_adapter("a"), bench.table.hold_adapter("a")
     said: list[str] = []
-    running.run(said.append)
+    running.mark_running(said.append)
     await bench.table.unload("a")
     assert "deadlines.drain_s" in said[0]
     with pytest.raises(RequestRefused, match="no adapter"):
-        prepared.run(said.append)
+        prepared.mark_running(said.append)
     running.release()
 
 
@@ -280,11 +280,11 @@ async def test_table_continues_without_waiters(bench: Bench) -> None:
 
 async def test_items_of_an_adapter_that_changes_the_encoder_have_other_keys(bench: Bench) -> None:
     bench.facts = AdapterFacts(4, changes_encoder=True)
-    await bench.table.load("a", "somewhere")
-    await bench.table.load("b", "somewhere")
+    await bench.table.load_adapter("a", "somewhere")
+    await bench.table.load_adapter("b", "somewhere")
     items = [(0, 2, b"one"), (1, 2, b"two")]
     request = make_request("r", [1, 2], items, encoded=[b"two"])
-    one, other = (with_adapter(request, bench.table.hold(name)) for name in "ab")
+    one, other = (with_adapter(request, bench.table.hold_adapter(name)) for name in "ab")
     keys: list[Any] = [[item.key for item in each.items] for each in (request, one, other)]
     assert len({first for first, _ in keys}) == 3
     assert {second for _, second in keys} == {b"two"}, "the client has encoded it"
@@ -298,7 +298,7 @@ async def test_resumed_request_has_the_image_keys_of_its_adapter(played: ShellHa
     adapter.facts = AdapterFacts(4, changes_encoder=True)
     engine = played.engine()
     engine.info = model_info(context_tokens=64)
-    table = cast("Any", SimpleNamespace(hold=lambda _: AdapterHold(adapter)))
+    table = cast("Any", SimpleNamespace(hold_adapter=lambda _: AdapterHold(adapter)))
     assert engine._running is not None
     engine._running = dataclasses.replace(engine._running, adapters=table)
     wanted = make_request("r", list(range(10)), items=[ITEM], max_tokens=5)

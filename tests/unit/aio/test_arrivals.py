@@ -157,7 +157,7 @@ async def test_interruption_ends_the_preparation_and_not_its_caller(*, leaves: b
     arrivals = PendingArrivals()
 
     async def caller() -> int:
-        with pytest.raises(RequestFailed), arrivals.begin("r"):
+        with pytest.raises(RequestFailed), arrivals.track_arrival("r"):
             await asyncio.Event().wait()
         task = asyncio.current_task()
         assert task is not None

@@ -54,12 +54,12 @@ def checks(compiler: Compiler) -> Iterator[GrammarChecks]:
 
 async def test_grammars_compile_outside_the_loop(compiler: Compiler, checks: GrammarChecks) -> None:
     """Refusals come back; a grammar that was accepted is not compiled again."""
-    await checks.check(SamplingParams())
+    await checks.check_request(SamplingParams())
     for grammar in ("good", "other", "good"):
-        await checks.check(SamplingParams(grammar=grammar))
+        await checks.check_request(SamplingParams(grammar=grammar))
     for _ in range(2):
         with pytest.raises(RequestRefused, match="no"):
-            await checks.check(SamplingParams(grammar="bad"))
+            await checks.check_request(SamplingParams(grammar="bad"))
     assert [grammar for grammar, _ in compiler.seen] == ["good", "other", "bad", "bad"]
     assert threading.current_thread() not in [thread for _, thread in compiler.seen]
 
@@ -68,7 +68,7 @@ async def test_a_grammar_that_takes_too_long_is_refused_for_now(compiler: Compil
     compiler.going.clear()
     checks = GrammarChecks(compiler, deadline_s=0.01)
     with pytest.raises(RequestRefused, match=r"media\.prepare_s") as refusal:
-        await checks.check(SamplingParams(grammar="slow"))
+        await checks.check_request(SamplingParams(grammar="slow"))
     assert refusal.value.status == 503
     compiler.going.set()
     checks.close()
@@ -86,16 +86,16 @@ async def test_unbounded_values_and_masks_of_every_token_are_refused(
     compiler: Compiler, checks: GrammarChecks, sampling: SamplingParams
 ) -> None:
     with pytest.raises(RequestRefused, match="Remedy") as refusal:
-        await checks.check(sampling)
+        await checks.check_request(sampling)
     assert (refusal.value.code, refusal.value.status) == ("invalid_grammar", 400)
     assert compiler.seen == []
 
 
 async def test_a_model_without_grammars_refuses_them_and_nothing_else() -> None:
     checks = GrammarChecks(None, deadline_s=60)
-    await checks.check(SamplingParams())
+    await checks.check_request(SamplingParams())
     with pytest.raises(RequestRefused, match="structured output is not supported"):
-        await checks.check(SamplingParams(grammar="x"))
+        await checks.check_request(SamplingParams(grammar="x"))
     checks.close()
 
 

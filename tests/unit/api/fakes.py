@@ -95,7 +95,7 @@ class FakeGeneration(TokenStream):
             times = RequestTimes(*range(self._began_ns, self._began_ns + 50, 10))
             counts = {"cached_tokens": self.cached_tokens, "encoded_items": 1}
             times = msgspec.structs.replace(times, **counts)
-        self.finish(Finish(self.request_id, 1, reason, times))
+        self.push_finish(Finish(self.request_id, 1, reason, times))
 
     def abort(self) -> None:
         self.aborted += 1
@@ -250,11 +250,12 @@ class StreamingEngine(FakeEngine):
 
     def push(self, letters: str) -> None:
         for letter in letters:
-            self.stream.push(ord(letter), None)
+            self.stream.push_token(ord(letter), None)
             self.stream.deliver()
 
     def finish(self) -> None:
-        self.stream.finish(Finish(self.stream.request_id, 1, FinishReason.STOP, RequestTimes()))
+        finish = Finish(self.stream.request_id, 1, FinishReason.STOP, RequestTimes())
+        self.stream.push_finish(finish)
         self.stream.deliver()
 
 

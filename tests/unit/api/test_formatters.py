@@ -194,7 +194,7 @@ class TellingEngine(FakeEngine):
         generations = await super().generate_choices(**call)
         report = PromptReport(PROMPT, 2)
         ids, top = [[105, 104], [63, 46]], [[-0.5, -1.0], [-0.25, -2.0]]
-        report.take(
+        report.add_piece(
             PromptPiece(
                 number=1,
                 start=1,

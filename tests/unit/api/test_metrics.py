@@ -109,11 +109,11 @@ def counted(*outcomes: str, tenant: str = "") -> ApiMetrics:
     """Metrics with requests of these outcomes; an empty outcome is a request in flight."""
     metrics = ApiMetrics()
     for outcome in outcomes:
-        record = metrics.begin("chat", tenant=tenant)
+        record = metrics.begin_request("chat", tenant=tenant)
         record.output()
         record.tokens(Usage(5, 3, 8, PromptDetails(2)))
         if outcome:
-            record.end(outcome)
+            record.end_request(outcome)
     return metrics
 
 

@@ -48,8 +48,8 @@ class Server:
         self.app = create_app(self.engine, settings or ApiSettings(), resumption=self.resumption)
 
     async def start(self) -> Server:
-        await self.resumption.read()
-        await self.resumption.run()
+        await self.resumption.read_left()
+        await self.resumption.submit_left()
         return self
 
     @property
@@ -161,7 +161,7 @@ async def test_answer_continues_its_record(tmp_path: Path, monkeypatch: pytest.M
     name = choice_id(reply)
     started = PartialOutput(b"digest", (1, 2))
     read = record(monkeypatch, Left({name: started}, {}))
-    await Server(tmp_path).resumption.read()
+    await Server(tmp_path).resumption.read_left()
     read.assert_called_once_with(ANY, [name])
     record(monkeypatch, Left({}, {}, "it is gone"))
     second = await Server(tmp_path).start()
@@ -204,7 +204,7 @@ async def test_request_whose_client_leaves_while_it_is_saved_is_not_kept(
     server = Server(tmp_path)
     journal = server.resumption.journal
     assert journal is not None
-    keep, saving, left, saved = journal.keep, *(threading.Event() for _ in range(3))
+    keep, saving, left, saved = journal.keep_request, *(threading.Event() for _ in range(3))
 
     def keep_slowly(request: KeptRequest) -> bool:
         saving.set()
@@ -213,7 +213,7 @@ async def test_request_whose_client_leaves_while_it_is_saved_is_not_kept(
         saved.set()
         return kept
 
-    monkeypatch.setattr(journal, "keep", keep_slowly)
+    monkeypatch.setattr(journal, "keep_request", keep_slowly)
     client = Client(server.app)
     asking = asyncio.create_task(client.send("POST", CHAT, chat(user="x" * 100_000)))
     await until(saving.is_set, "it is being saved")
@@ -245,8 +245,8 @@ async def test_request_waits_for_room(tmp_path: Path, monkeypatch: pytest.Monkey
     await Server(tmp_path).killed_in(CHAT, chat(), headers={"x-request-id": "mine"})
     second = Server(tmp_path)
     second.engine.refusal = RequestRefused("full", code="queue_full", status=429)
-    await second.resumption.read()
-    running = asyncio.create_task(second.resumption.run())
+    await second.resumption.read_left()
+    running = asyncio.create_task(second.resumption.submit_left())
     await until(lambda: len(second.engine.calls) > 2, "it is retried")
     second.engine.refusal = None
     await running
@@ -295,7 +295,7 @@ async def test_request_that_may_be_why_is_given_up(
         monkeypatch.setattr(resuming.Resumption, "_job", AsyncMock(side_effect=DiedError))
     for _ in range(resuming.RESUMED_MAX):
         for _ in range(3):
-            await Server(tmp_path).resumption.read()
+            await Server(tmp_path).resumption.read_left()
         resumed = Server(tmp_path, asyncio.Event(), *DELTAS)
         with pytest.RaisesGroup(DiedError) if reading_kills else contextlib.nullcontext():
             await resumed.start()
@@ -330,12 +330,12 @@ async def test_early_reader_gets_the_later_parts(tmp_path: Path) -> None:
     await Server(tmp_path).killed_in(CHAT, chat(stream=True), headers={"x-request-id": "mine"})
     held = asyncio.Event()
     second = Server(tmp_path, *DELTAS[:2], held, *DELTAS[2:])
-    await second.resumption.read()
+    await second.resumption.read_left()
     early = asyncio.create_task(second.get(f"{CHAT}/mine"))
     leaver = Client(second.app)
     leaving = asyncio.create_task(leaver.send("GET", f"{CHAT}/mine"))
     await asyncio.sleep(0)
-    await second.resumption.run()
+    await second.resumption.submit_left()
     await second.engine.generations[0].waiting.wait()
     leaver.leave()
     await leaving
@@ -360,8 +360,8 @@ async def test_unaccepted_connections_are_left_for_the_next_server(tmp_path: Pat
     await Server(tmp_path).killed_in(CHAT, chat(), headers={"x-request-id": "mine"})
     second = Server(tmp_path)
     second.engine.entering = asyncio.Event()
-    await second.resumption.read()
-    running = asyncio.create_task(second.resumption.run())
+    await second.resumption.read_left()
+    running = asyncio.create_task(second.resumption.submit_left())
     await second.engine.entered.wait()
     asking = asyncio.create_task(second.get(f"{CHAT}/mine"))
     await asyncio.sleep(0)

@@ -111,7 +111,7 @@ def test_calls_name_tenant_session_and_adapter(texts: RequestTexts) -> None:
 async def test_clients_leave_as_in_the_trace(texts: RequestTexts) -> None:
     client = TraceClient(Mock(generate=lambda **_: asyncio.sleep(60)), lambda: 0)
     one = msgspec.structs.replace(arrival(Text(1, 2)), leaves_ns=1)
-    await client.run(texts, workload_of("w", [one]), lambda: None)
+    await client.send_workload(texts, workload_of("w", [one]), lambda: None)
     assert client.failed == {"abort": 1}
 
 

@@ -20,7 +20,7 @@ from vsched.bench.load.generator import (
     draw,
     draw_session,
     fixed_length_fields,
-    run,
+    run_load,
     sessions_for,
     summarise,
     table,
@@ -178,7 +178,7 @@ def fixed_length(messages: list[dict[str, Any]], tokens: int) -> bytes:
 async def run_on(server: Server, plan: LoadPlan) -> tuple[Figures, int]:
     finished: list[None] = []
     client = BenchClient(server.url)
-    done = run(client, draw(plan), fixed_length, finished=lambda: finished.append(None))
+    done = run_load(client, draw(plan), fixed_length, finished=lambda: finished.append(None))
     return await done, len(finished)
 
 

@@ -78,7 +78,7 @@ BREAKS = (
     Plant("hash without adapter", MOVES + "_root", ROOT, "root_hash(request.cache_salt)", seed=17),
     Plant(
         "leaked blocks",
-        "vsched.kernel.generate.blocks:BlockPool.release",
+        "vsched.kernel.generate.blocks:BlockPool.release_blocks",
         "in reversed(blocks):",
         "in reversed(blocks[:-1]):",
     ),
@@ -88,7 +88,7 @@ BREAKS = (
         "return shortened",
         "return shortened + 1",
     ),
-    Plant("lost claims", MOVES + "drop_claims", "self._cache.release(state, index)", "pass"),
+    Plant("lost claims", MOVES + "drop_claims", "self._cache.release_claim(state, index)", "pass"),
     Plant("cached", REQUEST + "wants_prompt_logprobs", "return ", "return False and ", seed=158),
     Plant("deaf answers", MOVES + "_release_prompt", "if state.phase is PROMPT:", "if False:"),
     Plant(

@@ -157,7 +157,7 @@ def test_scheduler_fails_requests_that_a_rank_could_not_continue(grammar: str, c
     result, sampled = generator.step()
     for sampler, token in sampled:
         cluster.outputs[cluster.names[sampler]].append(token)
-    generator.end(slot)
+    generator.end_sequence(slot)
     ended = [Finished(slot, number, FinishReason.ERROR)]
     cluster.send(msgspec.structs.replace(result, finished=ended))
     assert cluster.ended["r"].reason is FinishReason.ERROR

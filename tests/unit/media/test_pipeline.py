@@ -21,7 +21,7 @@ from vsched.config import Config, MediaConfig
 from vsched.engine import Engine, RunningParts
 from vsched.errors import RequestFailed, RequestRefused, VschedError
 from vsched.media import MediaReference
-from vsched.media.held import HeldBytes
+from vsched.media.budget import HeldBytes, Holding
 from vsched.media.keys import item_key
 
 IMAGE = data_url(image_bytes())
@@ -282,8 +282,8 @@ async def test_image_by_a_name_that_stands_for_none_is_refused(bench: Bench) -> 
 
 def test_held_bytes_may_reach_their_limit() -> None:
     held = HeldBytes(100)
-    held.open().add(60)
-    held.open().add(40)
+    Holding(held).add(60)
+    Holding(held).add(40)
     assert held.total == 100
 
 

@@ -136,7 +136,7 @@ def test_random_use_never_overlaps_and_returns_everything(seed: int) -> None:
             continue
         for key in sizes:
             store.mark_filled(key, b"content %d" % (key[0] % 8))
-        leases.append(store.settle(lease)[1])
+        leases.append(store.settle_lease(lease)[1])
         held = {content: one for lease in leases for content, one in lease.extents.items()}
         spans = sorted((one.offset, one.offset + one.size) for one in held.values())
         assert all(left[1] <= right[0] for left, right in itertools.pairwise(spans))
@@ -157,13 +157,13 @@ def test_equal_content_has_one_extent() -> None:
     for key, content in zip(b"abc", (b"x", b"y", b"x"), strict=True):
         store.mark_filled(bytes([key]), content)
     first = lease.extents[b"a"]
-    contents, settled = store.settle(lease)
+    contents, settled = store.settle_lease(lease)
     assert contents == {b"a": b"x", b"b": b"y", b"c": b"x"}
     assert settled.extents[b"x"] == first
     assert store.statistics().bytes_held == 2 * UNIT
     other = take(store, d=1)
     store.mark_filled(b"d", b"y")
-    contents, shared = store.settle(other)
+    contents, shared = store.settle_lease(other)
     assert shared.extents[b"y"] == settled.extents[b"y"]
     settled.release()
     assert store.statistics().bytes_held == UNIT

@@ -154,5 +154,5 @@ def test_rate_is_configured_and_no_video_is_pruned_without_it() -> None:
         check_replacement(plain.config, plain.policies, {"media.pruning": {"use": "most-changed"}})
     pruning = made(MostChanged(rate=0.5))
     with pytest.raises(ConfigError, match=r"media\.pruning\.rate: the videos of this model"):
-        pruning.check(FakePreprocessor())
+        pruning.check_model(FakePreprocessor())
     pruning.close()

@@ -22,7 +22,7 @@ from tests.each_case import each_case
 from tests.unit.media.fakes import data_url
 from vsched.config import MediaConfig
 from vsched.errors import RequestRefused
-from vsched.media import base64_text
+from vsched.media import sources
 from vsched.media.fetch import Target, fetch, is_public, parse, resolve
 from vsched.media.formats import FORMATS, IMAGE, VIDEO, VIDEO_FORMATS, MediaKind
 from vsched.media.sources import frames_of, read_local
@@ -42,7 +42,7 @@ MALFORMED = [
 @each_case("piece_bytes", [8, 1024 * 1024])
 def test_malformed_data_url_is_refused(piece_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Padding in the middle, too, also where a piece ends."""
-    monkeypatch.setattr(base64_text, "_PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(sources, "_PIECE_BYTES", piece_bytes)
     for reference in MALFORMED:
         with pytest.raises(RequestRefused) as caught:
             read_local(reference, SETTINGS)
@@ -77,7 +77,7 @@ HEADS = (
 def test_data_url_may_have_parameters(reference: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And whitespace, at any piece boundaries."""
     for piece_bytes in (5, 12, 1024 * 1024):
-        monkeypatch.setattr(base64_text, "_PIECE_BYTES", piece_bytes)
+        monkeypatch.setattr(sources, "_PIECE_BYTES", piece_bytes)
         assert read_local(reference, SETTINGS) == CONTENT
 
 

@@ -224,8 +224,8 @@ def test_shares_leave_limits_that_fit() -> None:
     first, second = shares.within(ranks)
     assert first == ranks[0]
     assert second.total_bytes == 600_000
-    assert "generate-1" not in shares.note()
-    assert HostShares(ranks, 10_000_000).note() == ""
+    assert "generate-1" not in shares.limit_note()
+    assert HostShares(ranks, 10_000_000).limit_note() == ""
 
 
 def test_shares_of_a_pool_are_those_of_its_ranks() -> None:

@@ -70,7 +70,7 @@ def begun(policy: MemoryPolicy, *, ranks: Any = None) -> KvNegotiation:
     negotiation = KvNegotiation(
         policy, memory_view() if ranks is None else memory_view(ranks=ranks)
     )
-    negotiation.start()
+    negotiation.first_order()
     return negotiation
 
 
@@ -82,9 +82,9 @@ def test_negotiation_hands_out_orders_until_it_is_over() -> None:
         seen.append((yield Build(1000, headroom_bytes=7)))
 
     negotiation = KvNegotiation(scripted(script), memory_view(ranks=TWO_RANKS))
-    assert negotiation.start() == Probe(96)
-    assert negotiation.take([report(1), report(0)]) == Build(992, headroom_bytes=7)
-    assert negotiation.take([report(0), report(1)]) == Accepted(992, 62)
+    assert negotiation.first_order() == Probe(96)
+    assert negotiation.next_order([report(1), report(0)]) == Build(992, headroom_bytes=7)
+    assert negotiation.next_order([report(0), report(1)]) == Accepted(992, 62)
     probe, build = seen
     assert (probe.action, probe.tokens, probe.outcome) == ("probe", 96, "fits")
     assert (build.action, build.tokens, build.message) == ("build", 992, "")
@@ -111,7 +111,7 @@ def test_negotiation_is_a_vote_of_all_ranks(
         (MemoryLeak, "leaked.*because") if outcome == "leak" else (DeviceOutOfMemory, "no")
     )
     with pytest.raises(error, match=words) as caught:
-        negotiation.take(reports)
+        negotiation.next_order(reports)
     assert "Memory of device" in str(caught.value), "the ledger"
     (attempt,) = negotiation.attempts
     assert attempt.outcome == outcome
@@ -120,10 +120,10 @@ def test_negotiation_is_a_vote_of_all_ranks(
 def test_negotiation_quotes_the_first_reason() -> None:
     negotiation = begun(following(Build(1000), Build(500)), ranks=TWO_RANKS)
     first = report(1, "out_of_memory", "no room: value 2, limit 1")
-    negotiation.take([first, report(0)])
+    negotiation.next_order([first, report(0)])
     assert negotiation.attempts[0].message == "rank 1: no room: value 2, limit 1"
     negotiation = begun(following(Build(1000), Build(500)), ranks=TWO_RANKS)
-    negotiation.take([first, report(0, "out_of_memory", "stress")])
+    negotiation.next_order([first, report(0, "out_of_memory", "stress")])
     assert negotiation.attempts[0].message == "rank 0, and 1 more: stress"
 
 
@@ -132,7 +132,7 @@ def test_negotiation_fails_with_the_ledger() -> None:
     view = memory_view(reservations=[reserved(50_000), reserved(0, rank=1, pool="other")])
     negotiation = KvNegotiation(following(DeviceOutOfMemory("too much")), view)
     with pytest.raises(DeviceOutOfMemory) as caught:
-        negotiation.start()
+        negotiation.first_order()
     assert str(caught.value) == (
         "too much Memory of device: 976.6 KiB = generate rank 0 weights 146.5 KiB + generate rank 0 language "
         "activations 48.8 KiB + others peers 97.7 KiB + encode rank 0 encoder activations 48.8 KiB + "
@@ -157,7 +157,7 @@ def test_negotiation_fails_with_the_ledger() -> None:
 def test_negotiation_refuses_nonsense(answer: Any, words: str) -> None:
     """The error names the class; no default would know the device better."""
     with pytest.raises(PolicyError, match=r"generate\.memory: Scripted\.plan") as caught:
-        KvNegotiation(following(answer), memory_view()).start()
+        KvNegotiation(following(answer), memory_view()).first_order()
     assert words in str(caught.value)
 
 
@@ -169,9 +169,9 @@ def test_negotiation_survives_odd_values(odd: Odd, wrap: Callable[[Any], Any]) -
     if wrap is not Probe and odd.name == "a bool":
         return
     with pytest.raises(PolicyError, match=r"generate\.memory: Scripted\.plan yielded"):
-        negotiation.start()
+        negotiation.first_order()
     with pytest.raises(PolicyError, match="which is not a generator"):
-        KvNegotiation(scripted(lambda _: wrap(Angry())), memory_view()).start()
+        KvNegotiation(scripted(lambda _: wrap(Angry())), memory_view()).first_order()
 
 
 @pytest.mark.parametrize("fail", RAISES)
@@ -190,14 +190,14 @@ def test_negotiation_survives_all_exceptions(fail: Callable[[], object]) -> None
         begun(scripted(begin))
     negotiation = begun(scripted(go_on))
     with pytest.raises(PolicyError, match=r"Scripted\.plan failed"):
-        negotiation.take([report()])
+        negotiation.next_order([report()])
 
 
 def test_negotiation_fails_if_the_last_build_does_not_fit() -> None:
     """A policy that does not look at the outcome is no danger."""
     negotiation = begun(following(Build(100)))
     with pytest.raises(DeviceOutOfMemory) as caught:
-        negotiation.take([report(0, "out_of_memory", "no room")])
+        negotiation.next_order([report(0, "out_of_memory", "no room")])
     assert str(caught.value).startswith(
         "generate.memory: memory ran out on device 0 (rank 0: no room): value 96 tokens (960 bytes), "
         "limit total 976.6 KiB. Remedy: lower generate.memory.mem_fraction (now 0.95)"
@@ -211,17 +211,17 @@ def test_negotiation_spares_encoders(tokens: int, headroom_bytes: int, *, fits: 
     encoders = [reserved(250_000), reserved(900_000, rank=1, held=True)]
     view = memory_view(reservations=encoders)
     negotiation = KvNegotiation(following(Build(tokens, headroom_bytes=headroom_bytes)), view)
-    negotiation.start()
+    negotiation.first_order()
     # 100,000 of others, 300,000 at the peak without KV.
     peak_bytes = 300_000 + 10 * tokens + headroom_bytes
     memory = rank_memory(
         reserved_bytes=peak_bytes, peak_bytes=peak_bytes, available_bytes=900_000 - peak_bytes
     )
     if fits:
-        assert negotiation.take([Sized("fits", "", memory)]) == Accepted(tokens, tokens // 16)
+        assert negotiation.next_order([Sized("fits", "", memory)]) == Accepted(tokens, tokens // 16)
         return
     with pytest.raises(DeviceOutOfMemory, match=r"device: .* left, and encode ranks need 244\.1"):
-        negotiation.take([Sized("fits", "", memory)])
+        negotiation.next_order([Sized("fits", "", memory)])
 
 
 def test_negotiation_view_cannot_be_changed() -> None:
@@ -231,7 +231,7 @@ def test_negotiation_view_cannot_be_changed() -> None:
         yield Build(100)
 
     negotiation = begun(scripted(script))
-    assert isinstance(negotiation.take([report(0)]), Build)
+    assert isinstance(negotiation.next_order([report(0)]), Build)
 
 
 MIB = 1 << 20

@@ -34,8 +34,8 @@ def tell(
     decodes: int = DECODES,
 ) -> None:
     budget = model.budget_for(1_000_000, decodes=decodes)
-    budget.take(start, tokens)
-    model.note(step, decodes, budget)
+    budget.add_chunk(start, tokens)
+    model.note_step(step, decodes, budget)
     model.learn(step, busy_ns)
 
 
@@ -99,7 +99,7 @@ def test_step_has_a_time_limit_even_if_nothing_decodes(target_ns: int) -> None:
             assert (spent_ns <= 40_400_000) == fits
         assert budget.tokens_at(start, tokens * 1.5) == tokens * 1.5, "no short last chunk"
         assert budget.tokens_at(start, tokens * 1.5 + 1) == tokens
-        budget.take(start, tokens)
+        budget.add_chunk(start, tokens)
         assert budget.tokens_at(start) in {0, 16}, "at most one more block, which ends soon after"
     slow = learned(target_ns, ratio=100.0, prefill_ns=1)
     tokens = slow.budget_for(100_000, decodes=0).tokens_at(0)
@@ -147,7 +147,7 @@ def test_model_gives_a_block_at_least_while_time_is_left_and_then_nothing() -> N
     """A target that nothing fits in must not stop prefill."""
     budget = learned(6_000_000).budget_for(5_000, decodes=DECODES)
     assert budget.tokens_at(10_000_000) == 16
-    budget.take(10_000_000, 16)
+    budget.add_chunk(10_000_000, 16)
     assert budget.spent
     assert budget.tokens_at(0) == 0
 
@@ -155,11 +155,11 @@ def test_model_gives_a_block_at_least_while_time_is_left_and_then_nothing() -> N
 def test_model_begins_no_further_chunk_in_less_than_the_time_of_a_block() -> None:
     """Time left after a chunk is cut to whole blocks would otherwise go to another prompt in every step."""
     budget = learned(40_000_000).budget_for(5_000, decodes=DECODES)
-    budget.take(0, budget.tokens_at(0))
+    budget.add_chunk(0, budget.tokens_at(0))
     assert budget.spent
     assert budget.tokens_at(0) == 0
     unlimited = learned(40_000_000).budget_for(5_000, decodes=0)
-    unlimited.take(0, 100)
+    unlimited.add_chunk(0, 100)
     assert unlimited.tokens_at(0) == 4_900
 
 
@@ -195,8 +195,8 @@ def serve(model: StepTimeModel, steps: range, *, slower: float = 1.0) -> list[in
     for step in steps:
         budget = model.budget_for(2048, decodes=DECODES)
         tokens = budget.tokens_at(0)
-        budget.take(0, tokens)
-        model.note(step, DECODES, budget)
+        budget.add_chunk(0, tokens)
+        model.note_step(step, DECODES, budget)
         true_ns = DECODE_NS + tokens * TOKEN_NS + pairs_of(0, tokens) * PAIR_NS
         model.learn(step, int(true_ns * slower))
         chunks.append(tokens)

@@ -168,7 +168,7 @@ async def test_rank_that_ends_by_itself_as_it_is_killed_fails_no_stop(place: Pla
         (process,) = worker_group._processes
         os.kill(process.pid, signal.SIGKILL)
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # noqa: ASYNC222 - the loop must not see its end
-        await process.end(grace_s=0)
+        await process.wait_exit(grace_s=0)
         assert not is_running(process.pid)
 
 

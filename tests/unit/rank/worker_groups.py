@@ -257,7 +257,7 @@ def generate(
     inputs = ChoiceInputs(
         request_id=request.request_id,
         prompt_token_ids=request.prompt_token_ids,
-        on_stop=shell.end,
+        on_stop=shell.end_request,
         on_end=on_end,
     )
     generation = TokenStream(inputs, lambda **_: text or Text())

@@ -64,7 +64,7 @@ class RecordedCluster(ModelCluster):
         assert self.recorder is not None
         commands = self.kernel.handle(event, self.now_ns)
         self.received.append(event)
-        self.recorder.note(event, self.now_ns, commands)
+        self.recorder.record_event(event, self.now_ns, commands)
         for command in commands:
             self.carry_out(command)
         self.seen.append(({name: len(one) for name, one in self.outputs.items()}, {*self.ended}))

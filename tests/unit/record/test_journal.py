@@ -50,38 +50,39 @@ def files(folder: Path) -> list[Path]:
 
 def test_requests_without_an_end_are_left_for_the_next(tmp_path: Path) -> None:
     first = journal(tmp_path)
-    assert first.keep(ONE)
-    assert first.keep(TWO)
-    assert first.keep(msgspec.structs.replace(ONE, request_id="three"))
-    first.end("one")
-    first.end("one")
+    assert first.keep_request(ONE)
+    assert first.keep_request(TWO)
+    assert first.keep_request(msgspec.structs.replace(ONE, request_id="three"))
+    first.delete_request("one")
+    first.delete_request("one")
     assert [one.request.request_id for one in journal(tmp_path).left()] == ["two", "three"]
     assert next(journal(tmp_path).left()).request == TWO
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in files(tmp_path))
 
 
 def test_state_of_a_choice_is_kept_with_its_request(tmp_path: Path) -> None:
-    journal(tmp_path).keep(ONE)
+    journal(tmp_path).keep_request(ONE)
     second = journal(tmp_path)
     assert [one.progress for one in second.left()] == [ResumeProgress()]
-    second.note("one", ResumeProgress(resumed=1))
-    second.note("one", ResumeProgress(resumed=2, started=PartialOutput(b"digest", (1, 2, 3))))
+    second.append_progress("one", ResumeProgress(resumed=1))
+    progress = ResumeProgress(resumed=2, started=PartialOutput(b"digest", (1, 2, 3)))
+    second.append_progress("one", progress)
     third = journal(tmp_path)
     (left,) = third.left()
     assert left.progress == ResumeProgress(resumed=2, started=PartialOutput(b"digest", (1, 2, 3)))
-    third.end("one")
+    third.delete_request("one")
     assert files(tmp_path) == []
 
 
 def test_requests_beyond_the_bound_are_not_kept(tmp_path: Path) -> None:
     """Kept requests stay kept, and their space is free again at their ends."""
     one = journal(tmp_path, bytes_max=300)
-    assert one.keep(ONE)
-    assert not one.keep(TWO)
-    one.end("two")
+    assert one.keep_request(ONE)
+    assert not one.keep_request(TWO)
+    one.delete_request("two")
     assert len(files(tmp_path)) == 1
-    one.end("one")
-    assert one.keep(TWO)
+    one.delete_request("one")
+    assert one.keep_request(TWO)
 
 
 def test_request_that_cannot_be_written_is_not_kept(
@@ -89,8 +90,8 @@ def test_request_that_cannot_be_written_is_not_kept(
 ) -> None:
     one = journal(tmp_path)
     (tmp_path / "requests").rmdir()
-    assert not one.keep(ONE)
-    assert not one.keep(TWO)
+    assert not one.keep_request(ONE)
+    assert not one.keep_request(TWO)
     assert caplog.text.count("requests are served, but not kept for another engine") == 1
 
 
@@ -102,10 +103,10 @@ def test_request_whose_client_leaves_while_it_is_written_leaves_nothing(
 
     def leaving(fd: int) -> None:
         close(fd)
-        one.end("one")
+        one.delete_request("one")
 
     monkeypatch.setattr(os, "close", leaving)
-    assert not one.keep(ONE)
+    assert not one.keep_request(ONE)
     assert files(tmp_path) == []
 
 
@@ -116,7 +117,7 @@ def test_files_that_are_no_requests_harm_no_other(
     """No client waits for one that was being written: a request is accepted after that."""
     one = journal(tmp_path)
     for request in (ONE, TWO, msgspec.structs.replace(ONE, request_id="three")):
-        one.keep(request)
+        one.keep_request(request)
     half, _, other = files(tmp_path)
     half.write_bytes(half.read_bytes()[:-cut])
     other.write_bytes(b"something else altogether")
@@ -129,13 +130,13 @@ def test_files_that_are_no_requests_harm_no_other(
 
 def test_progress_that_was_being_written_is_as_it_was_before(tmp_path: Path) -> None:
     one = journal(tmp_path)
-    one.keep(ONE)
-    one.note("one", ResumeProgress(resumed=1))
+    one.keep_request(ONE)
+    one.append_progress("one", ResumeProgress(resumed=1))
     (path,) = files(tmp_path)
     path.write_bytes(path.read_bytes()[:-1])
     second = journal(tmp_path)
     assert [each.progress for each in second.left()] == [ResumeProgress()]
-    second.note("one", ResumeProgress(resumed=1))
+    second.append_progress("one", ResumeProgress(resumed=1))
     assert [each.progress for each in journal(tmp_path).left()] == [ResumeProgress(resumed=1)]
 
 
@@ -143,7 +144,7 @@ def test_progress_that_found_no_room_on_the_disk_is_as_it_was_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = journal(tmp_path)
-    one.keep(ONE)
+    one.keep_request(ONE)
 
     def write_half(fd: int, data: bytes) -> None:
         os.write(fd, data[: len(data) // 2])
@@ -152,8 +153,8 @@ def test_progress_that_found_no_room_on_the_disk_is_as_it_was_before(
     with monkeypatch.context() as full:
         full.setattr(journal_module, "write_all", write_half)
         with pytest.raises(OSError, match="No space"):
-            one.note("one", ResumeProgress(resumed=1))
-    one.note("one", ResumeProgress(resumed=2))
+            one.append_progress("one", ResumeProgress(resumed=1))
+    one.append_progress("one", ResumeProgress(resumed=2))
     assert [each.progress for each in journal(tmp_path).left()] == [ResumeProgress(resumed=2)]
 
 

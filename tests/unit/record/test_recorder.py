@@ -40,7 +40,7 @@ def begin(
 
 def note(kernel: Scheduler, recorder: Recorder, times: int = 1) -> None:
     for _ in range(times):
-        recorder.note(TimerFired(), 0, kernel.handle(TimerFired(), 0))
+        recorder.record_event(TimerFired(), 0, kernel.handle(TimerFired(), 0))
 
 
 def names(folder: Path) -> list[str]:
@@ -183,8 +183,8 @@ def test_recorder_ends_if_a_policy_state_cannot_be_recorded(
 
 def test_recorder_outlives_anything(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     _, recorder = begin(tmp_path / "run.vlog")
-    recorder.note(GroupReady("encode"), 0, [object()])  # type: ignore[list-item]
-    recorder.note(GroupReady("encode"), 0, [])
+    recorder.record_event(GroupReady("encode"), 0, [object()])  # type: ignore[list-item]
+    recorder.record_event(GroupReady("encode"), 0, [])
     assert len(caplog.records) == 1
     recorder.close()
     recorder.close()

@@ -101,7 +101,7 @@ def test_timeline_ends_every_request_that_it_begins(traced: tuple[Trace, Recorde
 def test_timeline_has_a_track_for_each_rank() -> None:
     file = io.BytesIO()
     drawn = TraceTimeline(file)
-    drawn.begin(load_config(None, sets=["generate.tensor_parallel=4"], environ={}).config)
+    drawn.see_start(load_config(None, sets=["generate.tensor_parallel=4"], environ={}).config)
     drawn.close()
     trace = msgspec.json.decode(file.getvalue())["traceEvents"]
     process = named(trace, "process_name")["generate"]

@@ -20,7 +20,7 @@ FINISHED = "[one for one in commands if type(one).__name__ == 'Finish']"
 BREAKS = {
     Plant(
         "blocks freed twice",
-        "vsched.kernel.generate.blocks:BlockPool.release",
+        "vsched.kernel.generate.blocks:BlockPool.release_blocks",
         "self._free += free",
         "self._free += 2 * free",
     ): "is given twice|is held already",

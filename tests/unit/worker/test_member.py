@@ -208,7 +208,7 @@ def test_executor_counts_compilations_while_serving_and_reports_them_once(
     compiling = FakeWorker()
     side = StageRank(compiling)
     compiling.kernels["norm.add"] = 2
-    side.begin()
+    side.mark_kernels()
     assert side.kernels_late() == 0
     compiling.kernels |= {"norm.add": 3, "rope.turn": 1}
     assert [side.kernels_late(), side.kernels_late()] == [2, 2]

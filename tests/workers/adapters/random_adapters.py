@@ -38,4 +38,4 @@ def add_adapters(stage: Stage, adapters: Sequence[Adapter]) -> None:
     """Add adapters to a language model, numbered from 1; it was loaded with space for them."""
     worker: Any = stage.generator
     for number, adapter in enumerate(adapters, start=1):
-        worker._served.add(number, adapter)
+        worker._served.add_adapter(number, adapter)

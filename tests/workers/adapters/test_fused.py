@@ -112,7 +112,7 @@ def sums_of(kind: Any, seed: int, inputs: int, sizes: Sequence[int]) -> Any:
             if owner != 1 or not first:
                 parts.append(Part(first, down, up, 0.5 + owner))
             first += size
-        kind.put(owner, kind.place_parts(parts, own_memory))
+        kind.put_parts(owner, kind.place_parts(parts, own_memory))
     return kind
 
 
@@ -128,13 +128,13 @@ def test_the_kernel_adds_like_torch_and_each_row_has_its_bits_alone(
     rows = torch.randn(10, inputs, generator=torch.Generator().manual_seed(4)).bfloat16()
     base = torch.randn(10, sum(sizes), generator=torch.Generator().manual_seed(5)).bfloat16()
     found, wanted = base.clone(), base.float()
-    kernel.add(rows, found, CallRows(owners, 10))
-    plain.add(rows.float(), wanted, CallRows(owners, 10))
+    kernel.add_products(rows, found, CallRows(owners, 10))
+    plain.add_products(rows.float(), wanted, CallRows(owners, 10))
     torch.testing.assert_close(found.float(), wanted, rtol=1e-2, atol=1e-2)
     assert (found == wanted.bfloat16()).float().mean() > 0.98, "one rounding, of the sum"
     assert torch.equal(found[owners < 0], base[owners < 0])
     for row, owner in enumerate(owners):
         alone = base[row : row + 1].clone()
         if owner >= 0:
-            kernel.add(rows[row : row + 1], alone, CallRows(owners[row : row + 1], 1))
+            kernel.add_products(rows[row : row + 1], alone, CallRows(owners[row : row + 1], 1))
         assert torch.equal(alone[0], found[row])

@@ -56,7 +56,7 @@ def test_images_have_the_rows_of_pefts_tower(
     tower, module = tower_of(stage)
     (job, *_) = jobs_of(stage)
     plain = tower.encode([job])
-    module.add("one", read_adapter(tmp_path, rank_max=4))
+    module.add_adapter("one", read_adapter(tmp_path, rank_max=4))
     with module.all_rows("one"):
         found = tower.encode([job])
     out = whole.base_model.model.get_image_features(
@@ -66,7 +66,7 @@ def test_images_have_the_rows_of_pefts_tower(
     torch.testing.assert_close(found, torch.cat(levels, -1), rtol=1e-4, atol=1e-4)
     assert not torch.allclose(found, plain, atol=0.01)
     assert torch.equal(tower.encode([job]), plain)
-    module.remove("one")
+    module.remove_adapter("one")
     assert torch.equal(tower.encode([job]), plain)
 
 
@@ -80,11 +80,11 @@ def test_fused_blocks_with_adapters_equal_the_modules(
     rows = []
     for stage in (exact, fused):
         tower, module = tower_of(stage)
-        module.add("one", read_adapter(tmp_path, rank_max=4))
+        module.add_adapter("one", read_adapter(tmp_path, rank_max=4))
         plain = tower.encode(jobs)
         with module.all_rows("one"):
             rows.append((plain, tower.encode(jobs)))
-        module.remove("one")
+        module.remove_adapter("one")
     (plain, wanted), (_, found) = rows
     apart = (found - wanted).abs().max()
     assert apart < 0.05 * wanted.abs().max() < (wanted - plain).abs().max()
@@ -101,7 +101,7 @@ def test_a_tower_of_any_architecture_has_the_rows_of_pefts(tmp_path: Path, name:
     whole = make_whole_adapter(base, tmp_path / "adapter", 1)
     adapter = read_adapter(tmp_path / "adapter", rank_max=4)
     module = AdaptedModule(tower.module, count_max=1, rank_max=4)
-    module.add("one", adapter)
+    module.add_adapter("one", adapter)
     image = images_of(name)[0]
     plain = tower(image)
     with module.all_rows("one"):
@@ -117,11 +117,12 @@ def test_a_tower_of_any_architecture_has_the_rows_of_pefts(tmp_path: Path, name:
 def test_modules_of_neither_part_are_refused_by_name(stages: Stages) -> None:
     _, module = tower_of(stages("nano25"))
     pair = LowRankPair(torch.ones(1, 8), torch.ones(8, 1), 1.0)
-    module.add("language alone", Adapter({"model.language_model.layers.0.self_attn.q_proj": pair}))
+    language = {"model.language_model.layers.0.self_attn.q_proj": pair}
+    module.add_adapter("language alone", Adapter(language))
     assert module.names == ["language alone"]
     for name in ("model.visual.blocks.99.attn.qkv", "lm_head"):
         with pytest.raises(CheckpointError, match=f"changes {name}, which the model lacks"):
-            module.add("one", Adapter({name: pair}))
+            module.add_adapter("one", Adapter({name: pair}))
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,7 @@ def test_no_token_is_drawn_from_logits_that_are_no_numbers(
     assert sampled.tokens[0] == UNDRAWN != sampled.tokens[1]
     assert {each.row for each in sampled.logprobs} <= {1}
     if "top_p" in options:
-        staged = StagedDraw(rows, VOCABULARY).run(logits).tolist()
+        staged = StagedDraw(rows, VOCABULARY).draw_tokens(logits).tolist()
         assert staged[0] == UNDRAWN != staged[1]
 
 
@@ -316,7 +316,7 @@ def test_draw_is_staged_before_the_last_token_is_known(options: dict[str, Any]) 
     staged = StagedDraw(rows, WORDS, ahead=True)
     for entry in rows:
         entry.sequence.tokens[:] = 8  # after staging, the host's changes do not matter
-    assert staged.run(logits, last).tolist() == expected
+    assert staged.draw_tokens(logits, last).tolist() == expected
 
 
 @pytest.mark.parametrize(

@@ -242,7 +242,7 @@ arena = reserve.BatchArena(info, plugin.worst_batches(info, items=1, tokens=640,
 memory.reset_peak()
 for _ in range(2):
     for batch in arena.batches:
-        reserve._run(worker, arena, batch)
+        reserve._encode_batch(worker, arena, batch)
 print(memory.peak() - loaded.reserved_bytes, reservation.growth_bytes)
 """
 

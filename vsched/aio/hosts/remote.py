@@ -103,7 +103,7 @@ class RemoteHost:
             ToEngine,
             arena,
             send=self._send,
-            take=self._take,
+            take=self._on_message,
             write=self._write,
             on_broken=self._lose,
             window_bytes=window_bytes,
@@ -172,10 +172,10 @@ class RemoteHost:
 
     # --- receiving ---
 
-    def _take(self, message: ToEngine) -> None:
+    def _on_message(self, message: ToEngine) -> None:
         match message:
             case Opened():
-                self._open()
+                self._on_opened()
             case Refused(why):
                 self.stream.fail(why)
             case Launched(rank, pid) if rank in self._ranks:
@@ -193,7 +193,7 @@ class RemoteHost:
                     f"sent {type(message).__name__} for an unknown group, rank or step"
                 )
 
-    def _open(self) -> None:
+    def _on_opened(self) -> None:
         if self._opening is not None:
             self._opening.cancel()
         logger.info("host %s: connected", self.name)
@@ -242,7 +242,7 @@ class RemoteRank:
             self._exited.set_result(code)
             self._on_exit(code)
 
-    async def end(self, *, grace_s: float) -> None:
+    async def wait_exit(self, *, grace_s: float) -> None:
         """Wait for the rank to end; kill it after the grace period.
 
         Blocks: at most the grace period and `KILL_S`; then its host is given up.

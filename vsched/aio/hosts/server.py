@@ -144,9 +144,9 @@ class HostedStart:
             ToHost,
             None,
             send=partial(server.send, peer),
-            take=self._take,
+            take=self._on_message,
             write=self._write,
-            on_broken=lambda why: self.end(f"the engine {why}"),
+            on_broken=lambda why: self.stop_serving(f"the engine {why}"),
             window_bytes=server.window_bytes,
         )
         self.receive = self._stream.receive
@@ -157,15 +157,15 @@ class HostedStart:
 
     # --- messages of the engine ---
 
-    def _take(self, message: ToHost) -> None:
+    def _on_message(self, message: ToHost) -> None:
         if isinstance(message, OpenGroups):
-            self._open(message)
+            self._open_groups(message)
         elif self._place is None:
             self._stream.fail("sent a message before its introduction")
         else:
             self._obey(message, self._place)
 
-    def _open(self, requested: OpenGroups) -> None:
+    def _open_groups(self, requested: OpenGroups) -> None:
         if self._place is not None:
             self._stream.fail("introduced itself twice")
             return
@@ -177,7 +177,7 @@ class HostedStart:
         for start in [*self._server.starts.values()]:
             if start is not self and start.whose == self.whose:
                 # The engine has given it up, even if its link stands.
-                start.end("was replaced by a new start")
+                start.stop_serving("was replaced by a new start")
         launcher = self._server.launcher
         try:
             self._arena = self._stream.arena = Arena.create(requested.layout)
@@ -196,7 +196,7 @@ class HostedStart:
 
     def refuse(self, why: str) -> None:
         self._stream.put(Refused(why))
-        self.end(f"it {why}")
+        self.stop_serving(f"it {why}")
 
     def _obey(self, message: ToHost, place: Host) -> None:
         match message:
@@ -209,9 +209,9 @@ class HostedStart:
             case Fetch(group, step, ranges):
                 self._fetches[group, step] = ranges
             case Kill(rank) if rank in self._ranks:
-                self._keep(self._ranks[rank].end(grace_s=0))
+                self._keep(self._ranks[rank].wait_exit(grace_s=0))
             case Bye():
-                self.end("the engine is done")
+                self.stop_serving("the engine is done")
             case _:
                 self._stream.fail(
                     f"sent {type(message).__name__} for an unknown group, rank or step"
@@ -286,18 +286,18 @@ class HostedStart:
 
     # --- the end ---
 
-    def end(self, why: str) -> None:
+    def stop_serving(self, why: str) -> None:
         if self._over:
             return
         self._over = True
         self._stream.close()
         if self.whose is not None:
             logger.info("serves %s no more: %s", " and ".join(self.whose[1]), why)
-        self._keep(self._end())
+        self._keep(self._close_all())
         self._server.starts.pop(self._peer, None)
 
-    async def _end(self) -> None:
-        await asyncio.gather(*(self._ranks[rank].end(grace_s=0) for rank in [*self._running]))
+    async def _close_all(self) -> None:
+        await asyncio.gather(*(self._ranks[rank].wait_exit(grace_s=0) for rank in [*self._running]))
         for link in self._links.values():
             link.close()
         if self._place is not None:

@@ -15,7 +15,7 @@ import msgspec
 
 from vsched.aio.streams import OutputDelta, TokenLogprob
 from vsched.api.checked_request import CheckedRequest
-from vsched.api.contract import Generation
+from vsched.api.contract import GenerationContract
 from vsched.api.errors import ParameterRefused
 from vsched.api.formatters import chat_logprob
 from vsched.api.http_exchange import StreamEvent
@@ -109,7 +109,7 @@ class ContentBlocks:
         self._wants_logprobs = logprobs
         self._pending_logprobs: list[TokenLogprob] = []
 
-    def take(self, delta: OutputDelta) -> list[BlockStep]:
+    def add_delta(self, delta: OutputDelta) -> list[BlockStep]:
         """Convert the next delta to steps; the last delta ends the output, which has at least one block."""
         reason = delta.finish_reason
         added = [ChatDelta(content=delta.text)]
@@ -124,10 +124,10 @@ class ContentBlocks:
         if reason is not None:
             self.finish_reason, self.stop_string = reason, delta.stop_string
             if not self.blocks:
-                steps += self._begin(BlockKind.TEXT)
+                steps += self._begin_block(BlockKind.TEXT)
             if self._pending_logprobs and self._open is not None:
                 steps.append(BlockDelta(self._open, ""))
-            steps += self._end()
+            steps += self._end_block()
         return self._with_tokens(steps) if self._pending_logprobs else steps
 
     def _with_tokens(self, steps: list[BlockStep]) -> list[BlockStep]:
@@ -153,24 +153,26 @@ class ContentBlocks:
         for call in added.tool_calls or ():
             if call.id:
                 name = call.function.name or ""
-                yield from self._begin(BlockKind.CALL, call_id=call.id, name=name)
+                yield from self._begin_block(BlockKind.CALL, call_id=call.id, name=name)
             if call.function.arguments:
                 yield from self._grow(BlockKind.CALL, call.function.arguments)
 
     def _grow(self, kind: BlockKind, text: str) -> Iterator[BlockStep]:
         if self._open is None or self._open.kind is not kind:
-            yield from self._begin(kind)
+            yield from self._begin_block(kind)
         assert self._open is not None
         self._open.add(text)
         yield BlockDelta(self._open, text)
 
-    def _begin(self, kind: BlockKind, *, call_id: str = "", name: str = "") -> Iterator[BlockStep]:
-        yield from self._end()
+    def _begin_block(
+        self, kind: BlockKind, *, call_id: str = "", name: str = ""
+    ) -> Iterator[BlockStep]:
+        yield from self._end_block()
         self._open = ContentBlock(len(self.blocks), kind, call_id=call_id, name=name)
         self.blocks.append(self._open)
         yield BlockStart(self._open)
 
-    def _end(self) -> Iterator[BlockStep]:
+    def _end_block(self) -> Iterator[BlockStep]:
         if self._open is not None:
             yield BlockStop(self._open)
         self._open = None
@@ -180,7 +182,11 @@ class BlockFormatter(ABC, Generic[Event]):
     """Formats one response from its blocks."""
 
     def __init__(
-        self, generation: Generation, job: CheckedRequest, preprocessor: Preprocessor, index: int
+        self,
+        generation: GenerationContract,
+        job: CheckedRequest,
+        preprocessor: Preprocessor,
+        index: int,
     ) -> None:
         """Format a generation of this request."""
         assert not index, "requests of these APIs have a single choice"
@@ -196,7 +202,7 @@ class BlockFormatter(ABC, Generic[Event]):
         """Events of a delta, none without text; the first and last delta have additional ones."""
         events: list[Event] = [] if self._started else self._first_events()
         self._started = True
-        for step in self._blocks.take(delta):
+        for step in self._blocks.add_delta(delta):
             events += self._events(step)
         if self._blocks.finish_reason:
             events += self._last_events()
@@ -211,7 +217,7 @@ class BlockFormatter(ABC, Generic[Event]):
         """Return the response that corresponds to all events of a stream."""
         del usage
         for delta in deltas:
-            self._blocks.take(delta)
+            self._blocks.add_delta(delta)
         return self._ended()
 
     @abstractmethod

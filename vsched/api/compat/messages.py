@@ -369,7 +369,7 @@ class MessagesEndpoint(ChatEndpoint):
     async def count_tokens(self, exchange: HttpExchange) -> CountedTokens:
         """Count the tokens of a conversation, with Anthropic's Messages API."""
         check_ready(self._engine)
-        job = await self.read(exchange, "")
+        job = await self.read_request(exchange, "")
         return CountedTokens(len(await self._engine.tokenize(job.prompts[0], job.images)))
 
 

@@ -115,7 +115,7 @@ class Link:
         self._writer.write(frame)
         waiting = self._writer.transport.get_write_buffer_size()
         if waiting > self._waiting_bytes_max:
-            self.lose(f"does not read: {waiting} bytes wait, limit {self._waiting_bytes_max}")
+            self.drop_peer(f"does not read: {waiting} bytes wait, limit {self._waiting_bytes_max}")
 
     async def _drained(self) -> None:
         if self._writer is not None and not self.lost:
@@ -135,7 +135,7 @@ class Link:
         except Exception:
             logger.exception("a call could not be carried out")
             why = "made a call that could not be carried out"
-        self.lose(why)
+        self.drop_peer(why)
 
     def receive(self, frame: bytes) -> None:
         """Carry out the calls of a frame."""
@@ -163,7 +163,7 @@ class Link:
         self._looked_s = now_s
         return self._silent_s
 
-    def lose(self, why: str) -> None:
+    def drop_peer(self, why: str) -> None:
         """Drop the peer; idempotent."""
         if self.lost:
             return

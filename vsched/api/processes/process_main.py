@@ -178,18 +178,18 @@ class RemoteEngine:
 
     def on_prompt(self, piece: PromptPiece) -> None:
         """Log-probabilities of a prompt, before its first token."""
-        self._streams.report([piece])
+        self._streams.deliver_report([piece])
 
     def on_token(self, number: int, token_id: int, logprob: TokenLogprob | None) -> None:
         """A token of a choice."""
-        self._streams.take(number, token_id, logprob)
+        self._streams.deliver_token(number, token_id, logprob)
 
     def on_finished(self, finish: Finish) -> None:
         """The end of a choice; its client may have left before it was known to be accepted."""
         if self._choices.pop(finish.request_id, None) is not None:
-            self._streams.finish(finish)
+            self._streams.deliver_finish(finish)
 
-    def lose(self, why: str) -> None:
+    def fail_requests(self, why: str) -> None:
         """Fail every request, because the engine is gone."""
         self._lost = True
         error = RequestFailed(why, code="stopping", status=503, retry_after_s=5)
@@ -213,7 +213,7 @@ class RemoteEngine:
                     sampling=sampling,
                     stop_token_ids=stops,
                     report=report,
-                    on_stop=self._end,
+                    on_stop=self._end_choice,
                     on_end=lambda: None,
                 ),
                 self.preprocessor.detokenizer,
@@ -222,13 +222,13 @@ class RemoteEngine:
             for name in pending.request_ids
         ]
 
-    def _end(self, request_id: str, reason: FinishReason) -> None:
+    def _end_choice(self, request_id: str, reason: FinishReason) -> None:
         number = self._choices.get(request_id)
         if number is not None:
             self._link.call("end", number, reason)
 
     def _on_failed(self, request_id: str) -> None:
-        self._end(request_id, FinishReason.ERROR)
+        self._end_choice(request_id, FinishReason.ERROR)
 
     # --- requests ---
 
@@ -266,7 +266,7 @@ class RemoteEngine:
         self._link.call("admit", number, request, names, len(images), adapter, started)
         try:
             await pending.entered
-            with pending.preparing.begin(request.request_id):
+            with pending.preparing.track_arrival(request.request_id):
                 await self._prepare(pending, number, prompt, images)
             return await pending.accepted
         except BaseException:
@@ -283,7 +283,7 @@ class RemoteEngine:
         sampling = pending.request.sampling
         if sampling.prompt_logprobs is not None and not self._has_prompt_logprobs:
             raise prompt_logprobs_unavailable()
-        await self._grammars.check(sampling)
+        await self._grammars.check_request(sampling)
         token_ids = await self._media.tokenize(prompt, images=bool(images))
         if images:
             await self._link.call_large("submit", number, token_ids, images)
@@ -381,7 +381,7 @@ class ApiProcess:
         self._over.set()
 
     def _on_lost(self, why: str) -> None:
-        self._engine.lose(f"the engine {why}")
+        self._engine.fail_requests(f"the engine {why}")
         self._over.set()
 
     async def serve(self, end: socket.socket) -> None:
@@ -432,7 +432,7 @@ class ApiProcess:
             self._link.call("report", self._metrics.report())
             await asyncio.sleep(BEAT_S)
             if self._link.silent_s() > SILENT_S:
-                self._link.lose(f"has said nothing for {SILENT_S:g} s")
+                self._link.drop_peer(f"has said nothing for {SILENT_S:g} s")
 
 
 def main() -> int:

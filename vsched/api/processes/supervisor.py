@@ -42,7 +42,7 @@ class _RelayedReport(PromptReport):
         self._link = link
         self._number = number
 
-    def take(self, piece: PromptPiece) -> None:
+    def add_piece(self, piece: PromptPiece) -> None:
         """Forward a piece, with the number that the process uses."""
         self._link.call("prompt", msgspec.structs.replace(piece, number=self._number))
 
@@ -73,12 +73,12 @@ class RelayedChoice:
         self._on_end = on_end
         self._error = ""
 
-    def push(self, token_id: int, logprob: TokenLogprob | None) -> None:
+    def push_token(self, token_id: int, logprob: TokenLogprob | None) -> None:
         """Forward a token."""
         self._link.call("token", self.number, token_id, logprob)
         self.output_tokens += 1
 
-    def finish(self, finish: Finish) -> None:
+    def push_finish(self, finish: Finish) -> None:
         """Forward the single terminal reply."""
         assert self.reason is None, "a request has two terminal replies"
         if self._error:
@@ -94,9 +94,9 @@ class RelayedChoice:
 
     def abort(self) -> None:
         """Abort it; no-op after its end."""
-        self.end(FinishReason.ABORT)
+        self.end_early(FinishReason.ABORT)
 
-    def end(self, reason: FinishReason) -> None:
+    def end_early(self, reason: FinishReason) -> None:
         """End it early; no-op after its end."""
         if self.reason is None:
             self._inputs.on_stop(self.request_id, reason)
@@ -207,7 +207,7 @@ class ProcessSession:
     def on_end(self, number: int, reason: FinishReason) -> None:
         """End a choice: a stop string was found, its client disconnected, or detokenization failed."""
         if number in self._live:
-            self._live[number].end(reason)
+            self._live[number].end_early(reason)
 
     # --- calls with a result ---
 
@@ -365,10 +365,10 @@ class ApiProcesses:
         """Process ids of the running ones."""
         return [one.popen.pid for one in self._running.values() if not one.ended.is_set()]
 
-    async def begin(self) -> None:
+    async def start_serving(self) -> None:
         """Start all processes; they answer 503 until `ready`."""
         for index in range(self._engine.config.server.processes):
-            await self._start(index, at_once=True)
+            await self._start_process(index, at_once=True)
         loop = asyncio.get_running_loop()
         self._tasks = [loop.create_task(self._watch(index)) for index in self._running]
         self._tasks.append(loop.create_task(self._send_beats()))
@@ -399,7 +399,7 @@ class ApiProcesses:
         for error in filter(None, errors):
             raise ConfigError(f"server.processes: an API process cannot serve: {error}")
 
-    async def _start(self, index: int, *, at_once: bool) -> None:
+    async def _start_process(self, index: int, *, at_once: bool) -> None:
         config = self._engine.config
         share = -(-config.server.max_connections // config.server.processes)
         server = msgspec.structs.replace(config.server, max_connections=share)
@@ -441,10 +441,10 @@ class ApiProcesses:
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, PAUSE_MAX_S)
                 try:
-                    await self._start(index, at_once=False)
+                    await self._start_process(index, at_once=False)
                 except Exception:  # such as too many processes or open files, perhaps not for long
                     logger.exception("API process %d cannot start; trying again", index)
-                    self._running[index].link.lose("cannot start")
+                    self._running[index].link.drop_peer("cannot start")
 
     async def _send_beats(self) -> None:
         """Send state and signs of life to the processes; drop silent ones."""
@@ -457,13 +457,13 @@ class ApiProcesses:
                     continue
                 one.session.send_status()
                 if one.link.silent_s() > SILENT_S:
-                    one.link.lose(f"has said nothing for {SILENT_S:g} s")
+                    one.link.drop_peer(f"has said nothing for {SILENT_S:g} s")
                 elif since_beat_s >= BEAT_S:
                     one.link.call("beat")
             if since_beat_s >= BEAT_S:
                 since_beat_s = 0.0
 
-    async def finish(self, within_s: float) -> None:
+    async def finish_responses(self, within_s: float) -> None:
         """End all processes; they send the responses in progress to their end.
 
         Blocks: for at most `within_s` and `END_S`.
@@ -488,9 +488,9 @@ class ApiProcesses:
         Blocks: for at most `END_S`.
         """
         if not self._is_stopping:
-            await self.finish(0)
+            await self.finish_responses(0)
         for one in self._running.values():
-            one.link.lose("is to end")
+            one.link.drop_peer("is to end")
             await one.reap()
 
 

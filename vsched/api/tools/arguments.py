@@ -30,7 +30,7 @@ class JsonScan:
         self._in_text = False
         self._escaped = False
 
-    def end(self, text: str, start: int = 0) -> int:
+    def find_end(self, text: str, start: int = 0) -> int:
         """Process the next piece, from `start` on; return the index after the last bracket, or -1."""
         at = start
         if self._escaped and at < len(text):
@@ -52,9 +52,9 @@ class JsonScan:
                         return at
         return -1
 
-    def take(self, text: str) -> tuple[int, str, bool]:
-        """Process the next piece of the arguments, of which nothing is held back; see `ValueScan.take`."""
-        end = self.end(text)
+    def scan_piece(self, text: str) -> tuple[int, str, bool]:
+        """Process the next piece of the arguments, of which nothing is held back; see `ValueScan.scan_piece`."""
+        end = self.find_end(text)
         count = end if end >= 0 else len(text)
         return count, text[:count], end >= 0
 
@@ -189,8 +189,8 @@ class TaggedScan:
         self._break = form.after[: len(form.after) - len(form.after.lstrip())]
         self._before = "{"
 
-    def take(self, text: str) -> tuple[int, str, bool]:
-        """Process the next piece; see `ValueScan.take`."""
+    def scan_piece(self, text: str) -> tuple[int, str, bool]:
+        """Process the next piece; see `ValueScan.scan_piece`."""
         out, at, before = "", 0, self._form.before
         while True:
             rest = text[at:].lstrip()
@@ -247,7 +247,7 @@ class ValueScan:
         """Everything before is in `_out`."""
         self.sought = 0
 
-    def take(self, text: str) -> tuple[int, str, bool]:
+    def scan_piece(self, text: str) -> tuple[int, str, bool]:
         """Process `text`, which starts with the unprocessed rest of the last one.
 
         Returns:

@@ -104,11 +104,11 @@ class CallFormat(msgspec.Struct, frozen=True, kw_only=True):
         """Pattern of the text before the arguments, with the name; whitespace may differ."""
         before, middle = _with_gaps(self.before), _with_gaps(self.middle)
         middle = f"(?:{self.between_parts or middle})"
-        pattern = rf"{GAP}{before}(?P<name>{NAME}){_CALL_ID}{middle}{GAP}{self._begin}"
+        pattern = rf"{GAP}{before}(?P<name>{NAME}){_CALL_ID}{middle}{GAP}{self._arguments_start}"
         return re.compile(pattern, re.ASCII)
 
     @property
-    def _begin(self) -> str:
+    def _arguments_start(self) -> str:
         """Pattern of the beginning of arguments, which ends the name."""
         match self.arguments:
             case TaggedArguments(before=before):

@@ -84,7 +84,9 @@ class OutputParser:
         self._ended = False
         self._cut = False
         self._parts: list[AnswerPart] = []
-        self._state: Callable[[], bool] = self._begin if reasoning is not None else self._answer
+        self._state: Callable[[], bool] = (
+            self._before_thought if reasoning is not None else self._answer
+        )
 
     def push(self, text: str) -> list[AnswerPart]:
         """Process the next piece of the output; return the parts that are certain."""
@@ -92,11 +94,11 @@ class OutputParser:
         whole = text.rstrip(_HALF)
         self._half = text[len(whole) :]
         self._buffer += whole
-        parts = self._advance()
+        parts = self._run_states()
         # With text in the buffer, the incomplete character may belong to a marker: wait for the next piece.
         if self._half and not self._buffer:
             self._buffer, self._half = self._half, ""
-            parts += self._advance()
+            parts += self._run_states()
         return parts
 
     def finish(self, *, cut: bool = False) -> list[AnswerPart]:
@@ -105,7 +107,7 @@ class OutputParser:
         self._cut = cut or self._forced
         if not self._cut:
             self._buffer, self._half = self._buffer + self._half, ""
-        parts = self._advance()
+        parts = self._run_states()
         if self._leading and self._blanks and not (self._parted or self._buffer or self._forced):
             parts.append(AnswerPart("content", self._blanks))
         return parts
@@ -115,7 +117,7 @@ class OutputParser:
         """True if the arguments of the last call in the output are incomplete."""
         return self._state == self._arguments
 
-    def _advance(self) -> list[AnswerPart]:
+    def _run_states(self) -> list[AnswerPart]:
         while self._buffer and self._state():
             pass
         parts, self._parts = self._parts, []
@@ -123,7 +125,7 @@ class OutputParser:
 
     # Each state consumes certain text from the buffer, and returns True if there may be more to consume.
 
-    def _begin(self) -> bool:
+    def _before_thought(self) -> bool:
         """At the start: reasoning, or content if the prompt did not begin the reasoning."""
         assert self._reasoning is not None
         stripped = self._buffer.lstrip()
@@ -133,7 +135,7 @@ class OutputParser:
             return False
         self._state = self._answer
         if stripped.startswith(begin):
-            self._take(len(self._buffer) - len(stripped) + len(begin))
+            self._consume_text(len(self._buffer) - len(stripped) + len(begin))
             self._thinking = True
         if self._thinking:
             self._state = self._thought
@@ -147,14 +149,14 @@ class OutputParser:
         held = 0 if at >= 0 else self._held((end,))
         text = self._buffer[: at if at >= 0 else len(self._buffer) - held]
         if not self._parted:
-            self._take(len(text) - len(text.lstrip()))
+            self._consume_text(len(text) - len(text.lstrip()))
             text = text.lstrip()
         if said := text.rstrip():
             self._parted = True
-            self._parts.append(AnswerPart("reasoning", self._take(len(said))))
+            self._parts.append(AnswerPart("reasoning", self._consume_text(len(said))))
         if at < 0:
             return False
-        self._take(len(text) - len(said) + len(end))
+        self._consume_text(len(text) - len(said) + len(end))
         self._parted = True
         self._state = self._answer
         return True
@@ -167,7 +169,7 @@ class OutputParser:
 
     def _plain(self) -> bool:
         """In content that cannot contain calls."""
-        self._say(self._take(len(self._buffer)))
+        self._say(self._consume_text(len(self._buffer)))
         return False
 
     def _text(self) -> bool:
@@ -177,14 +179,14 @@ class OutputParser:
         at, mark = first_mark(self._buffer, self._marks)
         if at < 0:
             held = self._held(self._marks)
-            self._say(self._take(len(self._buffer) - held))
+            self._say(self._consume_text(len(self._buffer) - held))
             return False
-        self._say(self._take(at))
+        self._say(self._consume_text(at))
         if mark in self._openings:
             self._opened = len(mark)
             self._state = self._first
         else:
-            self._take(len(mark))
+            self._consume_text(len(mark))
             if mark not in self._frames:
                 self._state = self._thought
         return True
@@ -224,7 +226,7 @@ class OutputParser:
         head = self._head_pattern.match(self._buffer, self._opened)
         if head is not None and self._is_tool(head["name"]):
             self._begin_call(head["name"])
-            self._take(head.end())
+            self._consume_text(head.end())
             self._arguments_scan = _scan_of(self._format, self._tools.get(head["name"], {}))
             self._state = self._arguments
             return True
@@ -243,7 +245,7 @@ class OutputParser:
         key = _FIRST_KEY.match(self._buffer, start)
         if key is not None and key[1] not in _CALL_KEYS:
             return self._is_content()
-        end = self._scan.end(self._buffer, self._scanned)
+        end = self._scan.find_end(self._buffer, self._scanned)
         self._scanned = len(self._buffer)
         call = _call_of(self._buffer[start:end]) if end >= 0 else None
         if end < 0:
@@ -252,7 +254,7 @@ class OutputParser:
             return self._is_content()
         name, arguments = call
         self._begin_call(name, arguments)
-        self._take(end)
+        self._consume_text(end)
         self._end_call(is_object_over=True)
         return True
 
@@ -269,7 +271,7 @@ class OutputParser:
     def _is_content(self) -> bool:
         """Treat an apparent call as content: its opening is emitted, and calls may follow in the rest."""
         self._state = self._text if self._opened or self._calls else self._plain
-        self._say(self._take(self._opened))
+        self._say(self._consume_text(self._opened))
         self._opened = 0
         return True
 
@@ -293,8 +295,8 @@ class OutputParser:
         self._parts.append(AnswerPart("call", arguments, name))
 
     def _arguments(self) -> bool:
-        count, text, is_over = self._arguments_scan.take(self._buffer)
-        self._take(count)
+        count, text, is_over = self._arguments_scan.scan_piece(self._buffer)
+        self._consume_text(count)
         if text:
             self._parts.append(AnswerPart("call", text))
         if is_over:
@@ -313,8 +315,8 @@ class OutputParser:
 
     def _rest_of_object(self) -> bool:
         """In the rest of a call object, which is dropped."""
-        end = self._scan.end(self._buffer)
-        self._take(end if end >= 0 else len(self._buffer))
+        end = self._scan.find_end(self._buffer)
+        self._consume_text(end if end >= 0 else len(self._buffer))
         if end >= 0:
             self._state = self._after
         return end >= 0
@@ -323,7 +325,7 @@ class OutputParser:
         """After arguments: any of `after` and `closing` in order, or the separator before a next call."""
         assert self._format is not None
         stripped = self._buffer.lstrip()
-        self._take(len(self._buffer) - len(stripped))
+        self._consume_text(len(self._buffer) - len(stripped))
         if not stripped:
             return False
         following = ""
@@ -336,17 +338,17 @@ class OutputParser:
                 return True
         for index, literal in enumerate(self._tail):
             if stripped.startswith(literal):
-                self._take(len(literal))
+                self._consume_text(len(literal))
                 del self._tail[: index + 1]
                 return True
         if any(literal.startswith(stripped) for literal in (*self._tail, following)):
             if self._ended:
-                self._take(len(stripped))  # a truncated marker
+                self._consume_text(len(stripped))  # a truncated marker
             return False
         self._state = self._text
         return True
 
-    def _take(self, count: int) -> str:
+    def _consume_text(self, count: int) -> str:
         taken, self._buffer = self._buffer[:count], self._buffer[count:]
         return taken
 
@@ -422,9 +424,9 @@ class CallStopScope(OutputParser):
         texts, self._texts = self._texts, []
         return texts
 
-    def _take(self, count: int) -> str:
+    def _consume_text(self, count: int) -> str:
         counts = self._state not in self._in_call
-        taken = super()._take(count)
+        taken = super()._consume_text(count)
         self._texts.append((taken, counts))
         return taken
 

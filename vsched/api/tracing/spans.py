@@ -24,7 +24,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from vsched.api.checked_request import CheckedRequest
 from vsched.api.choices import AcceptedChoices
-from vsched.api.contract import Generation
+from vsched.api.contract import GenerationContract
 from vsched.errors import RequestFailed, RequestRefused
 from vsched.kernel.commands import RequestTimes
 from vsched.types import FinishReason
@@ -104,7 +104,7 @@ class Tracing:
         for name in _SDK_LOGGERS:
             logging.getLogger(name).addFilter(self._trouble)
 
-    def begin(
+    def begin_trace(
         self, path: str, headers: Iterable[tuple[bytes, bytes]], *, operation: str, model: str
     ) -> RequestTrace:
         """Start the span of a request, as a child of the span in its `traceparent`, if any."""
@@ -194,7 +194,7 @@ class RequestTrace:
         }
         self._span.set_attributes({key: one for key, one in values.items() if one is not None})
 
-    def end(
+    def end_trace(
         self, outcome: str, error: RequestRefused | RequestFailed | None, *, status: int
     ) -> None:
         """End the trace of a request that ended in this outcome, with this HTTP status, 0 for no response.
@@ -241,7 +241,7 @@ class RequestTrace:
         last_ns = max(self._ended_ns, *(one.times.finished_ns for one in choices), 0)
         self._span.end(self._epoch_ns + last_ns)
 
-    def _usage(self, choices: Sequence[Generation]) -> dict[str, int | list[str]]:
+    def _usage(self, choices: Sequence[GenerationContract]) -> dict[str, int | list[str]]:
         usage = self.choices.usage
         return {
             "gen_ai.usage.input_tokens": usage.prompt_tokens,
@@ -254,7 +254,7 @@ class RequestTrace:
             "vsched.preemptions": sum(one.times.preemptions for one in choices),
         }
 
-    def _add_choice(self, choice: Generation, index: int | None) -> None:
+    def _add_choice(self, choice: GenerationContract, index: int | None) -> None:
         phases = list(phases_of(choice.times))
         for number, (name, start_ns, end_ns) in enumerate(phases, 1):
             failed = number == len(phases) and choice.reason in _FAILED

@@ -198,7 +198,7 @@ class CalibrationDriver:
         self._dresser = texts
         self._numbers = itertools.count()
 
-    async def run(self, trial: CalibrationTrial) -> None:
+    async def run_trial(self, trial: CalibrationTrial) -> None:
         """Run a trial."""
         # before the trial, because it takes a while
         calls = [self._dress(ask) for ask in trial.asks]
@@ -293,7 +293,7 @@ async def measure(
         warm_up = CalibrationTrial(
             (PlannedRequest(QUESTION, (min(64, limits.item_tokens),), 8),) * 2
         )
-        await driver.run(warm_up)
+        await driver.run_trial(warm_up)
         per_second = max(per_second, warm_up.cost * 1e9 / (watch.now_ns() - began_ns + 1))
     rounds_s = seconds * (1 - REHEARSAL_SHARE)
     trials = plan_round(limits, rounds_s / ROUNDS * per_second)
@@ -302,7 +302,7 @@ async def measure(
     for round_number in range(ROUNDS):
         rounds_ns.append(watch.now_ns())
         for index, trial in enumerate(trials, 1):
-            await driver.run(trial)
+            await driver.run_trial(trial)
             advanced(round_number * len(trials) + index, ROUNDS * len(trials))
     machine = describe_machine(others=others.cores())
     model = calibrate(
@@ -330,5 +330,5 @@ async def rehearse(
     requests = small_requests(REHEARSAL_SEED, REHEARSAL_REQUESTS)
     load = at_rate(requests, REHEARSAL_LOAD * comparison.capacity_of(requests), seconds)
     counts_ns = engine.watch.now_ns() + int(seconds / 2 * 1e9)
-    await comparison.run(load, REHEARSAL_LOAD)
+    await comparison.compare_workload(load, REHEARSAL_LOAD)
     return rehearsed(model, engine.watch.observation([counts_ns], []))

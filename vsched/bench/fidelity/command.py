@@ -203,12 +203,18 @@ async def _measure(
             await comparison.warm_up(requests)
             flood = comparison.flood_of(requests, FLOOD_S)
             begin("all at once", flood)
-            runs.append(await comparison.run(flood, FLOOD, lambda: progress.advance(task)))
+            runs.append(
+                await comparison.compare_workload(flood, FLOOD, lambda: progress.advance(task))
+            )
             capacity = runs[0].real.requests_s
             for level in levels:
                 load_of = at_rate(requests, level * capacity, seconds)
                 begin(f"{level * capacity:.2f} requests/s", load_of)
-                runs.append(await comparison.run(load_of, level, lambda: progress.advance(task)))
+                runs.append(
+                    await comparison.compare_workload(
+                        load_of, level, lambda: progress.advance(task)
+                    )
+                )
     return runs
 
 

@@ -226,7 +226,7 @@ class EngineObservations:
         self._results: dict[str, list[tuple[int, GenerateResult | EncodeResult]]] = {}
         self._lost = ""
 
-    def note(self, event: Event, now_ns: int, commands: Sequence[Command]) -> None:
+    def record_event(self, event: Event, now_ns: int, commands: Sequence[Command]) -> None:
         """Record decisions; part of the recorder interface."""
         if isinstance(event, GroupLost):
             self._lost = str(event.failure)
@@ -234,7 +234,7 @@ class EngineObservations:
             if type(command) is Decide:
                 self._decided.setdefault(command.group, []).append((now_ns, command.decision))
         if self.recorder is not None:
-            self.recorder.note(event, now_ns, commands)
+            self.recorder.record_event(event, now_ns, commands)
 
     def close(self) -> None:
         """Close the recorder."""
@@ -446,7 +446,7 @@ class TraceClient:
         self._now_ns = now_ns
         self._began_ns = 0
 
-    async def run(
+    async def send_workload(
         self, texts: RequestTexts, workload: Workload, advanced: Callable[[], None]
     ) -> None:
         """Send all requests and read the outputs; the turns of a conversation run one after another."""
@@ -576,7 +576,7 @@ class Comparison:
         """Send the first requests of a workload once, one after another."""
         client = TraceClient(self._engine, self._now_ns)
         for arrival in self._own(workload.first(WARM_UP)):
-            await client.run(self._dresser, workload_of("", [arrival]), lambda: None)
+            await client.send_workload(self._dresser, workload_of("", [arrival]), lambda: None)
 
     def _own(self, workload: Workload) -> list[Arrival]:
         """Return arrivals with a new cache salt, so that caches hold nothing of an earlier run."""
@@ -607,7 +607,7 @@ class Comparison:
         probe = self._dresser.fit(_at_once(workload.first(FLOOD_PROBE)))
         return self.simulate(probe).figures.requests_s
 
-    async def run(
+    async def compare_workload(
         self, workload: Workload, load: float, advanced: Callable[[], None] = lambda: None
     ) -> Run:
         """Run a workload on the engine, then simulate it."""
@@ -618,7 +618,7 @@ class Comparison:
             OtherLoad(lambda: self._engine.rank_pids),
         )
         began_ns = self._now_ns()
-        await client.run(self._dresser, fitted, advanced)
+        await client.send_workload(self._dresser, fitted, advanced)
         busy = others.cores()
         slow = slowness(self._cost, self._engine.watch.observation([began_ns], []))
         span_s = max(max(one.at_ns for one in own) / 1e9, 1e-9)

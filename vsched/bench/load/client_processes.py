@@ -16,8 +16,7 @@ import msgspec
 import uvloop
 
 from vsched.bench.load.client import BenchClient, BenchError, chat_body
-from vsched.bench.load.generator import Figures, LoadPlan, draw, fixed_length_fields
-from vsched.bench.load.generator import run as run_load
+from vsched.bench.load.generator import Figures, LoadPlan, draw, fixed_length_fields, run_load
 from vsched.bench.load.shapes import Case, shape_of
 
 CLIENTS_S = 1800.0

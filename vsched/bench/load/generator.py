@@ -430,7 +430,7 @@ def _session(case: Case, shape: Shape, seed: int) -> list[list[Message]]:
     return turns
 
 
-async def run(
+async def run_load(
     client: BenchClient, drawn: DrawnLoad, body: Body, *, finished: Callable[[], None]
 ) -> Figures:
     """Warm a server up and run a load against it; `finished` is called after each request."""
@@ -542,7 +542,7 @@ async def run_plans(client: BenchClient, plans: Sequence[LoadPlan], body: Body) 
         for plan in plans:
             task = progress.add_task(f"{plan.case} x {plan.concurrency}", total=plan.requests)
             finished = functools.partial(progress.advance, task)
-            results.append(await run(client, draw(plan), body, finished=finished))
+            results.append(await run_load(client, draw(plan), body, finished=finished))
     return results
 
 

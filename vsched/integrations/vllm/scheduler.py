@@ -349,7 +349,7 @@ class PolicyScheduler(Base):  # type: ignore[misc]
                 ):  # cut before it, or not at all
                     most = max(at.offset - computed, 0) or allowed
         if most > 0:
-            budget.take(computed, most)
+            budget.add_chunk(computed, most)
         return most
 
     def _allocate(self, request: Request, *args: Any, **kwargs: Any) -> Any:
@@ -415,7 +415,7 @@ class PolicyScheduler(Base):  # type: ignore[misc]
                     firsts.append(prefilling.pop(name))
         if scheduled and (budget := self._budget) is not None:
             budget.prefilled, budget.pairs = tokens, pairs
-            self._times.note(self._step, decodes, budget if tokens else None)
+            self._times.note_step(self._step, decodes, budget if tokens else None)
             self._flying[id(output)] = (self._step, now_ns, decodes, sizes, firsts)
         if (queue := self._queue) is not None and self._asked_step == self._step:
             timed = self._budget is not None and self._budget.time_ns is not None

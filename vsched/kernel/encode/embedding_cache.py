@@ -186,7 +186,7 @@ class EmbeddingCache(Restorable):
             self.queue.put(entry)
         return self.is_ready(item.key)
 
-    def release(self, state: RequestState, index: int) -> None:
+    def release_claim(self, state: RequestState, index: int) -> None:
         """Drop a request's claim on one item; another of its items may have the same content."""
         key = state.items[index].key
         entry = self.entries[key]
@@ -214,7 +214,7 @@ class EmbeddingCache(Restorable):
                 break
             if index in state.wanted:
                 state.wanted.discard(index)
-                self.release(state, index)
+                self.release_claim(state, index)
 
     # --- pins of generate steps ---
 

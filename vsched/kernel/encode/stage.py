@@ -74,7 +74,7 @@ class EncodeGroup(Group):
         """Whether it encodes nothing."""
         return not self.batch
 
-    def send(
+    def send_batch(
         self,
         batch: list[EmbeddingEntry],
         now_ns: int,
@@ -89,14 +89,14 @@ class EncodeGroup(Group):
         tasks = [_task(entry, requests) for entry in batch]
         return Decide(self.name, EncodeDecision(self.step, tasks, time_slice_ns=time_slice_ns))
 
-    def complete(self, step: int) -> list[EmbeddingEntry]:
+    def take_batch(self, step: int) -> list[EmbeddingEntry]:
         """Return the batch of a completed step."""
         assert step == self.step, f"encode step {step} came back, {self.step} was due"
         assert self.batch, f"encode step {step} came back, no batch was out"
         batch, self.batch = [*self.batch.values()], {}
         return batch
 
-    def lose(self) -> list[EmbeddingEntry]:
+    def lose_batch(self) -> list[EmbeddingEntry]:
         """Return the batch of a lost group, without its pages."""
         batch, self.batch = [*self.batch.values()], {}
         for entry in batch:
@@ -180,10 +180,10 @@ class EncodeStage(Restorable):
         )
         admission, _ = self._queue.admit(self._admission, view, waiting, fits=True)
         chosen = [waiting[index] for index in admission.indices][: self._limits.encode_items]
-        batch = self._take(chosen, now_ns)
+        batch = self._take_batch(chosen, now_ns)
         if not batch and chosen:
             # The policy's first choice has no room. The first entry of the queue can always get it.
-            batch = self._take([self._queue.entries[0]], now_ns)
+            batch = self._take_batch([self._queue.entries[0]], now_ns)
             if batch:
                 self._admission.overrule("the first image had no room, the front of the queue has")
                 probe("encode.front_has_room")
@@ -191,7 +191,7 @@ class EncodeStage(Restorable):
             return None
         host = self.hosts.get(group.name)
         slice_ns = 0 if host is None else host.decode_slack_ns
-        return group.send(batch, now_ns, slice_ns, self._requests)
+        return group.send_batch(batch, now_ns, slice_ns, self._requests)
 
     def _overdue(self, now_ns: int) -> int | None:
         """Return the index of the entry that goes first, whatever policies say."""
@@ -255,7 +255,7 @@ class EncodeStage(Restorable):
         host = self.hosts.get(group.name)
         return 0 if host is None else host.decoding
 
-    def _take(self, chosen: list[EmbeddingEntry], now_ns: int) -> list[EmbeddingEntry]:
+    def _take_batch(self, chosen: list[EmbeddingEntry], now_ns: int) -> list[EmbeddingEntry]:
         """Move entries from the queue into a batch, as far as pages allow; a retry batch goes by itself, and whole."""
         retry_batch = chosen[0].retry_batch if chosen else 0
         if retry_batch:
@@ -267,10 +267,10 @@ class EncodeStage(Restorable):
             batch.append(entry)
         return batch
 
-    def complete(self, group: EncodeGroup, step: int, now_ns: int) -> list[int]:
+    def complete_batch(self, group: EncodeGroup, step: int, now_ns: int) -> list[int]:
         """Take a finished batch; return the requests that wait for items of it, oldest first."""
         waiting: set[int] = set()
-        batch = group.complete(step)
+        batch = group.take_batch(step)
         encoded = [entry.item.tokens for entry in batch if not entry.item.encoded]
         if encoded:
             took_ns = now_ns - group.sent_ns
@@ -286,9 +286,9 @@ class EncodeStage(Restorable):
             waiting.update(entry.claims)
         return sorted(waiting)
 
-    def fail(self, group: EncodeGroup, step: int) -> list[int]:
+    def fail_batch(self, group: EncodeGroup, step: int) -> list[int]:
         """Take a failed batch: halve it until the item at fault is alone, and return the requests that it fails."""
-        batch = group.complete(step)
+        batch = group.take_batch(step)
         if len(batch) > 1:
             probe("encode.batch_halved")
         half = -(-len(batch) // 2)
@@ -296,9 +296,9 @@ class EncodeStage(Restorable):
         self._set_apart(batch[half:])
         return self._retry(batch, blame=len(batch) == 1)
 
-    def lose(self, group: EncodeGroup, *, blame: bool) -> list[int]:
+    def lose_group(self, group: EncodeGroup, *, blame: bool) -> list[int]:
         """A group is gone: its batch waits again, item by item; return the requests that fail over it."""
-        batch = group.lose()
+        batch = group.lose_batch()
         for entry in batch:
             if entry.stale:
                 probe("encode.lost_unclaimed")

@@ -85,7 +85,7 @@ class BlockPool(Restorable):
         self.holders[block] = 1
         return block
 
-    def take(self, count: int) -> list[int]:
+    def allocate_blocks(self, count: int) -> list[int]:
         """Allocate `count` blocks; they must be available."""
         free, holders = self._free, self.holders
         at = max(len(free) - count, 0)
@@ -116,7 +116,7 @@ class BlockPool(Restorable):
         holders = self.holders
         return bisect_left(blocks, True, key=lambda block: holders[block] < 2)
 
-    def hold(self, blocks: Sequence[int]) -> None:
+    def hold_blocks(self, blocks: Sequence[int]) -> None:
         """Add a holder to found blocks."""
         for block in blocks:
             block_hash = self._hash_of[block]
@@ -124,7 +124,7 @@ class BlockPool(Restorable):
                 self._order.reuse(block_hash)
             self.holders[block] += 1
 
-    def release(self, blocks: Sequence[int], *, kept: int | None = None) -> None:
+    def release_blocks(self, blocks: Sequence[int], *, kept: int | None = None) -> None:
         """Release blocks, last first, so that the end of a prefix is evicted before its beginning.
 
         Only the first `kept` (None: all) stay cached, and blocks that others hold.
@@ -260,7 +260,7 @@ class StateSnapshots(Restorable):
                 blocks -= 1
         return blocks
 
-    def read(self, state: RequestState, *, found: int, used: int) -> int | None:
+    def snapshot_to_read(self, state: RequestState, *, found: int, used: int) -> int | None:
         """Return the slot of the snapshot for a joining request; None if it begins without one.
 
         It found `found` cached blocks, and uses the first `used` of them.
@@ -276,7 +276,7 @@ class StateSnapshots(Restorable):
             self._free.append(self._places.pop(block_hash))
         return snapshot_slot
 
-    def write(self, state: RequestState, stop: int) -> list[StateWrite]:
+    def snapshots_to_write(self, state: RequestState, stop: int) -> list[StateWrite]:
         """Return the snapshots that a chunk from `state.computed` to `stop` writes."""
         if self._order is None or not state.hashes:
             return []
@@ -369,7 +369,7 @@ class SwapSpace(Restorable):
         """Whether the next decision has copies."""
         return bool(self._out or self._back)
 
-    def keep(self, state: RequestState, tokens: int, pool: BlockPool) -> bool:
+    def swap_out(self, state: RequestState, tokens: int, pool: BlockPool) -> bool:
         """Copy out the blocks of the first `tokens` tokens of a request; return False if there is no room.
 
         Called while it holds them. A request whose prompt log-probabilities are still due is not swapped, since only
@@ -417,7 +417,7 @@ class SwapSpace(Restorable):
             self._free += reversed(kept.places)
         return len(needed)
 
-    def drop(self, number: int) -> bool:
+    def free_slots(self, number: int) -> bool:
         """Free the swap slots of a request; return False if it had none."""
         kept = self._kept.pop(number, None) if self._kept else None
         if kept is None:

@@ -79,7 +79,7 @@ class DraftGrants(Restorable):
 
     # --- before a step ---
 
-    def begin(self, step: int, now_ns: int) -> None:
+    def renew_grants(self, step: int, now_ns: int) -> None:
         """Renew grants that end before this step, and return requests of known length to their buckets."""
         for number in self._asks.pop(step, ()):
             state = self._running.decoding.get(number)
@@ -119,7 +119,7 @@ class DraftGrants(Restorable):
                 grown += (state.slot, block)
         return grown
 
-    def send(self, step: int) -> list[DraftGrant]:
+    def note_drafts(self, step: int) -> list[DraftGrant]:
         """Note the drafts of a step; return the changed grants for its decision."""
         excess = len(self._running) + self.tokens - self._limits.slots
         for state in reversed(list(self._bounded.values())) if excess > 0 and self.tokens else ():
@@ -195,7 +195,7 @@ class DraftGrants(Restorable):
 
     # --- after a step ---
 
-    def settle(self, step: int, drafted: Sequence[Drafted], counts: dict[str, int]) -> None:
+    def settle_drafts(self, step: int, drafted: Sequence[Drafted], counts: dict[str, int]) -> None:
         """Take the accepted drafts of a step, and count them."""
         granted = self._in_flight.pop(step, None)
         if granted is None:
@@ -219,7 +219,7 @@ class DraftGrants(Restorable):
         counts["drafts_accepted"] += accepted
         counts["tokens_decoded"] += accepted
 
-    def drop(self, state: RequestState) -> None:
+    def end_grant(self, state: RequestState) -> None:
         """End the grant of a request that leaves its slot."""
         if state.granted is not None:
             self.tokens -= state.granted.tokens

@@ -177,7 +177,7 @@ class GenerateGroup(Group):
     def detach(self, state: RequestState) -> None:
         """Remove a request without a slot from the group."""
         self.dequeue(state)
-        self._swap.drop(state.number)
+        self._swap.free_slots(state.number)
         if state.known:
             self._running.forgotten.append(state.number)
             state.known = False
@@ -262,7 +262,7 @@ class GenerateGroup(Group):
         if not ahead:
             self.measures.since_ns = now_ns
         if self._drafts.active:
-            self._drafts.begin(step, now_ns)
+            self._drafts.renew_grants(step, now_ns)
         grown = self._grow(step, now_ns)
         able: Sequence[RequestState] = ()  # prefilling requests that do not wait for an embedding
         if running.prefilling:
@@ -347,13 +347,13 @@ class GenerateGroup(Group):
             advanced = [max(able[i].advanced_ns, able[i].admitted_ns) for i in decided.left_out]
             self._left_out_ns = max(self._left_out_ns, now_ns - min(advanced))
         for index, tokens_max in decided.shares.items():
-            self._advance(able[index], tokens_max, plan, now_ns)
+            self._advance_prefill(able[index], tokens_max, plan, now_ns)
         if not (decode_tokens or plan.chunks or decided.unlimited):
             seat.overrule(NONE_ADVANCES)
             for state in able:
-                self._advance(state, None, plan, now_ns)
+                self._advance_prefill(state, None, plan, now_ns)
 
-    def _advance(
+    def _advance_prefill(
         self, state: RequestState, tokens_max: int | None, plan: StepPlan, now_ns: int
     ) -> None:
         left = len(state.tokens) - state.computed
@@ -366,7 +366,7 @@ class GenerateGroup(Group):
         self, step: int, decodes: int, grown: list[int], plan: StepPlan | None = None
     ) -> GenerateDecision:
         """Note a step as in flight, and return its decision; without a plan, it has decodes only."""
-        self.step_times.note(step, decodes, plan.budget if plan is not None else None)
+        self.step_times.note_step(step, decodes, plan.budget if plan is not None else None)
         self._front_first = False
         self._in_flight.planned = step
         if self._snapshots.written:
@@ -377,7 +377,7 @@ class GenerateGroup(Group):
         running.forgotten, running.left = [], []
         if plan is None and not (drafts.active or swap.pending):
             return GenerateDecision(step, forgotten, left, [], grown)
-        granted = drafts.send(step) if drafts.active else []
+        granted = drafts.note_drafts(step) if drafts.active else []
         swaps = swap.take_copies() if swap.pending else None
         joined, chunks = (plan.joined, plan.chunks) if plan is not None else ([], [])
         return GenerateDecision(step, forgotten, left, joined, grown, chunks, granted, swaps)
@@ -436,10 +436,10 @@ class GenerateGroup(Group):
         if stop <= start:
             return
         state.advanced_ns = now_ns
-        plan.budget.take(start, stop - start)
+        plan.budget.add_chunk(start, stop - start)
         met = [one for one in state.items if one.offset < stop and one.end > start]
         items = [self._cache.pin(item) for item in met]
-        writes = self._snapshots.write(state, stop)
+        writes = self._snapshots.snapshots_to_write(state, stop)
         plan.chunks.append(ChunkPlan(state.slot, start, stop, items, writes))
         plan.prefilled.append(state)
         if met:
@@ -580,12 +580,12 @@ class GenerateGroup(Group):
             self.queue.blocked = True
             return
         self.queue.dequeue(state, chosen_ns=now_ns)
-        restored = self._snapshots.read(state, found=len(found), used=len(prefix))
-        self._pool.hold(prefix)
+        restored = self._snapshots.snapshot_to_read(state, found=len(found), used=len(prefix))
+        self._pool.hold_blocks(prefix)
         if victim is not None:
             self._preempt(victim, swap_by=self._admission if swap else None)
             victim.yielded_ns = now_ns
-        blocks = prefix + self._pool.take(missing)
+        blocks = prefix + self._pool.allocate_blocks(missing)
         copied = self._swap.swap_in(state, blocks, cached=len(prefix), computed=computed)
         if copied:
             self._counts["swapped_in"] += 1
@@ -625,10 +625,10 @@ class GenerateGroup(Group):
         measures.since_ns = now_ns
         if event.swap_ns:
             measures.swaps.append(SwapTime(now_ns, event.swap_ns, event.swap_blocks))
-        reads = in_flight.complete(step, event.tokens, now_ns, drafted)
+        reads = in_flight.complete_step(step, event.tokens, now_ns, drafted)
         self.mark_dirty()
         if self._drafts.active:
-            self._drafts.settle(step, drafted, self._counts)
+            self._drafts.settle_drafts(step, drafted, self._counts)
         for read in reads:
             self._cache.unpin(read.keys)
             state = self._requests.get(read.number)
@@ -665,7 +665,7 @@ class GenerateGroup(Group):
             self._release_slot(state, keep=False, blocks_kept=kept)
         elif state.known:
             self._running.forgotten.append(state.number)
-        if self._swap.drop(state.number):
+        if self._swap.free_slots(state.number):
             probe("generate.swap_ended")
         if self._in_flight.preempted.pop(state.number, None) is not None:
             probe("generate.settling_ended")
@@ -708,7 +708,7 @@ class GenerateGroup(Group):
     def _release_slot(
         self, state: RequestState, *, keep: bool, blocks_kept: int | None = None
     ) -> None:
-        self._drafts.drop(state)
+        self._drafts.end_grant(state)
         self._running.release_slot(state, keep=keep, blocks_kept=blocks_kept)
         self.queue.unblock()
 
@@ -731,7 +731,7 @@ class GenerateGroup(Group):
     def _swap_out(self, state: RequestState, seat: PolicySeat) -> None:
         """Copy the blocks of a request that leaves its slot to swap space, if there is room."""
         free, tokens = self._swap.free, self._running.swappable(state, self._in_flight.planned)
-        if self._swap.keep(state, tokens, self._pool):
+        if self._swap.swap_out(state, tokens, self._pool):
             self._counts["swapped_out"] += 1
             self._counts["swap_blocks_out"] += free - self._swap.free
         else:
@@ -756,7 +756,7 @@ class GenerateGroup(Group):
         self._preempt(youngest)
         return True
 
-    def lose(self, *, blame: bool) -> tuple[list[RequestState], RequestState | None]:
+    def lose_requests(self, *, blame: bool) -> tuple[list[RequestState], RequestState | None]:
         """Empty a lost group; return the requests that ran there, oldest first, and the poison request.
 
         That is the request to blame for the loss; None if it is not certain.
@@ -777,7 +777,7 @@ class GenerateGroup(Group):
             suspect = lost[0]
         for state in lost:
             state.losses += blame
-            self._drafts.drop(state)
+            self._drafts.end_grant(state)
             self._in_flight.gather(state, state.slot)
             state.blocks, state.slot, state.computed = [], -1, 0
         lost += self._in_flight.take_requeueable(crashed=True)

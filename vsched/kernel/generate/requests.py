@@ -260,7 +260,7 @@ class RunningSet(Restorable):
         if self.suspect is state:
             self.suspect = None
         self._free_slots.append(state.slot)
-        self.pool.release(state.blocks, kept=blocks_kept)
+        self.pool.release_blocks(state.blocks, kept=blocks_kept)
         state.blocks, state.slot, state.computed = [], -1, 0
 
     def without_left(self, grown: list[int]) -> list[int]:

@@ -59,7 +59,7 @@ class InFlightSteps(Restorable):
         self.firsts = {}
         self.preempted = {}
 
-    def complete(
+    def complete_step(
         self, step: int, tokens: array[int], now_ns: int, drafted: Sequence[Drafted] = ()
     ) -> list[ChunkRead]:
         """Take the result of the oldest step in flight; return its chunks that read embeddings."""

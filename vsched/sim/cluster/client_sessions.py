@@ -210,7 +210,7 @@ class ClientSession:
         elif self._task is not None:
             self._task.cancel()
 
-    async def run(self, engine: Engine, client: AsgiClient) -> None:
+    async def send_request(self, engine: Engine, client: AsgiClient) -> None:
         """Send the request and read the response to its end."""
         loop = self._world.loop
         self.sent_ns = loop.now_ns()
@@ -229,18 +229,18 @@ class ClientSession:
         self.ended_ns = loop.now_ns()
         error = None if self._task.cancelled() else self._task.exception()
         if self._task.cancelled() or isinstance(error, Disconnected):
-            self._end("left")
+            self._set_outcome("left")
         elif isinstance(error, RequestRefused):
-            self._end("refused", error)
+            self._set_outcome("refused", error)
         elif isinstance(error, RequestFailed):
-            self._end("failed", error)
+            self._set_outcome("failed", error)
         elif error is not None:
             self._world.violate(f"{self}: {error!r}")
-            self._end("failed")
+            self._set_outcome("failed")
         self._check()
         self.done.set()
 
-    def _end(
+    def _set_outcome(
         self, outcome: SessionOutcome, error: RequestRefused | RequestFailed | None = None
     ) -> None:
         self.outcome = outcome

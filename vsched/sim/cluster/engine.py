@@ -122,7 +122,7 @@ class EngineObserver:
         self._failed_policies = 0
         self._ids: dict[str, bytes] = {}
 
-    def note(self, event: Event, now_ns: int, commands: Sequence[Command]) -> None:
+    def record_event(self, event: Event, now_ns: int, commands: Sequence[Command]) -> None:
         """Record an event."""
         self.events += 1
         self._digest.update(self._words(event, now_ns, commands))
@@ -669,7 +669,7 @@ class SimEngine:
             await asyncio.sleep(silence_s(deadlines) + deadlines.step_s)
         alive = sum(rank.alive for rank in self.launcher.ranks)
         self.world.expect(not alive, f"{alive} ranks outlive the engine")
-        await self.launcher.end()
+        await self.launcher.stop_machines()
 
     async def shut_down(self) -> None:
         """Stop the production engine while clients wait, as a server does; every client must get an error.
@@ -759,7 +759,7 @@ class SimEngine:
             await after.done.wait()
             due_ns = after.ended_ns + session.arrival.think_ns
             await asyncio.sleep(max(due_ns - self.world.loop.now_ns(), 0) / 1e9)
-        await session.run(self.engine, self.client)
+        await session.send_request(self.engine, self.client)
 
     async def run(self, workload: Iterable[Arrival]) -> list[ClientSession]:
         """Send requests at their arrival times; return after the last one is sent.
@@ -859,14 +859,14 @@ class SimEngine:
         kernel = self.observer.kernel if self.observer is not None else None
         phases = {session.phase(kernel): session for session in reversed(self.sessions)}
         while True:
-            fault = self.world.injector.take(Disconnect, such=lambda one: one.phase in phases)
+            fault = self.world.injector.take_fault(Disconnect, such=lambda one: one.phase in phases)
             if fault is None:
                 return
             phases.pop(fault.phase).leave()
 
     async def _restart(self, at_ns: int) -> None:
         await self.sleep_until(at_ns)
-        fault = self.world.injector.take(ReplicaRestart)
+        fault = self.world.injector.take_fault(ReplicaRestart)
         if fault is not None:
             restart = Operation(at_ns=at_ns, action="restart", group=fault.group)
             await operate(self.world, self.client, restart)

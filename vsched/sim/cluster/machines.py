@@ -119,7 +119,7 @@ class Connection:
     def _arrive(self, frame: bytes) -> None:
         boot = self._machine.boot
         if boot is not None and boot is self.boot:
-            boot.take(self.identity, frame)
+            boot.queue_frame(self.identity, frame)
         elif boot is not None:  # the restarted host does not know this connection
             self._after(self._machine.back, 0, self.cut)
 
@@ -183,7 +183,7 @@ class Boot:
             window_bytes=machine.profile.window_bytes,
         )
 
-    def take(self, peer: bytes, frame: bytes) -> None:
+    def queue_frame(self, peer: bytes, frame: bytes) -> None:
         """Queue an arrived frame, to be read when the host runs."""
         self._inbox.append((peer, frame))
         self._machine.world.loop.call_soon(self._read, context=self._context.copy())
@@ -263,10 +263,10 @@ class FailingHost:
         groups = tuple(group for one in served for group in one.groups)
         self.strikes.append(Strike(loop.now_ns(), fault, groups))
         if isinstance(fault, HostStall):
-            self.world.injector.note(fault)
+            self.world.injector.record_effect(fault)
             loop.stand_still(boot, fault.end_ns)
         elif isinstance(fault, HostCrash):
-            self.world.injector.note(fault)
+            self.world.injector.record_effect(fault)
             self.boot = None
             boot.ended = True
             self._closing.append(loop.create_task(boot.close()))
@@ -340,7 +340,7 @@ class SimulatedCluster:
         """Faults that hit hosts, with the groups that ran there."""
         return [strike for machine in self.machines.values() for strike in machine.strikes]
 
-    async def end(self) -> None:
+    async def stop_machines(self) -> None:
         """Stop all machines."""
         for machine in self.machines.values():
             await machine.close()

@@ -49,10 +49,10 @@ class SimulatedThreads(Executor):
             raise RuntimeError("cannot schedule new futures after shutdown")
         outcome: Future[T] = Future()
         self._waiting.append(_Work(outcome, lambda: fn(*args, **kwargs)))
-        self._begin()
+        self._start_calls()
         return outcome
 
-    def _begin(self) -> None:
+    def _start_calls(self) -> None:
         while self._idle and self._waiting:
             work = self._waiting.popleft()
             if work.outcome.set_running_or_notify_cancel():
@@ -61,14 +61,14 @@ class SimulatedThreads(Executor):
                 self._running[self._started] = work
                 duration_ns = int(self._process_ns * (0.5 + self._rng.random()))
                 due_ns = self._loop.now_ns() + duration_ns
-                self._loop.call_at_ns(due_ns, self._finish, self._started)
+                self._loop.call_at_ns(due_ns, self._finish_call, self._started)
 
-    def _finish(self, number: int) -> None:
+    def _finish_call(self, number: int) -> None:
         work = self._running.pop(number, None)
         if work is not None:
             self._idle += 1
             _call(work)
-            self._begin()
+            self._start_calls()
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Accept no more calls; with `wait`, finish the running ones now."""
@@ -99,7 +99,7 @@ def _fetch(world: World) -> ReadRemote:
         try:
             async with asyncio.timeout(settings.fetch_s):
                 await asyncio.sleep(world.delays.fetch_ns / 1e9)
-                stall = world.injector.take(FetchStall)
+                stall = world.injector.take_fault(FetchStall)
                 if stall is not None:
                     await asyncio.sleep(stall.duration_ns / 1e9)
         except TimeoutError:

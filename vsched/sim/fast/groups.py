@@ -116,15 +116,15 @@ class SimulatedGroup(SharedWork):
         self.log.append((decision, now_ns))
         device = self.device
         device.ready.append(self)
-        return self.begin(now_ns) if device.running is None else 0
+        return self.begin_step(now_ns) if device.running is None else 0
 
-    def begin(self, now_ns: int) -> int:
+    def begin_step(self, now_ns: int) -> int:
         """Start or continue the group's next step; return its end."""
         device = self.device
         device.ready.popleft()
         device.running = self
         decision, decided_ns = self.log[0]
-        took_ns = self._start(decision)
+        took_ns = self._start_decision(decision)
         if now_ns == decided_ns:
             took_ns *= self._cold  # the ranks were idle when it was decided
         if self._noise:
@@ -132,7 +132,7 @@ class SimulatedGroup(SharedWork):
         self._start_ns = max(decided_ns + self._decision_ns, now_ns + self._gap_ns)
         return self._start_ns + (int(took_ns) or 1)
 
-    def end(self, now_ns: int) -> Event | None:
+    def end_step(self, now_ns: int) -> Event | None:
         """End the running step or time slice; return the resulting event, None for a pause."""
         device = self.device
         device.running = None
@@ -144,9 +144,9 @@ class SimulatedGroup(SharedWork):
             return None
         decision, _ = self.log.popleft()
         self.steps += 1
-        return self._finish(decision, now_ns)
+        return self._finish_decision(decision, now_ns)
 
-    def lose(self) -> None:
+    def forget_steps(self) -> None:
         """Forget everything, as a loss of the processes does."""
         self.incarnation += 1
         self._left_ns = 0.0
@@ -156,10 +156,10 @@ class SimulatedGroup(SharedWork):
             device.running = None
         device.ready = deque(group for group in device.ready if group is not self)
 
-    def _start(self, decision: Decision) -> float:
+    def _start_decision(self, decision: Decision) -> float:
         raise NotImplementedError
 
-    def _finish(self, decision: Decision, now_ns: int) -> Event:
+    def _finish_decision(self, decision: Decision, now_ns: int) -> Event:
         raise NotImplementedError
 
 
@@ -171,7 +171,7 @@ class TimedEncodeGroup(SimulatedGroup):
         self.items = 0
         self.tokens = 0
 
-    def _start(self, decision: Decision) -> float:
+    def _start_decision(self, decision: Decision) -> float:
         assert isinstance(decision, EncodeDecision)
         tokens = [task.tokens for task in decision.tasks if not task.encoded]
         took_ns = self._left_ns or self._cost.encode_ns(tokens)
@@ -179,7 +179,7 @@ class TimedEncodeGroup(SimulatedGroup):
         self._left_ns = took_ns - time_slice_ns
         return time_slice_ns
 
-    def _finish(self, decision: Decision, now_ns: int) -> Event:
+    def _finish_decision(self, decision: Decision, now_ns: int) -> Event:
         assert isinstance(decision, EncodeDecision)
         self.items += len(decision.tasks)
         self.tokens += sum(task.tokens for task in decision.tasks)
@@ -250,12 +250,12 @@ class TimedGenerateGroup(SimulatedGroup):
         self._stepped_ns = 0
         self._swapped = NOTHING_SWAPPED
 
-    def lose(self) -> None:
+    def forget_steps(self) -> None:
         """Forget everything except the times of tokens already yielded."""
         for sequence in self._slots.values():
             if sequence.first_step >= 0:
                 sequence.live.last_token_ns = self._stepped_ns
-        super().lose()
+        super().forget_steps()
         self._forget()
 
     def decide(self, decision: Decision, now_ns: int) -> int:
@@ -265,7 +265,7 @@ class TimedGenerateGroup(SimulatedGroup):
             self._joining[join.number] = self._live_requests[join.number]
         return super().decide(decision, now_ns)
 
-    def _start(self, decision: Decision) -> float:
+    def _start_decision(self, decision: Decision) -> float:
         assert isinstance(decision, GenerateDecision)
         step = decision.step
         prefill_ns = swap_ns = 0.0
@@ -274,7 +274,7 @@ class TimedGenerateGroup(SimulatedGroup):
             self._swapped = int(swap_ns), decision.swaps.blocks
         if decision.left:
             for leave in decision.left:
-                self._leave(self._slots.pop(leave.slot))
+                self._release_slot(self._slots.pop(leave.slot))
         if decision.joined:
             for join in decision.joined:
                 self._slots[join.slot] = _Sequence(join, self._joining.pop(join.number))
@@ -307,7 +307,7 @@ class TimedGenerateGroup(SimulatedGroup):
         cost = self._cost.generate
         return cost.prefill_ns * tokens + cost.pair_ns * pairs
 
-    def _leave(self, sequence: _Sequence) -> None:
+    def _release_slot(self, sequence: _Sequence) -> None:
         """Release the slot of a sequence that is finished, preempted or aborted."""
         if sequence.first_step >= 0:
             sequence.live.last_token_ns = self._stepped_ns
@@ -318,7 +318,7 @@ class TimedGenerateGroup(SimulatedGroup):
         self._offset -= sequence.length - sequence.first_step
         sequence.first_step = -1
 
-    def _finish(self, decision: Decision, now_ns: int) -> Event:
+    def _finish_decision(self, decision: Decision, now_ns: int) -> Event:
         step, yielding = decision.step, self._yielding
         if yielding:
             self.decoded += yielding
@@ -383,7 +383,7 @@ class Contention:
 
     def enter(self, work: SharedWork, need_ns: int, now_ns: int) -> None:
         """Begin work that takes `need_ns` when alone."""
-        self._advance(now_ns)
+        self._subtract_progress(now_ns)
         self._left_ns[work] = need_ns
         self._processes[work.process] += 1
         self._change(now_ns, newcomer=work)
@@ -391,14 +391,14 @@ class Contention:
     def leave(self, work: SharedWork, now_ns: int) -> None:
         """End or withdraw work; no-op if it has already ended."""
         if work in self._left_ns:
-            self._advance(now_ns)
+            self._subtract_progress(now_ns)
             del self._left_ns[work]
             self._processes[work.process] -= 1
             if not self._processes[work.process]:
                 del self._processes[work.process]
             self._change(now_ns)
 
-    def _advance(self, now_ns: int) -> None:
+    def _subtract_progress(self, now_ns: int) -> None:
         """Subtract the progress since the last change."""
         done_ns = (now_ns - self._since_ns) / self._slowdown
         self._since_ns = now_ns

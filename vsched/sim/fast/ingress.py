@@ -84,7 +84,9 @@ class Ingress:
         self._on_ready = on_ready
         self._on_refused = on_refused
 
-    def take(self, arrival: Arrival, now_ns: int, *, arrival_id: int, sent_ns: int) -> None:
+    def prepare_request(
+        self, arrival: Arrival, now_ns: int, *, arrival_id: int, sent_ns: int
+    ) -> None:
         """Start to prepare an admitted request, sent at an earlier time."""
         images, media = arrival.images, arrival.media
         bytes_of = self._maker.pixel_bytes
@@ -111,7 +113,7 @@ class Ingress:
             return
         self.preparing += 1
         if not images:
-            self._finish(prepared, now_ns)
+            self._schedule_ready(prepared, now_ns)
         elif self._waiting or not self._process(prepared, now_ns):
             self._waiting.append(prepared)
 
@@ -156,9 +158,9 @@ class Ingress:
         jobs = self._jobs_of(prepared, set(absent))
         for job in jobs:
             job.threads.waiting.append(job)
-            self._begin(job.threads, now_ns)
+            self._start_jobs(job.threads, now_ns)
         if not jobs:
-            self._finish(prepared, now_ns)
+            self._schedule_ready(prepared, now_ns)
         return True
 
     def _jobs_of(self, prepared: IncomingRequest, absent: set[str]) -> list[ImageJob]:
@@ -175,21 +177,21 @@ class Ingress:
         left[0] = len(jobs)
         return jobs
 
-    def _begin(self, threads: _Threads, now_ns: int) -> None:
+    def _start_jobs(self, threads: _Threads, now_ns: int) -> None:
         while threads.waiting and threads.free:
             threads.free -= 1
             job = threads.waiting.popleft()
             self._on_job(job, now_ns + job.need_ns, now_ns)
 
-    def done(self, job: ImageJob, now_ns: int) -> None:
+    def finish_job(self, job: ImageJob, now_ns: int) -> None:
         """Finish an image job: start the next one, and finish the request after its last job."""
         job.threads.free += 1
         job.left[0] -= 1
         if not job.left[0]:
-            self._finish(job.prepared, now_ns)
-        self._begin(job.threads, now_ns)
+            self._schedule_ready(job.prepared, now_ns)
+        self._start_jobs(job.threads, now_ns)
 
-    def _finish(self, prepared: IncomingRequest, now_ns: int) -> None:
+    def _schedule_ready(self, prepared: IncomingRequest, now_ns: int) -> None:
         """Schedule the ready time of a request whose images are processed."""
         host = self._cost.host
         took_ns = host.request_ns + host.token_ns * prepared.arrival.prompt_tokens

@@ -284,7 +284,7 @@ class Collector(TenantCollector):
         own = self.tenants.get(tenant)
         return (self,) if own is None else (self, own)
 
-    def fail(self, code: str, tenant: str, reason: str = "") -> None:
+    def count_failure(self, code: str, tenant: str, reason: str = "") -> None:
         """Count a refused or failed request, with the reason given by a policy."""
         for one in self._counting(tenant):
             one.failed[code] = one.failed.get(code, 0) + 1
@@ -294,13 +294,13 @@ class Collector(TenantCollector):
                 kind = OTHER_REASONS
             self.reasons[kind] = self.reasons.get(kind, 0) + 1
 
-    def end(self, live: LiveRequest, finish: Finish, now_ns: int) -> None:
+    def count_end(self, live: LiveRequest, finish: Finish, now_ns: int) -> None:
         """Count an ended request."""
         times, outputs = finish.times, live.arrival.output_tokens
         self.last_ns = now_ns
         self.preemptions += times.preemptions
         if finish.reason not in (FinishReason.LENGTH, FinishReason.STOP):
-            self.fail(finish.code or finish.reason.value, live.arrival.tenant)
+            self.count_failure(finish.code or finish.reason.value, live.arrival.tenant)
             return
         self.prompt_tokens += live.prompt_tokens
         self.cached_tokens += times.cached_tokens
@@ -369,7 +369,7 @@ class Sampler:
         self._sums: list[list[int]] = [[] for _ in SUMS]
         self._before = [0] * len(SUMS)
 
-    def take(self, now_ns: int, gauges: Sequence[float], totals: Sequence[int]) -> None:
+    def take_samples(self, now_ns: int, gauges: Sequence[float], totals: Sequence[int]) -> None:
         """Take all samples that are due: values have not changed since the previous event."""
         while self.due_ns <= now_ns:
             for column, value in zip(self._gauges, gauges, strict=True):

@@ -148,9 +148,9 @@ def load_record(path: str | os.PathLike[str]) -> RecordedRun:
         else:
             assert reader is not None, "a record begins with a header"
             commands = [decode_command(command) for command in one.commands]
-            reader.take(one.now_ns, one.event, commands)
+            reader.read_event(one.now_ns, one.event, commands)
     assert reader is not None, "a record without a header is an error"
-    return reader.run(path)
+    return reader.recorded_run(path)
 
 
 class _RecordReader:
@@ -182,7 +182,7 @@ class _RecordReader:
         self._steps: dict[str, list[ObservedStep]] = {}
         self._pixels = [0, 0]
 
-    def take(self, now_ns: int, event: Event, commands: Sequence[Command]) -> None:
+    def read_event(self, now_ns: int, event: Event, commands: Sequence[Command]) -> None:
         """Read an event and the commands that followed."""
         if self._began_ns < 0:
             self._began_ns = now_ns
@@ -195,7 +195,7 @@ class _RecordReader:
                     self._admitted[arrival_id] = now_ns
                 case RejectArrival(arrival_id):
                     _, tenant = self._sent.pop(arrival_id, (0, ""))
-                    self._collector.fail("shed", tenant, command.reason)
+                    self._collector.count_failure("shed", tenant, command.reason)
                     self._notes["rejected requests are left out: their prompts were not read"] += 1
                 case Decide(group, decision):
                     self._decided.setdefault(group, deque()).append((now_ns, decision))
@@ -230,7 +230,7 @@ class _RecordReader:
         self._admitted.pop(arrival_id, None)
         sent = self._sent.pop(arrival_id, None)
         if sent is not None:
-            self._collector.fail("withdrawn", sent[1])
+            self._collector.count_failure("withdrawn", sent[1])
             self._notes["requests are left out: they ended before their prompts were read"] += 1
 
     def _submit(self, event: Submitted, commands: Sequence[Command], now_ns: int) -> None:
@@ -279,7 +279,7 @@ class _RecordReader:
                 self._live[number] = one
         for command in commands:
             if isinstance(command, Refuse):
-                self._collector.fail(command.code, request.tenant)
+                self._collector.count_failure(command.code, request.tenant)
                 self._notes["refused requests have the median output length"] += 1
 
     def _finish(self, finish: Finish, now_ns: int) -> None:
@@ -298,7 +298,7 @@ class _RecordReader:
             prompt_tokens=len(one.request.prompt_token_ids),
             pixels={},
         )
-        self._collector.end(live, finish, now_ns)
+        self._collector.count_end(live, finish, now_ns)
 
     # --- prompts ---
 
@@ -414,7 +414,7 @@ class _RecordReader:
 
     # --- results ---
 
-    def run(self, path: Path) -> RecordedRun:
+    def recorded_run(self, path: Path) -> RecordedRun:
         """Return the run.
 
         Raises:

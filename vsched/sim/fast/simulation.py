@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from heapq import heappop, heappush
 from random import Random
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -73,6 +73,9 @@ from vsched.sim.setup import Setup, prepare
 from vsched.sim.workload.requests import Arrival, RequestMaker, Workload
 from vsched.types import FinishReason, ModelInfo, group_names
 
+if TYPE_CHECKING:
+    from vsched.record.replay import EventObserver
+
 START_NS = 1_000_000
 """Kernel time of the start of a workload: the kernel reads 0 as "never"."""
 PROGRESS_EVERY = 64
@@ -84,16 +87,6 @@ Happen = Callable[[Any, int], Event | None]
 """Lets something happen to the subject of a heap entry at its time; returns the event for the scheduler, if any."""
 OnRequests = Callable[[int], None]
 """Called with the number of ended requests."""
-
-
-class EventObserver(Protocol):
-    """Observes every event and the resulting commands, in order."""
-
-    def see(
-        self, now_ns: int, event: Event, commands: Sequence[Command], kernel: Scheduler
-    ) -> None:
-        """Observe an event, the resulting commands, and the kernel after it."""
-        ...
 
 
 class Simulation:
@@ -148,7 +141,7 @@ class Simulation:
             setup.config,
             cost,
             self._maker,
-            on_job=self._run,
+            on_job=self._start_work,
             on_ready=lambda at_ns, prepared: self._push(at_ns, self._submit, prepared),
             on_refused=self._refused,
         )
@@ -192,7 +185,7 @@ class Simulation:
 
     # --- the loop ---
 
-    def run(self, workload: Workload, progress: OnRequests | None = None) -> None:
+    def run_workload(self, workload: Workload, progress: OnRequests | None = None) -> None:
         """Run a workload until no event is left.
 
         Raises:
@@ -237,7 +230,7 @@ class Simulation:
                     group = groups[command.group]
                     end_ns = group.decide(command.decision, now_ns)
                     if end_ns:
-                        self._run(group, end_ns, now_ns)
+                        self._start_work(group, end_ns, now_ns)
                 elif type(command) is not EmitTokens:
                     self._obey(command, now_ns, progress)
             for observer in observers:
@@ -248,32 +241,32 @@ class Simulation:
         self._digest.update(self._digested)
         self._digested.clear()
 
-    def _run(self, work: SharedWork, end_ns: int, now_ns: int) -> None:
+    def _start_work(self, work: SharedWork, end_ns: int, now_ns: int) -> None:
         """Start a step or a job with the given end, which contention may delay."""
         if self._contention is None:
             self._announce(work, end_ns)
         else:
             self._contention.enter(work, end_ns - now_ns, now_ns)
 
-    def _end(self, group: SimulatedGroup, now_ns: int) -> Event | None:
+    def _end_step(self, group: SimulatedGroup, now_ns: int) -> Event | None:
         """End the step of a group; return the resulting event, if any."""
-        event = group.end(now_ns)
+        event = group.end_step(now_ns)
         if self._contention is not None or group.device.ready:
-            self._leave(group, now_ns)
+            self._free_device(group, now_ns)
         return event
 
-    def _leave(self, group: SimulatedGroup, now_ns: int) -> None:
+    def _free_device(self, group: SimulatedGroup, now_ns: int) -> None:
         """Free the group's device: a group that shares it starts its step, or the same group continues."""
         ready = group.device.ready
         if self._contention is not None:
             self._contention.leave(group, now_ns)
             if ready:
-                self._run(ready[0], ready[0].begin(now_ns), now_ns)
+                self._start_work(ready[0], ready[0].begin_step(now_ns), now_ns)
         elif ready:
-            self._announce(ready[0], ready[0].begin(now_ns))
+            self._announce(ready[0], ready[0].begin_step(now_ns))
 
     def _announce(self, work: SharedWork, end_ns: int) -> None:
-        happen: Happen = self._end_job if type(work) is ImageJob else self._end
+        happen: Happen = self._end_job if type(work) is ImageJob else self._end_step
         heappush(self._heap, (end_ns, next(self._sequence), happen, work, work.incarnation))
 
     def _push(self, at_ns: int, happen: Happen, subject: object) -> None:
@@ -284,7 +277,7 @@ class Simulation:
     def _end_job(self, job: ImageJob, now_ns: int) -> None:
         if self._contention is not None:
             self._contention.leave(job, now_ns)
-        self._ingress.done(job, now_ns)
+        self._ingress.finish_job(job, now_ns)
 
     def _take_sent(self, arrival: Arrival, now_ns: int) -> Arrived | None:
         """Count a request, and send it unless its client waits for the earlier turn, or thinks about it."""
@@ -349,7 +342,7 @@ class Simulation:
         self, arrival_id: int, arrival: Arrival, pixels: Mapping[str, int], now_ns: int
     ) -> Withdrawn:
         """Record a request whose client left before it was submitted."""
-        self.collector.fail(LEFT, arrival.tenant)
+        self.collector.count_failure(LEFT, arrival.tenant)
         self._ended(arrival, pixels, now_ns)
         return Withdrawn(arrival_id)
 
@@ -358,9 +351,9 @@ class Simulation:
         if isinstance(event, GroupLost):
             group = self._groups[event.group]
             was_running = group.device.running is group
-            group.lose()
+            group.forget_steps()
             if was_running:
-                self._leave(group, now_ns)
+                self._free_device(group, now_ns)
         return event
 
     def _next_arrival(self) -> None:
@@ -378,11 +371,13 @@ class Simulation:
                 arrival, sent_ns = self._at_gate.pop(arrival_id)
                 if arrival.leaves_ns is not None:
                     self._may_leave.add(arrival_id)
-                self._ingress.take(arrival, now_ns, arrival_id=arrival_id, sent_ns=sent_ns)
+                self._ingress.prepare_request(
+                    arrival, now_ns, arrival_id=arrival_id, sent_ns=sent_ns
+                )
             case RejectArrival(arrival_id):
                 arrival, _ = self._at_gate.pop(arrival_id)
                 code = "redirected" if command.base_url else "shed"
-                self.collector.fail(code, arrival.tenant, command.reason)
+                self.collector.count_failure(code, arrival.tenant, command.reason)
                 self._ended(arrival, {}, now_ns)
             case Accept(_, number):
                 entering, self._entering = self._entering, None
@@ -391,14 +386,14 @@ class Simulation:
             case Finish(_, number):
                 self._take_digest()
                 live = self.live_requests.pop(number)
-                self.collector.end(live, command, now_ns)
+                self.collector.count_end(live, command, now_ns)
                 self._ended(live.arrival, live.pixels, now_ns)
                 if progress is not None and self.collector.finished % PROGRESS_EVERY == 0:
                     progress(self.collector.finished)
             case Refuse():
                 entering, self._entering = self._entering, None
                 assert entering is not None, "refused without being submitted"
-                self.collector.fail(command.code, entering.arrival.tenant)
+                self.collector.count_failure(command.code, entering.arrival.tenant)
                 self._ended(entering.arrival, entering.pixels, now_ns)
             case _:
                 pass  # notices, and group restarts: the fault plan determines when groups return
@@ -406,7 +401,7 @@ class Simulation:
     def _refused(self, prepared: IncomingRequest, code: str, now_ns: int) -> None:
         """Record a request refused at intake."""
         self._may_leave.discard(prepared.arrival_id)
-        self.collector.fail(code, prepared.arrival.tenant)
+        self.collector.count_failure(code, prepared.arrival.tenant)
         self._push(now_ns, lambda *_: Withdrawn(prepared.arrival_id), None)
         self._ended(prepared.arrival, {}, now_ns)
 
@@ -439,7 +434,7 @@ class Simulation:
             generate["blocks_held"] / generate["blocks_total"],
             used / max(pages, 1),
         )
-        self.sampler.take(now_ns, gauges, self._totals())
+        self.sampler.take_samples(now_ns, gauges, self._totals())
 
     def _totals(self) -> tuple[int, ...]:
         encoders, generators = self.encoders, self.generators
@@ -542,7 +537,7 @@ def simulate(
         simulation.kernel.watch_policies(watch)
     started_s = time.perf_counter()
     with _rare_collections():
-        simulation.run(workload, progress)
+        simulation.run_workload(workload, progress)
     wall_s = time.perf_counter() - started_s
     return simulation.outcome(label or workload.name, workload, wall_s)
 

@@ -149,7 +149,7 @@ class HttpCall:
 
     async def __aenter__(self) -> Self:
         loop = self._loop = asyncio.get_running_loop()
-        self._work = loop.create_task(self._run())
+        self._work = loop.create_task(self._run_app())
         if self._pieces is not None:
             self._pump = loop.create_task(self._send_pieces(self._pieces))
         return self
@@ -243,7 +243,7 @@ class HttpCall:
 
     # --- the application's side ---
 
-    async def _run(self) -> None:
+    async def _run_app(self) -> None:
         try:
             await self._app(self._scope, self._receive, self._send)
         finally:

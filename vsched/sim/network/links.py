@@ -94,7 +94,7 @@ class OneWayLink:
             return False
         late_ns, corrupt_at = self._draw_effects() if self._messages else ({}, 0.0)
         if self._singled_out and _is_awaited(frame, self._direction):
-            fault = self._faults.take(_SINGLING[self._direction], **self._target)
+            fault = self._faults.take_fault(_SINGLING[self._direction], **self._target)
             if isinstance(fault, LateHeartbeat):
                 late_ns["reordering"] = fault.late_ns
             elif fault is not None:
@@ -126,7 +126,7 @@ class OneWayLink:
         for fault in self._messages:
             if draws[fault.effect] < fault.rate and fault.at_ns <= now_ns < fault.end_ns:
                 late_ns[fault.effect] = fault.late_ns
-                self._faults.note(fault)
+                self._faults.record_effect(fault)
         return late_ns, corrupt_at
 
     def _latency_ns(self) -> int:
@@ -141,7 +141,7 @@ class OneWayLink:
         for partition in self._partitions:
             inside = (partition.at_ns <= when < partition.end_ns for when in (now_ns, arrival_ns))
             if any(inside):
-                self._faults.note(partition)
+                self._faults.record_effect(partition)
                 if partition.frames == "lost":
                     return
                 arrival_ns = max(arrival_ns, partition.end_ns + self._profile.latency_ns)
@@ -242,7 +242,7 @@ class SimulatedLeaderEnd:
     def read(self) -> None:
         """No-op: frames are handled on arrival."""
 
-    def take(self, identity: bytes, frame: bytes) -> None:
+    def handle_frame(self, identity: bytes, frame: bytes) -> None:
         """Handle an arrived frame, unless the end is closed."""
         if not self._closed:
             self._on_frame(identity, frame)
@@ -272,8 +272,10 @@ class RankEnd:
         self.closed = False
         self._network = network
         self._inbox: deque[bytes] = deque()
-        self.to_rank = OneWayLink(network, self, "to_rank", self._take, lambda: len(self._inbox))
-        self._to_leader = OneWayLink(network, self, "to_leader", self._report, lambda: 0)
+        self.to_rank = OneWayLink(
+            network, self, "to_rank", self._queue_frame, lambda: len(self._inbox)
+        )
+        self._to_leader = OneWayLink(network, self, "to_leader", self._deliver_report, lambda: 0)
 
     def send(self, frame: bytes) -> bool:
         """Send a report; return False if the queue is full."""
@@ -298,15 +300,15 @@ class RankEnd:
             del self._network.ranks[self.address, self.identity]
             self._wake()
 
-    def _take(self, frame: bytes) -> None:
+    def _queue_frame(self, frame: bytes) -> None:
         if not self.closed:
             self._inbox.append(frame)
             self._wake()
 
-    def _report(self, frame: bytes) -> None:
+    def _deliver_report(self, frame: bytes) -> None:
         leader = self._network.leaders.get(self.address)
         if leader is not None:
-            leader.take(self.identity, frame)
+            leader.handle_frame(self.identity, frame)
 
     def _wake(self) -> None:
         for waiter in self.waiting:
@@ -374,7 +376,7 @@ class LinkDirection:
         for slow in self._slow:
             if slow.at_ns <= now_ns < slow.end_ns:
                 factor *= slow.factor
-                self._faults.note(slow)
+                self._faults.record_effect(slow)
         leaves_ns = max(now_ns, self._free_ns) + round(
             factor * size * SECOND_NS / profile.bytes_per_s
         )
@@ -384,6 +386,6 @@ class LinkDirection:
         for cut in self._cuts:
             if cut.at_ns <= leaves_ns + way_ns and now_ns < cut.end_ns:
                 leaves_ns = max(leaves_ns, cut.end_ns)
-                self._faults.note(cut)
+                self._faults.record_effect(cut)
         self._free_ns = leaves_ns
         return leaves_ns + way_ns

@@ -86,7 +86,7 @@ class Collective:
         """Return True if all ranks have memory for their common step; otherwise each fails once."""
         if self._lacking is None:
             faults = [
-                self._world.injector.take(
+                self._world.injector.take_fault(
                     OutOfMemory, group=group, rank=one, such=lambda fault: fault.during == "step"
                 )
                 for one in range(self._ranks)
@@ -135,7 +135,7 @@ class SimulatedRank(Process):
 
     # --- lifecycle ---
 
-    async def end(self, *, grace_s: float) -> None:
+    async def wait_exit(self, *, grace_s: float) -> None:
         """Wait for the rank to end; kill it after the grace period."""
         try:
             async with asyncio.timeout(grace_s):
@@ -147,7 +147,7 @@ class SimulatedRank(Process):
     async def _live(self) -> None:
         code = KILLED
         try:
-            code = await self._run()
+            code = await self._run_rank()
         except asyncio.CancelledError:
             pass
         except _Crashed:
@@ -158,7 +158,7 @@ class SimulatedRank(Process):
             self._exited.set_result(code)
             self._on_exit(code)
 
-    async def _run(self) -> int:
+    async def _run_rank(self) -> int:
         """Run like `vsched.rank.run`; return the exit code."""
         spec, world = self._spec, self._world
         host = RankHost(
@@ -181,7 +181,7 @@ class SimulatedRank(Process):
             raise
         except Exception as error:  # noqa: BLE001 - it is the rank's last word, whatever it is
             for member in self._members:
-                member.fail(error)
+                member.report_failure(error)
             await self._catch_up()
             await asyncio.sleep(LINGER_S)
             return self._code_of(error)
@@ -263,7 +263,7 @@ class SimulatedRank(Process):
         self._crash("after_reply")
 
     def _crash(self, moment: str) -> None:
-        fault = self._world.injector.take(
+        fault = self._world.injector.take_fault(
             WorkerCrash,
             group=self._current,
             rank=self._spec.rank,
@@ -331,9 +331,9 @@ class SimulatedRank(Process):
         """Advance the clock by a step, including slowdowns and hangs."""
         injector, group, rank = self._world.injector, self._current, self._spec.rank
         duration_ns *= 1 + self._world.delays.noise * self._noise.random()
-        for slow in injector.active(Slowdown, group=group, rank=rank):
+        for slow in injector.active_faults(Slowdown, group=group, rank=rank):
             duration_ns *= slow.factor
-        hang = injector.take(Hang, group=group, rank=rank)
+        hang = injector.take_fault(Hang, group=group, rank=rank)
         if hang is not None:
             self._stopped_until_ns = max(self._stopped_until_ns, hang.end_ns)
         stopped_ns = max(0, self._stopped_until_ns - self.now_ns())
@@ -348,7 +348,7 @@ class SimulatedRank(Process):
         group = self._groups[stage]
         if during == "step":
             return self._collective.has_memory(self._spec.rank, group)
-        fault = self._world.injector.take(
+        fault = self._world.injector.take_fault(
             OutOfMemory,
             group=group,
             rank=self._spec.rank,

@@ -209,9 +209,9 @@ class SteppedGenerator:
         self._limits = limits
         self._make_rank = make_rank
         self._request_of = request_of
-        self.lose()
+        self.restart_rank()
 
-    def lose(self) -> None:
+    def restart_rank(self) -> None:
         """Forget everything, as a restart does."""
         self.log: deque[GenerateDecision] = deque()
         self._rank = self._make_rank(self)
@@ -258,7 +258,7 @@ class SteppedGenerator:
         )
         return stepped, sampled
 
-    def end(self, slot: int) -> None:
+    def end_sequence(self, slot: int) -> None:
         """End the sequence in a slot before its length, as a rank does whose grammar is complete."""
         self._rank._table.decoding[slot] = False  # noqa: SLF001
 

@@ -372,10 +372,10 @@ class SymbolicGenerator(StandInGenerator):
         special = dict(batch.special)
         for row, (slot, sequence, position) in enumerate(decodes):
             requested = special.get(row, sequence)
-            tokens.append(self._run(batch, slot, requested, position, position + 1))
+            tokens.append(self._compute_kv(batch, slot, requested, position, position + 1))
         for chunk in batch.chunks:
             damage = 0 if self._sees_items(chunk, batch.embeddings) else DAMAGE
-            token = self._run(
+            token = self._compute_kv(
                 batch, chunk.slot, chunk.sequence, chunk.start, chunk.stop, damage=damage
             )
             for end, place in chunk.writes:
@@ -385,7 +385,7 @@ class SymbolicGenerator(StandInGenerator):
                 tokens.append(token)
         return Sampled(np.asarray(tokens, np.int32))
 
-    def _run(
+    def _compute_kv(
         self,
         batch: Batch,
         slot: int,

@@ -185,7 +185,7 @@ def check_worker(
             except Exception as error:
                 detail = error if isinstance(error, ContractBroken) else repr(error)
                 raise ContractBroken(f"seed {seed}: {detail}") from error
-        bench.end()
+        bench.drop_kv()
     except ContractBroken as error:
         raise ContractBroken(f"{name}: {error}") from error
 
@@ -332,7 +332,7 @@ class _WorkerBench:
         elif cluster.busy("generate"):
             cluster.run_generate()
 
-    def end(self) -> None:
+    def drop_kv(self) -> None:
         """Drop the KV cache, twice."""
         self.generator.drop_graphs()
         self.generator.drop_kv()

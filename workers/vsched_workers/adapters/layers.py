@@ -101,7 +101,7 @@ class AdaptedModule:
         """The adapters that were added."""
         return [name for name in self._numbers if name]
 
-    def read(self, name: Name, path: str) -> None:
+    def read_adapter(self, name: Name, path: str) -> None:
         """Read an adapter and add its layers of this module, all or none.
 
         Raises:
@@ -117,9 +117,9 @@ class AdaptedModule:
                 f"the adapter changes {head}, the output projection, which is not served. "
                 "Remedy: use an adapter of the layers alone, or merge this one into its base model."
             )
-        self.add(name, adapter)
+        self.add_adapter(name, adapter)
 
-    def add(self, name: Name, adapter: Adapter) -> None:
+    def add_adapter(self, name: Name, adapter: Adapter) -> None:
         """Add the layers of an adapter that belong to this module, or none if one does not fit.
 
         Raises:
@@ -131,12 +131,12 @@ class AdaptedModule:
             for place in self._find(module, pair):
                 own = parts.setdefault(place.carrier, [])
                 own.append(place.part(pair.down, pair.up, pair.scaling))
-        self._put(name, parts)
+        self._put_adapter(name, parts)
 
     def add_trial(self, name: Name) -> None:
         """Add an adapter of the highest rank to all layers, with zero weights."""
         self._check_count(name)
-        self._put(name, zero_parts(self._places, self._rank_max))
+        self._put_adapter(name, zero_parts(self._places, self._rank_max))
 
     def _check_count(self, name: Name) -> None:
         if name in self._numbers:
@@ -151,22 +151,23 @@ class AdaptedModule:
                 remedy="remove one, or raise the limit",
             )
 
-    def _put(self, name: Name, parts: Mapping[Carrier, Sequence[Part]]) -> None:
+    def _put_adapter(self, name: Name, parts: Mapping[Carrier, Sequence[Part]]) -> None:
         number = min({*range(self._count_max)} - {*self._numbers.values()})
         room = self._room.room_of(number)
         # Copy all parts before any is installed: the device's memory may run out.
         placed = {
-            carrier: self._join(carrier).place_parts(own, room) for carrier, own in parts.items()
+            carrier: self._join_carrier(carrier).place_parts(own, room)
+            for carrier, own in parts.items()
         }
         self._numbers[name] = number
         for carrier, kept in placed.items():
-            carrier.put(number, kept)
+            carrier.put_parts(number, kept)
 
-    def remove(self, name: Name) -> None:
+    def remove_adapter(self, name: Name) -> None:
         """Remove an adapter, if it is there; layers without adapters are unchanged again."""
         number = self._numbers.pop(name, BASE_MODEL)
         for carrier in self._joined:
-            carrier.drop(number)
+            carrier.drop_parts(number)
 
     def rows_of(self, batch: Batch) -> AbstractContextManager[None]:
         """Apply adapters to the rows of a step, first decode rows, then chunks, until the context ends."""
@@ -205,7 +206,7 @@ class AdaptedModule:
         finally:
             self._pass.call = None
 
-    def _join(self, carrier: Carrier) -> TorchSums:
+    def _join_carrier(self, carrier: Carrier) -> TorchSums:
         """Return the adapter parts of a carrier; attach it to this module's passes the first time."""
         if carrier not in self._joined:
             self._joined[carrier] = self._make_sums(carrier.dtype, carrier.device)

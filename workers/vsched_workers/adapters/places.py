@@ -161,15 +161,15 @@ class TorchSums:
             kept.append(Part(first, own_down, own_up, scaling))
         return kept
 
-    def put(self, owner: int, parts: Sequence[Part]) -> None:
+    def put_parts(self, owner: int, parts: Sequence[Part]) -> None:
         """Install the parts that `place` returned for an adapter."""
         self._parts[owner] = parts
 
-    def drop(self, owner: int) -> None:
+    def drop_parts(self, owner: int) -> None:
         """Remove an adapter's parts, if there are any."""
         self._parts.pop(owner, None)
 
-    def add(self, rows: torch.Tensor, made: torch.Tensor, call: CallRows) -> None:
+    def add_products(self, rows: torch.Tensor, made: torch.Tensor, call: CallRows) -> None:
         """Add the adapters' contributions to results [n, outputs] of rows [n, inputs]."""
         for owner, index in call.groups_on(made.device):
             parts = self._parts.get(owner, ())
@@ -214,23 +214,23 @@ class Carrier:
         """Set the pass that a module's products share, and the adapter parts of this product."""
         self._pass, self._sums = passes, sums
 
-    def put(self, number: int, parts: Sequence[Part]) -> None:
+    def put_parts(self, number: int, parts: Sequence[Part]) -> None:
         """Install an adapter's parts, as returned by `TorchSums.place`."""
         assert self._sums is not None, "join comes first"
-        self._sums.put(number, parts)
+        self._sums.put_parts(number, parts)
         if not self._owners:
             self._attach()
         self._owners.add(number)
 
-    def drop(self, number: int) -> None:
+    def drop_parts(self, number: int) -> None:
         """Remove an adapter's parts, if there are any."""
         if self._sums is not None and number in self._owners:
-            self._sums.drop(number)
+            self._sums.drop_parts(number)
             self._owners.remove(number)
             if not self._owners:
                 self._detach()
 
-    def add(self, rows: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+    def add_products(self, rows: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
         """Add the adapters' contributions to results [..., outputs] of rows [..., inputs], in place if possible."""
         call = self._pass.call
         if call is None:
@@ -240,19 +240,19 @@ class Carrier:
         of_call = call.of(len(flat))
         if self._sums is not None and len(of_call.order):
             made = made.reshape(-1, self.outputs)
-            self._sums.add(flat, made, of_call)
+            self._sums.add_products(flat, made, of_call)
             made = made.view(shape)
         return made
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply rows in place of the owner's product, and add their adapters' contributions."""
-        return self.add(rows, self._product(rows))
+        return self.add_products(rows, self._product(rows))
 
     def _attach(self) -> None:
         if self._owner is None:
             # Before existing hooks, which sum over ranks.
             self._hook = self._module.register_forward_hook(
-                lambda _, given, made: self.add(given[0], made), prepend=True
+                lambda _, given, made: self.add_products(given[0], made), prepend=True
             )
         else:
             self._product = getattr(self._owner, self._attribute)

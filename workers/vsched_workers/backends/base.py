@@ -73,6 +73,6 @@ class CapturedSteps(Protocol):
         """Make later work outside of captured steps wait for a step in flight, which writes to the KV cache."""
         ...
 
-    def drop(self) -> None:
+    def drop_steps(self) -> None:
         """Drop the captured steps: they point into the KV cache."""
         ...

@@ -361,7 +361,7 @@ class Segment:
         self._slots: torch.Tensor | None = None
         self._mask: torch.Tensor | None = None
 
-    def end(self) -> Segment:
+    def last_row(self) -> Segment:
         """Return the last row as a segment, for a layer whose other rows are not needed."""
         return Segment(
             self.table,

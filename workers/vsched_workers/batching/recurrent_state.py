@@ -168,7 +168,7 @@ class RecurrentStates:
                 own = _StatefulModule(untyped.layer_idx, cache, names & BEGINS_ANEW)
                 self.found[module] = untyped.forward
                 self.names |= names
-                untyped.forward = functools.partial(self._run, module, own)
+                untyped.forward = functools.partial(self._run_module, module, own)
 
     def use_functions(self, functions: Mapping[str, Callable[..., Any]]) -> None:
         """Replace, by name, functions that the code of the modules calls."""
@@ -223,7 +223,7 @@ class RecurrentStates:
         for tensor in self._slots.values():
             tensor[self.spare] = 0
 
-    def begin(self, step: PagedStep, batch: Batch, send: Send) -> None:
+    def begin_step(self, step: PagedStep, batch: Batch, send: Send) -> None:
         """Restore snapshots to slots, and set the slots of a step's states."""
         slots = [*batch.decode_slots, *(chunk.slot for chunk in batch.chunks)]
         places = [place for chunk in batch.chunks for _, place in chunk.writes]
@@ -240,11 +240,11 @@ class RecurrentStates:
             for tensor in self._slots.values():
                 tensor.index_copy_(0, into, tensor.index_select(0, source))
 
-    def drop(self) -> None:
+    def free_states(self) -> None:
         """Free the states."""
         self._slots.clear()
 
-    def _run(
+    def _run_module(
         self,
         module: nn.Module,
         own: _StatefulModule,

@@ -124,7 +124,9 @@ def logprobs_on_device(
 
 def draw_in_torch(logits: torch.Tensor, special: Sequence[SpecialRow]) -> npt.NDArray[np.int32]:
     """Return the token of each special row, -1 for none: the definition, which compiled samplers are tested against."""
-    drawn: npt.NDArray[np.int32] = StagedDraw(special, logits.shape[1]).run(logits).cpu().numpy()
+    drawn: npt.NDArray[np.int32] = (
+        StagedDraw(special, logits.shape[1]).draw_tokens(logits).cpu().numpy()
+    )
     return drawn
 
 
@@ -243,7 +245,7 @@ class StagedDraw:
         index, token, bias = zip(*found, strict=True) if found else ((), (), ())
         return np.array(index, np.int64), np.array(token, np.int64), np.array(bias, np.float32)
 
-    def run(self, logits: torch.Tensor, last: torch.Tensor | None = None) -> torch.Tensor:
+    def draw_tokens(self, logits: torch.Tensor, last: torch.Tensor | None = None) -> torch.Tensor:
         """Return the token of each special row, or -1 if none can be drawn; does not synchronize.
 
         Shape: logits [rows, vocabulary]; `last` int [rows] if `ahead`: the tokens that the host has not read; returns

@@ -22,7 +22,7 @@ class SlicedRun:
         self._layers_left = 0
         self._operations = 0.0
 
-    def begin(self, work: Callable[[], None]) -> None:
+    def set_work(self, work: Callable[[], None]) -> None:
         """Set the work without starting it; unfinished work is dropped."""
 
         def run() -> None:

@@ -179,8 +179,8 @@ class ImageProcessor:
         if made is None:
             return None
         try:
-            arrays, text = self._run(_hollow_image(*TRIED), made)
-            wanted, wanted_text = self._run(Image.new("RGB", TRIED), self._processor)
+            arrays, text = self._process_image(_hollow_image(*TRIED), made)
+            wanted, wanted_text = self._process_image(Image.new("RGB", TRIED), self._processor)
         except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError):
             return None
         spared = made.image_processor.spared
@@ -217,7 +217,7 @@ class ImageProcessor:
 
     def process(self, image: Image.Image) -> dict[str, npt.NDArray[Any]]:
         """Return the arrays of an RGB image, without its metadata."""
-        arrays, _ = self._run(image, self._processor)
+        arrays, _ = self._process_image(image, self._processor)
         return {name: array for name, array in arrays.items() if not is_metadata(array)}
 
     def tokens(self, width: int, height: int) -> int:
@@ -245,9 +245,11 @@ class ImageProcessor:
         """Return the result for an image of this size; one call at a time, to limit memory."""
         with self._shaping:
             if self._hollow is not None:
-                arrays, text = self._run(_hollow_image(width, height), self._hollow)
+                arrays, text = self._process_image(_hollow_image(width, height), self._hollow)
             else:
-                arrays, text = self._run(Image.new("RGB", (width, height)), self._processor)
+                arrays, text = self._process_image(
+                    Image.new("RGB", (width, height)), self._processor
+                )
         small = {name: array for name, array in arrays.items() if is_metadata(array)}
         specs = {
             name: (array.dtype.name, array.shape)
@@ -296,7 +298,7 @@ class ImageProcessor:
         }
         return str(processor.replace_video_token(made, 0))
 
-    def _run(self, image: Any, processor: Any) -> tuple[dict[str, npt.NDArray[Any]], str]:
+    def _process_image(self, image: Any, processor: Any) -> tuple[dict[str, npt.NDArray[Any]], str]:
         images, *_ = processor.prepare_inputs_layout(images=[image], text=[self.marker])
         made, texts = processor._process_images(images, **self._options)  # noqa: SLF001
         arrays = {}

@@ -82,7 +82,7 @@ def rewrite_schema(schema: Any) -> Schema:
     Raises:
         SchemaError: When the library cannot enforce the schema.
     """
-    return _Rewriter(schema).run()
+    return _Rewriter(schema).rewritten()
 
 
 class _Rewriter:
@@ -96,7 +96,7 @@ class _Rewriter:
         self._open: list[dict[str, Any]] = []
         self._combines = False
 
-    def run(self) -> Schema:
+    def rewritten(self) -> Schema:
         made = self._schema(self._root, "", 1)
         for pointer, reference in self._references:
             if not isinstance(reference, str) or _pointer(reference) not in self._made:

@@ -119,7 +119,7 @@ class ExpertBalance:
             layer.rows.zero_()
 
     @torch.inference_mode()
-    def run(self) -> int:
+    def rebalance(self) -> int:
         """Rebalance the experts; return the number that moved. Collective call at the same step on all ranks.
 
         Every rank has counted the same, as every row passes every router. The sum over ranks ensures that: different

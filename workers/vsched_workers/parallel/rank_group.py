@@ -118,7 +118,7 @@ class RankGroup:
             return
         epoch = self._epoch
         try:
-            self._join()
+            self._connect_ranks()
             yield
             self._vote()
         except _Interrupted as error:
@@ -225,7 +225,7 @@ class RankGroup:
 
     # --- epochs ---
 
-    def _join(self) -> None:
+    def _connect_ranks(self) -> None:
         """Connect to the other ranks if not connected."""
         if self._group is not None:
             return
@@ -282,13 +282,13 @@ class RankGroup:
             _MEMORY if isinstance(error, DeviceOutOfMemory | MemoryError) else type(error).__name__
         )
         self._open().set(_FAILED, f"{self.rank} {kind}")
-        self._leave()
+        self._close_connections()
 
     def _verdict(self, words: str) -> Exception:
         """Leave a group after an interrupted collective; return the resulting exception."""
         store = self._open()
         reported = store.get(_FAILED).decode() if store.check([_FAILED]) else ""
-        self._leave()
+        self._close_connections()
         if not reported:
             if "imed out" in words:
                 return PeerLost.of_limit(
@@ -304,7 +304,7 @@ class RankGroup:
             return DeviceOutOfMemory(f"another rank of the group, {rank}, ran out of memory.")
         return PeerFailed(f"another rank of the group, {rank}, failed: {kind}")
 
-    def _leave(self) -> None:
+    def _close_connections(self) -> None:
         """Close the connections, so that waiting peers fail at once; the next attempt connects again."""
         if self._aborter is not None:
             self._aborter.stop()
@@ -327,7 +327,7 @@ class _PeerAborter:
     def __init__(self, store: Any, group: Any) -> None:
         self.fired = False
         self._done = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(store, group), daemon=True)
+        self._thread = threading.Thread(target=self._watch_store, args=(store, group), daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -335,7 +335,7 @@ class _PeerAborter:
         self._done.set()
         self._thread.join()
 
-    def _run(self, store: Any, group: Any) -> None:
+    def _watch_store(self, store: Any, group: Any) -> None:
         while not self._done.wait(_WATCH_S):
             if store.check([_FAILED]):
                 self.fired = True

@@ -263,7 +263,7 @@ async def test_sought_host_is_looked_for_until_the_start_is_over(seen: Search) -
     """A rank that it was to start has not been started, so nothing is waited for."""
     exits: list[int] = []
     rank = seen.host.launch(SPEC, exits.append)
-    await asyncio.wait_for(rank.end(grace_s=NEVER_S), PATIENCE_S)
+    await asyncio.wait_for(rank.wait_exit(grace_s=NEVER_S), PATIENCE_S)
     assert (seen.losses, len(exits)) == (["has not been found"], 1)
     assert seen.host._seeking is not None
     await until(seen.host._seeking.done)

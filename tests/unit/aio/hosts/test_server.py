@@ -59,7 +59,7 @@ class Rank:
         self.may_end.set()
         self.ended = False
 
-    async def end(self, *, grace_s: float) -> None:
+    async def wait_exit(self, *, grace_s: float) -> None:
         await self.may_end.wait()
         self.ended = True
 

@@ -415,7 +415,7 @@ def test_change_of_threads_is_logged_if_it_lasts(
     lines: list[tuple[int, str]] = []
     for second in range(60):
         for _, active in [change for change in changes if change[0] == second]:
-            threads.take(0, ThreadsInUse(active, 4), second)
+            threads.add_report(0, ThreadsInUse(active, 4), second)
         threads.log_changes(second)
         lines.extend((second, line) for line in caplog.messages)
         caplog.clear()
@@ -427,7 +427,7 @@ def test_change_of_threads_is_logged_if_it_lasts(
 def test_change_of_threads_in_two_groups_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     threads = RankThreads("encode and generate")
     for now_s in (0.0, 1.0):  # the ranks of both groups are one process
-        threads.take(0, ThreadsInUse(1, 2), now_s)
+        threads.add_report(0, ThreadsInUse(1, 2), now_s)
     for now_s in (THREADS_LAST_S, THREADS_LAST_S + 1.0):
         threads.log_changes(now_s)
     assert [line.split(" computes ")[0] for line in caplog.messages] == [

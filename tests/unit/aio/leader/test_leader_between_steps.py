@@ -43,20 +43,20 @@ async def led() -> LeaderHarness:
 def test_encode_slices_follow_the_times_of_parts() -> None:
     """The first slice is one layer; later ones hold as many as fit, given the tokens of the batch, and at least one."""
     encode_slices = EncodeSlices()
-    assert encode_slices.begin(batch(1, 200)).layers == 1
+    assert encode_slices.begin_batch(batch(1, 200)).layers == 1
     assert encode_slices.take_pause(Paused(1, 1, 20 * MS)) == 5
     assert encode_slices.take_pause(Paused(1, 5, 125 * MS)) == 4, "25 ms each by now"
     assert encode_slices.take_pause(Paused(1, 4, 40 * MS)) == 4, "others like them may come"
     assert encode_slices.busy_ns == 185 * MS
-    assert encode_slices.end()
-    assert encode_slices.begin(batch(2, 400)).layers == 2, "twice the tokens"
-    assert encode_slices.begin(batch(2, 50)).layers == 4, "these may be layers, those parts of them"
-    assert encode_slices.begin(batch(3, 100_000)).layers == 1
-    assert encode_slices.begin(batch(4, 100, time_slice_ms=1000)).layers == 40
+    assert encode_slices.end_batch()
+    assert encode_slices.begin_batch(batch(2, 400)).layers == 2, "twice the tokens"
+    assert encode_slices.begin_batch(batch(2, 50)).layers == 4, "these may be whole layers"
+    assert encode_slices.begin_batch(batch(3, 100_000)).layers == 1
+    assert encode_slices.begin_batch(batch(4, 100, time_slice_ms=1000)).layers == 40
     assert encode_slices.take_pause(Paused(4, 80, 400 * MS)) == 200, "another batch, another cost"
     encoded = EncodeDecision(5, [EncodeTask(b"", 200, Extent(0, 8), [0], encoded=True)], MS)
-    assert encode_slices.begin(encoded) == encoded, "nothing to compute"
-    assert not encode_slices.end()
+    assert encode_slices.begin_batch(encoded) == encoded, "nothing to compute"
+    assert not encode_slices.end_batch()
 
 
 async def test_leader_sends_time_slices_between_the_steps_of_the_other_group() -> None:

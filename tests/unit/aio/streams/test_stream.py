@@ -42,7 +42,7 @@ def test_stop_matcher_gives_the_same_however_the_text_is_cut(stops: tuple[str, .
         matcher = StopMatcher(stops)
         out = ""
         for start in range(0, len(text), size):
-            piece, stopped = matcher.push(text[start : start + size])
+            piece, stopped = matcher.push_text(text[start : start + size])
             out += piece
             if stopped:
                 break
@@ -84,13 +84,13 @@ class Made:
 
     def push(self, *tokens: int) -> None:
         for token in tokens:
-            self.stream.push(token, None)
+            self.stream.push_token(token, None)
 
     def finish(
         self, reason: FinishReason = FinishReason.LENGTH, *, message: str = "", code: str = ""
     ) -> None:
         times = RequestTimes(cached_tokens=2)
-        self.stream.finish(Finish("r", 1, reason, times, message, code))
+        self.stream.push_finish(Finish("r", 1, reason, times, message, code))
 
     async def read(self) -> list[OutputDelta]:
         async with patience():
@@ -116,7 +116,7 @@ async def test_generation_one_by_one_has_equal_deltas_however_fast_they_come(at_
     tokens = [0, 1, 4, 2, 4, 9]
     found: list[OutputDelta] = []
     for index, token in enumerate(tokens, 1):
-        made.stream.push(token, TokenLogprob(token, -1.0, []))
+        made.stream.push_token(token, TokenLogprob(token, -1.0, []))
         if index == len(tokens):
             made.finish(FinishReason.STOP)
         if index % at_once == 0:
@@ -277,11 +277,11 @@ class Table:
     def emit(self, pairs: Pairs, logprobs: Sequence[SlotLogprob] = ()) -> None:
         """Emit a token for each (number, token), by slot."""
         numbers, tokens = (array("i", column).tobytes() for column in zip(*pairs, strict=True))
-        self.streams.emit(GenerateResult(1, tokens, numbers, [], list(logprobs), 0))
+        self.streams.deliver_step(GenerateResult(1, tokens, numbers, [], list(logprobs), 0))
 
     def finish(self, number: int) -> None:
         reason, times = FinishReason.LENGTH, RequestTimes()
-        self.streams.finish(Finish(f"r{number}", number, reason, times))
+        self.streams.deliver_finish(Finish(f"r{number}", number, reason, times))
 
     async def tokens(self, number: int) -> list[int]:
         return await read(self.generations[number])
@@ -326,7 +326,8 @@ async def test_stream_table_reports_no_answer_before_all_of_its_prompt(finished:
         assert table.generations[2].take() is None
         called.clear()
         one = array("f", [-1.0]).tobytes()
-        table.streams.report([PromptPiece(1, start, one, array("i", [1]).tobytes(), b"", b"")])
+        piece = PromptPiece(1, start, one, array("i", [1]).tobytes(), b"", b"")
+        table.streams.deliver_report([piece])
     await asyncio.sleep(0)
     assert called == [2]
     delta = table.generations[2].take()
@@ -351,16 +352,16 @@ async def test_stream_table_gives_the_tokens_of_drafts_one_by_one_with_their_log
     logprobs = [SlotLogprob(1, -value, []) for value in (1.0, 2.0, 3.0)]
     drafted = [Drafted(1, 4, [9, 10])]
     result = GenerateResult(1, tokens, numbers, [], logprobs, 0, drafted=drafted)
-    table.streams.emit(result)
+    table.streams.deliver_step(result)
     await asyncio.sleep(0)
     found = [one for one in taken if one is not None]
     assert [one.token_ids for one in found] == [[7], [9], [10]]
     reported = [[(each.token_id, each.logprob) for each in one.logprobs or ()] for one in found]
     assert reported == [[(7, -1.0)], [(9, -2.0)], [(10, -3.0)]]
     assert table.generations[1].output_tokens == 3
-    table.streams.emit(result)
+    table.streams.deliver_step(result)
     table.generations[1].subscribe(None)
-    table.streams.emit(result)
+    table.streams.deliver_step(result)
     table.finish(1)
     table.finish(2)
     assert await table.tokens(2) == [8, 8, 8]
@@ -396,7 +397,7 @@ async def test_stream_table_gives_each_prompt_its_report() -> None:
     def reported(number: int, start: int) -> PromptPiece:
         return PromptPiece(number, start, value, value, b"", b"")
 
-    table.streams.report([reported(1, 1), reported(2, 2), reported(3, 1), reported(9, 1)])
+    table.streams.deliver_report([reported(1, 1), reported(2, 2), reported(3, 1), reported(9, 1)])
     assert [one.token_id for one in reports[0].tokens()] == [8]
     assert table.broken == ["r2"]
 
@@ -424,7 +425,7 @@ def test_prompt_report_joins_pieces(cuts: list[int], top: int) -> None:
     report = PromptReport(PROMPT, top)
     start = 1
     for count in cuts:
-        report.take(prompt_piece(start, count, top=top))
+        report.add_piece(prompt_piece(start, count, top=top))
         start += count
     assert list(report.tokens()) == [
         PromptToken(PROMPT[at], -at, at + 1, [(at + one, -(at + one) / 8) for one in range(top)])
@@ -435,19 +436,19 @@ def test_prompt_report_joins_pieces(cuts: list[int], top: int) -> None:
 def test_prompt_report_keeps_earlier_values() -> None:
     """After a loss, chunks begin at position 0 again and may be cut elsewhere."""
     report = PromptReport(PROMPT, 2)
-    report.take(prompt_piece(1, 2))
-    report.take(prompt_piece(1, 1, shift=0.5))
-    report.take(prompt_piece(1, 3, shift=0.5))
-    report.take(prompt_piece(4, 1))
+    report.add_piece(prompt_piece(1, 2))
+    report.add_piece(prompt_piece(1, 1, shift=0.5))
+    report.add_piece(prompt_piece(1, 3, shift=0.5))
+    report.add_piece(prompt_piece(4, 1))
     found = list(report.tokens())
     assert [one.logprob for one in found] == [-1, -2, -3.5, -4]
 
 
 def test_prompt_report_is_read_when_it_is_complete() -> None:
     report = PromptReport(PROMPT, 2)
-    report.take(prompt_piece(1, 1))
+    report.add_piece(prompt_piece(1, 1))
     with pytest.raises(ValueError, match="position 3 of a prompt is reported before 2"):
-        report.take(prompt_piece(3, 1))
-    report.take(prompt_piece(2, 2))
+        report.add_piece(prompt_piece(3, 1))
+    report.add_piece(prompt_piece(2, 2))
     with pytest.raises(ValueError, match="4 of 5 prompt tokens are known"):
         list(report.tokens())

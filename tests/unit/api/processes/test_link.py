@@ -106,7 +106,7 @@ async def test_link_end_of_a_side_is_reported_to_the_other_once(pair: Pair) -> N
     await pair.open()
     pair.up.link.close()
     await until(lambda: pair.down.lost)
-    pair.down.link.lose("again")
+    pair.down.link.drop_peer("again")
     assert pair.down.lost == ["has closed its link"]
     assert pair.up.lost == [], "the closing side gets no notice"
 

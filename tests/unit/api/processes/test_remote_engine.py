@@ -378,7 +378,7 @@ async def test_remote_engine_that_is_gone_ends_every_request_once(joined: Joined
     metrics = {"method": "GET", "path": "/metrics", "query_string": b"", "headers": []}
     asking = asyncio.ensure_future(joined.remote.ask("forward", metrics, b""))
     await joined.turns()
-    joined.remote.lose("the engine has closed its link")
+    joined.remote.fail_requests("the engine has closed its link")
     for failing in (waiting, asking, joined.read(streaming), ask(joined.remote)):
         with pytest.raises(RequestFailed) as failed:
             await failing

@@ -87,7 +87,7 @@ async def played(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Played]:
     monkeypatch.setattr(supervisor, "FACTS_S", 0)
     monkeypatch.setattr(supervisor, "PAUSE_S", 0.001)
     with listening() as processes:
-        await processes.begin()
+        await processes.start_serving()
         await processes.ready()
         yield made
         await processes.stop()
@@ -110,7 +110,7 @@ async def test_process_that_cannot_load_ends_the_start(monkeypatch: pytest.Monke
     monkeypatch.setattr(PlayedProcess, "on_served", load_for_ever)
     monkeypatch.setattr(subprocess, "Popen", Played().start)
     with listening(ready_s=0.01) as processes:
-        await processes.begin()
+        await processes.start_serving()
         with pytest.raises(ConfigError, match=r"within 0\.01 s \(deadlines\.ready_s\)\. Remedy: "):
             await processes.ready()
         await processes.stop()

@@ -453,11 +453,11 @@ def test_each_piece_of_an_argument_is_read_once(name: str) -> None:
     places: list[int] = []
     for _ in range(50):
         text += "x" * 100 + form.closing
-        assert scan.take(text) == (0, "", False)
+        assert scan.scan_piece(text) == (0, "", False)
         places.append(scan.sought)
     assert all(len(text) // 50 * index < place for index, place in enumerate(places))
     text += quote + form.closing + " "
-    assert json.loads(scan.take(text)[1])["a"] == 50 * ("x" * 100 + form.closing)
+    assert json.loads(scan.scan_piece(text)[1])["a"] == 50 * ("x" * 100 + form.closing)
 
 
 @EACH_FORMAT

@@ -73,7 +73,7 @@ def test_encode_next_to_decodes_may_keep_them_for_as_long_as_prefill_may(*, toge
     cluster.submit(make_request("text", words(5), max_tokens=100))
     (home,) = cluster.busy("generate")
     stage = next(one for one in cluster.kernel.generators if one.name == home)
-    stage.step_times.note(1000, 1)
+    stage.step_times.note_step(1000, 1)
     stage.step_times.learn(1000, 10_000_000)
     cluster.run_generate(home)
     cluster.run_generate(home)

@@ -97,9 +97,9 @@ async def compared(model: CostModel) -> list[Run]:
     async with watched_engine() as (engine, texts):
         comparison = Comparison(engine, model, texts=texts)
         await comparison.warm_up(requests(40))
-        flood = await comparison.run(comparison.flood_of(requests(40), 5), FLOOD)
+        flood = await comparison.compare_workload(comparison.flood_of(requests(40), 5), FLOOD)
         rate = 0.6 * flood.real.requests_s
-        return [flood, await comparison.run(at_rate(requests(40), rate, 5), 0.6)]
+        return [flood, await comparison.compare_workload(at_rate(requests(40), rate, 5), 0.6)]
 
 
 def test_calibration_finds_the_costs_of_an_engine_and_simulates_it() -> None:

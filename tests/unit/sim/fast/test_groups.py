@@ -172,7 +172,7 @@ class Shadow:
             case GroupLost(group=group):
                 cluster.down.add(group)
                 if group in cluster.generators:
-                    cluster.generators[group].lose()
+                    cluster.generators[group].restart_rank()
                 else:
                     cluster.encode_logs[group].clear()
             case GroupReady(group=group):

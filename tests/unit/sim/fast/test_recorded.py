@@ -44,7 +44,7 @@ class Observed:
             assert self.recorder is not None
         if isinstance(event, Submitted):
             self.submitted.append(event)
-        self.recorder.note(event, now_ns, commands)
+        self.recorder.record_event(event, now_ns, commands)
 
 
 def record(

@@ -388,7 +388,7 @@ def test_sampler_keeps_a_bounded_number_of_samples_and_every_sum() -> None:
     steps = 5 * SAMPLES_MAX + 7
     for step in range(1, steps + 1):
         totals = [step * (column + 1) for column in range(len(SUMS))]
-        sampler.take(step * SAMPLE_NS, (1.0, step, 0.0, 0.5, 0.0), totals)
+        sampler.take_samples(step * SAMPLE_NS, (1.0, step, 0.0, 0.5, 0.0), totals)
     series = sampler.series()
     assert SAMPLES_MAX / 2 <= len(series.gauges["waiting"]) < SAMPLES_MAX
     taken = len(series.gauges["waiting"]) * series.interval_s * 1e9 / SAMPLE_NS

@@ -63,8 +63,8 @@ class Machine:
             self.now_s += taken_s
             if threads + self.neighbours > self.cores:
                 self.waited_s += 0.5 * taken_s
-            self.waits.add(taken_s)
-            self.choice.add(kind, count, taken_s)
+            self.waits.add_step(taken_s)
+            self.choice.add_step(kind, count, taken_s)
 
 
 def beside_a_program() -> Machine:

@@ -51,13 +51,13 @@ class Captured:
     begun: list[Batch] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
-        begin = self.graphs._begin
+        begin = self.graphs._start_batch
 
         def noted_begin(batch: Batch) -> object:
             self.begun.append(batch)
             return begin(batch)
 
-        self.graphs._begin = noted_begin
+        self.graphs._start_batch = noted_begin
 
     @property
     def graphs(self) -> Any:

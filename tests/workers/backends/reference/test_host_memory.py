@@ -168,7 +168,7 @@ def test_huge_pages_hold_pieces_behind_one_another_and_little_is_left_over() -> 
     pages = HugePages()
     draw = random.Random(1)
     kinds = [draw.randrange(1, 3 << 20) for _ in range(5)]
-    taken = [pages.take(size) for size in [*kinds, 33 << 20] * 8]
+    taken = [pages.allocate_bytes(size) for size in [*kinds, 33 << 20] * 8]
     for place, piece in enumerate(taken):
         assert piece.ctypes.data % 64 == 0
         assert not piece[:100].any()
@@ -182,7 +182,7 @@ def test_a_mapping_of_huge_pages_goes_back_with_its_last_piece() -> None:
     """Its unused end does not keep it alive: a dropped model would stay resident."""
     pages, memory = HugePages(), HostMemory()
     before = memory.allocated()
-    pieces = [pages.take(size) for size in ((96 << 20) - 50_000, 10_000)]
+    pieces = [pages.allocate_bytes(size) for size in ((96 << 20) - 50_000, 10_000)]
     for piece in pieces:
         piece.fill(1)
     assert pages.mapped == 96 << 20, "the second lies behind the first"
@@ -195,7 +195,7 @@ def test_a_mapping_of_huge_pages_goes_back_with_its_last_piece() -> None:
     del kept
     gc.collect()
     assert memory.allocated() - before < 32 << 20
-    assert not pages.take(10_000).any(), "a new one"
+    assert not pages.allocate_bytes(10_000).any(), "a new one"
     assert pages.mapped > 96 << 20
 
 

@@ -24,7 +24,6 @@ from vsched_workers.backends.cpu.kernels import compilation, sampling
 from vsched_workers.backends.cpu.kernels.low_rank import add_low_rank
 from vsched_workers.backends.cpu.kernels.sampling import (
     ROW,
-    Buffers,
     RowLists,
     argmax,
     draw_rows,
@@ -85,9 +84,8 @@ def draw_compiled(logits: torch.Tensor, special: Sequence[SpecialRow]) -> npt.ND
     return tokens
 
 
-@functools.lru_cache(maxsize=2)  # a draft model's vocabulary may be padded to another size
-def _buffers(vocabulary: int) -> Buffers:
-    return make_buffers(vocabulary)
+# A draft model's vocabulary may be padded to another size.
+_buffers = functools.lru_cache(maxsize=2)(make_buffers)
 
 
 def _parameters(

@@ -511,7 +511,7 @@ def _layer_of(
 def _ends(step: PagedStep, wanted: npt.NDArray[np.int64]) -> list[Segment]:
     """Return the wanted last rows of chunks. Other rows of a chunk yield no token."""
     rows = set(wanted[step.decode_rows :].tolist())
-    return [segment.end() for segment in step.segments if segment.stop - 1 in rows]
+    return [segment.last_row() for segment in step.segments if segment.stop - 1 in rows]
 
 
 def _only(step: PagedStep, wanted: npt.NDArray[np.int64]) -> PagedStep:

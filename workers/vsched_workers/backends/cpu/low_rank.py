@@ -108,11 +108,11 @@ class KernelSums(TorchSums):
             placed.append(Part(first, kept, across, 1.0))
         return placed
 
-    def put(self, owner: int, parts: Sequence[Part]) -> None:
+    def put_parts(self, owner: int, parts: Sequence[Part]) -> None:
         self._parts[owner] = parts
         self._lay_out()
 
-    def drop(self, owner: int) -> None:
+    def drop_parts(self, owner: int) -> None:
         if self._parts.pop(owner, None) is not None:
             self._lay_out()
 
@@ -129,7 +129,7 @@ class KernelSums(TorchSums):
         ]
         self._values = max(sizes, default=0)
 
-    def add(self, rows: torch.Tensor, made: torch.Tensor, call: CallRows) -> None:
+    def add_products(self, rows: torch.Tensor, made: torch.Tensor, call: CallRows) -> None:
         assert made.is_contiguous(), "`made` must be contiguous"
         order, owners = call.order, call.owners
         if owners[-1] >= len(self._table):  # adapters loaded later have no part here

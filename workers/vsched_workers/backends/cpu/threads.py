@@ -120,7 +120,7 @@ class _Side:
     total_s: float = 0.0
     steps: int = 0
 
-    def add(self, kind: Hashable, cost_s: float, seconds: float) -> None:
+    def add_step(self, kind: Hashable, cost_s: float, seconds: float) -> None:
         self.seconds[kind].append(cost_s)
         self.total_s += seconds
         self.steps += 1
@@ -153,9 +153,9 @@ class _Trial:
         """Number of threads in the current turn."""
         return self.numbers[self._turn]
 
-    def add(self, kind: Hashable, cost_s: float, seconds: float) -> float | None:
+    def add_step(self, kind: Hashable, cost_s: float, seconds: float) -> float | None:
         """Add a step's time; return the ratio of times, other to present number of threads, once it is known."""
-        self._sides[self._turn].add(kind, cost_s, seconds)
+        self._sides[self._turn].add_step(kind, cost_s, seconds)
         self._turn_s += seconds
         if self._turn_s >= TURN_S:
             self._turn, self._turn_s = 1 - self._turn, 0.0
@@ -195,7 +195,7 @@ class CoreWaits:
         self._seen_s = waited_s()
         self._sampled_s = 0.0
 
-    def add(self, seconds: float) -> None:
+    def add_step(self, seconds: float) -> None:
         """Add a step that has just ended."""
         now_s = self._now_s()
         if now_s - seconds - self._ended_s >= SAMPLE_S:
@@ -239,19 +239,19 @@ class ThreadChoice:
         """Number of threads for the next step."""
         return self.threads if self._trial is None else self._trial.threads
 
-    def add(self, kind: Hashable, rows: int, seconds: float) -> None:
+    def add_step(self, kind: Hashable, rows: int, seconds: float) -> None:
         """Add the time of a step, with its kind and rows, that ran with `next_threads`."""
         self.ended_s = self._now_s()
         alike = (kind, min(rows, ROWS_ALIKE))
         cost_s = seconds / max(rows, ROWS_ALIKE)
         if self._trial is None:
-            self._begin()
+            self._start_trial()
             return
-        ratio = self._trial.add(alike, cost_s, seconds)
+        ratio = self._trial.add_step(alike, cost_s, seconds)
         if ratio is not None:
-            self._end(self._trial, ratio)
+            self._end_trial(self._trial, ratio)
 
-    def _begin(self) -> None:
+    def _start_trial(self) -> None:
         """Start a trial if there is a reason for one."""
         reason = self._reason()
         if reason is None:
@@ -277,7 +277,7 @@ class ThreadChoice:
         waited = self._waits.share >= WAITED_MIN and passed_s >= self._retry_s[_Reason.WAITED]
         return _Reason.WAITED if waited and self.threads > 1 else None
 
-    def _end(self, trial: _Trial, ratio: float) -> None:
+    def _end_trial(self, trial: _Trial, ratio: float) -> None:
         if ratio < FASTER:
             self.threads = trial.numbers[1]
             self._retry_s = {reason: reason.value[0] for reason in _Reason}
@@ -369,8 +369,8 @@ class ThreadPool:
         started_s = time.perf_counter()
         yield
         seconds = time.perf_counter() - started_s
-        self._waits.add(seconds)
-        choice.add(kind, rows, seconds)
+        self._waits.add_step(seconds)
+        choice.add_step(kind, rows, seconds)
 
     def _get(self, at: int) -> int:
         return int(self._words[at // 8])

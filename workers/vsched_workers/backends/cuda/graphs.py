@@ -238,7 +238,7 @@ class _InFlightStep:
     tokens: torch.Tensor
     wait: Act
 
-    def read(self) -> npt.NDArray[np.int32]:
+    def read_tokens(self) -> npt.NDArray[np.int32]:
         """Wait for the tokens, int32 [rows], and return them; they are the input of the following step."""
         self.wait()
         found: npt.NDArray[np.int32] = self.tokens.numpy()[: len(self.rows.slots)].copy()
@@ -297,11 +297,11 @@ class DecodeGraphs:
         if step is None or picked is None:
             if step is not None:
                 self._steady = 0
-            step, picked = self._begin(batch), None
+            step, picked = self._start_batch(batch), None
         self._steady += 1
         if self._may_go_ahead(batch, step):
-            self._in_flight = self._start(step.following, ahead=True)
-        tokens = step.read()
+            self._in_flight = self._start_rows(step.following, ahead=True)
+        tokens = step.read_tokens()
         if picked is not None:
             return Sampled(tokens=tokens[picked])
         return with_logprobs(tokens, step.logits, special_rows(batch))
@@ -311,7 +311,7 @@ class DecodeGraphs:
         if self._in_flight is not None:
             self._stream.let_others_wait()
 
-    def drop(self) -> None:
+    def drop_steps(self) -> None:
         """Drop the captured steps and the memory that they refer to."""
         self._in_flight = None
         self._captured.clear()
@@ -334,14 +334,14 @@ class DecodeGraphs:
 
     # --- steps ---
 
-    def _begin(self, batch: Batch) -> _InFlightStep:
+    def _start_batch(self, batch: Batch) -> _InFlightStep:
         """Start the step of a batch; upload the batch if it is not on the device."""
         self._stream.wait_for_others()
         rows = self._next
         if rows is None or not self._goes_on(batch, rows):
             rows = self._upload(batch)
         rows.special = list(batch.special)
-        return self._start(rows)
+        return self._start_rows(rows)
 
     def _goes_on(self, batch: Batch, rows: _GraphRows) -> bool:
         """Return whether the device is prepared for this batch; new blocks are unknown to it."""
@@ -356,7 +356,7 @@ class DecodeGraphs:
             return False
         return bool((step.following.positions % self._cache.block_size).all())
 
-    def _start(self, rows: _GraphRows, *, ahead: bool = False) -> _InFlightStep:
+    def _start_rows(self, rows: _GraphRows, *, ahead: bool = False) -> _InFlightStep:
         """Start the prepared step and the download of its tokens.
 
         `ahead`: the host has not read the tokens of the step before.
@@ -379,7 +379,7 @@ class DecodeGraphs:
         token = self._header[_TOKEN]
         last = token.clone() if ahead else None
         replay()
-        drawn = draw.run(logits, last)
+        drawn = draw.draw_tokens(logits, last)
         rows = draw.rows_on(logits.device)
         self._tokens[rows] = drawn
         token[rows] = drawn.clamp(min=0)
@@ -450,7 +450,7 @@ class DecodeGraphs:
         self._captured = captured
         apart = self._tried(min(captured))
         if not apart <= WITHIN[self._cache.keys[0].dtype]:
-            self.drop()
+            self.drop_steps()
             self._off = True
             logger.warning(
                 "decode steps run without CUDA graphs: replayed logits are wrong by %.2g", apart

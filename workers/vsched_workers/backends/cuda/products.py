@@ -72,7 +72,7 @@ class RowProduct:
             if self._bias is None:  # with less host time than functional.linear
                 return torch.mm(rows, self._turned)
             return torch.addmm(self._bias, rows, self._turned)
-        return self._run(rows, self._tiles, len(self.weight), None)
+        return self._launch_kernel(rows, self._tiles, len(self.weight), None)
 
     def gated(self, rows: torch.Tensor, activation: str) -> torch.Tensor | None:
         """Multiply one row by a merged gate and up weight; return the gated values [1, out / 2].
@@ -81,9 +81,9 @@ class RowProduct:
         """
         if len(rows) != 1 or self._gated is None or self._bias is not None:
             return None
-        return self._run(rows, self._gated, len(self.weight) // 2, activation)
+        return self._launch_kernel(rows, self._gated, len(self.weight) // 2, activation)
 
-    def _run(
+    def _launch_kernel(
         self, rows: torch.Tensor, tiles: RowTiles, outputs: int, activation: str | None
     ) -> torch.Tensor:
         out = rows.new_empty(1, outputs)

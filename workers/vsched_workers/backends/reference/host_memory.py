@@ -204,7 +204,7 @@ class HugePages:
         self._rest_of: weakref.ref[mmap.mmap] | None = None
         self._lock = threading.Lock()
 
-    def take(self, size: int) -> npt.NDArray[np.uint8]:
+    def allocate_bytes(self, size: int) -> npt.NDArray[np.uint8]:
         """Return `size` zeroed bytes, aligned to a cache line, in the largest remainder of a mapping or a new one."""
         whole = -(-size // _LINE) * _LINE
         with self._lock:

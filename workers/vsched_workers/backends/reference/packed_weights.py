@@ -82,7 +82,7 @@ _huge_pages = HugePages()
 
 def room_for_weights(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Return zeroed memory for a weight, in huge pages, aligned to a cache line."""
-    found = _huge_pages.take(math.prod(shape) * dtype.itemsize)
+    found = _huge_pages.allocate_bytes(math.prod(shape) * dtype.itemsize)
     return torch.from_numpy(found).view(dtype).view(*shape)
 
 

@@ -78,11 +78,11 @@ class WholeModel:
         wanted: npt.NDArray[np.int64],
     ) -> torch.Tensor:
         """Return the logits of the wanted rows, [wanted, vocabulary]."""
-        logits = self._run(token_ids, positions, step, images, wanted)
+        logits = self._logits_of_rows(token_ids, positions, step, images, wanted)
         # A captured step wants all rows, and cannot copy row numbers to the device.
         return logits if len(logits) == len(wanted) else logits[self._send(wanted)]
 
-    def _run(
+    def _logits_of_rows(
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
@@ -115,7 +115,7 @@ class WholeModel:
         found: list[Any] = []
         hook = self._base.register_forward_hook(lambda *seen: found.append(seen[-1]))
         try:
-            self._run(token_ids, positions, step, images, wanted[:1])
+            self._logits_of_rows(token_ids, positions, step, images, wanted[:1])
         finally:
             hook.remove()
         hidden: torch.Tensor = found[0].last_hidden_state[0]

@@ -267,7 +267,7 @@ class AnyPreprocessor(ImagePreprocessor):
 
     def __init__(self, info: ModelInfo, tokenizer: Any, images: GenericImages) -> None:
         super().__init__(info, tokenizer)
-        self._take(images)
+        self._use_images(images)
         processor = self.processor
         self._placeholder = processor.marker
         self._placeholders = (processor.marker,)
@@ -286,7 +286,7 @@ class AnyPreprocessor(ImagePreprocessor):
         self._takes_parts = self._renders([{"type": "image"}], processor.marker)
         self._takes_text = self._renders("vsched", "vsched")
 
-    def _take(self, images: GenericImages) -> None:
+    def _use_images(self, images: GenericImages) -> None:
         """Use this image processing."""
         self._images = images
         self.processor = images.processor
@@ -319,7 +319,7 @@ class AnyPreprocessor(ImagePreprocessor):
 
     def _with(self, images: GenericImages) -> Self:
         made = copy.copy(self)
-        made._take(images)  # noqa: SLF001 - its own
+        made._use_images(images)  # noqa: SLF001 - its own
         return made
 
     def _renders(self, content: Any, wanted: str) -> bool:
