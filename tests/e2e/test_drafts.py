@@ -138,7 +138,7 @@ async def test_drafts_change_no_answer(
         assert len(reported[0]) == 48
         least = 0 if way == "another model" else 10
         assert counts["drafts_accepted"] > least, "hardly any draft token was accepted"
-        assert counts["drafts_accepted"] < counts["tokens_drafted"]
+        assert counts["drafts_accepted"] <= counts["tokens_drafted"]  # equal with its own model
         started = [await begin(engine, *each) for each in ASKS]
         found = await answers_over_a_kill(engine, started, engine.rank_pids[1])
         assert said(found) == said(plain.found)

@@ -44,7 +44,7 @@ async def go_on(engine: Engine, token_ids: list[int], sampling: SamplingParams) 
 async def test_answer_ends_at_a_stop_string_among_the_tokens_that_it_had(engine: Engine) -> None:
     """The engine died after the token that completes it, before it could end the request."""
     whole = await answer(engine, ASK)
-    stop = whole.deltas[8].text
+    stop = whole.text[len(whole.text) // 3 :][:2]
     sampling = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=40, stop=(stop,))
     stopped = await answer(engine, ASK, sampling)
     assert stopped.finish_reason == "stop"
