@@ -117,6 +117,11 @@ class CheckpointTools:
             CheckpointError: When a package is missing, the type is unknown, or `path` exists.
         """
 
+    @optional
+    def reads_mmproj(self, architecture: str) -> bool:
+        """Return whether the vision part of a GGUF file of this architecture can be converted."""
+        return False
+
     def convert_gguf(
         self, file: str, path: str, *, dtype: str, progress: Progress, mmproj: str = ""
     ) -> int:

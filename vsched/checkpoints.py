@@ -14,6 +14,7 @@ import logging
 import os
 import re
 import shutil
+import struct
 import sys
 from itertools import takewhile
 from pathlib import Path
@@ -27,6 +28,7 @@ from vsched.worker.memory import weights_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from vsched.checkpoint_tools import CheckpointTools
     from vsched.config import Config
     from vsched.worker.contract import Progress
 
@@ -67,11 +69,14 @@ def with_local_checkpoints(config: Config, progress: Progress | None = None) -> 
     """
     replace = msgspec.structs.replace
     model, generate, adapters = config.model, config.generate, config.adapters
-    path = local_checkpoint(model.path, progress)
+    # These have no products of quantized weights.
+    quantized = generate.attention != "exact" and model.dtype != "float16"
+    path = local_checkpoint(model.path, progress, quantized=quantized)
     if path != model.path:
         name = model.path.partition("@")[0] if is_hub_id(model.path) else Path(model.path).stem
         model = replace(model, path=path, name=model.name or name)
-    generate = replace(generate, draft_model=local_checkpoint(generate.draft_model, progress))
+    draft = local_checkpoint(generate.draft_model, progress, quantized=quantized)
+    generate = replace(generate, draft_model=draft)
     folders = {
         name: str(download(path, ADAPTER_FILES)) if is_hub_id(path) else path
         for name, path in adapters.load.items()
@@ -80,8 +85,10 @@ def with_local_checkpoints(config: Config, progress: Progress | None = None) -> 
     return replace(config, model=model, generate=generate, adapters=adapters)
 
 
-def local_checkpoint(name: str, progress: Progress | None = None) -> str:
+def local_checkpoint(name: str, progress: Progress | None = None, *, quantized: bool = True) -> str:
     """Return the folder of a model named by a hub id or a GGUF file; a folder is returned unchanged.
+
+    With `quantized`, layers of a GGUF file stay quantized.
 
     Raises:
         CheckpointError: As from `with_local_checkpoints`.
@@ -91,28 +98,28 @@ def local_checkpoint(name: str, progress: Progress | None = None) -> str:
         if not part:
             return str(folder)
         # Parts that were downloaded before are in the same folder.
-        return _converted(folder / _one_of(name, part, _weights(_files_in(folder), part)), progress)
+        file = folder / _one_of(name, part, _weights(_files_in(folder), part))
+        return _converted(file, progress, quantized=quantized)
     if name.endswith(".gguf") and Path(name).is_file():
-        return _converted(Path(name), progress)
+        return _converted(Path(name), progress, quantized=quantized)
     return name
 
 
-def _converted(file: Path, progress: Progress | None) -> str:
+def _converted(file: Path, progress: Progress | None, *, quantized: bool) -> str:
     """Return the cached folder of a converted GGUF file, by the conversion and the file's path, size and time."""
     from vsched.checkpoint_tools import load_tools
 
     _check_whole(file.name)
-    source, vision = file.resolve(), vision_part(file)
-    facts = source.stat()
-    identity = f"{_CONVERSION} {source} {facts.st_size} {facts.st_mtime_ns}"
-    if vision is not None:
-        beside = vision.resolve().stat()
-        identity += f" {vision.resolve()} {beside.st_size} {beside.st_mtime_ns}"
+    plugin = load_tools("transformers", "check_conversion")
+    source, vision = file.resolve(), vision_part(file, plugin)
+    dtype = "auto" if quantized else "bfloat16"
+    parts = [source, *([] if vision is None else [vision.resolve()])]
+    facts = [(str(part), part.stat().st_size, part.stat().st_mtime_ns) for part in parts]
+    identity = f"{_CONVERSION} {dtype} {facts}"
     key = hashlib.sha256(identity.encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = cache / "vsched" / "gguf" / f"{file.stem}-{key}"
     if not folder.is_dir():
-        plugin = load_tools("transformers", "check_conversion")
         names = file.name if vision is None else f"{file.name} and {vision.name}"
         logger.info("converting %s once, to %s", names, folder)
         try:
@@ -126,7 +133,7 @@ def _converted(file: Path, progress: Progress | None) -> str:
             plugin.convert_gguf(
                 str(source),
                 str(folder),
-                dtype="auto",
+                dtype=dtype,
                 progress=progress or (lambda *_: None),
                 mmproj=str(vision or ""),
             )
@@ -134,9 +141,9 @@ def _converted(file: Path, progress: Progress | None) -> str:
             if not folder.is_dir():  # otherwise another process was faster
                 # The hub's cache has links to files that are named by their digests.
                 raise CheckpointError(str(error).replace(source.name, file.name)) from error
-        warn_of_unread(vision, folder)
-        times = weights_bytes(str(folder)) / facts.st_size
-        if times > _QUANTIZED_RATIO and not _configures(folder, "quantization_config"):
+        times = weights_bytes(str(folder)) / sum(size for _, size, _ in facts)
+        config = (folder / "config.json").read_bytes()
+        if times > _QUANTIZED_RATIO and b'"quantization_config"' not in config:
             logger.info(
                 "%s takes %.1f times its size in bfloat16. Smaller, with faster decode steps: "
                 "--set generate.weights=int8 (half of it), or int4 (a third)",
@@ -145,39 +152,52 @@ def _converted(file: Path, progress: Progress | None) -> str:
     return str(folder)
 
 
-def vision_part(file: Path) -> Path | None:
-    """Return the vision part (`mmproj`) next to a GGUF file; None if there is none."""
-    found = _vision_part(file.name, [each.name for each in file.parent.glob("*.gguf")])
+def vision_part(file: Path, plugin: CheckpointTools) -> Path | None:
+    """Return the vision part (`mmproj`) next to a GGUF file, if there is one, and the plug-in reads it.
+
+    Raises:
+        CheckpointError: When the file is a vision part itself.
+    """
+    architecture = _architecture(file)
+    if architecture == "clip":
+        raise CheckpointError(
+            f"{file.name} is the vision part of a model. Remedy: give the file of the model; a vision part next to it "
+            "is read, too"
+        )
+    if not plugin.reads_mmproj(architecture):
+        return None
+    found = _vision_part(file.name, [each.name for each in file.parent.iterdir()])
     return None if found is None else file.parent / found
 
 
-def warn_of_unread(vision: Path | None, folder: Path) -> None:
-    """Log it if a converted checkpoint does not have the vision part of its model."""
-    if vision is not None and not _configures(folder, "vision_config"):
-        logger.warning(
-            "%s is not read: the vision parts of such models are not supported", vision.name
-        )
-
-
-def _configures(folder: Path, key: str) -> bool:
-    return f'"{key}"'.encode() in (folder / "config.json").read_bytes()
+def _architecture(file: Path) -> str:
+    """Return a GGUF file's architecture, which is its first setting; empty if it cannot be read."""
+    head, key = struct.Struct("<4sIQQQ"), b"general.architecture"
+    try:
+        with file.open("rb") as content:
+            magic, _, _, _, size = head.unpack(content.read(head.size))
+            if (magic, size) != (b"GGUF", len(key)) or content.read(size) != key:
+                return ""
+            _, length = struct.unpack("<IQ", content.read(12))
+            return content.read(min(length, 256)).decode()
+    except (OSError, struct.error, UnicodeDecodeError):
+        return ""  # the conversion reports the error
 
 
 def _vision_part(model: str, files: Iterable[str]) -> str | None:
-    """Return the vision part in a model's folder: the one with the most similar name, in 16 bits before others."""
+    """Return the vision part in a model's folder: the one with the most similar name, then one in 16 bits."""
     path = Path(model)
-    if PROJECTOR in path.name:
-        return None
 
     def rank(name: str) -> tuple[int, bool, str]:
-        rest = Path(name).name.replace(PROJECTOR, "").lstrip("-_.").lower()
+        rest = Path(name).name.lower().replace(PROJECTOR, "").lstrip("-_.")
         same = takewhile(
             lambda pair: pair[0] == pair[1], zip(rest, path.name.lower(), strict=False)
         )
         return -len([*same]), "16" not in rest, name
 
-    found = [name for name in files if PROJECTOR in name and Path(name).parent == path.parent]
-    return min(found, key=rank, default=None)
+    found = [name for name in files if PROJECTOR in name.lower() and name.lower().endswith(".gguf")]
+    beside = [name for name in found if Path(name).parent == path.parent and name != model]
+    return min(beside, key=rank, default=None)
 
 
 def download(hub_id: str, needed: Sequence[str] = MODEL_FILES) -> Path:
@@ -263,7 +283,7 @@ def _check_size(hub_id: str, fields: dict[str, Any], part: str | None) -> None:
         raise _no_weights(hub_id, names, part)
     if part:
         only = _one_of(hub_id, part, names)
-        vision = _vision_part(only, _weights(names, PROJECTOR))
+        vision = _vision_part(only, names)
         wanted = [only] if vision is None else [only, vision]
         fields["allow_patterns"] = wanted
         files = [file for file in files if file.filename in wanted]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import struct
 import threading
 from collections import namedtuple
 from collections.abc import Iterator, Mapping
@@ -18,6 +19,7 @@ import pytest
 from huggingface_hub import close_session
 
 from vsched import checkpoint_tools, checkpoints
+from vsched.checkpoint_tools import CheckpointTools
 from vsched.checkpoints import (
     download,
     is_hub_id,
@@ -292,7 +294,7 @@ def test_part_names_one_gguf_file(hub: HubServer, monkeypatch: pytest.MonkeyPatc
         file = hub.repositories["org/model"] / name
         file.parent.mkdir(exist_ok=True)
         file.write_bytes(name.encode())
-    monkeypatch.setattr(checkpoints, "_converted", lambda file, _: file.read_text())
+    monkeypatch.setattr(checkpoints, "_converted", lambda file, *_, **__: file.read_text())
     with pytest.raises(CheckpointError, match=r"4 files have 'Q4' .*model-Q4_K_M.gguf.*Remedy"):
         local_checkpoint("org/model:Q4")
     folder = download("org/model:Q4_K")
@@ -319,17 +321,37 @@ def test_part_names_one_gguf_file(hub: HubServer, monkeypatch: pytest.MonkeyPatc
         ),
         ("a-Q8_0.gguf", ["mmproj-F32.gguf", "mmproj-BF16.gguf", "b.gguf"], "mmproj-BF16.gguf"),
         ("a-Q8_0.gguf", ["b.gguf", "parts/mmproj-F16.gguf"], None),
-        ("mmproj-F16.gguf", ["a.gguf", "mmproj-F16.gguf"], None),
+        ("a-Q8_0.gguf", ["MMPROJ-F16.gguf"], "MMPROJ-F16.gguf"),
     ],
 )
 def test_vision_part_is_the_most_similar_file_in_16_bits(
     tmp_path: Path, model: str, files: list[str], wanted: str | None
 ) -> None:
+    """Only for architectures whose vision parts are read."""
+
+    class Tools(CheckpointTools):
+        def reads_mmproj(self, architecture: str) -> bool:
+            return architecture == "vl"
+
     for name in (model, *files):
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    found = vision_part(tmp_path / model)
+        (tmp_path / name).write_bytes(gguf_head("vl"))
+    found = vision_part(tmp_path / model, Tools())
     assert found == (None if wanted is None else tmp_path / wanted)
+    (tmp_path / model).write_bytes(gguf_head("text"))
+    assert vision_part(tmp_path / model, Tools()) is None
+    (tmp_path / model).write_bytes(gguf_head("vl")[:30])
+    assert vision_part(tmp_path / model, Tools()) is None
+    (tmp_path / model).write_bytes(gguf_head("clip"))
+    with pytest.raises(CheckpointError, match=r"is the vision part of a model. Remedy: give the f"):
+        vision_part(tmp_path / model, Tools())
+
+
+def gguf_head(architecture: str) -> bytes:
+    """Return the begin of a GGUF file, with its first setting."""
+    key, value = b"general.architecture", architecture.encode()
+    sizes = struct.pack("<4sIQQQ", b"GGUF", 3, 0, 1, len(key))
+    return sizes + key + struct.pack("<IQ", 8, len(value)) + value
 
 
 def test_gguf_file_in_several_parts_is_refused(hub: HubServer, tmp_path: Path) -> None:
@@ -347,7 +369,7 @@ def test_gguf_file_that_cannot_be_converted_is_named_as_in_the_repository(
 ) -> None:
     """The hub's cache has it under its digest."""
 
-    class Tools:
+    class Tools(CheckpointTools):
         def convert_gguf(self, file: str, *_: object, **__: object) -> int:
             raise CheckpointError(f"{Path(file).name!r} cannot be converted")
 
@@ -366,11 +388,12 @@ def test_quantization_is_suggested_for_a_gguf_file_that_was_quantized(
     size: int,
     quantized: bool,
 ) -> None:
-    class Tools:
-        def convert_gguf(self, _file: str, path: str, **_: object) -> None:
+    class Tools(CheckpointTools):
+        def convert_gguf(self, file: str, path: str, **_: object) -> int:
             Path(path).mkdir()
             (Path(path) / "model.safetensors").write_bytes(bytes(size))
             (Path(path) / "config.json").write_text("{}")
+            return len(file)
 
     caplog.set_level("INFO")
     (tmp_path / "mine.gguf").write_bytes(bytes(100))
@@ -378,10 +401,6 @@ def test_quantization_is_suggested_for_a_gguf_file_that_was_quantized(
     monkeypatch.setattr(checkpoint_tools, "load_tools", lambda *_: Tools())
     local_checkpoint(str(tmp_path / "mine.gguf"))
     assert ("mine.gguf takes 3.6 times its size in bfloat16" in caplog.text) == quantized
-    assert "mmproj-mine.gguf is not read" not in caplog.text
-    (tmp_path / "mmproj-mine.gguf").touch()
-    local_checkpoint(str(tmp_path / "mine.gguf"))
-    assert "mmproj-mine.gguf is not read" in caplog.text
 
 
 def test_token_is_sent_and_named_if_absent(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from vsched.assembly import as_served, inspect_checkpoint, rank_specs
 from vsched.checkpoint_tools import CheckpointTools, load_tools
-from vsched.checkpoints import vision_part, warn_of_unread
+from vsched.checkpoints import vision_part
 from vsched.cli import app
 from vsched.config import LoadedConfig
 from vsched.errors import CheckpointError, ConfigError
@@ -109,12 +109,13 @@ def _convert(file: Path | None, path: Path, dtype: str, mmproj: Path | None) -> 
     with tempfile.TemporaryDirectory(prefix="vsched-smollm2-") as folder:
         source = fetch_smollm2(Path(folder)) if file is None else file
         with loading_progress(Console(stderr=True)) as report:
-            progress, vision = partial(report, path.name), mmproj or vision_part(source)
-            count = plugin.convert_gguf(
-                str(source), str(path), dtype=dtype, progress=progress, mmproj=str(vision or "")
+            return plugin.convert_gguf(
+                str(source),
+                str(path),
+                dtype=dtype,
+                progress=partial(report, path.name),
+                mmproj=str(mmproj or vision_part(source, plugin) or ""),
             )
-    warn_of_unread(vision, path)
-    return count
 
 
 def fetch_smollm2(folder: Path) -> Path:

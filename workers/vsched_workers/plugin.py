@@ -248,6 +248,12 @@ class TransformersPlugin(WorkerPlugin, CheckpointTools):
 
         check_conversion(path, dtype=dtype)
 
+    def reads_mmproj(self, architecture: str) -> bool:
+        """Return whether it is a vision-language architecture whose vision part can be read."""
+        from vsched_workers.checkpoint.gguf import VISION_ARCHITECTURES
+
+        return architecture in VISION_ARCHITECTURES
+
     def convert_gguf(
         self, file: str, path: str, *, dtype: str, progress: Progress, mmproj: str = ""
     ) -> int:

@@ -107,7 +107,10 @@ class RankWorker(Worker):
 
 
 def with_checkpoint_weights(info: ModelInfo, settings: WorkerSettings) -> WorkerSettings:
-    """Return settings that quantize embedding and head of a converted GGUF file, unless a format was chosen."""
+    """Return settings that quantize the unquantized weights of a converted GGUF file, unless a format was chosen.
+
+    They are the embedding and the head, and layers in 16 bits.
+    """
     scheme = scheme_of(read_json(checkpoint_directory(info.path), "config.json"))
     if settings.quantizes or scheme is None or scheme.method != "gguf":
         return settings

@@ -15,7 +15,8 @@ from tests.workers.checkpoint.gguf_files import add_tokenizer
 from tests.workers.driver import Checkpoints, inspect
 from vsched.checkpoints import local_checkpoint
 from vsched.errors import CheckpointError
-from vsched_workers.checkpoint.gguf_vision import KINDS, read_vision
+from vsched_workers.checkpoint.gguf import VISION_ARCHITECTURES, open_gguf
+from vsched_workers.checkpoint.gguf_vision import KINDS, fits, read_vision
 
 gguf: Any = pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
@@ -113,8 +114,11 @@ def test_tower_has_the_weights_and_settings_of_its_checkpoint(
     config: Any = {"qwen2": transformers.Qwen2Config, "qwen3": transformers.Qwen3Config}[kind.text]
     language = config(**{key: each for key, each in text.to_dict().items() if key != "model_type"})
     words = transformers.AutoTokenizer.from_pretrained(source).get_vocab()
-    file = write_tower(tmp_path / "mmproj.gguf", source)
-    found = read_vision(file, TYPES[size], Sections(), language, words)
+    tower = open_gguf(write_tower(tmp_path / "mmproj.gguf", source))
+    assert fits(tower, TYPES[size], 64)
+    assert not fits(tower, TYPES[size], 128)
+    assert [fits(tower, each, 64) for each in ("llama", *KINDS)].count(True) == 1
+    found = read_vision(tower, TYPES[size], Sections(), language, words)
     wanted = tower_of(source)
     assert found.weights.keys() == wanted.keys()
     assert all(
@@ -128,16 +132,23 @@ def test_tower_has_the_weights_and_settings_of_its_checkpoint(
     assert found.config.image_token_id == given.image_token_id
     assert found.config.text_config.rope_parameters["mrope_section"] == [2, 3, 3]
     assert (found.processor["merge_size"], found.processor["image_mean"]) == (2, [0.5, 0.25, 0.5])
-    language.hidden_size *= 2
-    with pytest.raises(CheckpointError, match=r"tower of another model: .*64 outputs, .*128\. Rem"):
-        read_vision(file, TYPES[size], Sections(), language, words)
     with pytest.raises(CheckpointError, match=r"vocabulary has no <\|image_pad\|>"):
-        read_vision(file, TYPES[size], Sections(), text, {})
+        read_vision(tower, TYPES[size], Sections(), language, {})
+    del tower.fields["clip.vision.image_mean"]
+    with pytest.raises(CheckpointError, match=r"lacks clip\.vision\.image_mean\. Remedy"):
+        read_vision(tower, TYPES[size], Sections(), language, words)
+
+
+def test_architectures_are_known_without_torch() -> None:
+    assert {*VISION_ARCHITECTURES} == {*KINDS}
 
 
 @pytest.mark.slow
 def test_gguf_file_with_its_vision_part_takes_images(
-    checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoints: Checkpoints,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """The checkpoint that the files were made of is the same, tensor by tensor."""
     source = checkpoints("nano25")
@@ -184,9 +195,14 @@ def test_gguf_file_with_its_vision_part_takes_images(
             name if name.startswith(TOWER) else name.replace("model.", "model.language_model.", 1)
         )
         assert torch.equal(found[full], each.bfloat16()), name
+    config_file = json.loads((folder / "config.json").read_text())
+    assert config_file["text_config"]["rope_parameters"] == config.rope_parameters
+    assert "_name_or_path" not in config_file["text_config"]
     write_tower(tmp_path / "mmproj-nano.gguf", source, without="mm.2")
     with pytest.raises(CheckpointError, match=r"vision tower lacks mm\.2\.\w+\. Remedy"):
         local_checkpoint(str(tmp_path / "nano.gguf"))
-    text = json.loads((folder / "config.json").read_text())["text_config"]
-    assert text["rope_parameters"] == config.rope_parameters
-    assert "_name_or_path" not in text
+    write_tower(tmp_path / "mmproj-nano.gguf", checkpoints("nano3"))
+    assert not inspect(Path(local_checkpoint(str(tmp_path / "nano.gguf")))).takes_images
+    assert (
+        "mmproj-nano.gguf is not read: it is the vision part of another" in capfd.readouterr().err
+    )

@@ -57,7 +57,8 @@ def describe_checkpoint(path: str) -> CheckpointDescription:
         parameters[part] += count if scheme is None else scheme.parameters(name, count, dtype)
         types[_DTYPES.get(dtype, dtype)] += count
         if scheme is not None:
-            bits[part]["auto"] += 8 * scheme.loaded_bytes(name, count, dtype)
+            vision = part == "vision"
+            bits[part]["auto"] += 8 * scheme.loaded_bytes(shape, dtype, vision=vision)
         for kind in FORMATS:
             bits[part][kind] += quantized_bits(name, shape, kind)
             for group in GROUP_SIZES:

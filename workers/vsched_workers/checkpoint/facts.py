@@ -292,9 +292,11 @@ def _weight_facts(directory: Path, config: dict[str, Any], itemsize: int) -> dic
     scheme = scheme_of(config)
     sizes, ties_head = {True: 0, False: 0}, True
     for name, shape, dtype in tensor_headers(weight_files(directory)):
-        count = math.prod(shape)
-        size = count * itemsize if scheme is None else scheme.loaded_bytes(name, count, dtype)
-        sizes[is_vision(name)] += size
+        vision = is_vision(name)
+        if scheme is None:
+            sizes[vision] += math.prod(shape) * itemsize
+        else:
+            sizes[vision] += scheme.loaded_bytes(shape, dtype, vision=vision)
         ties_head = ties_head and not name.endswith(HEAD)
     return {
         "vision_bytes": sizes[True],

@@ -14,6 +14,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import logging
 import os
 import signal
 import subprocess
@@ -29,8 +30,12 @@ from vsched.worker.contract import Progress
 from vsched_workers.checkpoint.facts import DTYPES
 from vsched_workers.checkpoint.files import check_new, new_checkpoint, without_bars
 
+logger = logging.getLogger(__name__)
+
 PACKAGES = ("gguf", "accelerate")
 """Packages that transformers needs for GGUF files in addition to its dependencies."""
+VISION_ARCHITECTURES = ("qwen2vl", "qwen3vl")
+"""Those in `gguf_vision.KINDS`; here without torch."""
 _GPT2_SPLITS = ("gpt-2", "default")
 _SMOLLM_SPLIT = "smollm"
 _LLAMA3_TENSOR = "rope_freqs.weight"
@@ -73,40 +78,42 @@ def convert_gguf(file: str, path: str, *, dtype: str, progress: Progress, mmproj
         CheckpointError: When the file cannot be read or converted, or the directory cannot be written.
     """
     from vsched_workers.checkpoint.gguf_vision import (
-        KINDS,
         as_text_model,
+        fits,
         read_vision,
         whole_name,
     )
 
     check_conversion(path, dtype=dtype)
-    source = Path(file)
-    for given in (source, Path(mmproj or file)):
-        if not given.is_file():
-            raise CheckpointError(
-                f"{given.name!r} is no file. Remedy: give the path of a GGUF file."
-            )
+    source, tower = Path(file), None
+    if mmproj:
+        tower = open_gguf(Path(mmproj))
     with new_checkpoint(path) as folder:
         progress("reading the tokenizer", 0.0)
-        with _reading(source), _read_once(source) as reader:
+        with _read_once(source) as reader, _reading(source):
             architecture = as_text_model(reader)
             tokenizer = _tokenizer(source, reader)
             model = _model(source, "bfloat16" if dtype == "auto" else dtype, progress)
+            count: int = sum(each.numel() for each in model.parameters())
             _mend_rope(model.config, source.name, reader)
             _mend_scores(model.config)
             model.generation_config.eos_token_id = _end_tokens(tokenizer, reader)
             keeps = dtype == "auto"
             weights = _quantized(model, reader, progress) if keeps else model.state_dict()
         vision = None
-        count: int = sum(each.numel() for each in model.parameters())
-        if mmproj and architecture in KINDS:
+        if tower is not None and fits(tower, architecture, model.config.hidden_size):
             progress("reading the vision tower", 0.0)
             with _reading(Path(mmproj)):
                 words = tokenizer.get_vocab()
-                vision = read_vision(Path(mmproj), architecture, reader, model.config, words)
+                vision = read_vision(tower, architecture, reader, model.config, words)
             count += sum(each.numel() for each in vision.weights.values())
             weights = {whole_name(name): each for name, each in weights.items()}
             weights.update(vision.weights)
+        elif tower is not None:
+            logger.warning(
+                "%s is not read: it is the vision part of another model, or of a family that is not supported",
+                Path(mmproj).name,
+            )
         progress("writing the files", 0.0)
         tokenizer.save_pretrained(folder)
         with without_bars():
@@ -114,6 +121,24 @@ def convert_gguf(file: str, path: str, *, dtype: str, progress: Progress, mmproj
         if vision is not None:
             vision.write(folder)
         return count
+
+
+def open_gguf(file: Path) -> Any:
+    """Return the reader of a GGUF file.
+
+    Raises:
+        CheckpointError: When there is none, or it is not whole.
+    """
+    from gguf import GGUFReader
+
+    if not file.is_file():
+        raise CheckpointError(f"{file.name!r} is no file. Remedy: give the path of a GGUF file.")
+    try:
+        return GGUFReader(file)
+    except Exception as error:  # of any type: it parses arbitrary bytes
+        raise CheckpointError(
+            f"{file.name!r} is not a whole GGUF file ({error}). Remedy: download it again."
+        ) from error
 
 
 class _Message(msgspec.Struct, frozen=True):
@@ -134,11 +159,15 @@ def convert_in_child(
         CheckpointError: As by `convert_gguf`, or when the process ends otherwise.
     """
     check_conversion(path, dtype=dtype)
-    command = [sys.executable, "-m", __name__, file, path, dtype, mmproj]
+    command = [sys.executable, "-P", "-m", __name__, file, path, dtype, mmproj]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     last = _Message()
     with subprocess.Popen(  # noqa: S603 - no shell
-        command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        start_new_session=True,  # one signal, from here, ends it, not the terminal's as well
     ) as child:
         assert child.stdout is not None
         try:
@@ -147,15 +176,17 @@ def convert_in_child(
                 if last.label:
                     progress(last.label, last.fraction)
         except BaseException:
-            child.send_signal(signal.SIGINT)  # it removes what it has written
+            child.terminate()  # it removes what it has written
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(_END_S)
             child.kill()
             raise
     if not last.error and not last.parameters:
+        killed = child.returncode == -signal.SIGKILL
+        remedy = "free memory" if killed else "see its output"
         raise CheckpointError(
             f"{Path(file).name!r} cannot be converted: the process ended with status {child.returncode}. "
-            "Remedy: free memory (-9: killed, as when memory runs out), and see its output."
+            f"Remedy: {remedy}."
         )
     if last.error:
         raise CheckpointError(last.error)
@@ -170,6 +201,7 @@ def _main(file: str, path: str, dtype: str, mmproj: str) -> None:
     def progress(label: str, fraction: float) -> None:
         write(_Message(label, fraction))
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):  # or the parent has ended
         try:
             count = convert_gguf(file, path, dtype=dtype, progress=progress, mmproj=mmproj)
@@ -210,7 +242,7 @@ def _read_once(source: Path) -> Iterator[Any]:
     import gguf
 
     library: Any = gguf
-    reader = gguf.GGUFReader(source)
+    reader = open_gguf(source)
     given = library.GGUFReader, library.get_tensor_name_map
     library.GGUFReader = lambda _: reader
     library.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)

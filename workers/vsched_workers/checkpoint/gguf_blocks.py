@@ -1,7 +1,7 @@
 """Quantized weights of a GGUF file, for the linear layers of the converted model.
 
 Formats of at most 4 bits keep their numbers; scales and offsets are rounded to float16. The others become int8 with a
-scale for each 32 inputs, whose rounding error is an eighth of theirs or less. `gguf` dequantizes blocks: the weights
+scale for each 32 inputs, whose rounding error is a quarter of theirs or less. `gguf` dequantizes blocks: the weights
 for the lowest and the highest number give a group's offset and scale,
 
     weight = low + scale * number,   scale = (high - low) / levels
@@ -66,7 +66,7 @@ _FORMATS = {
 def quantized_layers(
     model: nn.Module, tensors: Mapping[str, Any], report: Callable[[float], None]
 ) -> dict[str, QuantizedWeight]:
-    """Return the quantized weights of a model's linear layers, except the head.
+    """Return the quantized weights of a model's linear layers, except the head, and free the weights in the model.
 
     `tensors` are those of a `gguf.GGUFReader`, by the names of the model's weights.
     """
@@ -88,7 +88,7 @@ def quantized_layers(
         for count, (name, weight) in enumerate(zip(names, made, strict=True), 1):
             report(count / len(names))
             if weight is not None:
-                found[name] = weight
+                found[name], linears[name].data = weight, torch.empty(0)
     return found
 
 

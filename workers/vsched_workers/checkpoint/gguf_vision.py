@@ -94,25 +94,26 @@ def as_text_model(reader: Any) -> str:
     return given
 
 
+def fits(tower: Any, architecture: str, width: int) -> bool:
+    """Whether a tower belongs to a language model of this architecture and hidden size."""
+    found = _value(tower, "clip.projector_type"), _value(tower, "clip.vision.projection_dim")
+    return architecture in KINDS and found == (KINDS[architecture].projector, width)
+
+
 def read_vision(
-    file: Path, architecture: str, reader: Any, language: Any, vocabulary: Any
+    tower: Any, architecture: str, reader: Any, language: Any, vocabulary: Any
 ) -> Vision:
     """Read the tower of a language model: its configuration in transformers, and its tokens by their texts.
 
+    `tower` and `reader` are the readers of both files.
+
     Raises:
-        CheckpointError: When the tower is another model's.
+        CheckpointError: When a setting or a tensor is missing.
     """
     import transformers
-    from gguf import MODEL_ARCH, GGUFReader, get_tensor_name_map
+    from gguf import MODEL_ARCH, get_tensor_name_map
 
-    kind, tower = KINDS[architecture], GGUFReader(file)
-    found, width = _value(tower, "clip.projector_type"), _value(tower, "clip.vision.projection_dim")
-    if (found, width) != (kind.projector, language.hidden_size):
-        raise CheckpointError(
-            f"{file.name!r} is the vision tower of another model: projector {found!r} with {width} outputs, but the "
-            f"language model takes {kind.projector!r} with {language.hidden_size}. Remedy: put the model next to its "
-            "own mmproj file, or name it with vsched make-checkpoint --mmproj"
-        )
+    kind = KINDS[architecture]
     missing = [token for token in _TOKENS.values() if token not in vocabulary]
     if missing:
         raise CheckpointError(
@@ -121,7 +122,7 @@ def read_vision(
     tensors = {each.name: each for each in tower.tensors}
     absent = {"model_type", "architectures", "_name_or_path", "_model_name_or_path"}
     text = {key: each for key, each in language.to_dict().items() if key not in absent}
-    sections = reader.get_field(f"{kind.text}.rope.dimension_sections").contents()
+    sections = _value(reader, f"{kind.text}.rope.dimension_sections")
     interleaved = {"mrope_interleaved": True} if kind.model_type == "qwen3_vl" else {}
     text["rope_parameters"] |= {"mrope_section": sections[:3], **interleaved}
     library: Any = transformers
@@ -156,7 +157,12 @@ def whole_name(name: str) -> str:
 
 def _value(reader: Any, name: str) -> Any:
     field = reader.get_field(name)
-    return None if field is None else field.contents()
+    if field is None:
+        raise CheckpointError(
+            f"the file of a vision-language model lacks {name}. Remedy: get one that llama.cpp has converted, or the "
+            "model as safetensors."
+        )
+    return field.contents()
 
 
 def _vision_settings(kind: _Kind, tower: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -176,7 +182,7 @@ def _vision_settings(kind: _Kind, tower: Any, tensors: Mapping[str, Any]) -> dic
         window = _WINDOW_PATCHES * made["patch_size"]
         made |= {"fullatt_block_indexes": full, "window_size": window}
         return made | {"tokens_per_second": _TOKENS_PER_SECOND}
-    flags = _value(tower, "clip.vision.is_deepstack_layers") or []
+    flags = _value(tower, "clip.vision.is_deepstack_layers")
     return made | {
         "spatial_merge_size": _value(tower, "clip.vision.spatial_merge_size"),
         "num_position_embeddings": len(tensors["v.position_embd.weight"].data),

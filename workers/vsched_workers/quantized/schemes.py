@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from vsched.errors import CheckpointError
@@ -32,8 +33,17 @@ _TENSORS = {
     "gguf": ("weight_values",),
 }
 """The tensors by which a quantized layer is recognized."""
-_BESIDE = ("_scale", "_scale_inv", "scales", "_offsets", "_zero_point", "qzeros", "g_idx", "_shape")
-"""Ends of the names of tensors next to the values."""
+_NO_VALUES = (
+    "_scale",
+    "_scale_inv",
+    "scales",
+    "_offsets",
+    "_zero_point",
+    "qzeros",
+    "g_idx",
+    "_shape",
+)
+"""Ends of the names of tensors that belong to quantized values, such as scales."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +80,16 @@ class Scheme:
 
     def parameters(self, name: str, count: int, dtype: str) -> int:
         """Number of parameters in a tensor with `count` values of a type of the file."""
-        if name.endswith(_BESIDE):
+        if name.endswith(_NO_VALUES):
             return 0
         packed = {"I32": 32 // self.bits, "U8": 2}
         return count * packed.get(dtype, 1)
 
-    def loaded_bytes(self, name: str, count: int, dtype: str) -> int:
-        """Bytes of that tensor in memory."""
-        if self.method == "gguf" and name.endswith(UNQUANTIZED):
-            return count  # they are quantized to int8 on loading
-        return count * VALUE_BYTES.get(dtype, 2)
+    def loaded_bytes(self, shape: Sequence[int], dtype: str, *, vision: bool) -> int:
+        """Bytes of a tensor of the file in memory; of `gguf`, other matrices of the language model become int8."""
+        size = VALUE_BYTES.get(dtype, 2)
+        becomes_int8 = self.method == "gguf" and len(shape) == 2 and not vision
+        return prod(shape) * (1 if becomes_int8 and dtype in {"BF16", "F16"} else size)
 
     @property
     def known_by(self) -> Sequence[str]:
