@@ -455,7 +455,7 @@ class PolicyScheduler(Base):  # type: ignore[misc]
         if ended:
             if not entry.first_ns and request.num_output_tokens:
                 self.measured.note_first_token(entry.first_token(now_ns))
-            self.measured.note_end(entry.end(now_ns))
+            self.measured.note_end(entry.end_time(now_ns))
         if self._recorder is not None:
             images, hashes = entry.images_at(), request.block_hashes
             self._recorder.note_end(entry, request.request_id, now_ns, hashes, images, kept=ended)
