@@ -201,6 +201,10 @@ class LLM:
         on_error: str,
         options: Mapping[str, Any],
     ) -> list[Completion]:
+        for name in options.keys() & {*SamplingParams.__struct_fields__}:
+            raise TypeError(
+                f"{name} is a sampling parameter. Remedy: pass SamplingParams({name}=...)"
+            )
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),

@@ -113,6 +113,11 @@ def test_offline_requests_of_other_types_are_refused(llm: LLM, prompts: Any, wan
             llm.chat(cast("Any", messages), GREEDY)
 
 
+def test_offline_sampling_parameter_as_an_argument_is_refused(llm: LLM) -> None:
+    with pytest.raises(TypeError, match=r"pass SamplingParams\(max_tokens=\.\.\.\)"):
+        llm.generate("Hello", max_tokens=5)
+
+
 def test_offline_start_that_fails_leaves_no_thread(tmp_path: Path) -> None:
     before = threading.active_count()
     with pytest.raises(CheckpointError):

@@ -77,17 +77,10 @@ def convert_gguf(file: str, path: str, *, dtype: str, progress: Progress, mmproj
     Raises:
         CheckpointError: When the file cannot be read or converted, or the directory cannot be written.
     """
-    from vsched_workers.checkpoint.gguf_vision import (
-        as_text_model,
-        fits,
-        read_vision,
-        whole_name,
-    )
+    from vsched_workers.checkpoint.gguf_vision import as_text_model, whole_name
 
     check_conversion(path, dtype=dtype)
-    source, tower = Path(file), None
-    if mmproj:
-        tower = open_gguf(Path(mmproj))
+    source, tower = Path(file), open_gguf(Path(mmproj)) if mmproj else None
     with new_checkpoint(path) as folder:
         progress("reading the tokenizer", 0.0)
         with _read_once(source) as reader, _reading(source):
@@ -101,19 +94,14 @@ def convert_gguf(file: str, path: str, *, dtype: str, progress: Progress, mmproj
             keeps = dtype == "auto"
             weights = _quantized(model, reader, progress) if keeps else model.state_dict()
         vision = None
-        if tower is not None and fits(tower, architecture, model.config.hidden_size):
+        if tower is not None:
             progress("reading the vision tower", 0.0)
-            with _reading(Path(mmproj)):
-                words = tokenizer.get_vocab()
-                vision = read_vision(tower, architecture, reader, model.config, words)
+            words = tokenizer.get_vocab()
+            vision = _vision(Path(mmproj), tower, architecture, reader, model.config, words)
+        if vision is not None:
             count += sum(each.numel() for each in vision.weights.values())
             weights = {whole_name(name): each for name, each in weights.items()}
             weights.update(vision.weights)
-        elif tower is not None:
-            logger.warning(
-                "%s is not read: it is the vision part of another model, or of a family that is not supported",
-                Path(mmproj).name,
-            )
         progress("writing the files", 0.0)
         tokenizer.save_pretrained(folder)
         with without_bars():
@@ -121,6 +109,20 @@ def convert_gguf(file: str, path: str, *, dtype: str, progress: Progress, mmproj
         if vision is not None:
             vision.write(folder)
         return count
+
+
+def _vision(file: Path, tower: Any, architecture: str, reader: Any, config: Any, words: Any) -> Any:
+    """Return the `Vision` of a language model; None, with a warning, if the tower belongs to another one."""
+    from vsched_workers.checkpoint.gguf_vision import fits, read_vision
+
+    with _reading(file):
+        if fits(tower, architecture, config.hidden_size):
+            return read_vision(tower, architecture, reader, config, words)
+    logger.warning(
+        "%s is not read: it is the vision part of another model, or of a family that is not supported",
+        file.name,
+    )
+    return None
 
 
 def open_gguf(file: Path) -> Any:
