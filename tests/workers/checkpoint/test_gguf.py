@@ -245,6 +245,8 @@ def test_convert_gguf_keeps_quantized_layers_and_serves_them(make: Make, tmp_pat
     assert run_both(served, twin, questions, arrivals=2).apart < WITHIN
     described = describe_checkpoint(str(kept))
     assert described.parameters == describe_checkpoint(str(plain)).parameters
+    held = described.weights_bytes["language"]["auto"]
+    assert held == pytest.approx(served.generator.weights_bytes, rel=0.2)
 
 
 def drawn_blocks(kind: Any, rows: int) -> Any:
