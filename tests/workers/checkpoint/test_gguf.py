@@ -245,6 +245,7 @@ def test_convert_gguf_keeps_quantized_layers_and_serves_them(make: Make, tmp_pat
     assert run_both(served, twin, questions, arrivals=2).apart < WITHIN
     described = describe_checkpoint(str(kept))
     assert described.parameters == describe_checkpoint(str(plain)).parameters
+    assert {"int4", "int8", "bfloat16"} <= described.dtypes.keys()
     held = described.weights_bytes["language"]["auto"]
     assert held == pytest.approx(served.generator.weights_bytes, rel=0.2)
 

@@ -20,7 +20,7 @@ from vsched_workers.families.generic import read_config
 from vsched_workers.families.video_processors import REFUSED
 from vsched_workers.quantized.schemes import FORMATS, GROUPS, UNQUANTIZED, Scheme, scheme_of
 
-_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16", "I8": "int8"}
 GROUP_SIZES = range(16, 129, 16)
 """Values of `weights_group` other than 0."""
 _SIZES = (
@@ -55,7 +55,8 @@ def describe_checkpoint(path: str) -> CheckpointDescription:
     for name, shape, dtype in tensor_headers(files):
         part, count = "vision" if is_vision(name) else "language", prod(shape)
         parameters[part] += count if scheme is None else scheme.parameters(name, count, dtype)
-        types[_DTYPES.get(dtype, dtype)] += count
+        packs_int4 = scheme is not None and scheme.method == "gguf" and dtype == "U8"
+        types["int4" if packs_int4 else _DTYPES.get(dtype, dtype)] += count
         if scheme is not None:
             vision = part == "vision"
             bits[part]["auto"] += 8 * scheme.loaded_bytes(shape, dtype, vision=vision)
