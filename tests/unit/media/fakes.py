@@ -8,7 +8,6 @@ import json
 import math
 import os
 import signal
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,6 +20,7 @@ from PIL import Image
 from tests.patience import PATIENCE_S
 from vsched.errors import RequestRefused
 from vsched.media import MediaReference
+from vsched.media.pictures import processes
 from vsched.types import ArraySpec, ModelInfo, Spans
 from vsched.worker.contract import (
     Arrays,
@@ -206,9 +206,14 @@ class FaultyPreprocessor(FakePreprocessor):
         return super().process_image(image)
 
 
+def hang(*_: object) -> None:
+    while True:
+        signal.pause()
+
+
 def made_by_recipe(name: bytes) -> FaultyPreprocessor:
     if name == b"hanging":
-        vars(sys.modules["__main__"])["inspect_video"] = lambda *_: signal.pause()
+        vars(processes)["inspect_video"] = hang
     return BoundedPreprocessor() if name == b"bounded" else FaultyPreprocessor()
 
 
