@@ -113,7 +113,7 @@ def _converted(file: Path, progress: Progress | None, *, quantized: bool) -> str
     plugin = load_tools("transformers", "check_conversion")
     source, vision = file.resolve(), vision_part(file, plugin)
     dtype = "auto" if quantized else "bfloat16"
-    parts = [source, *([] if vision is None else [vision.resolve()])]
+    parts = [part.resolve() for part in (file, vision) if part is not None]
     facts = [(str(part), part.stat().st_size, part.stat().st_mtime_ns) for part in parts]
     identity = f"{_CONVERSION} {dtype} {facts}"
     key = hashlib.sha256(identity.encode()).hexdigest()[:16]
@@ -153,7 +153,7 @@ def _converted(file: Path, progress: Progress | None, *, quantized: bool) -> str
 
 
 def vision_part(file: Path, plugin: CheckpointTools) -> Path | None:
-    """Return the vision part (`mmproj`) next to a GGUF file, if there is one, and the plug-in reads it.
+    """Return the vision part (`mmproj`) next to a GGUF file; None without one, or if the plug-in cannot convert it.
 
     Raises:
         CheckpointError: When the file is a vision part itself.

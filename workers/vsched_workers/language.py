@@ -64,7 +64,7 @@ from vsched_workers.batching.packed_step import (
 from vsched_workers.batching.paged_attention import AttentionKernels, PagedStep
 from vsched_workers.batching.recurrent_state import RecurrentStates
 from vsched_workers.batching.sampling import choose_tokens
-from vsched_workers.checkpoint.files import checkpoint_directory, read_json
+from vsched_workers.checkpoint.files import checkpoint_directory
 from vsched_workers.checkpoint.weights import WeightIndex, fill_module, load_head
 from vsched_workers.checkpoint.whole_model import (
     build_whole,
@@ -93,9 +93,9 @@ from vsched_workers.parallel.slicing import (
     sum_rows,
 )
 from vsched_workers.quantized.layers import check_groups, find_quantized
-from vsched_workers.quantized.schemes import scheme_of
 from vsched_workers.rank_worker import (
     RankWorker,
+    checkpoint_scheme,
     compile_language,
     served_adapters,
     with_checkpoint_weights,
@@ -425,7 +425,7 @@ def _load_family(
     index = WeightIndex.open(checkpoint_directory(info.path), tied=tied)
     ranks, rank = settings.ranks, settings.rank
     model, cuts = _build_share(family, info, settings)
-    scheme = scheme_of(read_json(checkpoint_directory(info.path), "config.json"))
+    scheme = checkpoint_scheme(info)
     if scheme is not None:
         check_quantized(settings, backend.dtype, what=f"config.json: {scheme.method}")
         prefixes = family.language_prefixes
@@ -542,7 +542,7 @@ def _load_any(
     """Load a model on the generic path."""
     _check_generic(info, settings)
     paged_attention.register()
-    if scheme_of(read_json(checkpoint_directory(info.path), "config.json")) is not None:
+    if checkpoint_scheme(info) is not None:
         raise ConfigError(
             f"generate.tensor_parallel: {settings.ranks} ranks cannot share the quantized weights of this checkpoint. "
             "Remedy: set it to 1."

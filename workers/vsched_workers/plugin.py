@@ -250,9 +250,9 @@ class TransformersPlugin(WorkerPlugin, CheckpointTools):
 
     def reads_mmproj(self, architecture: str) -> bool:
         """Return whether it is a vision-language architecture whose vision part can be read."""
-        from vsched_workers.checkpoint.gguf import VISION_ARCHITECTURES
+        from vsched_workers.checkpoint.gguf_vision import KINDS
 
-        return architecture in VISION_ARCHITECTURES
+        return architecture in KINDS
 
     def convert_gguf(
         self, file: str, path: str, *, dtype: str, progress: Progress, mmproj: str = ""

@@ -23,7 +23,7 @@ from vsched_workers.families.decoders import text_family
 from vsched_workers.families.generic import read_config
 from vsched_workers.parallel.rank_group import RankGroup
 from vsched_workers.quantized.layers import HEAD_FORMAT
-from vsched_workers.quantized.schemes import scheme_of
+from vsched_workers.quantized.schemes import Scheme, scheme_of
 
 
 def served_adapters(adapt: Callable[..., AdaptedModule], backend: Backend) -> AdaptedModule | None:
@@ -106,12 +106,17 @@ class RankWorker(Worker):
         return self._served
 
 
+def checkpoint_scheme(info: ModelInfo) -> Scheme | None:
+    """Return the quantization scheme of a checkpoint; None without quantization."""
+    return scheme_of(read_json(checkpoint_directory(info.path), "config.json"))
+
+
 def with_checkpoint_weights(info: ModelInfo, settings: WorkerSettings) -> WorkerSettings:
     """Return settings that quantize the unquantized weights of a converted GGUF file, unless a format was chosen.
 
     They are the embedding and the head, and layers in 16 bits.
     """
-    scheme = scheme_of(read_json(checkpoint_directory(info.path), "config.json"))
+    scheme = checkpoint_scheme(info)
     if settings.quantizes or scheme is None or scheme.method != "gguf":
         return settings
     return replace(settings, weights=HEAD_FORMAT)
@@ -127,7 +132,7 @@ def compile_language(
         family = text_family(config.model_type, config)
     else:
         config = family.model_config(info.path).get_text_config()
-    scheme = scheme_of(read_json(checkpoint_directory(info.path), "config.json"))
+    scheme = checkpoint_scheme(info)
     kinds = [] if scheme is None else scheme.kinds
     return backend.compile_language(
         config, None if family is None else family.decoder, kinds, progress

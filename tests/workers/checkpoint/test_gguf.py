@@ -23,7 +23,7 @@ from torch import nn
 from tests.parity.architectures import make_checkpoint
 from tests.parity.compare import library_model
 from tests.workers.backends.cpu.twins import WITHIN, run_both
-from tests.workers.checkpoint.gguf_files import add_tokenizer
+from tests.workers.checkpoint.gguf_files import add_sizes, add_tokenizer, write_to_file
 from tests.workers.driver import Question, Stage, inspect
 from vsched.checkpoints import with_local_checkpoints
 from vsched.config import load_config
@@ -120,14 +120,7 @@ def make(tmp_path: Path, model: Any, tokenizer: Any) -> Make:
         path.parent.mkdir()
         writer = gguf.GGUFWriter(path, "llama")
         writer.add_name("tiny")
-        writer.add_context_length(512)
-        writer.add_embedding_length(model.config.hidden_size)
-        writer.add_block_count(LAYERS)
-        writer.add_feed_forward_length(model.config.intermediate_size)
-        writer.add_head_count(model.config.num_attention_heads)
-        writer.add_head_count_kv(model.config.num_key_value_heads)
-        writer.add_layer_norm_rms_eps(model.config.rms_norm_eps)
-        writer.add_rope_freq_base(ROPE["rope_theta"])
+        add_sizes(writer, model.config, context=512)
         writer.add_vocab_size(384)
         for name, value in rope.items():
             if isinstance(value, np.ndarray):
@@ -145,10 +138,7 @@ def make(tmp_path: Path, model: Any, tokenizer: Any) -> Make:
                 writer.add_tensor(name, gguf.quants.quantize(value, kind), raw_dtype=kind)
             else:
                 writer.add_tensor(name, np.ascontiguousarray(value))
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        write_to_file(writer)
         return path
 
     return write

@@ -11,12 +11,14 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from tests.workers.checkpoint.gguf_files import add_tokenizer
+from tests.programs import ended
+from tests.workers.checkpoint.gguf_files import add_sizes, add_tokenizer, write_to_file
 from tests.workers.driver import Checkpoints, inspect
 from vsched.checkpoints import local_checkpoint
 from vsched.errors import CheckpointError
-from vsched_workers.checkpoint.gguf import VISION_ARCHITECTURES, open_gguf
+from vsched_workers.checkpoint.gguf import open_gguf
 from vsched_workers.checkpoint.gguf_vision import KINDS, fits, read_vision
+from vsched_workers.plugin import TransformersPlugin
 
 gguf: Any = pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
@@ -62,10 +64,7 @@ def gguf_tensors(config: Any, tower: dict[str, torch.Tensor]) -> dict[str, Any]:
 def close(writer: Any, tensors: dict[str, Any]) -> None:
     for name, value in tensors.items():
         writer.add_tensor(name, value.copy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_to_file(writer)
 
 
 def write_tower(path: Path, checkpoint: Path, without: str = "no tensor") -> Path:
@@ -140,7 +139,11 @@ def test_tower_has_the_weights_and_settings_of_its_checkpoint(
 
 
 def test_architectures_are_known_without_torch() -> None:
-    assert {*VISION_ARCHITECTURES} == {*KINDS}
+    """The engine asks for them, and starts the process of a conversion."""
+    tools = TransformersPlugin()
+    assert {name for name in ("llama", *KINDS) if tools.reads_mmproj(name)} == {*KINDS}
+    code = "import sys, vsched_workers.checkpoint.gguf; sys.exit('torch' in sys.modules)"
+    assert ended("-c", code).returncode == 0
 
 
 @pytest.mark.slow
@@ -162,14 +165,7 @@ def test_gguf_file_with_its_vision_part_takes_images(
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2VL, config.num_hidden_layers)
     writer = gguf.GGUFWriter(tmp_path / "nano.gguf", "qwen2vl")
     writer.add_name("nano")
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    add_sizes(writer, config, context=config.max_position_embeddings)
     writer.add_rope_dimension_sections([*config.rope_parameters["mrope_section"], 0])
     tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     add_tokenizer(writer, tokenizer, pre="gpt-2", end="<|im_end|>")

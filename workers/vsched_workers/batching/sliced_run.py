@@ -1,7 +1,7 @@
 """Time slices of a vision tower's forward pass, by layers or parts of layers, without changes to transformers.
 
-The code runs in a greenlet, which has its own stack on the same thread. A separate thread would have other thread pools
-in torch and numba, which would compete for the cores with those of the steps in between.
+The code runs in a greenlet: its own stack on the same thread. A separate thread would get further thread pools in torch
+and numba, in competition for the cores with those of the steps in between.
 """
 
 from __future__ import annotations

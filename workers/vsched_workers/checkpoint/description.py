@@ -18,11 +18,12 @@ from vsched_workers.families import FAMILIES, language_family, model_type_of
 from vsched_workers.families.decoders import SLIDING
 from vsched_workers.families.generic import read_config
 from vsched_workers.families.video_processors import REFUSED
-from vsched_workers.quantized.schemes import FORMATS, GROUPS, UNQUANTIZED, Scheme, scheme_of
+from vsched_workers.quantized.schemes import FORMATS, GROUPS, Scheme, scheme_of
 
 _DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16", "I8": "int8"}
 GROUP_SIZES = range(16, 129, 16)
 """Values of `weights_group` other than 0."""
+_ENDS = ("embed_tokens.weight", "lm_head.weight")
 _SIZES = (
     "num_hidden_layers",
     "hidden_size",
@@ -104,7 +105,7 @@ def quantized_bits(name: str, shape: Sequence[int], kind: str, *, group: int = 0
     count = prod(shape)
     if len(shape) not in {2, 3}:  # a matrix, or the matrices of experts
         return 16 * count
-    kind = "int8" if name.endswith(UNQUANTIZED) else kind
+    kind = "int8" if name.endswith(_ENDS) else kind
     inputs = shape[-1]
     outputs = count // inputs if inputs else 0
     scales = outputs * -(-inputs // (group or GROUPS[kind]))

@@ -29,13 +29,19 @@ from vsched.errors import CheckpointError
 from vsched.worker.contract import Progress
 from vsched_workers.checkpoint.facts import DTYPES
 from vsched_workers.checkpoint.files import check_new, new_checkpoint, without_bars
+from vsched_workers.checkpoint.gguf_vision import (
+    KINDS,
+    Vision,
+    fits,
+    present_as_text_model,
+    read_vision,
+    whole_name,
+)
 
 logger = logging.getLogger(__name__)
 
 PACKAGES = ("gguf", "accelerate")
 """Packages that transformers needs for GGUF files in addition to its dependencies."""
-VISION_ARCHITECTURES = ("qwen2vl", "qwen3vl")
-"""Those in `gguf_vision.KINDS`; here without torch."""
 _GPT2_SPLITS = ("gpt-2", "default")
 _SMOLLM_SPLIT = "smollm"
 _LLAMA3_TENSOR = "rope_freqs.weight"
@@ -77,14 +83,14 @@ def convert_gguf(file: str, path: str, *, dtype: str, progress: Progress, mmproj
     Raises:
         CheckpointError: When the file cannot be read or converted, or the directory cannot be written.
     """
-    from vsched_workers.checkpoint.gguf_vision import as_text_model, whole_name
-
     check_conversion(path, dtype=dtype)
     source, tower = Path(file), open_gguf(Path(mmproj)) if mmproj else None
     with new_checkpoint(path) as folder:
         progress("reading the tokenizer", 0.0)
         with _read_once(source) as reader, _reading(source):
-            architecture = as_text_model(reader)
+            architecture = _field(reader, "general.architecture")
+            if architecture in KINDS:
+                present_as_text_model(reader, architecture)
             tokenizer = _tokenizer(source, reader)
             model = _model(source, "bfloat16" if dtype == "auto" else dtype, progress)
             count: int = sum(each.numel() for each in model.parameters())
@@ -111,10 +117,10 @@ def convert_gguf(file: str, path: str, *, dtype: str, progress: Progress, mmproj
         return count
 
 
-def _vision(file: Path, tower: Any, architecture: str, reader: Any, config: Any, words: Any) -> Any:
-    """Return the `Vision` of a language model; None, with a warning, if the tower belongs to another one."""
-    from vsched_workers.checkpoint.gguf_vision import fits, read_vision
-
+def _vision(
+    file: Path, tower: Any, architecture: str, reader: Any, config: Any, words: Any
+) -> Vision | None:
+    """Return the vision part of a language model; None, with a warning, if the tower belongs to another one."""
     with _reading(file):
         if fits(tower, architecture, config.hidden_size):
             return read_vision(tower, architecture, reader, config, words)
@@ -178,20 +184,20 @@ def convert_in_child(
                 if last.label:
                     progress(last.label, last.fraction)
         except BaseException:
-            child.terminate()  # it removes what it has written
+            child.terminate()  # it removes its temporary folder
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(_END_S)
             child.kill()
             raise
-    if not last.error and not last.parameters:
+    if last.error:
+        raise CheckpointError(last.error)
+    if not last.parameters:
         killed = child.returncode == -signal.SIGKILL
         remedy = "free memory" if killed else "see its output"
         raise CheckpointError(
             f"{Path(file).name!r} cannot be converted: the process ended with status {child.returncode}. "
             f"Remedy: {remedy}."
         )
-    if last.error:
-        raise CheckpointError(last.error)
     return last.parameters
 
 
@@ -213,20 +219,21 @@ def _main(file: str, path: str, dtype: str, mmproj: str) -> None:
 
 
 def _quantized(model: Any, reader: Any, progress: Progress) -> dict[str, Any]:
-    """Return the model's weights by name, those of linear layers quantized as in the file; state it in the config.
+    """Return the model's weights by name, with the file's quantization of linear layers, and set it in the config.
 
-    For the generic path they stay as transformers read them.
+    Weights for the generic path stay dequantized.
     """
     from vsched_workers.checkpoint.gguf_blocks import quantized_layers
     from vsched_workers.families.decoders import text_family
     from vsched_workers.quantized.published import written_blocks
 
+    if text_family(model.config.model_type, model.config) is None:
+        weights: dict[str, Any] = model.state_dict()
+        return weights
     mapping: Any = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
     names = mapping.get_gguf_hf_weights_map(model, mapping.TensorProcessor())
     tensors = {names[each.name]: each for each in reader.tensors if each.name in names}
-    layers = {}
-    if text_family(model.config.model_type, model.config) is not None:
-        layers = quantized_layers(model, tensors, functools.partial(progress, "quantized weights"))
+    layers = quantized_layers(model, tensors, functools.partial(progress, "quantized weights"))
     weights = {name: each for name, each in model.state_dict().items() if name not in layers}
     for name, layer in layers.items():
         weights |= written_blocks(name, layer)

@@ -1,22 +1,21 @@
-"""Quantized weights of a GGUF file, for the linear layers of the converted model.
+"""Repacking of quantized linear layers from GGUF blocks, without rounding values of at most 4 bits.
 
 Formats of at most 4 bits keep their numbers; scales and offsets are rounded to float16. The others become int8 with a
-scale for each 32 inputs, whose rounding error is a quarter of theirs or less. `gguf` dequantizes blocks: the weights
-for the lowest and the highest number give a group's offset and scale,
+scale for each 32 inputs, with at most a quarter of their own rounding error. `gguf` dequantizes blocks: the weights for
+the lowest and the highest number give a group's offset and scale,
 
     weight = low + scale * number,   scale = (high - low) / levels
 
 Inputs of even and odd index are in bytes of even and odd index in all these formats, so a copy of the blocks with bytes
 0 and 255 in turns has both.
 
-Transformers maps names, and rows to those of its layers (llama.cpp permutes queries and keys). Equal rows of both show
-which is which; a weight with other rows stays as transformers read it.
+Transformers maps names and permutes rows (llama.cpp stores queries and keys in another order). Matching rows by content
+recovers the permutation; a weight with an unmatched row stays dequantized.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -25,7 +24,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from vsched.worker.spec import usable_cores
 from vsched_workers.quantized.weights import (
+    HALF_MIN,
     INT4_CENTRE,
     QuantizedWeight,
     packed_int4,
@@ -34,7 +35,6 @@ from vsched_workers.quantized.weights import (
 
 _UNQUANTIZED = ("F32", "F16", "BF16")
 _INT8_GROUP = 32
-_HALF_MIN = torch.finfo(torch.float16).tiny
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +66,9 @@ _FORMATS = {
 def quantized_layers(
     model: nn.Module, tensors: Mapping[str, Any], report: Callable[[float], None]
 ) -> dict[str, QuantizedWeight]:
-    """Return the quantized weights of a model's linear layers, except the head, and free the weights in the model.
+    """Return quantized weights of linear layers by name, without the head; the model's own copies are freed.
 
-    `tensors` are those of a `gguf.GGUFReader`, by the names of the model's weights.
+    `tensors` are tensors of a `gguf.GGUFReader` by the model's weight names.
     """
     whole: Any = model
     head = whole.get_output_embeddings()
@@ -94,8 +94,8 @@ def quantized_layers(
 
 @contextlib.contextmanager
 def _threads() -> Iterator[ThreadPoolExecutor]:
-    """Return a pool with a thread for each core, in which torch starts no threads of its own, which would compete."""
-    given, pool = torch.get_num_threads(), ThreadPoolExecutor(len(os.sched_getaffinity(0)))
+    """Return a pool with a thread per usable core; torch's own threads, which would compete, are off."""
+    given, pool = torch.get_num_threads(), ThreadPoolExecutor(usable_cores())
     torch.set_num_threads(1)
     try:
         yield pool
@@ -105,7 +105,7 @@ def _threads() -> Iterator[ThreadPoolExecutor]:
 
 
 def _read(tensor: Any, weight: torch.Tensor) -> QuantizedWeight | None:
-    """Read a tensor as the weight that transformers made of it; None if its rows are others."""
+    """Return the quantized form of a weight from its tensor; None if rows do not match."""
     from gguf import GGML_QUANT_SIZES, dequantize
 
     plain = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type))
@@ -146,7 +146,7 @@ def _int4(
     values = numbers.clamp_(0, form.levels).to(torch.uint8).flatten(1) + (INT4_CENTRE - middle)
     offsets = low + middle * scales if form.has_offsets else None
     sizes = scales[scales != 0].abs()
-    if bool((sizes >= _HALF_MIN).all()):
+    if bool((sizes >= HALF_MIN).all()):
         scales, offsets = scales.half(), None if offsets is None else offsets.half()
     return QuantizedWeight(
         kind="int4",

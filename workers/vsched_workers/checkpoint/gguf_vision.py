@@ -1,8 +1,8 @@
-"""The vision part of Qwen2.5-VL and Qwen3-VL in GGUF: a tower in a file of its own (`mmproj`).
+"""Vision towers of Qwen2.5-VL and Qwen3-VL in separate GGUF files (`mmproj`). Transformers cannot read them.
 
-Transformers does not read it, so names and shapes of tensors here are those of llama.cpp's converter: it splits the
-patch embedding by frame and, for Qwen2.5-VL, the projection of queries, keys and values. Some settings of the published
-models are in no file: the window of attention, the sizes of images, and the positions of videos.
+Names and shapes of tensors are those of llama.cpp's converter: it splits the patch embedding by frame and, for
+Qwen2.5-VL, the query, key and value projection. Attention window, image sizes and video positions are constants here,
+because GGUF files lack them.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
+import numpy.typing as npt
 
 from vsched.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
 
 _TOWER = "model.visual."
 _WINDOW_PATCHES = 8
@@ -57,7 +60,7 @@ KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Vision:
-    """What the checkpoint of a vision-language model has in addition to its language model.
+    """The vision part of a checkpoint, to be added to its language model.
 
     Attributes:
         config: The configuration of the whole model.
@@ -75,23 +78,15 @@ class Vision:
         (folder / "preprocessor_config.json").write_text(json.dumps(self.processor, indent=2))
 
 
-def as_text_model(reader: Any) -> str:
-    """Rename a reader's vision-language architecture to that of its language model; return the former.
-
-    The reader of a language model is unchanged.
-    """
-    name = "general.architecture"
-    field = reader.get_field(name)
-    given = str(field.contents()) if field is not None else ""
-    if given in KINDS:
-        text = KINDS[given].text
-        field.parts[field.data[0]] = np.frombuffer(text.encode(), np.uint8)
-        renamed = {
-            key.replace(f"{given}.", f"{text}."): each for key, each in reader.fields.items()
-        }
-        reader.fields.clear()
-        reader.fields.update(renamed)
-    return given
+def present_as_text_model(reader: Any, architecture: str) -> None:
+    """Rename the vision-language architecture in a reader to the text architecture that transformers supports."""
+    text, field = KINDS[architecture].text, reader.get_field("general.architecture")
+    field.parts[field.data[0]] = np.frombuffer(text.encode(), np.uint8)
+    renamed = {
+        key.replace(f"{architecture}.", f"{text}."): each for key, each in reader.fields.items()
+    }
+    reader.fields.clear()
+    reader.fields.update(renamed)
 
 
 def fits(tower: Any, architecture: str, width: int) -> bool:
@@ -110,6 +105,7 @@ def read_vision(
     Raises:
         CheckpointError: When a setting or a tensor is missing.
     """
+    import torch
     import transformers
     from gguf import MODEL_ARCH, get_tensor_name_map
 
@@ -143,7 +139,7 @@ def read_vision(
     names = get_tensor_name_map(MODEL_ARCH.MMPROJ, max(vision.depth, 3))
     read = _Tensors(tensors, levels, names).read
     weights = {
-        name: read(name.removeprefix(_TOWER)).view(each.shape).to(language.dtype)
+        name: torch.tensor(read(name.removeprefix(_TOWER))).view(each.shape).to(language.dtype)
         for name, each in whole.state_dict().items()
         if name.startswith(_TOWER)
     }
@@ -151,7 +147,7 @@ def read_vision(
 
 
 def whole_name(name: str) -> str:
-    """Return the name, in the checkpoint of the whole model, of a weight of its language model."""
+    """Return a language model weight's name in the vision-language checkpoint."""
     return name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name
 
 
@@ -204,8 +200,8 @@ class _Tensors:
     levels: Sequence[int]
     names: Any
 
-    def read(self, name: str) -> torch.Tensor:
-        """Return a tensor of the tower, with the shape in the file where it is one there."""
+    def read(self, name: str) -> npt.NDArray[np.float32]:
+        """Return a tensor of the tower; split tensors are joined, others keep the file's shape."""
         layer, _, end = name.rpartition(".")
         first, *rest = layer.split(".")
         if first == "merger" and rest[0] in _MERGER:
@@ -214,19 +210,19 @@ class _Tensors:
             return self._read(f"v.deepstack.{self.levels[int(rest[0])]}.{_LEVEL[rest[1]]}.{end}")
         found = f"{self.names.get_name(f'visual.{layer}')}.{end}"
         if name == "patch_embed.proj.weight":
-            return torch.stack([self._read(each) for each in (found, f"{found}.1")], 2)
+            return np.stack([self._read(each) for each in (found, f"{found}.1")], 2)
         if layer.endswith(".qkv") and found not in self.given:
-            return torch.cat([self._read(found.replace("_qkv", f"_{part}")) for part in "qkv"])
+            return np.concatenate([self._read(found.replace("_qkv", f"_{part}")) for part in "qkv"])
         return self._read(found)
 
-    def _read(self, name: str) -> torch.Tensor:
+    def _read(self, name: str) -> npt.NDArray[np.float32]:
         from gguf import dequantize
 
         if name not in self.given:
             raise CheckpointError(
                 f"the file of the vision tower lacks {name}. Remedy: get the whole file, or the model as safetensors."
             )
-        return torch.tensor(dequantize(self.given[name].data, self.given[name].tensor_type))
+        return dequantize(self.given[name].data, self.given[name].tensor_type)
 
 
 def _processor(kind: _Kind, tower: Any, vision: Any) -> dict[str, Any]:

@@ -82,7 +82,7 @@ def read_quantized(
 
 
 def written_blocks(name: str, weight: QuantizedWeight) -> dict[str, torch.Tensor]:
-    """Return the tensors of a weight in a `gguf` checkpoint; `name` is that of the weight."""
+    """Return the tensors of a `gguf` checkpoint for a quantized weight with this name."""
     parts = {"values": weight.values, "scales": weight.scales, "offsets": weight.offsets}
     return {f"{name}_{part}": each for part, each in parts.items() if each is not None}
 
@@ -90,7 +90,7 @@ def written_blocks(name: str, weight: QuantizedWeight) -> dict[str, torch.Tensor
 def _read_blocks(
     read: Read, reads: Reads, shape: tuple[int, int], dtype: torch.dtype
 ) -> QuantizedWeight:
-    """Read what `written_blocks` wrote."""
+    """Read the tensors of `written_blocks`."""
     values, scales, inputs = reads("weight_values"), reads("weight_scales"), shape[1]
     kind = "int4" if values.dtype == torch.uint8 else "int8"
     _of_shape(values, "weight_values", (shape[0], inputs // 2 if kind == "int4" else inputs))

@@ -15,9 +15,7 @@ FORMATS = ("int8", "int4")
 GROUPS = {"int8": 128, "int4": 32}
 """Default group sizes; a row with fewer inputs is one group."""
 
-UNQUANTIZED = ("embed_tokens.weight", "lm_head.weight")
-"""Ends of the names of weights that no checkpoint quantizes."""
-VALUE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "I8": 1, "U8": 1, "F8_E4M3": 1}
+_VALUE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "I8": 1, "U8": 1, "F8_E4M3": 1}
 """Bytes of a value by its type in a file; 2 for others."""
 
 SUPPORTED = (
@@ -87,7 +85,7 @@ class Scheme:
 
     def loaded_bytes(self, shape: Sequence[int], dtype: str, *, vision: bool) -> int:
         """Bytes of a tensor of the file in memory; of `gguf`, other matrices of the language model become int8."""
-        size = VALUE_BYTES.get(dtype, 2)
+        size = _VALUE_BYTES.get(dtype, 2)
         becomes_int8 = self.method == "gguf" and len(shape) == 2 and not vision
         return prod(shape) * (1 if becomes_int8 and dtype in {"BF16", "F16"} else size)
 

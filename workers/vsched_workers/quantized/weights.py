@@ -27,7 +27,8 @@ _INT4_SHRINKS = (1.0, 0.925, 0.85)
 _TRIED_VALUES_MAX = 1 << 20
 """Values that are rounded at once: temporary tensors of more leave the cache, at less than half the speed."""
 
-_HALF_MIN = 2.0**-14
+HALF_MIN = 2.0**-14
+"""Smallest normal number of float16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,8 +286,8 @@ def candidate_scales(largest: torch.Tensor) -> torch.Tensor:
 
 def _kept(scales: torch.Tensor) -> torch.Tensor:
     """Return scales as float16, which is exact in float32; scales below float16's normal range are raised to it."""
-    small = scales.abs() < _HALF_MIN
-    return torch.where(small, scales.sign() * _HALF_MIN, scales).half()
+    small = scales.abs() < HALF_MIN
+    return torch.where(small, scales.sign() * HALF_MIN, scales).half()
 
 
 def _divisors(scales: torch.Tensor) -> torch.Tensor:
