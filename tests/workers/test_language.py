@@ -72,7 +72,6 @@ def test_facts_of_a_model_of_text(llama: Path) -> None:
     assert info.stop_token_ids == (2,)
 
 
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
 INDEXED = {"model_type": "deepseek_v32"}
 
 
@@ -126,7 +125,6 @@ def test_weights_in_many_files_and_heads_of_both_kinds(
         ({"layer_types": ["full_attention", "linear_attention"] * 2}, "kind that is not known"),
         ({"layer_types": ["linear_attention"] * 4}, "no layer that attends"),
         ({"quantization_config": {"quant_method": "hqq"}}, "hqq"),
-        ({"model_type": "stablelm", "quantization_config": GPTQ}, "the generic path does not read"),
         ({"model_type": "mllama"}, "'mllama' has .*attend to images apart from the text"),
         ({"model_type": "florence2"}, "'florence2' has .*an encoder for text"),
         ({"model_type": "llava", "text_config": INDEXED}, "'llava' has .*indexed_attention"),

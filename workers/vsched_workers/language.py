@@ -65,6 +65,7 @@ from vsched_workers.batching.paged_attention import AttentionKernels, PagedStep
 from vsched_workers.batching.recurrent_state import RecurrentStates
 from vsched_workers.batching.sampling import choose_tokens
 from vsched_workers.checkpoint.files import checkpoint_directory
+from vsched_workers.checkpoint.quantized_parts import find_parts
 from vsched_workers.checkpoint.weights import WeightIndex, fill_module, load_head
 from vsched_workers.checkpoint.whole_model import (
     build_whole,
@@ -172,7 +173,7 @@ class LanguageWorker(RankWorker, GenerateWorker):
         self._attention: AttentionKernels | None = None
         self._captured: CapturedSteps | None = None
         experts = [each for each in self.module.modules() if isinstance(each, SharedExperts)]
-        self._balance = ExpertBalance(experts, group) if experts and group.size > 1 else None
+        self._balance = ExpertBalance(experts, group) if experts else None
         self._layers, self._head = language.runnable.layers, language.runnable.head
         self._apart = language.runnable.apart
 
@@ -413,6 +414,14 @@ def _build_share(
     return model, cuts
 
 
+def _check_one_rank(settings: WorkerSettings) -> None:
+    if settings.ranks > 1:
+        raise ConfigError(
+            f"generate.tensor_parallel: {settings.ranks} ranks cannot share the quantized weights of this checkpoint. "
+            "Remedy: set it to 1."
+        )
+
+
 def _load_family(
     family: LanguageFamily,
     info: ModelInfo,
@@ -425,11 +434,15 @@ def _load_family(
     index = WeightIndex.open(checkpoint_directory(info.path), tied=tied)
     ranks, rank = settings.ranks, settings.rank
     model, cuts = _build_share(family, info, settings)
-    scheme = checkpoint_scheme(info)
+    scheme, experts = checkpoint_scheme(info), None
     if scheme is not None:
         check_quantized(settings, backend.dtype, what=f"config.json: {scheme.method}")
         prefixes = family.language_prefixes
         find_quantized(model, scheme, lambda name: index.find(name, prefixes) is not None)
+        if family.decoder.experts:
+            _check_one_rank(settings)
+            experts = find_parts(model, index, scheme, prefixes)
+            experts.take_out(model)
     vocabulary: int = config.get_text_config().vocab_size
     divides = ranks > 1 and vocabulary % ranks == 0
     fill_module(
@@ -445,6 +458,8 @@ def _load_family(
         mapped=backend.lays_out(model),
         scheme=scheme,
     )
+    if experts is not None:
+        experts.read_into(model, backend.dtype, settings.device, lambda _: None)
     head = load_head(
         model,
         index,
@@ -542,17 +557,19 @@ def _load_any(
     """Load a model on the generic path."""
     _check_generic(info, settings)
     paged_attention.register()
-    if checkpoint_scheme(info) is not None:
-        raise ConfigError(
-            f"generate.tensor_parallel: {settings.ranks} ranks cannot share the quantized weights of this checkpoint. "
-            "Remedy: set it to 1."
-        )
+    scheme = checkpoint_scheme(info)
+    if scheme is not None:
+        check_quantized(settings, backend.dtype, what=f"config.json: {scheme.method}")
+        _check_one_rank(settings)
     ranks, share = PlannedRanks(ranks=settings.ranks, rank=settings.rank), None
     text = read_config(checkpoint_directory(info.path), info.family).get_text_config()
     if settings.ranks > 1:
         plan = parallel_plan(text, info.family)
         share = functools.partial(share_by_plan, plan=plan, family=info.family, ranks=ranks)
-    built = build_any(info, share)
+    built, quantized = build_any(info, share), None
+    if scheme is not None:
+        index = WeightIndex.open(checkpoint_directory(info.path))
+        quantized = find_parts(built, index, scheme)
     model = load_whole(
         built,
         info.path,
@@ -562,6 +579,7 @@ def _load_any(
         progress=progress,
         share=share,
         mapped=backend.lays_out,
+        quantized=quantized,
     )
     from vsched_workers.backends.reference.image_inputs import ImageInputs
 

@@ -20,6 +20,7 @@ from vsched_workers.backends.choice import choose_backend, torch_threads
 from vsched_workers.backends.reference.any_tower import AnyTower, leave_out_layers
 from vsched_workers.backends.reference.backend import Backend
 from vsched_workers.checkpoint.files import checkpoint_directory, read_json
+from vsched_workers.checkpoint.quantized_parts import check_unquantized
 from vsched_workers.checkpoint.weights import WeightIndex, fill_module
 from vsched_workers.checkpoint.whole_model import build_tower, load_whole
 from vsched_workers.device_copies import fetched
@@ -30,7 +31,7 @@ from vsched_workers.memory.out_of_memory import stage_remedy, typed_out_of_memor
 from vsched_workers.parallel.rank_group import RankGroup
 from vsched_workers.parallel.slicing import Cut, slice_module, sum_rows
 from vsched_workers.quantized.layers import check_groups
-from vsched_workers.rank_worker import RankWorker, served_adapters
+from vsched_workers.rank_worker import RankWorker, checkpoint_scheme, served_adapters
 
 if TYPE_CHECKING:
     from torch import nn
@@ -249,6 +250,9 @@ def _load_any(info: ModelInfo, settings: WorkerSettings, progress: Progress) -> 
     dtype: torch.dtype = getattr(torch, info.dtype)
     backend = choose_backend(settings, dtype)
     model = build_tower(info.path, info.family)
+    scheme = checkpoint_scheme(info)
+    if scheme is not None:
+        check_unquantized(model, WeightIndex.open(checkpoint_directory(info.path)), scheme)
     backend.compile_tower(model, progress)
     with backend.without_holes():
         model = load_whole(

@@ -23,7 +23,7 @@ from tests.workers.driver import (
 )
 from tests.workers.parallel.ranks import Ranks, driver_of
 from tests.workers.properties import usually
-from tests.workers.quantized.test_published import FORMATS, published_llama
+from tests.workers.quantized.test_published import FORMATS, published
 from tests.workers.reference import Reference
 from vsched.errors import CheckpointError
 from vsched.wire import SizeKv
@@ -62,7 +62,7 @@ def make_all(name: str, folder: Path) -> tuple[Path, Path, list[str]]:
     base = twin = folder / "base"
     if name in FORMATS:
         pytest.importorskip("numba")
-        base, twin = published_llama(folder, name)
+        base, twin = published(folder, name)
     else:
         base.mkdir()
         make_checkpoint(name, base)

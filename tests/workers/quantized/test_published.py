@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.parity.architectures import make_checkpoint
+from tests.parity.vision_checkpoints import make_vision_checkpoint
 from tests.workers.backends.cpu.twins import WITHIN, run_both
 from tests.workers.driver import Checkpoints, Question, Stage
 from tests.workers.edited import write
@@ -138,6 +140,19 @@ def _awq(weight: torch.Tensor) -> Published:
     return Published(tensors, stands_for)
 
 
+def _mxfp4(weight: torch.Tensor) -> Published:
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    values = torch.cat((values, -values))
+    groups = weight.unflatten(1, (-1, 32))
+    exponents = (groups.abs().amax(-1) / 6).log2().ceil()
+    codes = (groups[..., None] / exponents.exp2()[..., None, None] - values).abs().argmin(-1)
+    tensors = {
+        "weight_blocks": (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8),
+        "weight_scales": (exponents + 127).to(torch.uint8),
+    }
+    return Published(tensors, (values[codes] * exponents.exp2()[..., None]).flatten(1))
+
+
 def _of_gguf(weight: torch.Tensor) -> Published:
     """Quantize a layer with fewer outputs than inputs to int8, another one to int4 with offsets."""
     made = quantize(weight, "int8" if len(weight) < weight.shape[1] else "int4", group=GROUP)
@@ -190,14 +205,23 @@ FORMATS: Mapping[str, tuple[dict[str, Any], Make]] = {
     "gptq of 8 bits": (_GPTQ | {"bits": 8}, functools.partial(_gptq, bits=8)),
     "gptq_v2": (_GPTQ | {"checkpoint_format": "gptq_v2"}, functools.partial(_gptq, less=0)),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, _awq),
+    "mxfp4": ({"quant_method": "mxfp4"}, _mxfp4),
     "gguf": ({"quant_method": "gguf"}, _of_gguf),
 }
 """The entries of `config.json`, and the writer of a layer."""
 
 
+_QUANTIZED = re.compile(r"_proj$|\.experts\.")
+
+
 def publish(source: Path, quantized: Path, twin: Path, name: str) -> None:
-    """Write a quantized checkpoint, and one in float32 with its dequantized weights."""
+    """Write a quantized checkpoint, and one in float32 with its dequantized weights.
+
+    Experts in one tensor stay stacked, with outputs before inputs.
+    """
     said, make = FORMATS[name]
+    config = json.loads((source / "config.json").read_text())
+    swap = config["model_type"] == "gpt_oss"
     for target in (quantized, twin):
         shutil.copytree(source, target)
     for file in source.glob("*.safetensors"):
@@ -205,7 +229,14 @@ def publish(source: Path, quantized: Path, twin: Path, name: str) -> None:
         plain: Tensors = {}
         for full, tensor in load_file(file).items():
             layer, _, end = full.rpartition(".")
-            if end == "weight" and tensor.dim() == 2 and layer.endswith("_proj"):
+            if tensor.dim() == 3 and layer.endswith(".experts"):
+                experts = [make(one.float()) for one in (tensor.mT if swap else tensor)]
+                for key in experts[0].tensors:
+                    stacked = torch.stack([each.tensors[key] for each in experts])
+                    published[full + key.removeprefix("weight")] = stacked
+                weight = torch.stack([each.weight for each in experts])
+                plain[full] = (weight.mT if swap else weight).contiguous()
+            elif end == "weight" and tensor.dim() == 2 and _QUANTIZED.search(layer):
                 made = make(tensor.float())
                 published |= {f"{layer}.{key}": value for key, value in made.tensors.items()}
                 plain[full] = made.weight.contiguous()
@@ -213,16 +244,17 @@ def publish(source: Path, quantized: Path, twin: Path, name: str) -> None:
                 published[full] = plain[full] = tensor
         save_file(published, quantized / file.name, metadata={"format": "pt"})
         save_file(plain, twin / file.name, metadata={"format": "pt"})
-    config = json.loads((source / "config.json").read_text())
     (quantized / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
 
 
 pytest.importorskip("numba")
 
 
-def published_llama(folder: Path, name: str, **changes: Any) -> tuple[Path, Path]:
+def published(
+    folder: Path, name: str, architecture: str = "llama", **changes: Any
+) -> tuple[Path, Path]:
     """Return the folders of a quantized checkpoint and of its dequantized twin."""
-    make_checkpoint("llama", folder / "source", **changes)
+    make_checkpoint(architecture, folder / "source", **changes)
     quantized, twin = folder / "quantized", folder / "twin"
     publish(folder / "source", quantized, twin, name)
     return quantized, twin
@@ -245,26 +277,34 @@ def test_published_weight_has_the_values_of_its_format(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "dtype", "within"),
+    ("architecture", "name", "dtype"),
     [
-        ("compressed int8", "bfloat16", WITHIN),
-        ("awq", "float32", 1e-4),
+        ("llama", "compressed int8", "bfloat16"),
+        ("llama", "awq", "float32"),
+        ("qwen3_moe", "compressed int4 with zeros", "float32"),
+        ("gpt_oss", "mxfp4", "float32"),
         *thorough(
-            ("compressed int4 with zeros", "float32", 1e-4),
-            ("fp8", "float32", 1e-4),
-            ("gptq in order of activations", "bfloat16", WITHIN),
-            ("gguf", "bfloat16", WITHIN),
+            ("llama", "compressed int4 with zeros", "float32"),
+            ("llama", "fp8", "float32"),
+            ("llama", "gptq in order of activations", "bfloat16"),
+            ("llama", "gguf", "bfloat16"),
+            ("qwen3_5_moe_text", "fp8", "float32"),
+            ("glm4_moe", "gptq in order of activations", "float32"),
+            ("mixtral", "fp8", "float32"),
+            ("gpt_oss", "gguf", "bfloat16"),
+            ("phi3", "gptq", "float32"),
         ),
     ],
 )
 def test_published_models_answer_as_their_dequantized_twins(
-    tmp_path: Path, name: str, dtype: str, within: float
+    tmp_path: Path, architecture: str, name: str, dtype: str
 ) -> None:
-    """In bfloat16 the layers are fused, and activations are rounded."""
-    quantized, twin = published_llama(tmp_path, name, initializer_range=0.1)
+    """In bfloat16 activations are rounded; layers of decoder-only models are fused."""
+    quantized, twin = published(tmp_path, name, architecture, initializer_range=0.1)
     wanted = Stage.load(twin, attention="auto")
     found = Stage.load(quantized, attention="auto", dtype=dtype)
     questions = [Question(range(3, 3 + length), count=8) for length in (5, 40, 70)]
+    within = WITHIN if dtype == "bfloat16" else 1e-4
     assert run_both(found, wanted, questions, arrivals=2).apart < within
     assert found.generator.weights_bytes < wanted.generator.weights_bytes
 
@@ -310,7 +350,7 @@ def test_tensors_foreign_to_the_scheme_are_reported(wrong: dict[str, torch.Tenso
 def test_published_weights_are_refused_if_there_is_no_product(
     tmp_path: Path, given: dict[str, Any]
 ) -> None:
-    quantized, _ = published_llama(tmp_path, "gptq")
+    quantized, _ = published(tmp_path, "gptq")
     options: dict[str, Any] = {"attention": "auto", "dtype": "bfloat16"} | given
     with pytest.raises(ConfigError, match=r"config.json: gptq is not possible on"):
         Stage.load(quantized, **options)
@@ -328,6 +368,10 @@ TOWER = "visual.blocks.0.mlp.gate_proj.weight"
         ("nano25", TOWER, "fp8"),
         ("nano25", "model.embed_tokens.weight", "compressed int8"),
         ("nano3moe", EXPERTS, "fp8"),
+        ("llava", "vision_tower.encoder.layers.0.self_attn.q_proj.weight", "fp8"),
+        ("qwen3_moe", "lm_head.weight", "fp8"),
+        ("qwen3_moe", "model.layers.0.mlp.experts.1.up_proj.weight", "fp8"),
+        ("qwen3_moe", "model.layers.0.mlp.gate.weight", "compressed int8"),
     ],
 )
 def test_quantized_tensors_of_other_parts_are_refused(
@@ -335,7 +379,9 @@ def test_quantized_tensors_of_other_parts_are_refused(
 ) -> None:
     """Their values without scales are other weights."""
     path = tmp_path / "copy"
-    if size == "llama":
+    if size == "llava":
+        make_vision_checkpoint(size, path)
+    elif size in {"llama", "qwen3_moe"}:
         make_checkpoint(size, path)
     else:
         shutil.copytree(checkpoints(size), path)
@@ -353,7 +399,7 @@ def test_quantized_tensors_of_other_parts_are_refused(
 
 
 def test_description_reports_the_memory_of_weights(tmp_path: Path) -> None:
-    quantized, plain = map(describe_checkpoint, map(str, published_llama(tmp_path, "gptq")))
+    quantized, plain = map(describe_checkpoint, map(str, published(tmp_path, "gptq")))
     reported, parameters = plain.weights_bytes["language"], plain.parameters["language"]
     assert {"int8", "int4", "int8/32", "int4/64"} <= set(reported)
     assert parameters < reported["int8"] < 1.1 * parameters

@@ -360,8 +360,6 @@ def _inspect_any(
     else:
         text = text_config(directory, family)
     _check_files(directory, config)
-    if scheme_of(config) is not None and language is None:
-        raise refusal(family, "quantized weights, which the generic path does not read")
     chosen = choose_dtype(config, dtype)
     itemsize = 4 if chosen == "float32" else 2
     states, kept = state_bytes(text, itemsize), kept_values(text)

@@ -31,6 +31,8 @@ SINGLE_FILE = "model.safetensors"
 EMBEDDING = "embed_tokens.weight"
 HEAD = "lm_head.weight"
 COMPARED_ROWS = 4096
+Read = Callable[[str], "torch.Tensor | None"]
+"""Reads a tensor by its name; returns None if there is none."""
 _VISION = re.compile(
     r"(?:^|\.)(?:visual|vision\w*|image_\w+|mm_\w+|multi_modal_projector|connector|aligner)\."
 )
@@ -99,6 +101,27 @@ class WeightIndex:
         if found is None and self.tied and name == EMBEDDING and HEAD in self.files:
             return HEAD
         return found
+
+    @contextmanager
+    def opened(self) -> Iterator[Read]:
+        """Return a function that reads a tensor, None if there is none; each file is opened once."""
+        from safetensors import safe_open
+
+        with ExitStack() as stack:
+            files: dict[str, Any] = {}
+
+            def read(name: str) -> torch.Tensor | None:
+                file_name = self.files.get(name)
+                if file_name is None:
+                    return None
+                with _reading(file_name):
+                    if file_name not in files:
+                        file = safe_open(self.directory / file_name, framework="pt", device="cpu")
+                        files[file_name] = stack.enter_context(file)
+                    tensor: torch.Tensor = files[file_name].get_tensor(name)
+                return tensor
+
+            yield read
 
     def check_unquantized(self, names: Iterable[str]) -> None:
         """Check that tensors, by their full names, are stored without scales: otherwise they hold other numbers.
@@ -283,33 +306,22 @@ def _fill_quantized(
     cuts: Mapping[str, Cut],
 ) -> None:
     """Read the quantized weights of layers, one after the other."""
-    from safetensors import safe_open
-
     from vsched_workers.quantized.layers import QuantizedLinear
     from vsched_workers.quantized.published import read_quantized
 
-    with ExitStack() as stack:
-        opened: dict[str, Any] = {}
+    with index.opened() as read:
         for name, child in module.named_modules():
             if not isinstance(child, QuantizedLinear):
                 continue
 
-            def read(end: str, name: str = name) -> torch.Tensor | None:
+            def of_layer(end: str, name: str = name) -> torch.Tensor | None:
                 full = index.find(f"{name}.{end}", prefixes)
-                if full is None:
-                    return None
-                file_name = index.files[full]
-                with _reading(file_name):
-                    if file_name not in opened:
-                        file = safe_open(index.directory / file_name, framework="pt", device="cpu")
-                        opened[file_name] = stack.enter_context(file)
-                    tensor: torch.Tensor = opened[file_name].get_tensor(full)
-                return tensor
+                return None if full is None else read(full)
 
             shape = child.out_features, child.in_features
             cut = cuts.get(f"{name}.weight")
             whole = shape if cut is None else cut.shape_before(shape)
-            made = read_quantized(scheme, read, (whole[0], whole[1]), dtype)
+            made = read_quantized(scheme, of_layer, (whole[0], whole[1]), dtype)
             child.quantized = made.owned() if cut is None else made.part(cut)
 
 

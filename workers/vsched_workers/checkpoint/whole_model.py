@@ -7,6 +7,7 @@ warnings are errors here: a missing tensor would be random.
 from __future__ import annotations
 
 import errno
+import functools
 import inspect
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ from vsched_workers.families.generic import build_model, refusal, text_config, v
 
 if TYPE_CHECKING:
     import torch
+
+    from vsched_workers.checkpoint.quantized_parts import QuantizedParts
 
 LABEL = "loading the language model"
 
@@ -144,11 +147,12 @@ def load_whole(
     label: str = LABEL,
     share: Callable[[Any], None] | None = None,
     mapped: Callable[[Any], Collection[str]] | None = None,
+    quantized: QuantizedParts | None = None,
 ) -> Any:
     """Return the model with its weights; `built` is the result of `build_whole`, or another function here.
 
     `share` reduces it to a rank's share before anything is copied from mapped files. `mapped` returns the parameters of
-    the model that may stay there, as they are copied soon.
+    the model that may stay there, as they are copied soon. `quantized` are its quantized weights.
 
     Raises:
         CheckpointError: When tensors are missing or of another shape, or a file cannot be read.
@@ -159,8 +163,9 @@ def load_whole(
     progress(label, 0.0)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    kind = type(built) if quantized is None else part_of(type(built), quantized.take_out)
     try:
-        model, report = type(built).from_pretrained(
+        model, report = kind.from_pretrained(
             path,
             config=built.config,
             dtype=dtype,
@@ -196,6 +201,8 @@ def load_whole(
         share(model)
     model.to(device).requires_grad_(requires_grad=False).eval()
     _own_memory(model, () if mapped is None else mapped(model))
+    if quantized is not None:
+        quantized.read_into(model, dtype, device, functools.partial(progress, label))
     progress(label, 1.0)
     return model
 

@@ -131,7 +131,7 @@ def read_config(directory: Path, family: str) -> Any:
             "docs/models.md lists them."
         )
     try:
-        return transformers.CONFIG_MAPPING[family].from_pretrained(
+        config = transformers.CONFIG_MAPPING[family].from_pretrained(
             str(directory), local_files_only=True
         )
     except Exception as error:
@@ -140,6 +140,10 @@ def read_config(directory: Path, family: str) -> Any:
             f"config.json cannot be read as a configuration of {family!r} ({type(error).__name__}). "
             "Remedy: download the checkpoint again."
         ) from error
+    for part in (config, getattr(config, "text_config", config)):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config  # `quantized.schemes` reads it
+    return config
 
 
 def text_config(directory: Path, family: str) -> Any:

@@ -76,14 +76,14 @@ def cut_of(size: int, *, ranks: int, rank: int, dimension: int = 0, parts: int =
 def slice_module(module: nn.Module, sharing: Sharing, *, ranks: int, rank: int) -> dict[str, Cut]:
     """Reduce a module on the meta device to a rank's share; return the cuts by the tensors' names."""
     cuts: dict[str, Cut] = {}
+    if ranks == 1:
+        return cuts
     for name, child in list(module.named_modules()):
         if sharing.experts and fnmatchcase(name, sharing.experts):
             experts = SharedExperts(child, ranks=ranks, rank=rank)
             module.set_submodule(name, experts)
             for tensor in ("gate_up_proj", "down_proj"):
                 cuts[f"{name}.{tensor}"] = cut_of(experts.count, ranks=ranks, rank=rank)
-    if ranks == 1:
-        return {}
     for name, split, parent, attribute, linear in _shared_linears(module, sharing):
         inputs, outputs = linear.in_features, linear.out_features
         by_inputs = split is Split.ROW
@@ -112,11 +112,11 @@ def slice_module(module: nn.Module, sharing: Sharing, *, ranks: int, rank: int) 
 
 def sum_rows(module: nn.Module, sharing: Sharing, group: RankGroup) -> None:
     """Make row-split layers and mixtures of experts sum over the ranks; the weights are loaded."""
+    if group.size == 1:
+        return
     for child in module.modules():
         if isinstance(child, SharedExperts):
             child.join(group)
-    if group.size == 1:
-        return
     for _, split, parent, attribute, linear in _shared_linears(module, sharing):
         if split is Split.ROW:
             setattr(parent, attribute, SummedLinear(linear, group))

@@ -62,16 +62,19 @@ def merged_quantized(linears: Sequence[nn.Linear]) -> QuantizedLinear | None:
     """Merge layers without biases; return None if their formats have none in common, or one is not quantized."""
     weights = [each.quantized for each in linears if isinstance(each, QuantizedLinear)]
     found = [each for each in weights if each is not None]
-    if len(found) < len(linears):
+    merged = merge(found) if len(found) == len(linears) else None
+    if merged is None:
         return None
-    if len({each.form for each in found}) > 1 and {each.kind for each in found} <= {*FORMATS}:
-        group = math.gcd(*(each.group for each in found))
-        found = [each.as_int8(group) for each in found]
-    if len({each.form for each in found}) > 1:
-        return None
-    outputs = sum(each.out_features for each in linears)
-    shape = nn.Linear(linears[0].in_features, outputs, bias=False, device="meta")
-    return QuantizedLinear(shape, merged_weights(found))
+    shape = nn.Linear(merged.inputs, len(merged), bias=False, device="meta")
+    return QuantizedLinear(shape, merged)
+
+
+def merge(weights: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
+    """Stack the outputs of weights, without rounding; return None if their formats have none in common."""
+    if len({each.form for each in weights}) > 1 and {each.kind for each in weights} <= {*FORMATS}:
+        group = math.gcd(*(each.group for each in weights))
+        weights = [each.as_int8(group) for each in weights]
+    return merged_weights(weights) if len({each.form for each in weights}) == 1 else None
 
 
 def plain_weight(linear: nn.Linear) -> torch.Tensor:

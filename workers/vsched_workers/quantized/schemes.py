@@ -19,8 +19,8 @@ _VALUE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "I8": 1, "U8": 1, "F8_E4
 """Bytes of a value by its type in a file; 2 for others."""
 
 SUPPORTED = (
-    "compressed-tensors (pack-quantized and int-quantized of 4 or 8 bits, float-quantized), fp8, gptq and awq of "
-    "4 bits, gptq of 8"
+    "compressed-tensors (pack-quantized and int-quantized of 4 or 8 bits, float-quantized), fp8, mxfp4, gptq and awq "
+    "of 4 bits, gptq of 8"
 )
 _GROUP_MULTIPLE = 16
 _TENSORS = {
@@ -28,6 +28,7 @@ _TENSORS = {
     "fp8": ("weight_scale_inv",),
     "gptq": ("qweight",),
     "awq": ("qweight",),
+    "mxfp4": ("weight_blocks",),
     "gguf": ("weight_values",),
 }
 """The tensors by which a quantized layer is recognized."""
@@ -49,7 +50,7 @@ class Scheme:
     """The quantization of a checkpoint's linear layers.
 
     Attributes:
-        method: `compressed-tensors`, `fp8`, `gptq` or `awq`; `gguf` for the layers of a converted GGUF file.
+        method: `compressed-tensors`, `fp8`, `mxfp4`, `gptq` or `awq`; `gguf` for the layers of a converted GGUF file.
         kind: `int8`, `int4` or `fp8`; for `gguf` that of most layers.
         group: Group size; 0 for one scale per row or weight.
         symmetric: Whether there are no zero points.
@@ -86,8 +87,29 @@ class Scheme:
     def loaded_bytes(self, shape: Sequence[int], dtype: str, *, vision: bool) -> int:
         """Bytes of a tensor of the file in memory; of `gguf`, other matrices of the language model become int8."""
         size = _VALUE_BYTES.get(dtype, 2)
+        if self.method == "mxfp4" and dtype == "U8":
+            return 2 * prod(shape)  # two values, or a scale, which becomes float16
         becomes_int8 = self.method == "gguf" and len(shape) == 2 and not vision
         return prod(shape) * (1 if becomes_int8 and dtype in {"BF16", "F16"} else size)
+
+    def weight_name(self, tensor: str) -> str | None:
+        """Name of the weight that a tensor is the first part of, as if it were not quantized; None for other tensors.
+
+        Tensors of a layer's weight end in `.weight_scale` or `.qweight`, of stacked experts in `gate_up_proj_scale`.
+        """
+        for end in self.known_by:
+            if tensor.endswith(f".{end}"):
+                return f"{tensor.removesuffix(end)}weight"
+            if tensor.endswith(stacked := end.removeprefix("weight")) and stacked != end:
+                return tensor.removesuffix(stacked)
+        return None
+
+    @staticmethod
+    def tensor_name(weight: str, end: str) -> str:
+        """Name of a tensor of a weight with this name: the reverse of `weight_name`."""
+        if weight.endswith(".weight"):
+            return weight.removesuffix("weight") + end
+        return weight + end.removeprefix("weight")
 
     @property
     def known_by(self) -> Sequence[str]:
@@ -122,6 +144,8 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme | None:
         return Scheme("fp8", "fp8", _group(block[1]), block=(int(block[0]), int(block[1])))
     if method in {"gptq", "awq"}:
         return _gptq_or_awq(method, given)
+    if method == "mxfp4":
+        return Scheme("mxfp4", "int8", 32)
     if method == "gguf":
         return Scheme("gguf", "int4", 0)
     raise _refused(f"quant_method {method!r}")

@@ -44,7 +44,6 @@ from vsched_workers.backends.cpu.vision_layers import fuse_blocks, fuse_mlps
 from vsched_workers.backends.reference.attention import prefill_by_gather
 from vsched_workers.backends.reference.backend import Backend
 from vsched_workers.backends.reference.layers import fuse
-from vsched_workers.backends.reference.packed_experts import expert_names
 from vsched_workers.backends.reference.packed_weights import packed_names
 from vsched_workers.batching.kv_cache import KvCache
 from vsched_workers.batching.paged_attention import AttentionKernels, PrefillKernel
@@ -56,6 +55,7 @@ from vsched_workers.batching.sampling import (
     biases,
 )
 from vsched_workers.memory import sparse_runs
+from vsched_workers.quantized.experts import expert_names, is_quantized
 from vsched_workers.quantized.layers import QuantizedLinear, Quantizer
 
 if TYPE_CHECKING:
@@ -179,6 +179,12 @@ class CpuBackend(Backend):
         if self.make_product is None:
             self.make_product = self.make_head = self.make_plain = self._make_plain
 
+    def _pack_quantized(self, model: nn.Module) -> None:
+        """Pack weights from now on if some of a model are quantized."""
+        modules = model.modules()
+        if any(isinstance(each, QuantizedLinear) or is_quantized(each) for each in modules):
+            self._pack_weights()
+
     def computing(
         self, stage: str, rows: int, kind: Hashable = None
     ) -> AbstractContextManager[None]:
@@ -187,8 +193,7 @@ class CpuBackend(Backend):
     def prepare_language(
         self, model: nn.Module, head: torch.Tensor, decoder: Decoder
     ) -> RunnableLanguage:
-        if any(isinstance(each, QuantizedLinear) for each in model.modules()):
-            self._pack_weights()
+        self._pack_quantized(model)
         is_fused = self._fuses and fuse(model, decoder)
         if self._quantizer is not None:
             self._quantizer.embed(cast("nn.Embedding", model.embed_tokens), head)
@@ -214,6 +219,7 @@ class CpuBackend(Backend):
         return dataclasses.replace(packed, layers=layers)
 
     def prepare_whole(self, model: Any) -> int:
+        self._pack_quantized(model)
         size, head = 0, model.get_output_embeddings()
         if self._quantizer is not None and type(head) is nn.Linear:
             self._quantizer.embed(model.get_input_embeddings(), head.weight)

@@ -28,7 +28,6 @@ from vsched_workers.backends.base import CapturedSteps, RunModel, RunnableLangua
 from vsched_workers.backends.reference.attention import decode_by_gather, prefill_by_gather
 from vsched_workers.backends.reference.host_memory import HostMemory, mapped_pieces, zeroed_pages
 from vsched_workers.backends.reference.layers import ModuleLayers, stored_bytes
-from vsched_workers.backends.reference.packed_experts import pack_experts
 from vsched_workers.backends.reference.packed_weights import (
     MakeProduct,
     PackedLinear,
@@ -44,6 +43,7 @@ from vsched_workers.batching.paged_attention import AttentionKernels
 from vsched_workers.batching.recurrent_state import RecurrentStates
 from vsched_workers.batching.sampling import SpecialRow, draw_in_torch, greedy_tokens
 from vsched_workers.parallel.rank_group import Collectives
+from vsched_workers.quantized.experts import pack_experts
 from vsched_workers.quantized.layers import tie_embedding
 
 if TYPE_CHECKING:
@@ -174,8 +174,10 @@ class Backend:
         if self.make_product is None:
             return 0
         size = pack_linears(module, self.make_product)
-        experts = pack_experts(module, self.make_product)
-        warm_up(module, self.dtype, *others, *(one for each in experts for one in each.products))
+        experts = [
+            one for each in pack_experts(module, self.make_product) for one in each.products
+        ]
+        warm_up(module, self.dtype, *others, *experts)
         return size + sum(each.size_bytes for each in experts)
 
     def lays_out(self, module: nn.Module) -> Collection[str]:

@@ -10,10 +10,18 @@ import torch
 from torch import nn
 from transformers.integrations.moe import use_experts_implementation
 
-from vsched_workers.backends.reference.packed_experts import expert_names, pack_experts
+from vsched_workers.quantized.experts import (
+    expert_names,
+    pack_experts,
+    parameters_of,
+    take_out,
+    use_dequantized,
+    use_quantized,
+)
+from vsched_workers.quantized.weights import quantize
 
 pytest.importorskip("numba")
-from vsched_workers.backends.cpu.products import make_product
+from vsched_workers.backends.cpu.products import QuantizedProduct, make_product
 
 EXPERTS, CHOICES, HIDDEN, INNER = 5, 2, 48, 32
 TRAITS = [
@@ -55,6 +63,27 @@ def experts_with(dtype: torch.dtype, **traits: bool) -> Any:
 
 
 @pytest.mark.parametrize("traits", TRAITS)
+def test_quantized_experts_compute_with_dequantized_weights(traits: dict[str, bool]) -> None:
+    """Until they are packed, after that, and if they replace the parameters, as on a GPU."""
+    experts, given = experts_with(torch.float32, **traits), drawn(6, HIDDEN, seed=3)
+    chosen = torch.tensor([[0, 3], [3, 4], [4, 0]] * 2)
+    routed = given, chosen, drawn(6, CHOICES, seed=4)
+    quantized = {}
+    for name in parameters_of(experts):
+        weights = take_out(experts, name)
+        outputs_first = weights.mT if experts.is_transposed else weights
+        quantized[name] = [quantize(each, "int8", group=16) for each in outputs_first]
+    use_quantized(experts, quantized)
+    found = experts(*routed)
+    pack_experts(experts, lambda weight, bias: QuantizedProduct(weight, bias, threads=1))
+    torch.testing.assert_close(experts(*routed), found)
+    del experts.forward
+    use_dequantized(experts, quantized, "cpu")
+    torch.testing.assert_close(experts(*routed), found)
+    assert {*parameters_of(experts)} <= {name for name, _ in experts.named_parameters()}
+
+
+@pytest.mark.parametrize("traits", TRAITS)
 @pytest.mark.parametrize(("dtype", "apart"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
 def test_packed_experts_compute_what_transformers_does(
     traits: dict[str, bool], dtype: torch.dtype, apart: float
@@ -76,5 +105,5 @@ def test_packed_experts_compute_what_transformers_does(
         some = slice(row, row + 1)
         assert torch.equal(experts(rows[some], chosen[some], weights[some]), found[some])
     assert experts(rows[:0], chosen[:0], weights[:0]).shape == (0, HIDDEN)
-    assert packed.size_bytes > 0
+    assert sum(each.size_bytes for each in packed.products) > 0
     assert not {*names} & {name for name, _ in model.named_parameters()}
