@@ -591,7 +591,9 @@ def _load_any(
     backend.load_attention()
     group = RankGroup(settings, "generate", backend.collectives)
     ranks.join(group)
-    usual = text_family(text.model_type, text) if found.only_places_rows else None
+    usual = None
+    if share is None and (inputs is None or found.only_places_rows):
+        usual = text_family(text.model_type, text, mixtures=backend.fuses_mixtures)
     if usual is not None and not (info.item_atomic or info.prompt_atomic):
         decoder, head = model.get_decoder(), model.get_output_embeddings().weight
         name = next(name for name, each in model.named_modules() if each is decoder)

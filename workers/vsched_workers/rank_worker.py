@@ -129,7 +129,7 @@ def compile_language(
     family: Any = language_family(info.family, info.path, settings)
     if family is None:
         config = read_config(checkpoint_directory(info.path), info.family).get_text_config()
-        family = text_family(config.model_type, config)
+        family = text_family(config.model_type, config, mixtures=backend.fuses_mixtures)
     else:
         config = family.model_config(info.path).get_text_config()
     scheme = checkpoint_scheme(info)

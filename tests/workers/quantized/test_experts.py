@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +23,7 @@ from vsched_workers.quantized.experts import (
 from vsched_workers.quantized.weights import quantize
 
 pytest.importorskip("numba")
+from vsched_workers.backends.cpu.experts import experts_together
 from vsched_workers.backends.cpu.products import QuantizedProduct, make_product
 
 EXPERTS, CHOICES, HIDDEN, INNER = 5, 2, 48, 32
@@ -84,11 +87,17 @@ def test_quantized_experts_compute_with_dequantized_weights(traits: dict[str, bo
 
 
 @pytest.mark.parametrize("traits", TRAITS)
-@pytest.mark.parametrize(("dtype", "apart"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
+@pytest.mark.parametrize(
+    ("dtype", "within", "threads"),
+    [(torch.float32, 1e-5, 2), (torch.bfloat16, 0.02, 2), (torch.bfloat16, 0.02, 4)],
+)
 def test_packed_experts_compute_what_transformers_does(
-    traits: dict[str, bool], dtype: torch.dtype, apart: float
+    traits: dict[str, bool], dtype: torch.dtype, within: float, threads: int
 ) -> None:
-    """An expert without rows included, and a call without rows; a row alone has the same bits as among others."""
+    """In one call or one after the other, with the same bits, which do not depend on the other rows.
+
+    Included are an expert without rows, and a call without rows.
+    """
     model = nn.ModuleDict({"mlp": nn.ModuleDict({"experts": experts_with(dtype, **traits)})})
     experts: Any = model["mlp"]["experts"]  # type: ignore[index]
     rows = drawn(9, HIDDEN, seed=11).to(dtype)
@@ -97,10 +106,14 @@ def test_packed_experts_compute_what_transformers_does(
     expected = experts(rows, chosen, weights)
     names = expert_names(model)
     assert names == [name for name, one in model.named_parameters() if one.dim() == 3]
-    (packed,) = pack_experts(model, lambda weight, bias: make_product(weight, bias, threads=2))
+    apart = copy.deepcopy(model)
+    make = functools.partial(make_product, threads=threads)
+    pack_experts(apart, make)
+    (packed,) = pack_experts(model, make, functools.partial(experts_together, threads))
     found = experts(rows, chosen, weights)
+    assert torch.equal(apart["mlp"]["experts"](rows, chosen, weights), found)  # type: ignore[index]
     assert found.dtype == dtype
-    assert (found - expected).abs().max() <= apart * expected.abs().max()
+    assert (found - expected).abs().max() <= within * expected.abs().max()
     for row in range(len(rows)):
         some = slice(row, row + 1)
         assert torch.equal(experts(rows[some], chosen[some], weights[some]), found[some])

@@ -152,7 +152,8 @@ def find_parts(
     state, modules = model.state_dict(), dict(model.named_modules())
     converters, rename = _conversions(model, state)
     found: dict[str, _Sources] = defaultdict(lambda: defaultdict(list))
-    for key in sorted({*map(scheme.weight_name, index.files)} - {None}, key=_in_order):
+    keys = {key for key in map(scheme.weight_name, index.files) if key is not None}
+    for key in sorted(keys, key=_in_order):
         prefix = next((each for each in prefixes if key.startswith(each)), "")
         target, pattern = rename(key.removeprefix(prefix))
         if target in state:

@@ -130,7 +130,8 @@ class Decoder:
 
     Attributes:
         axes: Whether positions are mrope: three axes for images in addition to the text position.
-        experts: Whether layers have mixtures of experts.
+        experts: Whether some layers have a mixture of experts, which is transformers' module, in place of a
+            feed-forward.
         attention: The attention module, which contains the modules below.
         qkv: Its query, key and value projections; a single name if they are merged.
         output: Its output projection.
@@ -166,8 +167,6 @@ class Decoder:
 
     def unfit(self, config: Any) -> str:
         """Return an unsupported feature in a configuration, in the plural; empty if this structure applies."""
-        if self.experts:
-            return "mixtures of experts"
         if getattr(config, "is_heterogeneous", False):
             return "layers of different sizes"
         if self.windows is not Windows.NAMED and SLIDING in _kinds(config):
@@ -343,6 +342,14 @@ DECODERS: Mapping[str, Decoder] = {
     ),
 }
 
+MIXTURES: Mapping[str, Decoder] = {
+    "dots1": Decoder(experts=True, windows=Windows.NAMED, query_norm="q_norm", key_norm="k_norm"),
+    "mixtral": Decoder(experts=True, windows=Windows.ALL),
+    "qwen2_moe": Decoder(experts=True, windows=Windows.NAMED),
+    "qwen3_moe": Decoder(experts=True, windows=Windows.ALL, query_norm="q_norm", key_norm="k_norm"),
+}
+"""Models of the generic path whose layers follow the pattern but for their experts. Transformers loads them."""
+
 
 class TextFamily:
     """A text model with a `Decoder` description; attributes and methods as in `Family`."""
@@ -388,7 +395,7 @@ def text_positions(
     return np.broadcast_to(np.arange(len(token_ids), dtype=np.int64), (3, len(token_ids))), 0
 
 
-def text_family(name: str, config: Any) -> TextFamily | None:
-    """Return the family for a configuration object; None for the generic path."""
-    decoder = DECODERS.get(name)
+def text_family(name: str, config: Any, *, mixtures: bool = False) -> TextFamily | None:
+    """Return the family for a configuration object, also one of `MIXTURES` if asked; None for the generic path."""
+    decoder = DECODERS.get(name) or (MIXTURES.get(name) if mixtures else None)
     return None if decoder is None or decoder.unfit(config) else TextFamily(name, decoder)

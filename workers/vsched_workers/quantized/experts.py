@@ -20,6 +20,9 @@ from vsched_workers.quantized.weights import QuantizedWeight
 Multiply = Callable[[torch.Tensor], torch.Tensor]
 """Multiplies activations [..., in] by a weight."""
 
+MultiplyEach = Callable[[torch.Tensor, Sequence[int]], torch.Tensor]
+"""Multiplies rows [rows, in], sorted by expert, by the weights of experts; the numbers are the rows of each expert."""
+
 
 class ExpertProducts:
     """The forward pass of an experts module: transformers' `grouped_mm` over a product for each weight.
@@ -30,13 +33,24 @@ class ExpertProducts:
         products: All products.
     """
 
-    def __init__(self, experts: Any, make: Callable[..., Multiply]) -> None:
-        """Make the products of a module of transformers from weights and biases; its parameters are removed."""
+    def __init__(
+        self,
+        experts: Any,
+        make: Callable[..., Multiply],
+        together: Callable[[Sequence[Multiply]], MultiplyEach | None] = lambda _: None,
+    ) -> None:
+        """Make the products of a module of transformers from weights and biases; its parameters are removed.
+
+        `together` returns a faster way to multiply by some products, if there is one.
+        """
         self._experts = experts
-        self._inner, self._outer = (
+        inner, outer = (
             [make(*each) for each in _weights(experts, name)] for name in parameters_of(experts)
         )
-        self.products: Sequence[Any] = [*self._inner, *self._outer]
+        self._inner, self._outer = (
+            together(each) or functools.partial(multiply_apart, each) for each in (inner, outer)
+        )
+        self.products: Sequence[Any] = [*inner, *outer]
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -47,10 +61,10 @@ class ExpertProducts:
             return torch.empty_like(hidden_states)
         chosen = top_k_index.reshape(-1)
         order = torch.argsort(chosen, stable=True)
-        counts = torch.bincount(chosen, minlength=len(self._inner)).tolist()
-        values = _multiply(self._inner, hidden_states[order // choices], counts)
+        counts = torch.bincount(chosen, minlength=experts.num_experts).tolist()
+        values = self._inner(hidden_states[order // choices], counts)
         values = experts._apply_gate(values) if experts.has_gate else experts.act_fn(values)  # noqa: SLF001
-        values = _multiply(self._outer, values, counts)
+        values = self._outer(values, counts)
         if experts.has_post_expert_norm:
             values = experts.post_expert_norm(values)
         found = torch.empty_like(values)
@@ -103,11 +117,15 @@ def is_quantized(module: nn.Module) -> bool:
     return "quantized" in vars(module)
 
 
-def pack_experts(module: nn.Module, make: MakeProduct) -> list[ExpertProducts]:
+def pack_experts(
+    module: nn.Module,
+    make: MakeProduct,
+    together: Callable[[Sequence[Multiply]], MultiplyEach | None] = lambda _: None,
+) -> list[ExpertProducts]:
     """Replace the forward passes of the mixtures of experts below a module, and return the new ones."""
     packed = []
     for _, experts in _unpacked(module):
-        experts.forward = ExpertProducts(experts, make)
+        experts.forward = ExpertProducts(experts, make, together)
         vars(experts).pop("quantized", None)
         packed.append(experts.forward)
     return packed
@@ -147,9 +165,13 @@ def _multiply_dequantized(
     return functional.linear(rows, weight.dequantized().to(rows), bias)
 
 
-def _multiply(
+def multiply_apart(
     products: Sequence[Multiply], rows: torch.Tensor, counts: Sequence[int]
 ) -> torch.Tensor:
-    """Multiply rows, sorted by expert, by the experts' products; `counts` are the rows of each expert."""
-    parts = zip(products, rows.split(counts), strict=True)
-    return torch.cat([product(part) for product, part in parts if len(part)])
+    """Multiply rows by the products of experts, one after the other; see `MultiplyEach`."""
+    found, first = [], 0
+    for product, count in zip(products, counts, strict=True):
+        if count:
+            found.append(product(rows[first : first + count]))
+            first += count
+    return torch.cat(found)

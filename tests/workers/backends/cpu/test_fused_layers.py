@@ -41,7 +41,7 @@ from vsched_workers.backends.cpu.vision_layers import FusedBlock
 from vsched_workers.backends.reference.image_inputs import ImageInputs
 from vsched_workers.backends.reference.layers import ModuleLayers
 from vsched_workers.backends.reference.whole_model import WholeModel
-from vsched_workers.families.decoders import DECODERS
+from vsched_workers.families.decoders import DECODERS, MIXTURES
 
 
 def test_argmax_takes_the_first_of_the_largest() -> None:
@@ -82,7 +82,7 @@ def test_fused_layers_equal_the_modules_without_the_bfloat16_instructions(
 def _exact_and_fused(checkpoint: Path) -> tuple[Stage, Stage]:
     load = functools.partial(Stage.load, checkpoint, dtype="bfloat16")
     exact, fused = load(attention="exact"), load(attention="auto")
-    assert isinstance(exact.generator._layers, ModuleLayers)  # type: ignore[attr-defined]
+    assert isinstance(exact.generator._layers, ModuleLayers | WholeModel)  # type: ignore[attr-defined]
     assert isinstance(fused.generator._layers, FusedLanguage)  # type: ignore[attr-defined]
     return exact, fused
 
@@ -169,6 +169,8 @@ _LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_posit
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
 _YARN |= {"original_max_position_embeddings": 128}
 _NO_WINDOW: Mapping[str, Any] = {"sliding_window": None, "use_sliding_window": False}
+_ALL = {"num_experts_per_tok": 4}
+"""All experts: rounding may change a choice among them."""
 
 MADE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("llama", {"tie_word_embeddings": True}),
@@ -202,16 +204,21 @@ MADE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "norms after": ("olmo2", {}),
     "norms after, and windows": ("olmo3", {}),
     "qwen3 with yarn": ("qwen3", {**_NO_WINDOW, "rope_parameters": _YARN}),
+    "experts": ("qwen3_moe", {"mlp_only_layers": [1], **_ALL}),
+    "experts and windows": ("mixtral", {"sliding_window": 9, **_ALL}),
+    "an expert for all rows": ("qwen2_moe", {"use_sliding_window": False, **_ALL}),
+    "experts in groups": ("dots1", _ALL),
 }
 """Each with the configuration options that the parity table lacks."""
 
 
 def test_every_architecture_is_tried() -> None:
-    assert {name for name, _ in MADE.values()} == {*DECODERS}
+    assert {name for name, _ in MADE.values()} == {*DECODERS, *MIXTURES}
 
 
 FURTHER = {"cwm", "vaultgemma", "ministral", "seed_oss", "mistral", "qwen2", "norms after"}
 FURTHER |= {"linear frequencies", "windows in all layers", "llama3 frequencies"}
+FURTHER |= {"experts and windows", "an expert for all rows", "experts in groups"}
 FURTHER |= {"rotation in windows alone", "norms after, and windows", "llama with biases"}
 """With the features of others."""
 

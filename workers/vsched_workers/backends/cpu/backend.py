@@ -19,7 +19,13 @@ from vsched_workers.adapters.places import MakeSums, TorchSums
 from vsched_workers.backends.base import RunnableLanguage
 from vsched_workers.backends.cpu import attention, recurrences
 from vsched_workers.backends.cpu.attention import NumbaDecode
-from vsched_workers.backends.cpu.compiling import compile_ahead, language_needs, tower_needs
+from vsched_workers.backends.cpu.compiling import (
+    compile_ahead,
+    fuses_mixtures,
+    language_needs,
+    tower_needs,
+)
+from vsched_workers.backends.cpu.experts import experts_together
 from vsched_workers.backends.cpu.kernels import compilation, sampling
 from vsched_workers.backends.cpu.kernels.low_rank import add_low_rank
 from vsched_workers.backends.cpu.kernels.sampling import (
@@ -55,7 +61,7 @@ from vsched_workers.batching.sampling import (
     biases,
 )
 from vsched_workers.memory import sparse_runs
-from vsched_workers.quantized.experts import expert_names, is_quantized
+from vsched_workers.quantized.experts import MultiplyEach, expert_names, is_quantized
 from vsched_workers.quantized.layers import QuantizedLinear, Quantizer
 
 if TYPE_CHECKING:
@@ -146,6 +152,7 @@ class CpuBackend(Backend):
         self._fuses = dtype == torch.bfloat16
         self._threads = settings.threads
         self._deterministic = settings.deterministic
+        self.fuses_mixtures = fuses_mixtures(settings, dtype)
         self._make_plain = functools.partial(
             make_product,
             threads=settings.threads,
@@ -194,7 +201,8 @@ class CpuBackend(Backend):
         self, model: nn.Module, head: torch.Tensor, decoder: Decoder
     ) -> RunnableLanguage:
         self._pack_quantized(model)
-        is_fused = self._fuses and fuse(model, decoder)
+        fuses = self.fuses_mixtures if decoder.experts else self._fuses
+        is_fused = fuses and fuse(model, decoder)
         if self._quantizer is not None:
             self._quantizer.embed(cast("nn.Embedding", model.embed_tokens), head)
         packed = super().prepare_language(model, head, decoder)
@@ -255,6 +263,9 @@ class CpuBackend(Backend):
         weights = dict(module.named_parameters(remove_duplicate=False))
         packed = {weights[name] for name in names & weights.keys()}
         return [name for name, weight in weights.items() if weight in packed]
+
+    def experts_together(self, products: Sequence[Any]) -> MultiplyEach | None:
+        return experts_together(self._threads, products)
 
     def prepare_adapters(self) -> MakeSums:
         if self.dtype != torch.bfloat16:

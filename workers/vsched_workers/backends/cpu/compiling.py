@@ -40,7 +40,7 @@ from vsched_workers.backends.cpu.attention import (
 )
 from vsched_workers.backends.cpu.compiled_step import step as compiled_step
 from vsched_workers.backends.cpu.kernel_store import kernel_folder, processor
-from vsched_workers.backends.cpu.kernels import prefill_attention, sampling
+from vsched_workers.backends.cpu.kernels import experts, prefill_attention, sampling
 from vsched_workers.backends.cpu.kernels.bf16 import BF16
 from vsched_workers.backends.cpu.kernels.decode_attention import decode
 from vsched_workers.backends.cpu.kernels.low_rank import add_low_rank
@@ -65,6 +65,8 @@ from vsched_workers.quantized.layers import HEAD_FORMAT
 from vsched_workers.quantized.weights import QuantizedWeight
 
 _ACTIVATIONS = {each.py_func.__name__: each for each in GATED.values()}
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Entries of configurations with the number of experts."""
 _INPUTS = 64
 """Inputs of the weight used for compilation."""
 
@@ -94,12 +96,15 @@ def language_needs(
         layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
         if any(fits(head_dim(each)) for each in layers) and not settings.deterministic:
             yield _many_rows_need()
+    if dtype == torch.bfloat16 and any(getattr(config, name, None) for name in _EXPERTS):
+        yield ("experts",)
     if STATEFUL & {*layer_kinds(config)}:
         for name in sorted(recurrences.KERNELS):
             yield ("recurrence", name, _word(dtype))
     if settings.adapters and dtype == torch.bfloat16:
         yield ("low rank",)
-    if dtype != torch.bfloat16 or decoder is None or decoder.unfit(config):
+    unfused = decoder is None or (decoder.experts and not fuses_mixtures(settings, dtype))
+    if dtype != torch.bfloat16 or decoder is None or unfused or decoder.unfit(config):
         yield ("decode attention of modules", _word(dtype), kept)
         return
     yield ("norm",)
@@ -108,8 +113,13 @@ def language_needs(
         yield ("norms of all kinds",)
     yield ("activation", _name(GATED[decoder.activation(config)]))
     yield ("decode attention", kept)
-    if settings.ranks == 1:
+    if settings.ranks == 1 and not decoder.experts:
         yield ("decode step", kept)
+
+
+def fuses_mixtures(settings: WorkerSettings, dtype: torch.dtype) -> bool:
+    """Return whether layers with mixtures of experts are fused, but for the experts."""
+    return dtype == torch.bfloat16 and not settings.adapters and not settings.deterministic
 
 
 def tower_needs(settings: WorkerSettings, dtype: torch.dtype, tower: Any) -> Iterator[Need]:
@@ -212,6 +222,7 @@ KERNELS: Mapping[str, Callable[..., object]] = {
     "product": _load_product,
     "product of panels": _load_panels,
     "recurrence": lambda name, dtype: recurrences.warm_up(name, getattr(torch, dtype)),
+    "experts": experts.warm_up,
     "rope": lambda kept: rope_prefill.address_of(_cached(kept), _cached(kept)),
     "norms of all kinds": lambda: (add_normed.address_of(), norm_parts.address_of()),
     "decode step": lambda kept: compiled_step.compile_for(_cached(kept)),

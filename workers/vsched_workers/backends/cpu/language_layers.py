@@ -67,6 +67,8 @@ class _Layer:
 
     Attributes:
         input_layernorm: Norm before attention.
+        gate: Product of the gate; None, as are `up` and `down`, in a layer with a mixture of experts.
+        mixture: Transformers' module of a mixture of experts.
         attention_output_norm: Norm of the attention output before the residual add, if any: Gemma's
             `post_attention_layernorm`.
         post_attention_layernorm: Norm before the MLP, named as in Llama; Gemma's `pre_feedforward_layernorm`.
@@ -76,9 +78,10 @@ class _Layer:
 
     qkv: Product
     o_proj: Product
-    gate: Product
-    up: Product
-    down: Product
+    gate: Product | None
+    up: Product | None
+    down: Product | None
+    mixture: Product | None
     input_layernorm: Norm
     attention_output_norm: Norm
     post_attention_layernorm: Norm
@@ -86,7 +89,7 @@ class _Layer:
     head_norms: tuple[Norm, Norm]
     heads: npt.NDArray[Any]
     attention: MergedAttention
-    feed_forward: CutFeedForward
+    feed_forward: CutFeedForward | None
     kind: int
 
 
@@ -406,9 +409,14 @@ class FusedLanguage:
             self._add_norm_block(
                 block, delta, layer.attention_output_norm, layer.post_attention_layernorm
             )
-            gate, up = layer.gate(block.normed), layer.up(block.normed)
-            self._gated(self._pool, gate.data_ptr(), up.data_ptr(), *gate.shape)
-            self._add_norm_block(block, layer.down(gate), layer.mlp_output_norm, following)
+            if layer.gate is None or layer.up is None or layer.down is None:
+                assert layer.mixture is not None, "a layer has either"
+                out = layer.mixture(block.normed[None])[0].contiguous()
+            else:
+                gate, up = layer.gate(block.normed), layer.up(block.normed)
+                self._gated(self._pool, gate.data_ptr(), up.data_ptr(), *gate.shape)
+                out = layer.down(gate)
+            self._add_norm_block(block, out, layer.mlp_output_norm, following)
 
     def _select_rows(self, rows: StepRows, block: RowBlock) -> None:
         """Select the rows of the next products, if any row has an adapter."""
@@ -474,7 +482,9 @@ def _layer_of(
 ) -> _Layer:
     attention: MergedAttention = getattr(layer, decoder.attention)
     feed_forward: Any = getattr(layer, decoder.feed_forward)
-    norms, width = decoder.norms, feed_forward.gate_proj.in_features
+    qkv: Any = attention.qkv_proj
+    norms, width = decoder.norms, qkv.in_features
+    plain = feed_forward if isinstance(feed_forward, CutFeedForward) else None
 
     def norm_named(name: str) -> Norm:
         return Norm.of(getattr(layer, name) if name else None, norms.weights, width=width)
@@ -484,9 +494,10 @@ def _layer_of(
     return _Layer(
         qkv=product_of(attention.qkv_proj),
         o_proj=product_of(attention.o_proj),
-        gate=product_of(feed_forward.gate_proj),
-        up=product_of(feed_forward.up_proj),
-        down=product_of(feed_forward.down_proj),
+        gate=None if plain is None else product_of(plain.gate_proj),
+        up=None if plain is None else product_of(plain.up_proj),
+        down=None if plain is None else product_of(plain.down_proj),
+        mixture=feed_forward if plain is None else None,
         input_layernorm=norm_named(norms.before_attention),
         attention_output_norm=norm_named(norms.after_attention),
         post_attention_layernorm=norm_named(norms.before_feed_forward),
@@ -503,7 +514,7 @@ def _layer_of(
             window=kind.window,
         ),
         attention=attention,
-        feed_forward=feed_forward,
+        feed_forward=plain,
         kind=number,
     )
 

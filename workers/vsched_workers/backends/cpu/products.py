@@ -80,6 +80,14 @@ class KernelProduct(PackedProduct):
         for name, value in weight.items():
             self.weight[name] = value
 
+    def addresses(self) -> tuple[int, int, int]:
+        """Addresses of the kernels for few and for many rows of bfloat16, and the minimum of many."""
+        few, many = (
+            each.address_of((BF16_ROWS, *self.tags))
+            for each in (self.kernel, self.many_rows_kernel)
+        )
+        return few, many, self.many_rows_min
+
     def multiply_rows(self, dtype: torch.dtype, rows_at: int, count: int, result_at: int) -> None:
         singles = dtype == torch.float32
         kernel = self.kernel

@@ -46,6 +46,8 @@ def fits(decoder: Decoder, config: Any) -> bool:
     """Return whether the layers of a model can be fused here."""
     if decoder.unfit(config) or not decoder.adds_plainly or decoder.norms_all_heads:
         return False
+    if decoder.experts:
+        return False
     return decoder.score_bound(config) is None and all(
         kind.window is None and kind.rotates and not kind.frequencies
         for kind in decoder.kinds(config)

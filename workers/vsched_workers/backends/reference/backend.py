@@ -43,7 +43,7 @@ from vsched_workers.batching.paged_attention import AttentionKernels
 from vsched_workers.batching.recurrent_state import RecurrentStates
 from vsched_workers.batching.sampling import SpecialRow, draw_in_torch, greedy_tokens
 from vsched_workers.parallel.rank_group import Collectives
-from vsched_workers.quantized.experts import pack_experts
+from vsched_workers.quantized.experts import MultiplyEach, pack_experts
 from vsched_workers.quantized.layers import tie_embedding
 
 if TYPE_CHECKING:
@@ -82,6 +82,7 @@ class Backend:
         synchronous: Whether a module's call returns when the device is done, so that layers can be timed and encoding
             can pause after one.
         compiles: Whether kernels are compiled while a model is prepared, which is slow the first time.
+        fuses_mixtures: Whether layers with mixtures of experts can be fused, but for the experts.
         keeps_indices: Whether the layers of a step share the slots and the mask of a chunk, which the step keeps.
         spare_blocks: Extra blocks of a KV cache, for the padding of captured steps.
         make_product: Makes the product of a linear layer; None if weights are not packed.
@@ -91,6 +92,7 @@ class Backend:
 
     synchronous: ClassVar[bool] = True
     compiles = False
+    fuses_mixtures = False
     keeps_indices = False
     spare_blocks = 0
     make_product: MakeProduct | None = None
@@ -173,12 +175,15 @@ class Backend:
         """
         if self.make_product is None:
             return 0
-        size = pack_linears(module, self.make_product)
-        experts = [
-            one for each in pack_experts(module, self.make_product) for one in each.products
-        ]
-        warm_up(module, self.dtype, *others, *experts)
-        return size + sum(each.size_bytes for each in experts)
+        size: int = pack_linears(module, self.make_product)
+        mixtures = pack_experts(module, self.make_product, self.experts_together)
+        products: list[PackedProduct] = [product for each in mixtures for product in each.products]
+        warm_up(module, self.dtype, *others, *products)
+        return size + sum(each.size_bytes for each in products)
+
+    def experts_together(self, products: Sequence[Any]) -> MultiplyEach | None:
+        """Return a faster way to multiply by the products of experts; None if there is none."""
+        return None
 
     def lays_out(self, module: nn.Module) -> Collection[str]:
         """Return the names of a module's parameters that are repacked, and thus copied, when it is prepared.

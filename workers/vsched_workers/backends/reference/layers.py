@@ -125,9 +125,10 @@ def fuse(model: Any, decoder: Decoder) -> bool:
         return False
     for layer in model.layers:
         attention = MergedAttention(getattr(layer, decoder.attention), decoder)
-        feed_forward = CutFeedForward(getattr(layer, decoder.feed_forward), decoder)
         setattr(layer, decoder.attention, attention)
-        setattr(layer, decoder.feed_forward, feed_forward)
+        feed_forward = getattr(layer, decoder.feed_forward)
+        if hasattr(feed_forward, decoder.down):  # a mixture of experts stays as it is
+            setattr(layer, decoder.feed_forward, CutFeedForward(feed_forward, decoder))
     return True
 
 

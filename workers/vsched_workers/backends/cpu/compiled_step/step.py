@@ -131,7 +131,7 @@ class CompiledStep:
         self._tables = Tables(
             np.array([model], dtype=MODEL),
             np.concatenate([each.weight for each in products]),
-            np.array([_kernels_of(each) for each in products], dtype=np.int64),
+            np.array([each.addresses() for each in products], dtype=np.int64),
             np.concatenate([each.record for each in (*norms, last)]),
             np.concatenate([norm.record for each in layers for norm in each.head_norms]),
             np.concatenate([each.heads for each in layers]),
@@ -270,13 +270,6 @@ def compile_for(kept: npt.NDArray[Any]) -> None:
         *(1, 0, 0),
     )
     run_layers.compile(tuple(numba.typeof(each) for each in given))
-
-
-def _kernels_of(product: KernelProduct) -> tuple[int, int, int]:
-    """A product's row of `Tables.multiply`."""
-    kernels = product.kernel, product.many_rows_kernel
-    few, many = (each.address_of((BF16, *product.tags)) for each in kernels)
-    return few, many, product.many_rows_min
 
 
 def _products(layer: Any) -> tuple[Any, ...]:
