@@ -309,6 +309,34 @@ def test_published_models_answer_as_their_dequantized_twins(
     assert found.generator.weights_bytes < wanted.generator.weights_bytes
 
 
+def test_experts_of_qwen3_vl_may_be_quantized_in_separate_tensors(
+    checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    """As quantizers write them, although the model's own tensors are stacked."""
+    source, quantized = tmp_path / "source", tmp_path / "quantized"
+    shutil.copytree(checkpoints("nano3moe"), source)
+    separate = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        base, _, end = name.rpartition(".experts.")
+        if not base:
+            separate[name] = tensor
+            continue
+        parts = ["down_proj"] if end == "down_proj" else ["gate_proj", "up_proj"]
+        for number, expert in enumerate(tensor):
+            for part, weight in zip(parts, expert.chunk(len(parts)), strict=True):
+                separate[f"{base}.experts.{number}.{part}.weight"] = weight.contiguous()
+    save_file(separate, source / "model.safetensors", metadata={"format": "pt"})
+    publish(source, quantized, tmp_path / "twin", "fp8")
+    plain = Stage.load(checkpoints("nano3moe"), attention="auto")
+    found = Stage.load(quantized, attention="auto")
+    questions = [Question(range(300, 300 + length), count=8) for length in (5, 40)]
+    assert 0 < run_both(plain, found, questions).apart < 0.15
+    assert found.generator.weights_bytes < 0.6 * plain.generator.weights_bytes
+
+
+EXPERTS = "model.language_model.layers.0.mlp.experts.gate_up_proj"
+TOWER = "visual.blocks.0.mlp.gate_proj.weight"
+
 REFUSED = [
     ({"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes'"),
     ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "gptq of 3 bits"),
@@ -354,10 +382,6 @@ def test_published_weights_are_refused_if_there_is_no_product(
     options: dict[str, Any] = {"attention": "auto", "dtype": "bfloat16"} | given
     with pytest.raises(ConfigError, match=r"config.json: gptq is not possible on"):
         Stage.load(quantized, **options)
-
-
-EXPERTS = "model.language_model.layers.0.mlp.experts.gate_up_proj"
-TOWER = "visual.blocks.0.mlp.gate_proj.weight"
 
 
 @pytest.mark.parametrize(
