@@ -90,11 +90,16 @@ def _packed(
     return Published(tensors, stands_for[:, back])
 
 
-def _by_channel(weight: torch.Tensor, top: int, dtype: torch.dtype) -> Published:
-    scales = (weight.abs().amax(1, keepdim=True) / top).bfloat16()
+def _by_channel(
+    weight: torch.Tensor, top: int, dtype: torch.dtype, *, whole: str = ""
+) -> Published:
+    """Quantize each output, or the whole weight with a scale of this name."""
+    scales = (weight.abs().amax() if whole else weight.abs().amax(1, keepdim=True)) / top
+    scales = scales.bfloat16()
     values = weight / scales.float()
     values = (values.round() if dtype == torch.int8 else values).clamp(-top, top).to(dtype)
-    return Published({"weight": values, "weight_scale": scales}, values.float() * scales.float())
+    tensors = {"weight": values, whole or "weight_scale": scales}
+    return Published(tensors, values.float() * scales.float())
 
 
 def _fp8_blocks(weight: torch.Tensor) -> Published:
@@ -163,17 +168,23 @@ def _of_gguf(weight: torch.Tensor) -> Published:
 
 def _compressed(form: str, bits: int, kind: str, strategy: str, **more: Any) -> dict[str, Any]:
     weights = {"num_bits": bits, "type": kind, "strategy": strategy, "symmetric": True} | more
+    groups = {
+        part: {"targets": [f"re:.*{part}.*"], "weights": weights | {"observer": part}}
+        for part in ("attn", "mlp")
+    }
     return {
         "quant_method": "compressed-tensors",
         "format": form,
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
-        "ignore": ["lm_head"],
+        "config_groups": groups,
+        "sparsity_config": {"format": "dense"},
     }
 
 
 _IN_GROUPS: dict[str, Any] = {"strategy": "group", "group_size": GROUP}
 _PACKED = functools.partial(_compressed, "pack-quantized", kind="int", **_IN_GROUPS)
+_FP8_VALUES = functools.partial(_by_channel, top=448, dtype=torch.float8_e4m3fn)
 _GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False}
+_AUTO_ROUND = _GPTQ | {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"}
 Make = Callable[[torch.Tensor], Published]
 
 
@@ -190,7 +201,15 @@ FORMATS: Mapping[str, tuple[dict[str, Any], Make]] = {
     ),
     "compressed fp8": (
         _compressed("float-quantized", 8, "float", "channel"),
-        functools.partial(_by_channel, top=448, dtype=torch.float8_e4m3fn),
+        _FP8_VALUES,
+    ),
+    "fp8 with a scale for each weight": (
+        {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
+        functools.partial(_FP8_VALUES, whole="weight_scale_inv"),
+    ),
+    "modelopt": (
+        {"quant_method": "modelopt", "quant_algo": "FP8"},
+        functools.partial(_FP8_VALUES, whole="weight_scale"),
     ),
     "fp8": ({"quant_method": "fp8", "weight_block_size": [GROUP, GROUP]}, _fp8_blocks),
     "gptq": (_GPTQ, _gptq),
@@ -202,6 +221,8 @@ FORMATS: Mapping[str, tuple[dict[str, Any], Make]] = {
         _PACKED(bits=4, actorder="group"),
         functools.partial(_packed, shuffled=True),
     ),
+    "gptq without attention": (_GPTQ | {"dynamic": {"-:.*attn.*": {}, "lm_head": {}}}, _gptq),
+    "auto-round": (_AUTO_ROUND | {"extra_config": {"mlp.gate": {"bits": 16}}}, _gptq),
     "gptq of 8 bits": (_GPTQ | {"bits": 8}, functools.partial(_gptq, bits=8)),
     "gptq_v2": (_GPTQ | {"checkpoint_format": "gptq_v2"}, functools.partial(_gptq, less=0)),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, _awq),
@@ -286,6 +307,7 @@ def test_published_weight_has_the_values_of_its_format(name: str) -> None:
         *thorough(
             ("llama", "compressed int4 with zeros", "float32"),
             ("llama", "fp8", "float32"),
+            ("ministral3", "fp8 with a scale for each weight", "float32"),
             ("llama", "gptq in order of activations", "bfloat16"),
             ("llama", "gguf", "bfloat16"),
             ("qwen3_5_moe_text", "fp8", "float32"),
@@ -342,8 +364,12 @@ REFUSED = [
     ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "gptq of 3 bits"),
     ({"quant_method": "gptq", "bits": 4, "group_size": 8}, "groups of 8 inputs"),
     ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq in the layout 'gemv'"),
-    ({"quant_method": "fp8"}, "fp8 without weight_block_size"),
-    ({"quant_method": "compressed-tensors", "config_groups": {}}, "several groups"),
+    ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size \[128\]"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt with quant_algo 'NVFP4'"),
+    (_AUTO_ROUND | {"packing_format": "auto_round:fp8"}, "packing_format 'auto_round:fp8'"),
+    (_AUTO_ROUND | {"extra_config": {"q_proj": {"bits": 8}}}, "for the layers 'q_proj'"),
+    (_GPTQ | {"dynamic": {"+:.*up.*": {"group_size": 64}}}, "for the layers '.*up"),
+    ({"quant_method": "compressed-tensors", "config_groups": {}}, "in several formats"),
 ]
 
 

@@ -37,7 +37,12 @@ from vsched_workers.quantized.weights import (
 Read = Callable[[str], torch.Tensor | None]
 """Reads a tensor of a layer by the end of its name; returns None if there is none."""
 
-Reads = Callable[[str], torch.Tensor]
+Reads = Callable[..., torch.Tensor]
+"""Reads the first tensor that a layer has, by several ends of its name.
+
+Raises:
+    CheckpointError: When it has none.
+"""
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """The position of each of eight adjacent outputs in its int32, in nibbles."""
@@ -56,10 +61,10 @@ def read_quantized(
         CheckpointError: When a tensor does not match the scheme; the message names it.
     """
 
-    def reads(end: str) -> torch.Tensor:
-        found = read(end)
+    def reads(*ends: str) -> torch.Tensor:
+        found = next((each for each in map(read, ends) if each is not None), None)
         if found is None:
-            raise _wrong(end, "nothing", "it")
+            raise _wrong(ends[0], "nothing", "it")
         return found
 
     inputs = shape[1]
@@ -140,7 +145,7 @@ def _compressed(scheme: Scheme, read: Reads, shape: tuple[int, int]) -> dict[str
 
 def _fp8(scheme: Scheme, read: Reads, shape: tuple[int, int]) -> dict[str, Any]:
     values = _of_shape(read("weight"), "weight", shape)
-    scales = read("weight_scale_inv" if scheme.method == "fp8" else "weight_scale").float()
+    scales = read("weight_scale_inv", "weight_scale").float()
     if values.dtype != torch.float8_e4m3fn:
         raise _wrong("weight", str(values.dtype), "float8_e4m3fn")
     # Scales of blocks, of rows, or of the whole weight, as [out, groups].
