@@ -291,7 +291,7 @@ def test_published_weight_has_the_values_of_its_format(name: str) -> None:
     scheme = scheme_of({"quantization_config": said})
     assert scheme is not None
     made = make(drawn())
-    found = read_quantized(scheme, made.tensors.get, (64, 96), torch.bfloat16)
+    found = read_quantized(scheme, made.tensors.get, (64, 96), torch.bfloat16, name="")
     torch.testing.assert_close(found.dequantized(), made.weight, rtol=1e-6, atol=1e-6)
     assert found.nbytes < 64 * 96 * (0.82 if found.kind == "int4" else 1.3)
 
@@ -382,22 +382,52 @@ def test_unsupported_schemes_are_refused_by_name(said: dict[str, Any], message: 
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("name", "wrong"),
     [
-        {"g_idx": torch.zeros(96, dtype=torch.int32)},
-        {"g_idx": torch.arange(48, dtype=torch.int32) // 16},
-        {"qweight": torch.zeros(4, 4, dtype=torch.int32)},
-        {"scales": torch.ones(2, 64)},
-        {"qzeros": None},
+        ("gptq", {"g_idx": torch.zeros(96, dtype=torch.int32)}),
+        ("gptq", {"g_idx": torch.arange(48, dtype=torch.int32) // 16}),
+        ("gptq", {"qweight": torch.zeros(4, 4, dtype=torch.int32)}),
+        ("gptq", {"scales": torch.ones(2, 64)}),
+        ("fp8", {"weight_scale_inv": torch.ones(1)}),
+        ("modelopt", {"weight_scale": torch.ones(2, 3)}),
+        ("compressed int8", {"weight_scale": torch.ones(3)}),
     ],
 )
-def test_tensors_foreign_to_the_scheme_are_reported(wrong: dict[str, torch.Tensor | None]) -> None:
-    said, make = FORMATS["gptq"]
+def test_tensors_foreign_to_the_scheme_are_reported(
+    name: str, wrong: dict[str, torch.Tensor]
+) -> None:
+    said, make = FORMATS[name]
     scheme = scheme_of({"quantization_config": said})
     assert scheme is not None
     tensors = make(drawn()).tensors | wrong
     with pytest.raises(CheckpointError, match=r"of a quantised weight: .* Remedy"):
-        read_quantized(scheme, tensors.get, (64, 96), torch.bfloat16)
+        read_quantized(scheme, tensors.get, (64, 96), torch.bfloat16, name="")
+
+
+@pytest.mark.parametrize(
+    ("name", "missing", "message"),
+    [
+        ("fp8", "scale", r"layers.1.mlp.up_proj.weight of type F8_E4M3 has no scale"),
+        ("compressed int8", "scale", r"layers.1.mlp.up_proj.weight of type I8 has no scale"),
+        ("fp8", "config", r"_proj.weight is quantized, and config.json has no quantization_config"),
+        ("gptq", "config", r"qweight is quantized, and config.json has no quantization_config"),
+        ("gptq", "qzeros", r"layers.1.mlp.up_proj: qzeros of a quantised weight: found nothing"),
+    ],
+)
+def test_quantized_tensors_without_scale_or_settings_are_reported(
+    tmp_path: Path, name: str, missing: str, message: str
+) -> None:
+    """Read without them, they are other weights."""
+    path, _ = published(tmp_path, name)
+    tensors = load_file(path / "model.safetensors")
+    for key in [key for key in tensors if f"layers.1.mlp.up_proj.weight_{missing}" in key]:
+        del tensors[key]
+    tensors.pop(f"model.layers.1.mlp.up_proj.{missing}", None)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    if missing == "config":
+        write(path / "config.json", {"quantization_config": None})
+    with pytest.raises(CheckpointError, match=f"{message}.*Remedy"):
+        Stage.load(path, attention="auto")
 
 
 @pytest.mark.parametrize("given", [{"attention": "exact"}, {"dtype": "float16"}])

@@ -321,7 +321,7 @@ def _fill_quantized(
             shape = child.out_features, child.in_features
             cut = cuts.get(f"{name}.weight")
             whole = shape if cut is None else cut.shape_before(shape)
-            made = read_quantized(scheme, of_layer, (whole[0], whole[1]), dtype)
+            made = read_quantized(scheme, of_layer, (whole[0], whole[1]), dtype, name=name)
             child.quantized = made.owned() if cut is None else made.part(cut)
 
 

@@ -22,6 +22,7 @@ SUPPORTED = (
     "compressed-tensors (pack-quantized and int-quantized of 4 or 8 bits, float-quantized), fp8 and modelopt of FP8, "
     "mxfp4, gptq, awq and auto-round of 4 bits, gptq of 8"
 )
+_FP8 = ("F8_E4M3", "F8_E5M2")
 _GROUP_MULTIPLE = 16
 _GROUPED = ("bits", "group_size")
 _DECISIVE = ("num_bits", "type", "strategy", "group_size", "block_structure", "symmetric")
@@ -35,6 +36,7 @@ _TENSORS = {
     "gguf": ("weight_values",),
 }
 """The tensors by which a quantized layer is recognized."""
+_QUANTIZED = tuple(f".{end}" for ends in _TENSORS.values() for end in ends)
 _NO_VALUES = (
     "_scale",
     "_scale_inv",
@@ -149,6 +151,28 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme | None:
     if method == "gguf":
         return Scheme("gguf", "int4", 0)
     raise _refused(f"quant_method {method!r}")
+
+
+def check_scales(dtypes: Mapping[str, str], scheme: Scheme | None) -> None:
+    """Check that each quantized tensor has a scheme and a scale, from the types of all tensors.
+
+    Raises:
+        CheckpointError: When one has not: its values without scales are other weights.
+    """
+    for name, dtype in dtypes.items():
+        if scheme is None and (dtype in _FP8 or name.endswith(_QUANTIZED)):
+            raise CheckpointError(
+                f"tensor {name} is quantized, and config.json has no quantization_config. Remedy: use the config.json "
+                "that belongs to these weights, or serve a checkpoint without quantization."
+            )
+        holds_values = dtype in _FP8 or (dtype == "I8" and name.endswith(".weight"))
+        if not holds_values or name.endswith(_NO_VALUES):
+            continue
+        if not any(f"{name}_{end}" in dtypes for end in ("scale", "scale_inv")):
+            raise CheckpointError(
+                f"tensor {name} of type {dtype} has no scale in the weight files. "
+                "Remedy: download the checkpoint again."
+            )
 
 
 def _fp8(given: Mapping[str, Any], method: str) -> Scheme:
