@@ -82,6 +82,11 @@ class Scheme:
         """Formats that layers may have."""
         return FORMATS if self.method == "gguf" else (self.kind,)
 
+    @property
+    def packed_types(self) -> Mapping[str, str]:
+        """Formats of values that are packed in a type of the file."""
+        return {"I32": self.kind} | ({"U8": "int4"} if self.method == "gguf" else {})
+
     def parameters(self, name: str, count: int, dtype: str) -> int:
         """Number of parameters in a tensor with `count` values of a type of the file."""
         if name.endswith(_NO_VALUES):
@@ -94,6 +99,8 @@ class Scheme:
         size = _VALUE_BYTES.get(dtype, 2)
         if self.method == "mxfp4" and dtype == "U8":
             return 2 * prod(shape)  # two values, or a scale, which becomes float16
+        if self.block is not None and dtype in _FP8:
+            return prod(shape) + 4 * prod(shape) // self.block[1]  # each output gets its scales
         becomes_int8 = self.method == "gguf" and len(shape) == 2 and not vision
         return prod(shape) * (1 if becomes_int8 and dtype in {"BF16", "F16"} else size)
 
@@ -139,6 +146,16 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme | None:
     given = stated(config)
     if given is None:
         return None
+    try:
+        return _scheme_of(given)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"config.json: quantization_config holds a value of the wrong type ({error}). "
+            "Remedy: download the checkpoint again."
+        ) from error
+
+
+def _scheme_of(given: Mapping[str, Any]) -> Scheme:
     method = str(given.get("quant_method", "")).replace("_", "-")
     if method == "compressed-tensors":
         return _compressed(given)
