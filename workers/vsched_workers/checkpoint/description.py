@@ -54,7 +54,7 @@ def describe_checkpoint(path: str) -> CheckpointDescription:
     files = weight_files(directory)
     bits: dict[str, Counter[str]] = {"vision": Counter(), "language": Counter()}
     scheme = _scheme(config)
-    for name, shape, dtype in tensor_headers(files):
+    for name, shape, dtype in tensor_headers(files, skip_corrupt=True):  # loading reports it
         part, count = "vision" if is_vision(name) else "language", prod(shape)
         values = count if scheme is None else scheme.parameters(name, count, dtype)
         parameters[part] += values
