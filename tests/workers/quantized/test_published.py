@@ -364,6 +364,7 @@ REFUSED = [
     ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "gptq of 3 bits"),
     ({"quant_method": "gptq", "bits": 4, "group_size": 8}, "groups of 8 inputs"),
     ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq in the layout 'gemv'"),
+    (_GPTQ | {"checkpoint_format": "marlin"}, "gptq in the layout 'marlin'"),
     ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size \[128\]"),
     ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt with quant_algo 'NVFP4'"),
     (_AUTO_ROUND | {"packing_format": "auto_round:fp8"}, "packing_format 'auto_round:fp8'"),

@@ -24,6 +24,7 @@ SUPPORTED = (
 )
 _FP8 = ("F8_E4M3", "F8_E5M2")
 _GROUP_MULTIPLE = 16
+_LAYOUTS = {"gptq": ("gptq", "gptq_v2"), "awq": ("gemm",)}
 _GROUPED = ("bits", "group_size")
 _DECISIVE = ("num_bits", "type", "strategy", "group_size", "block_structure", "symmetric")
 """Settings of weights in compressed-tensors in which groups of layers must not differ."""
@@ -212,10 +213,10 @@ def _gptq_or_awq(given: Mapping[str, Any], method: str) -> Scheme:
     bits = given.get("bits", given.get("w_bit"))
     if bits not in ({4, 8} if method == "gptq" else {4}):
         raise _refused(f"{method} of {bits} bits")
-    version = given.get("checkpoint_format", given.get("version", "gemm"))
-    version = str(version).lower()
-    if method == "awq" and version != "gemm":
-        raise _refused(f"awq in the layout {version!r}")
+    layout = given.get("checkpoint_format") or (method == "awq" and given.get("version"))
+    layout = str(layout or _LAYOUTS[method][0]).lower()
+    if layout not in _LAYOUTS[method]:
+        raise _refused(f"{method} in the layout {layout!r}")
     _check_same_groups(given)
     group = given.get("group_size", given.get("q_group_size", 128))
     return Scheme(
@@ -223,7 +224,7 @@ def _gptq_or_awq(given: Mapping[str, Any], method: str) -> Scheme:
         f"int{int(bits)}",
         0 if group == -1 else _group(group),
         symmetric=False,
-        plain_zeros=version == "gptq_v2",
+        plain_zeros=layout == "gptq_v2",
     )
 
 
