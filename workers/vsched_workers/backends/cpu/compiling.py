@@ -106,6 +106,8 @@ def language_needs(
     unfused = decoder is None or (decoder.experts and not fuses_mixtures(settings, dtype))
     if dtype != torch.bfloat16 or decoder is None or unfused or decoder.unfit(config):
         yield ("decode attention of modules", _word(dtype), kept)
+        if dtype == torch.bfloat16:
+            yield ("norms of all kinds",)
         return
     yield ("norm",)
     yield ("rope", kept)
