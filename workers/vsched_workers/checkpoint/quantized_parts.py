@@ -159,7 +159,7 @@ def find_parts(
         if target in state:
             found[target][pattern or ""].append(key)
     stacked = {
-        f"{name}.{parameter}": name
+        f"{name}.{parameter}"
         for name, each in mixtures(model)
         for parameter in parameters_of(each)
     }
