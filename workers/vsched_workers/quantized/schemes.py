@@ -12,6 +12,12 @@ from vsched.errors import CheckpointError
 FORMATS = ("int8", "int4")
 """Formats for quantization on loading."""
 
+FOUR_BITS = ("int4", "fp4")
+"""Formats with two values per byte."""
+
+INTEGERS = ("int8", *FOUR_BITS)
+"""Formats whose values are integers times a scale; those of fp4 are counted in halves."""
+
 GROUPS = {"int8": 128, "int4": 32}
 """Default group sizes; a row with fewer inputs is one group."""
 
@@ -51,7 +57,7 @@ class Scheme:
 
     Attributes:
         method: `compressed-tensors`, `fp8`, `mxfp4`, `gptq` or `awq`; `gguf` for the layers of a converted GGUF file.
-        kind: `int8`, `int4` or `fp8`; for `gguf` that of most layers.
+        kind: `int8`, `int4`, `fp4` or `fp8`; for `gguf` that of most layers.
         group: Group size; 0 for one scale per row or weight.
         symmetric: Whether there are no zero points.
         packed: Whether values are packed in int32.
@@ -70,7 +76,7 @@ class Scheme:
     @property
     def bits(self) -> int:
         """Bits per value."""
-        return 4 if self.kind == "int4" else 8
+        return 4 if self.kind in FOUR_BITS else 8
 
     @property
     def kinds(self) -> Sequence[str]:
