@@ -56,11 +56,11 @@ def describe_checkpoint(path: str) -> CheckpointDescription:
     for name, shape, dtype in tensor_headers(files):
         part, count = "vision" if is_vision(name) else "language", prod(shape)
         parameters[part] += count if scheme is None else scheme.parameters(name, count, dtype)
-        packs_int4 = scheme is not None and scheme.method == "gguf" and dtype == "U8"
-        types["int4" if packs_int4 else _DTYPES.get(dtype, dtype)] += count
+        stored = scheme.kind if scheme is not None and dtype == "U8" else _DTYPES.get(dtype, dtype)
+        types[stored] += count
         if scheme is not None:
             vision = part == "vision"
-            bits[part]["auto"] += 8 * scheme.loaded_bytes(shape, dtype, vision=vision)
+            bits[part]["auto"] += 8 * scheme.loaded_bytes(name, shape, dtype, vision=vision)
         for kind in FORMATS:
             bits[part][kind] += quantized_bits(name, shape, kind)
             for group in GROUP_SIZES:
