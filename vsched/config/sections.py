@@ -153,7 +153,7 @@ class StageConfig(Section, frozen=True, kw_only=True):
     """Group size of weight quantization: the inputs of an output that share a scale; 0 for 128 with int8 and 32 with
     int4."""
     activations: Literal["auto", "float", "int8"] = "auto"
-    """Activation type in products with int8 or int4 weights, on a CPU: `float`, or `int8`, with dynamic quantization
+    """Activation type in products with int8 or 4-bit weights, on a CPU: `float`, or `int8`, with dynamic quantization
     in blocks. `auto` is `int8` in bfloat16 if the processor has instructions for it, otherwise `float`. With AMX,
     `auto` and `float` keep the activations of more than 16 tokens in floating point and dequantize the weights to
     bfloat16."""

@@ -873,7 +873,7 @@ class WorkerSettings:
             guarantees it.
         weights: Quantization of weights on loading, `int8` or `int4`; `auto` keeps the checkpoint's format.
         weights_group: Group size of quantization scales, in inputs of an output; 0 for the default.
-        activations: Type of activations in products with int8 or int4 weights: `float`, `int8`, or `auto` for the best.
+        activations: Type of activations in products with int8 or 4-bit weights: `float`, `int8`, or `auto`: the best.
     """
 
     device: str = "cpu"

@@ -229,7 +229,7 @@ def main() -> None:
         windows = compile_windows(heads, head_dim, "fp32")
         for made in (*compile_vision(heads, head_dim, width), windows):
             _tell(made)
-    for kind, group in (("int8", 128), ("int4", 32), ("int4", 128), ("fp8", 128),
+    for kind, group in (("int8", 128), ("int4", 32), ("int4", 128), ("fp4", 32), ("fp8", 128),
                         ("fp8 bits", 128)):  # fmt: skip
         for rows in (16, 64):
             _tell(compile_multiply(kind, group, rows))

@@ -24,7 +24,7 @@ from tests.workers.properties import thorough
 from vsched.errors import CheckpointError, ConfigError
 from vsched_workers.checkpoint.description import describe_checkpoint
 from vsched_workers.quantized.published import read_quantized, written_blocks
-from vsched_workers.quantized.schemes import scheme_of
+from vsched_workers.quantized.schemes import FOUR_BITS, scheme_of
 from vsched_workers.quantized.weights import quantize
 
 Tensors = dict[str, torch.Tensor]
@@ -145,17 +145,25 @@ def _awq(weight: torch.Tensor) -> Published:
     return Published(tensors, stands_for)
 
 
-def _mxfp4(weight: torch.Tensor) -> Published:
+def _fp4(weight: torch.Tensor, form: str = "") -> Published:
+    """Write stacked blocks, or another form of compressed-tensors."""
     values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     values = torch.cat((values, -values))
-    groups = weight.unflatten(1, (-1, 32))
-    exponents = (groups.abs().amax(-1) / 6).log2().ceil()
-    codes = (groups[..., None] / exponents.exp2()[..., None, None] - values).abs().argmin(-1)
-    tensors = {
-        "weight_blocks": (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8),
-        "weight_scales": (exponents + 127).to(torch.uint8),
-    }
-    return Published(tensors, (values[codes] * exponents.exp2()[..., None]).flatten(1))
+    groups = weight.unflatten(1, (-1, 16 if form == "nvfp4" else 32))
+    largest = groups.abs().amax(-1) / 6
+    exponents, factor = largest.log2().ceil(), 448 / largest.max()
+    scales, stored = exponents.exp2(), (exponents + 127).to(torch.uint8)
+    if form == "nvfp4":
+        stored = (largest * factor).to(torch.float8_e4m3fn)
+        scales = stored.float() / factor
+    codes = (groups[..., None] / scales[..., None, None] - values).abs().argmin(-1)
+    packed = (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8)
+    tensors = {"weight_blocks": packed, "weight_scales": stored}
+    if form:
+        tensors = {"weight_packed": packed.flatten(1), "weight_scale": stored}
+    if form == "nvfp4":
+        tensors["weight_global_scale"] = factor[None]
+    return Published(tensors, (values[codes] * scales[..., None]).flatten(1))
 
 
 def _of_gguf(weight: torch.Tensor) -> Published:
@@ -226,7 +234,15 @@ FORMATS: Mapping[str, tuple[dict[str, Any], Make]] = {
     "gptq of 8 bits": (_GPTQ | {"bits": 8}, functools.partial(_gptq, bits=8)),
     "gptq_v2": (_GPTQ | {"checkpoint_format": "gptq_v2"}, functools.partial(_gptq, less=0)),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, _awq),
-    "mxfp4": ({"quant_method": "mxfp4"}, _mxfp4),
+    "mxfp4": ({"quant_method": "mxfp4"}, _fp4),
+    "compressed mxfp4": (
+        _compressed("mxfp4-pack-quantized", 4, "float", "group", group_size=32),
+        functools.partial(_fp4, form="mxfp4"),
+    ),
+    "compressed nvfp4": (
+        _compressed("nvfp4-pack-quantized", 4, "float", "tensor_group", group_size=16),
+        functools.partial(_fp4, form="nvfp4"),
+    ),
     "gguf": ({"quant_method": "gguf"}, _of_gguf),
 }
 """The entries of `config.json`, and the writer of a layer."""
@@ -293,7 +309,7 @@ def test_published_weight_has_the_values_of_its_format(name: str) -> None:
     made = make(drawn())
     found = read_quantized(scheme, made.tensors.get, (64, 96), torch.bfloat16, name="")
     torch.testing.assert_close(found.dequantized(), made.weight, rtol=1e-6, atol=1e-6)
-    assert found.nbytes < 64 * 96 * (0.82 if found.kind == "int4" else 1.3)
+    assert found.nbytes < 64 * 96 * (0.82 if found.kind in FOUR_BITS else 1.3)
 
 
 @pytest.mark.slow
@@ -310,6 +326,7 @@ def test_published_weight_has_the_values_of_its_format(name: str) -> None:
             ("ministral3", "fp8 with a scale for each weight", "float32"),
             ("llama", "gptq in order of activations", "bfloat16"),
             ("llama", "gguf", "bfloat16"),
+            ("llama", "compressed nvfp4", "bfloat16"),
             ("qwen3_5_moe_text", "fp8", "float32"),
             ("glm4_moe", "gptq in order of activations", "float32"),
             ("mixtral", "fp8", "float32"),
@@ -478,13 +495,14 @@ def test_quantized_tensors_of_other_parts_are_refused(
         Stage.load(path, attention="auto")
 
 
-def test_description_reports_the_memory_of_weights(tmp_path: Path) -> None:
-    quantized, plain = map(describe_checkpoint, map(str, published(tmp_path, "gptq")))
+@pytest.mark.parametrize(("name", "kind"), [("gptq", "int4"), ("mxfp4", "fp4")])
+def test_description_reports_formats_and_memory(tmp_path: Path, name: str, kind: str) -> None:
+    quantized, plain = map(describe_checkpoint, map(str, published(tmp_path, name)))
     reported, parameters = plain.weights_bytes["language"], plain.parameters["language"]
     assert {"int8", "int4", "int8/32", "int4/64"} <= set(reported)
     assert parameters < reported["int8"] < 1.1 * parameters
     assert 0.5 * parameters < reported["int4"] < reported["int8"]
-    assert {*quantized.dtypes} == {"int4", "float32"}
+    assert {*quantized.dtypes} == {kind, "float32"}
     size = quantized.weights_bytes["language"]["auto"]
     assert 0.95 * quantized.file_bytes < size + 8192 < 1.1 * quantized.file_bytes + 8192
     assert size < 0.5 * plain.file_bytes

@@ -31,7 +31,7 @@ from vsched_workers.quantized.layers import (
 from vsched_workers.quantized.weights import QuantizedWeight, merged_weights, quantize
 
 needs_numba = pytest.mark.skipif(find_spec("numba") is None, reason="numba is not installed")
-KINDS = [("int8", 0), ("int8", 32), ("int4", 32), ("int4", 48)]
+KINDS = [("int8", 0), ("int8", 32), ("int4", 32), ("int4", 48), ("fp4", 32)]
 
 
 def drawn(outputs: int = 24, inputs: int = 96, seed: int = 0) -> torch.Tensor:
@@ -92,7 +92,8 @@ def test_quantize_fills_up_the_last_group() -> None:
 def test_part_of_a_quantized_weight_is_the_part_of_its_values(
     kind: str, group: int, dimension: int
 ) -> None:
-    whole = quantize(drawn(), kind, group=group)
+    whole = quantize(drawn(), kind.replace("fp", "int"), group=group)
+    whole = dataclasses.replace(whole, kind=kind)
     for rank in range(2):
         if dimension and group == 32:
             cut = cut_of(96, ranks=3, rank=rank, dimension=1)
@@ -136,10 +137,12 @@ def test_layers_are_merged_if_their_inputs_have_one_order() -> None:
     assert merged_quantized([one, other]) is None
 
 
-def test_layers_of_int4_and_int8_are_merged_without_rounding() -> None:
+@pytest.mark.parametrize("kind", ["int4", "fp4"])
+def test_layers_of_4_bits_and_int8_are_merged_without_rounding(kind: str) -> None:
     """As queries, keys and values of GGUF files, whose values have more bits in some layers."""
     shape = nn.Linear(96, 8, bias=False, device="meta")
     low, high = quantize(drawn(8), "int4", group=48), quantize(drawn(8, seed=1), "int8", group=32)
+    low = dataclasses.replace(low, kind=kind)
     layers = [QuantizedLinear(shape, each) for each in (low, high)]
     merged = merged_quantized(layers)
     assert merged is not None

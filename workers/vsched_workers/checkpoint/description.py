@@ -58,11 +58,11 @@ def describe_checkpoint(path: str) -> CheckpointDescription:
         part, count = "vision" if is_vision(name) else "language", prod(shape)
         values = count if scheme is None else scheme.parameters(name, count, dtype)
         parameters[part] += values
-        packed = {} if scheme is None else scheme.packed_types
-        types[packed.get(dtype) or _DTYPES.get(dtype, dtype)] += values
+        is_packed = scheme is not None and dtype in {"I32", "U8"}
+        types[scheme.kind if scheme and is_packed else _DTYPES.get(dtype, dtype)] += values
         if scheme is not None:
             vision = part == "vision"
-            bits[part]["auto"] += 8 * scheme.loaded_bytes(shape, dtype, vision=vision)
+            bits[part]["auto"] += 8 * scheme.loaded_bytes(name, shape, dtype, vision=vision)
         for kind in FORMATS:
             bits[part][kind] += quantized_bits(name, shape, kind)
             for group in GROUP_SIZES:

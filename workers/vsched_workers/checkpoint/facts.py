@@ -298,7 +298,7 @@ def _weight_facts(directory: Path, config: dict[str, Any], itemsize: int) -> dic
         if scheme is None:
             sizes[vision] += math.prod(shape) * itemsize
         else:
-            sizes[vision] += scheme.loaded_bytes(shape, dtype, vision=vision)
+            sizes[vision] += scheme.loaded_bytes(name, shape, dtype, vision=vision)
         ties_head = ties_head and not name.endswith(HEAD)
     return {
         "vision_bytes": sizes[True],

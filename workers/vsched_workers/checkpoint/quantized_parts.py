@@ -159,9 +159,7 @@ def find_parts(
         if target in state:
             found[target][pattern or ""].append(key)
     stacked = {
-        f"{name}.{parameter}": name
-        for name, each in mixtures(model)
-        for parameter in parameters_of(each)
+        f"{name}.{parameter}" for name, each in mixtures(model) for parameter in parameters_of(each)
     }
     linears: dict[str, str] = {}
     experts: dict[str, dict[str, str | list[list[str]]]] = defaultdict(dict)

@@ -16,7 +16,7 @@ from torch.nn import functional
 from vsched.errors import ConfigError
 from vsched.worker.contract import WorkerSettings
 from vsched_workers.parallel.slicing import Cut
-from vsched_workers.quantized.schemes import FORMATS, GROUPS, Scheme
+from vsched_workers.quantized.schemes import GROUPS, INTEGERS, Scheme
 from vsched_workers.quantized.weights import (
     QuantizedWeight,
     RoundGroups,
@@ -71,7 +71,7 @@ def merged_quantized(linears: Sequence[nn.Linear]) -> QuantizedLinear | None:
 
 def merge(weights: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
     """Stack the outputs of weights, without rounding; return None if their formats have none in common."""
-    if len({each.form for each in weights}) > 1 and {each.kind for each in weights} <= {*FORMATS}:
+    if len({each.form for each in weights}) > 1 and {each.kind for each in weights} <= {*INTEGERS}:
         group = math.gcd(*(each.group for each in weights))
         weights = [each.as_int8(group) for each in weights]
     return merged_weights(weights) if len({each.form for each in weights}) == 1 else None

@@ -11,7 +11,8 @@ library.
   stored, except in `gptq_v2`; optionally `g_idx` [in], the group of each input.
 - *awq*: `qweight` [in, out / 8], with outputs in each int32 in the order 0, 2, 4, 6, 1, 3, 5, 7; `qzeros` likewise.
 - *mxfp4*: `weight_blocks` [out, groups, 16], two values of 4 bits (e2m1) in each byte; `weight_scales` [out, groups],
-  exponents of 2. Here they are int8, with twice the values and half the scales.
+  exponents of 2. In *compressed-tensors* they are `weight_packed` [out, in / 2] and `weight_scale`; of NVFP4, scales
+  are FP8, divided by `weight_global_scale`.
 - *gguf*, of converted GGUF files: values, scales and offsets of `QuantizedWeight`, in the format of each layer.
 
 Inputs of a group that are not adjacent (`desc_act`, `actorder`) are made adjacent, in their original order. Activations
@@ -46,8 +47,6 @@ Raises:
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """The position of each of eight adjacent outputs in its int32, in nibbles."""
-_TWICE_E2M1 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]).to(torch.int8)
-"""Twice the values of e2m1, by their codes."""
 _ORDERS = {"gptq": "g_idx", "compressed-tensors": "weight_g_idx"}
 """The tensor with the group of each input."""
 
@@ -79,7 +78,7 @@ def _read_layer(
     if scheme.method == "gguf":
         return _read_blocks(read, reads, shape, dtype)
     order = _order_of(scheme, read, inputs)
-    reader = _fp8 if scheme.kind == "fp8" else _READERS[scheme.method]
+    reader = _READERS.get(scheme.kind) or _READERS[scheme.method]
     given = reader(scheme, reads, shape)
     scales, offsets = exact_scales(given["scales"], given.get("offsets"))
     values = given["values"] if order is None else given["values"][:, order]
@@ -167,12 +166,14 @@ def _fp8(scheme: Scheme, read: Reads, shape: tuple[int, int]) -> dict[str, Any]:
     return {"values": values.view(torch.uint8), "scales": scales.contiguous()}
 
 
-def _mxfp4(_: Scheme, read: Reads, shape: tuple[int, int]) -> dict[str, Any]:
-    blocks, exponents = read("weight_blocks"), read("weight_scales")
-    _of_shape(blocks.flatten(1), "weight_blocks", (shape[0], shape[1] // 2))
-    codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(1)
-    scales = torch.exp2(exponents.float() - 128)
-    return {"values": _TWICE_E2M1[codes.long()], "scales": scales}
+def _fp4(scheme: Scheme, read: Reads, shape: tuple[int, int]) -> dict[str, Any]:
+    name = scheme.known_by[0]
+    packed = _of_shape(read(name).flatten(1), name, (shape[0], shape[1] // 2))
+    scales = read("weight_scales" if scheme.method == "mxfp4" else "weight_scale")
+    # Values are counted in halves.
+    if scales.dtype == torch.uint8:
+        return {"values": packed, "scales": torch.exp2(scales.float() - 128)}
+    return {"values": packed, "scales": scales.float() / (2 * read("weight_global_scale").float())}
 
 
 def _gptq(scheme: Scheme, read: Reads, shape: tuple[int, int]) -> dict[str, Any]:
@@ -191,7 +192,8 @@ def _awq(scheme: Scheme, read: Reads, shape: tuple[int, int]) -> dict[str, Any]:
     return _centred(4, values, read("scales").float().T, zeros)
 
 
-_READERS = {"compressed-tensors": _compressed, "mxfp4": _mxfp4, "gptq": _gptq, "awq": _awq}
+_READERS = {"compressed-tensors": _compressed, "gptq": _gptq, "awq": _awq, "fp8": _fp8, "fp4": _fp4}
+"""Readers by kind, or else by method."""
 
 
 def _in_order(values: torch.Tensor) -> torch.Tensor:

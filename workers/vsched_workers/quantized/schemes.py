@@ -12,6 +12,12 @@ from vsched.errors import CheckpointError
 FORMATS = ("int8", "int4")
 """Formats for quantization on loading."""
 
+FOUR_BITS = ("int4", "fp4")
+"""Formats with two values per byte."""
+
+INTEGERS = ("int8", *FOUR_BITS)
+"""Formats whose values are integers times a scale; those of fp4 are counted in halves."""
+
 GROUPS = {"int8": 128, "int4": 32}
 """Default group sizes; a row with fewer inputs is one group."""
 
@@ -19,8 +25,8 @@ _VALUE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "I8": 1, "U8": 1, "F8_E4
 """Bytes of a value by its type in a file; 2 for others."""
 
 SUPPORTED = (
-    "compressed-tensors (pack-quantized and int-quantized of 4 or 8 bits, float-quantized), fp8 and modelopt of FP8, "
-    "mxfp4, gptq, awq and auto-round of 4 bits, gptq of 8"
+    "compressed-tensors (pack-quantized and int-quantized of 4 or 8 bits, float-quantized, mxfp4- and "
+    "nvfp4-pack-quantized), fp8 and modelopt of FP8, mxfp4, gptq, awq and auto-round of 4 bits, gptq of 8"
 )
 _FP8 = ("F8_E4M3", "F8_E5M2")
 _GROUP_MULTIPLE = 16
@@ -57,7 +63,7 @@ class Scheme:
 
     Attributes:
         method: `compressed-tensors`, `fp8`, `mxfp4`, `gptq` or `awq`; `gguf` for the layers of a converted GGUF file.
-        kind: `int8`, `int4` or `fp8`; for `gguf` that of most layers.
+        kind: `int8`, `int4`, `fp4` or `fp8`; for `gguf` that of most layers.
         group: Group size; 0 for one scale per row or weight.
         symmetric: Whether there are no zero points.
         packed: Whether values are packed in int32.
@@ -76,17 +82,12 @@ class Scheme:
     @property
     def bits(self) -> int:
         """Bits per value."""
-        return 4 if self.kind == "int4" else 8
+        return 4 if self.kind in FOUR_BITS else 8
 
     @property
     def kinds(self) -> Sequence[str]:
         """Formats that layers may have."""
         return FORMATS if self.method == "gguf" else (self.kind,)
-
-    @property
-    def packed_types(self) -> Mapping[str, str]:
-        """Formats of values that are packed in a type of the file."""
-        return {"I32": self.kind} | ({"U8": "int4"} if self.method == "gguf" else {})
 
     def parameters(self, name: str, count: int, dtype: str) -> int:
         """Number of parameters in a tensor with `count` values of a type of the file."""
@@ -95,11 +96,11 @@ class Scheme:
         packed = {"I32": 32 // self.bits, "U8": 2}
         return count * packed.get(dtype, 1)
 
-    def loaded_bytes(self, shape: Sequence[int], dtype: str, *, vision: bool) -> int:
+    def loaded_bytes(self, name: str, shape: Sequence[int], dtype: str, *, vision: bool) -> int:
         """Bytes of a tensor of the file in memory; of `gguf`, other matrices of the language model become int8."""
         size = _VALUE_BYTES.get(dtype, 2)
-        if self.method == "mxfp4" and dtype == "U8":
-            return 2 * prod(shape)  # two values, or a scale, which becomes float16
+        if self.kind == "fp4" and name.endswith(_NO_VALUES):
+            size = {"U8": 2, "F8_E4M3": 4}.get(dtype, size)  # scales, as float16 or float32
         if self.block is not None and dtype in _FP8:
             return prod(shape) + 4 * prod(shape) // self.block[1]  # each output gets its scales
         becomes_int8 = self.method == "gguf" and len(shape) == 2 and not vision
@@ -165,7 +166,7 @@ def _scheme_of(given: Mapping[str, Any]) -> Scheme:
     if method in {"gptq", "awq", "auto-round"}:
         return _gptq_or_awq(given, method)
     if method == "mxfp4":
-        return Scheme("mxfp4", "int8", 32)
+        return Scheme("mxfp4", "fp4", 32)
     if method == "gguf":
         return Scheme("gguf", "int4", 0)
     raise _refused(f"quant_method {method!r}")
@@ -253,12 +254,15 @@ def _compressed(given: Mapping[str, Any]) -> Scheme:
     form = tables[0].get("format") or given.get("format")
     bits, kind = said.get("num_bits"), said.get("type")
     strategy = said.get("strategy")
+    symmetric = bool(said.get("symmetric", True))
     sparsity = (given.get("sparsity_config") or {}).get("format", "dense")
     if sparsity != "dense" or given.get("transform_config"):
         raise _refused("compressed-tensors with sparsity or transforms")
+    fp4 = kind == "float" and bits == 4 and symmetric and not said.get("actorder")
+    if fp4 and form in {"mxfp4-pack-quantized", "nvfp4-pack-quantized"}:
+        return Scheme("compressed-tensors", "fp4", _group(said.get("group_size")))
     if strategy not in {"channel", "group", "tensor", "block"}:
         raise _refused(f"compressed-tensors with the strategy {strategy!r}")
-    symmetric = bool(said.get("symmetric", True))
     group = _group(said.get("group_size")) if strategy == "group" else 0
     if kind == "float" and bits == 8 and form in {"float-quantized", "naive-quantized"}:
         block = said.get("block_structure")

@@ -19,9 +19,11 @@ from torch.nn import functional
 
 from vsched.errors import CheckpointError
 from vsched_workers.parallel.slicing import Cut
-from vsched_workers.quantized.schemes import GROUPS
+from vsched_workers.quantized.schemes import FOUR_BITS, GROUPS
 
 INT4_CENTRE = 8
+FP4_NUMBERS = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]).to(torch.int8)
+"""The e2m1 values of all codes, in halves: so they are integers, and scales are half of a checkpoint's."""
 _INT4_SHRINKS = (1.0, 0.925, 0.85)
 """Candidate scales, relative to the one that represents the largest value; smaller ones clip it."""
 _TRIED_VALUES_MAX = 1 << 20
@@ -36,8 +38,8 @@ class QuantizedWeight:
     """A quantized weight [out, in].
 
     Attributes:
-        kind: `int8`, `int4` or `fp8` (e4m3).
-        values: [out, in] of int8, or of FP8 as uint8; for int4 uint8 [out, in / 2], the first input in the low nibble.
+        kind: `int8`, `int4`, `fp4` (codes of `FP4_NUMBERS`) or `fp8` (e4m3).
+        values: [out, in] of int8, or of FP8 as uint8; of 4 bits uint8 [out, in / 2], the first input in the low nibble.
         scales: [out, groups], float32 or float16.
         group: Group size; the last group may be smaller.
         inputs: Inputs of the weight.
@@ -70,34 +72,38 @@ class QuantizedWeight:
 
     def dequantized(self) -> torch.Tensor:
         """Return the weight as float32, [out, in], with inputs in the order of the layer."""
-        values = self.unpacked()
-        values = values.view(torch.float8_e4m3fn).float() if self.kind == "fp8" else values.float()
-        if self.kind == "int4":
-            values -= INT4_CENTRE
-        weight = values * self._spread(self.scales)
+        weight = self._numbers().float() * self._spread(self.scales)
         weight = weight if self.offsets is None else weight + self._spread(self.offsets)
         return weight if self.order is None else weight[:, self.order.argsort()]
 
     def _spread(self, given: torch.Tensor) -> torch.Tensor:
         return given.float().repeat_interleave(self.group, 1)[:, : self.inputs]
 
+    def _numbers(self) -> torch.Tensor:
+        """Return the numbers that scales multiply, [out, in], in stored order, of int8 or FP8."""
+        values = self.unpacked()
+        if self.kind == "fp4":
+            return FP4_NUMBERS.to(values.device)[values.int()]
+        if self.kind == "int4":
+            return values.to(torch.int8) - INT4_CENTRE
+        return values.view(torch.float8_e4m3fn) if self.kind == "fp8" else values
+
     def unpacked(self) -> torch.Tensor:
         """Return the values, one byte each, [out, in], in stored order."""
-        if self.kind != "int4":
+        if self.kind not in FOUR_BITS:
             return self.values
         pairs = torch.stack((self.values & 15, self.values >> 4), -1)
         return pairs.flatten(1)[:, : self.inputs]
 
     def as_int8(self, group: int) -> QuantizedWeight:
-        """Return the same weight of int4 or int8 as int8, with a group size that divides its own."""
-        values, each = self.unpacked(), self.group // group
-        if self.kind == "int4":
-            values = values.to(torch.int8) - INT4_CENTRE
+        """Return the same weight of an integer format as int8, with a group size that divides its own."""
+        each = self.group // group
         scales, *offsets = (
             given.repeat_interleave(each, 1)[:, : -(-self.inputs // group)]
             for given in self._tensors()[1:]
         )
         offset = offsets[0] if offsets else None
+        values = self._numbers()
         return replace(self, kind="int8", values=values, scales=scales, group=group, offsets=offset)
 
     def part(self, cut: Cut) -> QuantizedWeight:
@@ -131,7 +137,7 @@ class QuantizedWeight:
             offsets = None if self.offsets is None else groups.read(self.offsets)
         else:
             scales, offsets, group = self.scales, self.offsets, max(cut.size, 1)
-        packed = packed_int4(values) if self.kind == "int4" else values.contiguous()
+        packed = packed_int4(values) if self.kind in FOUR_BITS else values.contiguous()
         return replace(
             self, values=packed, scales=scales, offsets=offsets, inputs=cut.size, group=group
         )

@@ -128,7 +128,8 @@ def weight_of(kind: str, outputs: int, inputs: int) -> QuantizedWeight:
             dtype=torch.bfloat16,
         )
     name, _, group = kind.partition(" ")
-    made = quantize(plain, name, group=int(group.rstrip("+~") or 0))
+    made = quantize(plain, name.replace("fp", "int"), group=int(group.rstrip("+~") or 0))
+    made = dataclasses.replace(made, kind=name)  # any codes of int4 are values of fp4
     if kind.endswith("~"):
         order = torch.randperm(inputs, generator=torch.Generator().manual_seed(4))
         return dataclasses.replace(made, order=order.to(torch.int32))
@@ -137,7 +138,17 @@ def weight_of(kind: str, outputs: int, inputs: int) -> QuantizedWeight:
     return dataclasses.replace(made, offsets=(drawn(*made.scales.shape) / 8).to(made.scales))
 
 
-KINDS = ["int8", "int8 32", "int4 32", "int4 48", "int4 16+", "int8 16+", "fp8"]
+KINDS = [
+    "int8",
+    "int8 32",
+    "int4 32",
+    "int4 48",
+    "int4 16+",
+    "int8 16+",
+    "fp4 32",
+    "fp4 16+",
+    "fp8",
+]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -224,7 +235,7 @@ def test_product_by_a_plain_weight_in_float32() -> None:
 
 
 INT8_SHAPES = [(PANEL, 32), (PANEL + 6, 48), (3 * PANEL, 704), (33, 40)]
-INT8_KINDS = ["int8", "int8 32", "int4 32", "int4 128", "int4 32+", "int8 32+"]
+INT8_KINDS = ["int8", "int8 32", "int4 32", "int4 128", "int4 32+", "int8 32+", "fp4 32", "fp4 64+"]
 INT8_ROWS = 3 * OWN_ROWS_MAX + 1
 
 
@@ -260,7 +271,7 @@ def test_product_equals_a_plain_one_of_the_same_numbers(kind: str, shape: tuple[
         assert torch.equal(product(rows[:count]), found[:count])
 
 
-@pytest.mark.parametrize("kind", ["int8 32+", "int4 32+"])
+@pytest.mark.parametrize("kind", ["int8 32+", "int4 32+", "fp4 32+"])
 def test_all_instructions_have_the_same_sums(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, rows = weight_of(kind, PANEL + 2, 96), drawn(INT8_PASS_ROWS + 1, 96)
     wanted = product_with(PLAIN, monkeypatch, weight, None)(rows)
@@ -272,7 +283,7 @@ def test_all_instructions_have_the_same_sums(kind: str, monkeypatch: pytest.Monk
             assert torch.equal(product(rows[:count]), wanted[:count])
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("kind", ["int8", "int4", "fp4"])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_the_largest_numbers_do_not_overflow(kind: str, sign: int) -> None:
     """Includes -128, which does not occur in weights quantized here but may in those of checkpoints."""

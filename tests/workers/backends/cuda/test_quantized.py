@@ -40,8 +40,9 @@ def drawn(outputs: int, inputs: int, kind: str, group: int, *, offsets: bool) ->
         values = weight.to(torch.float8_e4m3fn).view(torch.uint8)
         scales = torch.rand(outputs, -(-inputs // group), generator=generator) + 0.5
         made = QuantizedWeight("fp8", values, scales, group, inputs, torch.float32)
-    else:
-        made = quantize(weight, kind, group=group)
+    else:  # any codes are values of fp4
+        made = quantize(weight, "int4" if kind == "fp4" else kind, group=group)
+        made = dataclasses.replace(made, kind=kind)
     if offsets:
         shifts = torch.randn(made.scales.shape, generator=generator).to(made.scales.dtype)
         made = dataclasses.replace(made, offsets=shifts)
@@ -64,7 +65,7 @@ def differs(weight: QuantizedWeight, rows: int, **device: Any) -> float:
 @given(
     outputs=st.integers(1, 80),
     inputs=st.integers(1, 300),
-    kind=st.sampled_from(["int8", "int4", "fp8"]),
+    kind=st.sampled_from(["int8", "int4", "fp4", "fp8"]),
     group=st.sampled_from([0, 16, 32, 48, 96, 128]),
     offsets=st.booleans(),
     rows=st.sampled_from([1, 2, 15, 16, 17, 33, FEW_ROWS_MAX, FEW_ROWS_MAX + 1]),
@@ -89,7 +90,7 @@ def test_product_takes_inputs_in_the_order_of_groups(rows: int) -> None:
 
 @needs_triton
 def test_widened_weight_has_the_bits_of_its_values() -> None:
-    for kind in ("int8", "int4", "fp8"):
+    for kind in ("int8", "int4", "fp4", "fp8"):
         weight = drawn(33, 101, kind, 32, offsets=True)
         assert KERNELS is not None
         product = DeviceProduct(weight.to(DEVICE), None, KERNELS, processors=4)
@@ -119,7 +120,7 @@ class Zeros:
 
 
 @pytest.mark.usefixtures("properties")
-@pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("kind", ["int8", "int4", "fp4", "fp8"])
 def test_trial_tells_right_kernels_from_wrong_ones(kind: str) -> None:
     # The interpreter multiplies bfloat16 as integers.
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32

@@ -37,6 +37,7 @@ from vsched_workers.backends.cpu.kernels.sampling import (
 )
 from vsched_workers.backends.cpu.language_layers import FusedLanguage
 from vsched_workers.backends.cpu.low_rank import KernelSums
+from vsched_workers.backends.cpu.norms import use_norm_kernel
 from vsched_workers.backends.cpu.products import (
     QuantizedProduct,
     make_product,
@@ -233,6 +234,8 @@ class CpuBackend(Backend):
             self._quantizer.embed(model.get_input_embeddings(), head.weight)
             size = self._quantizer.embedding_bytes
         size += super().prepare_whole(model)
+        if self._fuses:
+            use_norm_kernel(model, self._threads)
         self._load_decode()
         return size
 

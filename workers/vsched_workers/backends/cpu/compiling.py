@@ -50,6 +50,7 @@ from vsched_workers.backends.cpu.kernels.rope import rope_patches, rope_prefill
 from vsched_workers.backends.cpu.kernels.simd import has_bf16_dot
 from vsched_workers.backends.cpu.language_layers import GATED
 from vsched_workers.backends.cpu.products import (
+    UNSCALED,
     QuantizedProduct,
     make_product,
     quantizes_activations,
@@ -62,6 +63,7 @@ from vsched_workers.backends.cpu.vision_layers import activation_of, can_fuse, h
 from vsched_workers.families.decoders import Decoder, head_dim
 from vsched_workers.families.generic import STATEFUL, layer_kinds
 from vsched_workers.quantized.layers import HEAD_FORMAT
+from vsched_workers.quantized.schemes import FOUR_BITS
 from vsched_workers.quantized.weights import QuantizedWeight
 
 _ACTIVATIONS = {each.py_func.__name__: each for each in GATED.values()}
@@ -106,6 +108,8 @@ def language_needs(
     unfused = decoder is None or (decoder.experts and not fuses_mixtures(settings, dtype))
     if dtype != torch.bfloat16 or decoder is None or unfused or decoder.unfit(config):
         yield ("decode attention of modules", _word(dtype), kept)
+        if dtype == torch.bfloat16:
+            yield ("norms of all kinds",)
         return
     yield ("norm",)
     yield ("rope", kept)
@@ -179,7 +183,7 @@ def _cached(kept: str) -> npt.NDArray[Any]:
 def _load_product(rows: str, kind: str, activations: str = "float") -> None:
     dtype: torch.dtype = getattr(torch, rows)
     weight: QuantizedWeight | torch.Tensor = torch.zeros(1, _INPUTS, dtype=dtype)
-    if kind in {"int8", "int4", "fp8"}:
+    if kind not in UNSCALED:
         weight = _quantized_zeros(kind, dtype)
     int8_activations = activations == "int8"
     product = QuantizedProduct(weight, None, threads=1, int8_activations=int8_activations)
@@ -196,7 +200,7 @@ def _quantized_zeros(kind: str, dtype: torch.dtype) -> QuantizedWeight:
     return QuantizedWeight(
         kind=kind,
         values=torch.zeros(
-            *(1, _INPUTS // 2 if kind == "int4" else _INPUTS),
+            *(1, _INPUTS // 2 if kind in FOUR_BITS else _INPUTS),
             dtype=torch.int8 if kind == "int8" else torch.uint8,
         ),
         scales=torch.ones(1, 1, dtype=torch.float32 if kind == "fp8" else torch.float16),

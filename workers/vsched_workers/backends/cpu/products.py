@@ -44,8 +44,13 @@ from vsched_workers.backends.cpu.threads import pool_of
 from vsched_workers.backends.cpu.tiles.kernel import HALF, has_tiles, multiply_in_tiles
 from vsched_workers.backends.reference.packed_weights import PackedProduct, Weight, room_for_weights
 from vsched_workers.memory.sparse_runs import at_most
-from vsched_workers.quantized.schemes import FORMATS
-from vsched_workers.quantized.weights import INT4_CENTRE, QuantizedWeight, candidate_scales
+from vsched_workers.quantized.schemes import FOUR_BITS, INTEGERS
+from vsched_workers.quantized.weights import (
+    FP4_NUMBERS,
+    INT4_CENTRE,
+    QuantizedWeight,
+    candidate_scales,
+)
 
 _PACKED_BYTES = 1 << 24
 """Bytes that are packed at once: limits the memory in use besides the weight and its panels."""
@@ -125,7 +130,7 @@ class QuantizedProduct(KernelProduct):
         self._kind, self._dtype = weight.kind, weight.dtype
         outputs, inputs_unpadded = weight.shape
         whole = weight.group >= inputs_unpadded
-        fits = weight.kind in FORMATS and (whole or weight.group % ROW_BLOCK == 0)
+        fits = weight.kind in INTEGERS and (whole or weight.group % ROW_BLOCK == 0)
         multiple = ROW_BLOCK if fits else INPUTS
         inputs = -(-inputs_unpadded // multiple) * multiple
         group = inputs if whole else weight.group
@@ -177,16 +182,18 @@ class QuantizedProduct(KernelProduct):
         assert self._order is None, "embeddings must not be permuted"
         panel, place = indices // PANEL, indices % PANEL
         inputs, zero_point = self.shape[1], float(self.weight["zero_point"][0])
-        together = 4 if self._kind in FORMATS else 1
+        together = 4 if self._kind in INTEGERS else 1
         values = self._panels.view(len(self._panels), -1, PANEL, together)[panel, :, place]
         if self._kind in UNSCALED:
             return values.flatten(1)[:, :inputs]
         groups = torch.arange(inputs) // int(self.weight["group"][0])
         scales = self._scales[panel, :, place].float()[:, groups]
         offsets = None if self._offsets is None else self._offsets[panel, :, place].float()
-        if self._kind == "int4":
+        if self._kind in FOUR_BITS:
             values = torch.stack((values & 15, values >> 4), -2)
         values = values.flatten(1)[:, :inputs]
+        if self._kind == "fp4":
+            values = FP4_NUMBERS[values.int()]
         if self._kind == "fp8":
             values, scales = values.view(torch.float8_e4m3fn), scales / FP8_FACTOR
         rows = (values.float() - zero_point) * scales
@@ -241,12 +248,12 @@ def _pack_values(weight: QuantizedWeight, inputs: int, threads: int) -> torch.Te
       o0    a   b   c   d   e                  i0 .. i3    | a  b  c  d |   | p  q  r  s |
       o1    p   q   r   s   t           ->     i4 .. i7    | e  ..      |   | t  ..      |
 
-    int4 has the same layout with words of eight inputs (`reorder_nibbles`); other formats have one value in place of a
-    word.
+    Formats of 4 bits have the same layout with words of eight inputs (`reorder_nibbles`); FP8 and floats have one value
+    in place of a word.
     """
-    values, columns = weight.values, inputs // 2 if weight.kind == "int4" else inputs
+    values, columns = weight.values, inputs // 2 if weight.kind in FOUR_BITS else inputs
     made = room_for_weights((-(-len(values) // PANEL), columns * PANEL), values.dtype)
-    word = _WORDS[4 if weight.kind in FORMATS else values.dtype.itemsize]
+    word = _WORDS[4 if weight.kind in INTEGERS else values.dtype.itemsize]
     panels = made.view(word).view(len(made), -1, PANEL).numpy()
     pool, step = pool_of(threads), max(_PACKED_BYTES // made[0].nbytes, 1)
     for first in range(0, len(made), step):
@@ -255,7 +262,7 @@ def _pack_values(weight: QuantizedWeight, inputs: int, threads: int) -> torch.Te
             bits = some.view(torch.uint8) if values.dtype.itemsize == 1 else some
             some = functional.pad(bits, (0, missing))
         rows = some.contiguous().view(word)
-        if weight.kind == "int4":
+        if weight.kind in FOUR_BITS:
             pairs, rows = rows, torch.empty_like(rows)
             reorder_nibbles(pool, pairs.numpy(), rows.numpy())
         pack(pool, rows.numpy(), panels[first : first + step])

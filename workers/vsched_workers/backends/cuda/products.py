@@ -7,11 +7,12 @@ times as long as the launch itself. In eager steps, with several launches per la
 Here the specialization is looked up by the properties that Triton specializes on: data types, alignment to 16 bytes,
 and for integers divisibility by 16 and equality to 1.
 
-Matrix products with quantized weights on a GPU: int8, int4 and FP8 with group scales.
+Matrix products with quantized weights on a GPU: int8, int4, FP4 and FP8 with group scales.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from vsched_workers.quantized.schemes import FOUR_BITS
 from vsched_workers.quantized.weights import INT4_CENTRE, QuantizedWeight, quantize
 
 TILE_MIN, TILE_MAX = 32, 512
@@ -307,8 +309,9 @@ def quantized_trial(kind: str, kernels: QuantizedKernels, dtype: torch.dtype, de
     if kind == "fp8":
         values = plain.to(torch.float8_e4m3fn).view(torch.uint8)
         weight = QuantizedWeight("fp8", values, torch.ones(40, 3), 32, 96, dtype)
-    else:
-        weight = quantize(plain, kind, group=32)
+    else:  # any codes are values of fp4
+        made = quantize(plain, "int4" if kind == "fp4" else kind, group=32)
+        weight = dataclasses.replace(made, kind=kind)
     given, product = (rows / 8).to(device, dtype), product_on(device, weight, None, kernels)
     wanted = given.float() @ weight.to(device).dequantized().T
     return max(
@@ -344,18 +347,23 @@ class ProductPlan(NamedTuple):
 
 def constants_of(kind: str, *, has_offsets: bool) -> dict[str, object]:
     """Return the compile-time constants of the kernels that depend on the weight alone."""
-    return {"KIND": kind, "CENTRE": INT4_CENTRE, "HAS_OFFSETS": has_offsets}
+    return {
+        "KIND": kind,
+        "FOUR_BITS": kind in FOUR_BITS,
+        "CENTRE": INT4_CENTRE,
+        "HAS_OFFSETS": has_offsets,
+    }
 
 
 def tile_of(kind: str, group: int) -> int | None:
     """Return the tile of K, within one group; None if groups are too small.
 
-    Tensor cores need at least 16 values, for int4 in each nibble. A `group` of 0 is all of K.
+    Tensor cores need at least 16 values, of 4 bits in each nibble. A `group` of 0 is all of K.
     """
     if not group:
         return QUANTIZED_TILE_MAX
     tile = min(group & -group, QUANTIZED_TILE_MAX)
-    return tile if tile >= (32 if kind == "int4" else 16) else None
+    return tile if tile >= (32 if kind in FOUR_BITS else 16) else None
 
 
 def plan_of(rows: int, outputs: int, tiles: int, processors: int) -> ProductPlan:

@@ -372,6 +372,13 @@ def fp8_values(bits):  # noqa: ANN201
 
 
 @triton.jit
+def fp4_values(bits):  # noqa: ANN201
+    """Return FP4 (e2m1) values in halves, as float16, by the bits."""
+    half = ((bits & 8).to(tl.uint16) << 12) | ((bits & 7).to(tl.uint16) << 9)
+    return half.to(tl.float16, bitcast=True) * 32768.0  # the exponents' biases are 1 and 15
+
+
+@triton.jit
 def multiply_few(
     rows,
     values,
@@ -386,6 +393,7 @@ def multiply_few(
     groups,
     part_tiles,
     KIND: tl.constexpr,  # noqa: N803  # see triton_kernels.py
+    FOUR_BITS: tl.constexpr,  # noqa: N803
     CENTRE: tl.constexpr,  # noqa: N803
     HAS_OFFSETS: tl.constexpr,  # noqa: N803
     ROWS: tl.constexpr,  # noqa: N803
@@ -394,7 +402,7 @@ def multiply_few(
 ) -> None:
     """Multiply a block of rows by a block of outputs over one split of the inputs.
 
-    Shape: rows [count, inputs]; values uint8 [outputs, bytes_of_one], for int4 with the first of two inputs in the low
+    Shape: rows [count, inputs]; values uint8 [outputs, bytes_of_one], of 4 bits with the first of two inputs in the low
     nibble; scales and offsets [outputs, groups]; sums float32 [parts, count, outputs]. TILE divides `group`; a split
     has `part_tiles` tiles.
     """
@@ -410,12 +418,16 @@ def multiply_few(
         place = start + tl.arange(0, TILE)
         there = requested[None, :] & (place < inputs)[:, None]
         given = tl.load(rows + row[None, :] * inputs + place[:, None], mask=there, other=0.0)
-        # A byte contains two int4 values.
-        byte = start // 2 + tl.arange(0, TILE // 2) if KIND == "int4" else place
+        # A byte contains two values of 4 bits.
+        byte = start // 2 + tl.arange(0, TILE // 2) if FOUR_BITS else place
         held = real[:, None] & (byte < bytes_of_one)[None, :]
         bits = tl.load(values + line * bytes_of_one + byte[None, :], mask=held, other=0)
+        if FOUR_BITS:
+            bits = tl.join(bits & 15, bits >> 4).reshape(OUTPUTS, TILE)
         if KIND == "int4":
-            weight = tl.join(bits & 15, bits >> 4).reshape(OUTPUTS, TILE).to(given.dtype) - CENTRE
+            weight = bits.to(given.dtype) - CENTRE
+        elif KIND == "fp4":
+            weight = fp4_values(bits).to(given.dtype)
         elif KIND == "fp8":
             weight = bits.to(tl.float8e4nv, bitcast=True).to(given.dtype)
         elif KIND == "fp8 bits":
@@ -443,6 +455,7 @@ def widen(
     group,
     groups,
     KIND: tl.constexpr,  # noqa: N803
+    FOUR_BITS: tl.constexpr,  # noqa: N803
     CENTRE: tl.constexpr,  # noqa: N803
     HAS_OFFSETS: tl.constexpr,  # noqa: N803
     INPUTS: tl.constexpr,  # noqa: N803
@@ -451,10 +464,14 @@ def widen(
     output = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * INPUTS + tl.arange(0, INPUTS)
     there = place < inputs
-    byte = place // 2 if KIND == "int4" else place
+    byte = place // 2 if FOUR_BITS else place
     bits = tl.load(values + output * bytes_of_one + byte, mask=there, other=0)
+    if FOUR_BITS:
+        bits = (bits >> ((place % 2) * 4).to(tl.uint8)) & 15
     if KIND == "int4":
-        made = ((bits >> ((place % 2) * 4).to(tl.uint8)) & 15).to(tl.float32) - CENTRE
+        made = bits.to(tl.float32) - CENTRE
+    elif KIND == "fp4":
+        made = fp4_values(bits).to(tl.float32)
     elif KIND == "fp8":
         made = bits.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     elif KIND == "fp8 bits":

@@ -146,14 +146,14 @@ def test_many_rows_are_multiplied_by_the_dequantized_weight(
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("halves", [True, False], ids=["float16", "float32"])
-@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("kind", ["int8", "int4", "fp4"])
 def test_weights_are_widened_exactly_and_rounded_once(
     kind: str, threads: int, *, halves: bool
 ) -> None:
     """Every value of a weight, by rows that each select one input."""
     inputs, outputs = 256, 64
     values = torch.arange(-128, 128, dtype=torch.int8).repeat(outputs, 1)
-    if kind == "int4":
+    if kind != "int8":
         values = (torch.arange(inputs // 2) % 256).to(torch.uint8).repeat(outputs, 1)
     scales = (drawn(outputs, inputs // 32, seed=5).abs() + 2**-10).half()
     weight = QuantizedWeight(

@@ -54,9 +54,19 @@ ZEROS = ir.Constant(FLOATS, None)
 @functools.cache
 def has_bf16_dot() -> bool:
     """Return True if this processor has VDPBF16PS and numba compiles for this processor."""
+    return _can_use("avx512bf16")
+
+
+@functools.cache
+def has_permutation() -> bool:
+    """Return True if this processor has VPERMPS of 16 lanes and numba compiles for this processor."""
+    return _can_use("avx512f")
+
+
+def _can_use(feature: str) -> bool:
     config: Any = numba.config
     chosen = config.CPU_NAME or config.CPU_FEATURES
-    return not chosen and bool(binding.get_host_cpu_features().get("avx512bf16"))
+    return not chosen and bool(binding.get_host_cpu_features().get(feature))
 
 
 @functools.cache
@@ -122,6 +132,13 @@ class InstructionWriter:
         """Emit the rounding of two float32 vectors into one bfloat16 vector, `lower` first."""
         name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
         return call_llvm(self.builder, name, BF16_PAIRS, upper, lower)
+
+    def look_up(self, table: Sequence[float], places: Any) -> Any:
+        """Emit VPERMPS: the float32 of a table of 16 at the lowest four bits of each lane."""
+        name = "llvm.x86.avx512.permvar.sf.512"
+        return call_llvm(
+            self.builder, name, FLOATS, ir.Constant(FLOATS, [*map(float, table)]), places
+        )
 
     def multiply_add(self, total: Any, first: Any, second: Any) -> Any:
         """Emit `total + first * second` of float32 vectors, which LLVM contracts to one FMA."""

@@ -3,10 +3,11 @@
 A dtype tag selects the instructions; all have the same results.
 
 - `VNNI` (VPDPBUSD): adds four products of an unsigned and a signed byte to each 32-bit accumulator. int8 weights
-  become unsigned by adding 128; this is corrected with the sum of the row's block.
+  become unsigned by adding 128, fp4 by adding 12; this is corrected with the sum of the row's block.
 - `PAIRS` (AVX2 or AVX-512 without VNNI): for int4, VPMADDUBSW adds two products to 16 bits, which hold the sum of a
-  block: 8 x 2 x 15 x 127 < 2^15. For int8, the absolute values of weights are multiplied by inputs that take over the
-  weights' signs; 16 bits hold only 2 x 128 x 127, so VPMADDWD adds each two such sums to 32 bits.
+  block: 8 x 2 x 15 x 127 < 2^15. Of fp4 they hold the sum of two words (2 x 2 x 24 x 127), and VPMADDWD adds each two
+  such sums to 32 bits. For int8, the absolute values of weights are multiplied by inputs that take over the weights'
+  signs; 16 bits hold only 2 x 128 x 127.
 - `PLAIN`: the same as VPDPBUSD, in generic IR for any processor.
 
   one 32-bit lane of VPDPBUSD:
@@ -37,7 +38,13 @@ from vsched_workers.backends.cpu.kernels.simd import (
     call_llvm,
     splat,
 )
-from vsched_workers.backends.cpu.quantized.kernel import PANEL
+from vsched_workers.backends.cpu.quantized.kernel import (
+    FOUR_BITS,
+    FP4_NUMBERS,
+    PANEL,
+    ZERO_POINTS,
+    decode_fp4,
+)
 
 VECTORS = 4
 """Vectors of a panel, each the length of a register."""
@@ -76,19 +83,20 @@ class BlockSums:
 
     def __init__(self, builder: Any, kind: Any, tag: Any) -> None:
         self._builder, self._writer = builder, InstructionWriter(builder)
-        self._is_int4 = kind is numba.types.uint8
+        self._is_int4, self._zero_point = kind is numba.types.uint8, ZERO_POINTS[kind]
+        self._words = 2 if kind in FOUR_BITS else 1
         self._pairs = tag is numba.types.int16
         self._native = tag is numba.types.int8
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights of a panel's block."""
-        return ROW_BLOCK * PANEL // (2 if self._is_int4 else 1)
+        return ROW_BLOCK * PANEL // self._words
 
     @property
     def has_correction(self) -> bool:
         """Whether the accumulators need a zero-point correction."""
-        return self._is_int4 or not self._pairs
+        return self._words == 2 or not self._pairs
 
     def sums(
         self,
@@ -103,9 +111,8 @@ class BlockSums:
         `first` are the initial values of each row, or None. The same number of bytes is prefetched from `ahead_at`
         on.
         """
-        short = self._pairs and self._is_int4
+        short, words = self._pairs and self._is_int4, self._words
         found: list[Any] = [None if short else each for each in first for _ in vectors]
-        words = 2 if self._is_int4 else 1
         for step in range(ROW_BLOCK // (4 * words)):
             places = [4 * (step * PANEL + OUTPUTS * each) for each in vectors]
             for place in places if ahead_at is not None else ():
@@ -116,8 +123,7 @@ class BlockSums:
             for row, at in enumerate(rows_at):
                 inputs = [self._row(at, 4 * (words * step + each)) for each in range(words)]
                 for place, operands in enumerate(weights, row * len(vectors)):
-                    for each, operand in zip(inputs, operands, strict=True):
-                        found[place] = self._add(found[place], operand, each)
+                    found[place] = self._add(found[place], operands, inputs)
         if not short:
             return found
         starts = [each for each in first for _ in vectors]
@@ -125,17 +131,18 @@ class BlockSums:
         return [self._builder.add(*each) for each in zip(longs, starts, strict=True)]
 
     def _operands(self, loaded: Any) -> tuple[Any, ...]:
-        """Split a vector of weights into operands: low and high nibbles for int4, otherwise all.
+        """Split a vector of weights into operands: low and high nibbles of 4 bits, otherwise all.
 
         Each operand is a pair of unsigned weights and their original signed values, or None if the sign is not
         needed.
         """
         builder = self._builder
-        if self._is_int4:
+        if self._words == 2:
             four, mask = splat(_SHORTS, 4), splat(_BYTES, 15)
             shifted = builder.lshr(builder.bitcast(loaded, _SHORTS), four)
             upper = builder.and_(builder.bitcast(shifted, _BYTES), mask)
-            return (builder.and_(loaded, mask), None), (upper, None)
+            both = builder.and_(loaded, mask), upper
+            return tuple((each if self._is_int4 else self._fp4(each), None) for each in both)
         if self._pairs:
             whole = ir.Constant(ir.IntType(1), 0)
             name = f"llvm.abs.v{_BYTES.count}i8"
@@ -147,15 +154,38 @@ class BlockSums:
         word = self._load(at, place, WORD)
         return self._builder.bitcast(self._writer.broadcast(word, OUTPUTS), _BYTES)
 
-    def _add(self, total: Any, operand: tuple[Any, Any], inputs: Any) -> Any:
-        """Emit the addition of products to a total; a total of None is zero."""
-        builder, (weights, signs) = self._builder, operand
-        if self._pairs:
-            name = "avx2.pmadd.ub.sw" if _BITS == 256 else "avx512.pmaddubs.w.512"
-            inputs = inputs if signs is None else self._signed(inputs, signs)
-            added = call_llvm(builder, f"llvm.x86.{name}", _SHORTS, weights, inputs)
-            added = added if signs is None else self._of_shorts(added)
-            return added if total is None else builder.add(total, added)
+    def _fp4(self, codes: Any) -> Any:
+        """Emit the numbers of e2m1 codes plus the zero point."""
+        if not self._native and not self._pairs:
+            number = decode_fp4(self._builder, codes)
+            return self._builder.add(number, splat(_BYTES, self._zero_point))
+        name = "avx2.pshuf.b" if _BITS == 256 else "avx512.pshuf.b.512"
+        numbers = [each + self._zero_point for each in FP4_NUMBERS]
+        table = ir.Constant(_BYTES, numbers * (_BYTES.count // len(numbers)))
+        return call_llvm(self._builder, f"llvm.x86.{name}", _BYTES, table, codes)
+
+    def _add(self, total: Any, operands: Sequence[tuple[Any, Any]], inputs: Sequence[Any]) -> Any:
+        """Emit the addition of the products of all operands to a total; a total of None is zero."""
+        builder, both = self._builder, zip(operands, inputs, strict=True)
+        if not self._pairs:
+            for (weights, _), each in both:
+                total = self._add_products(total, weights, each)
+            return total
+        added = [self._pair_products(*operand, each) for operand, each in both]
+        if not self._is_int4:
+            added = [self._of_shorts(functools.reduce(builder.add, added))]
+        for each in added:
+            total = each if total is None else builder.add(total, each)
+        return total
+
+    def _pair_products(self, weights: Any, signs: Any, inputs: Any) -> Any:
+        """Emit the 16-bit sums of two products each."""
+        name = "avx2.pmadd.ub.sw" if _BITS == 256 else "avx512.pmaddubs.w.512"
+        inputs = inputs if signs is None else self._signed(inputs, signs)
+        return call_llvm(self._builder, f"llvm.x86.{name}", _SHORTS, weights, inputs)
+
+    def _add_products(self, total: Any, weights: Any, inputs: Any) -> Any:
+        builder = self._builder
         total = splat(SUMS, 0) if total is None else total
         if self._native:
             name = f"llvm.x86.avx512.vpdpbusd.{_BITS}"

@@ -8,14 +8,14 @@ A block b has `ROW_BLOCK` inputs and lies within one group g of the weight. The 
 exact; blocks are added in float32, one by one. Every row has its own scales and sums, so its result has the same bits
 whatever other rows are in the batch: one decode row, a prefill chunk, or all rows of an image.
 
-**Packing.** That of `kernel.py`: a 32-bit word per output holds four neighbouring inputs of int8 or eight of int4,
+**Packing.** That of `kernel.py`: a 32-bit word per output holds four neighbouring inputs of int8 or eight of 4 bits,
 the operand format of byte dot products (`block_sums.py`). Quantized activations are int8 [rows, inputs], with 8 bytes
 per block:
 
   row_scales [rows, blocks, 2]:   float32 scale s[m, b]  |  int32 zero-point correction, -z * sum_(k in b) a[m, k]
 
 The correction is the initial value of the block's accumulators, since weights enter the dot product as unsigned bytes
-(z is 128 for int8, 8 for int4).
+(z is 128 for int8, 8 for int4, 12 for fp4).
 
 **Order.** A panel is multiplied chunk by chunk. A chunk stays in the L1 cache for the passes of a few rows each, and
 each pass prefetches its share of the next chunk into the L2 cache. So memory reads overlap with the products.
@@ -58,7 +58,12 @@ from vsched_workers.backends.cpu.quantized.block_sums import (
     VECTORS,
     BlockSums,
 )
-from vsched_workers.backends.cpu.quantized.kernel import PANEL, scale_vector, write_rows
+from vsched_workers.backends.cpu.quantized.kernel import (
+    PANEL,
+    ZERO_POINTS,
+    scale_vector,
+    write_rows,
+)
 
 _WIDE = OUTPUTS == LANES
 """True with 32 registers of 512 bits, False with 16 of 256."""
@@ -165,7 +170,7 @@ class _Pass:
         self._scale_kind = scale_kind
         self._count, self._has_offsets = count, has_offsets
         self._together = _TOGETHER[count]
-        self._sum_scale = 8.0 if kind is numba.types.uint8 else 128.0
+        self._zero_point = ZERO_POINTS[kind]
 
     def write(self, chunk: _Chunk, rows: _Rows) -> None:
         """Emit the loops."""
@@ -278,7 +283,7 @@ class _Pass:
     def _sum(self, taken: Any) -> Any:
         """Sum of a row's block as float32, from its zero-point correction."""
         as_float = self._builder.sitofp(taken, _SINGLE)
-        return self._builder.fmul(as_float, ir.Constant(_SINGLE, -1.0 / self._sum_scale))
+        return self._builder.fmul(as_float, ir.Constant(_SINGLE, -1.0 / self._zero_point))
 
     def _fused(self, one: Any, other: Any, total: Any) -> Any:
         """Emit one * other + total as one FMA, so that LLVM contracts it the same way for any number of rows."""
@@ -329,7 +334,7 @@ def _quantize_blocks(
     total = call_llvm(builder, f"llvm.vector.reduce.add.v{ROW_BLOCK}i32", WORD, numbers)
     out = writer.advance(out_at, loop.index, ROW_BLOCK)
     writer.store(builder.trunc(numbers, ir.VectorType(BYTE, ROW_BLOCK)), out, 1)
-    zero_point = ir.Constant(WORD, -8 if kind is numba.types.uint8 else -128)
+    zero_point = ir.Constant(WORD, -ZERO_POINTS[kind])
     row_scales = writer.advance(row_scales_at, loop.index, 8)
     writer.store(scale, row_scales, 4)
     writer.store(builder.mul(total, zero_point), writer.offset(row_scales, 4), 4)

@@ -16,9 +16,11 @@ types of `KINDS`:
            bits    31..28  27..24  23..20  19..16  15..12  11..8    7..4    3..0
            input     7       3       6       2       5       1       4       0
 
+  fp4    as int4, but codes of e2m1; the kernels multiply their numbers, in halves (`FP4_NUMBERS`)
+
   fp8, bfloat16, float32   one value per output and input                          [out / PANEL, in, PANEL]
 
-`integers.py` reads int8 and int4 in the same layout. For int4 z is 8, the zero point of the unsigned values;
+`integers.py` reads integers in the same layout. For int4 z is 8, the zero point of the unsigned values;
 it is subtracted once per block, not from each value. Scales and offsets are packed into panels of the same width,
 [out / PANEL, groups, PANEL], as float32 or float16. Outputs are padded with zeros to whole panels, inputs to a
 multiple of `INPUTS`.
@@ -72,8 +74,10 @@ from vsched_workers.backends.cpu.kernels.simd import (
     WORDS,
     InstructionWriter,
     Loop,
+    call_llvm,
     cases,
     has_avx512,
+    has_permutation,
     splat,
 )
 from vsched_workers.backends.cpu.kernels.thread_pool import rows_together, spread
@@ -85,7 +89,9 @@ PANEL = _VECTORS * LANES
 PASS_ROWS = 6
 """Maximum rows of a pass: their accumulators leave registers for weights and inputs."""
 INT4_CENTRE = 8
-"""Zero point of int4, as in `quantized/weights.py`; repeated, as the kernel store is keyed by kernel sources alone."""
+FP4_NUMBERS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+"""Zero point of int4 and numbers of e2m1 codes, as in `quantized/weights.py`; repeated, as the kernel store is keyed by
+kernel sources alone."""
 INPUTS = 16
 """Inputs are padded to a multiple of this, and groups are multiples of it."""
 BLOCK = 128
@@ -104,6 +110,7 @@ _UNROLLED = 4
 
 INT8: npt.NDArray[Any] = np.zeros(1, dtype=np.int8)
 INT4: npt.NDArray[Any] = np.zeros(1, dtype=np.uint8)
+FP4: npt.NDArray[Any] = np.zeros(1, dtype=np.int32)
 FP8: npt.NDArray[Any] = np.zeros(1, dtype=np.int16)
 BF16: npt.NDArray[Any] = np.zeros(1, dtype=np.uint16)
 _FLOAT32: npt.NDArray[Any] = np.zeros(1, dtype=np.float32)
@@ -113,10 +120,15 @@ _FLOAT32: npt.NDArray[Any] = np.zeros(1, dtype=np.float32)
 KINDS: Mapping[str, npt.NDArray[Any]] = {
     "int8": INT8,
     "int4": INT4,
+    "fp4": FP4,
     "fp8": FP8,
     "bfloat16": BF16,
     "float32": _FLOAT32,
 }
+FOUR_BITS = (numba.types.uint8, numba.types.int32)
+"""Types of the tags of int4 and fp4."""
+ZERO_POINTS = {numba.types.int8: 128, numba.types.uint8: INT4_CENTRE, numba.types.int32: 12}
+"""Zero points of unsigned bytes, by the types of the tags of integer formats."""
 FP8_FACTOR = 256.0
 """FP8 (e4m3) is read as the float16 with the same bits, shifted: scales must be multiplied by this factor."""
 
@@ -162,7 +174,7 @@ class Reader:
     @property
     def nibbles(self) -> int:
         """Number of half bytes (nibbles) per weight."""
-        sizes = {numba.types.uint8: 1, numba.types.uint16: 4, numba.types.float32: 8}
+        sizes = dict.fromkeys(FOUR_BITS, 1) | {numba.types.uint16: 4, numba.types.float32: 8}
         return sizes.get(self._kind, 2)
 
     @property
@@ -173,7 +185,7 @@ class Reader:
     @property
     def read_together(self) -> int:
         """Inputs packed into one word."""
-        return {numba.types.uint8: 8, numba.types.int8: 4}.get(self._kind, 1)
+        return 8 if self._kind in FOUR_BITS else 4 if self._kind is numba.types.int8 else 1
 
     @property
     def unrolled(self) -> int:
@@ -201,9 +213,14 @@ class Reader:
         if self._kind is numba.types.int8:
             word = builder.shl(loaded, splat(WORDS, 24 - 8 * index))
             return builder.sitofp(builder.ashr(word, splat(WORDS, 24)), FLOATS)
-        if self._kind is numba.types.uint8:
+        if self._kind in FOUR_BITS:
             word = builder.lshr(loaded, splat(WORDS, 8 * (index % 4) + 4 * (index // 4)))
-            return builder.sitofp(builder.and_(word, splat(WORDS, 15)), FLOATS)
+            if self._kind is numba.types.int32 and has_permutation():
+                return self._writer.look_up(FP4_NUMBERS, word)
+            word = builder.and_(word, splat(WORDS, 15))
+            if self._kind is numba.types.int32:
+                word = decode_fp4(builder, word)
+            return builder.sitofp(word, FLOATS)
         shorts = builder.zext(loaded, _SHORTS)
         size = builder.shl(builder.and_(shorts, splat(_SHORTS, 0x7F)), splat(_SHORTS, 7))
         sign = builder.shl(builder.and_(shorts, splat(_SHORTS, 0x80)), splat(_SHORTS, 8))
@@ -211,6 +228,18 @@ class Reader:
 
     def _load(self, at: Any, place: int, kind: Any) -> Any:
         return self._writer.load(self._writer.offset(at, place), kind, 1)
+
+
+def decode_fp4(builder: Any, codes: Any) -> Any:
+    """Emit the numbers of e2m1 codes, of bytes or words: +-(c + max(c - 4, 0) + 2 max(c - 6, 0)), c of three bits."""
+    kind = codes.type
+    size = builder.and_(codes, splat(kind, 7))
+    name, number = f"llvm.usub.sat.v{kind.count}i{kind.element.width}", size
+    for start in (4, 6, 6):
+        more = call_llvm(builder, name, kind, size, splat(kind, start))
+        number = builder.add(number, more)
+    negative = builder.icmp_unsigned(">", codes, splat(kind, 7))
+    return builder.select(negative, builder.neg(number), number)
 
 
 def scale_vector(builder: Any, kind: Any, at: Any, vector: int, lanes: int = LANES) -> Any:
