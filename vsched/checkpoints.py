@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_CONVERSION = 4
+_CONVERSION = 5
 """Version of the conversion of GGUF files: one with other results converts earlier files again."""
 _QUANTIZED_RATIO = 1.5
 """Ratio of a checkpoint's size to its GGUF file's, above which the file was quantized."""
