@@ -115,7 +115,7 @@ def make(tmp_path: Path, model: Any, tokenizer: Any) -> Make:
     """Write a GGUF file of the model with some tensors quantized; `pre` names the pre-tokenizer.
 
     `without` is a part of the names of tensors to leave out; `rope` has entries and tensors that scale the rotary
-    embedding; `end` is the EOS token.
+    embedding; `end` is the EOS token; `split` the tensors in each part of the file, after one without tensors.
     """
 
     def write(
@@ -123,10 +123,13 @@ def make(tmp_path: Path, model: Any, tokenizer: Any) -> Make:
         without: str = "no tensor",
         rope: Mapping[str, Any] = MappingProxyType({}),
         end: str = "<|im_end|>",
+        split: int = 0,
     ) -> Path:
         path = tmp_path / "source" / "tiny.gguf"
         path.parent.mkdir()
-        writer = gguf.GGUFWriter(path, "llama")
+        writer = gguf.GGUFWriter(
+            path, "llama", split_max_tensors=split, small_first_shard=split > 0
+        )
         writer.add_name("tiny")
         add_sizes(writer, model.config, context=512)
         writer.add_vocab_size(384)
@@ -140,7 +143,7 @@ def make(tmp_path: Path, model: Any, tokenizer: Any) -> Make:
         writer.add_chat_template(TEMPLATE)
         tensors = gguf_tensors(model)
         add_tensors(writer, {name: tensors[name] for name in tensors if without not in name})
-        return path
+        return min(path.parent.iterdir())
 
     return write
 
@@ -226,10 +229,11 @@ def test_gguf_file_that_another_server_has_converted_meanwhile_is_served(
 def test_convert_gguf_keeps_weights_tokens_and_template(
     make: Make, tmp_path: Path, model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also in files of limited size."""
-    path = tmp_path / "made"
+    """Also in files of limited size, and from a file in several parts, any of which may be given."""
+    path, part = tmp_path / "made", make(split=8)
+    assert part.name == "tiny-00001-of-00004.gguf"
     monkeypatch.setattr(files, "SHARD_BYTES_MAX", 200_000)
-    parameters = convert(make(), path)
+    parameters = convert(part.with_name("tiny-00003-of-00004.gguf"), path)
     sizes = [each.stat().st_size for each in path.glob("model-*-of-*.safetensors")]
     assert len(sizes) == 2
     assert max(sizes) < 220_000

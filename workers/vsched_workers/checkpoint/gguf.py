@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from vsched.checkpoints import parts_of
 from vsched.errors import CheckpointError
 from vsched.worker.contract import Progress
 from vsched_workers.checkpoint.facts import DTYPES
@@ -91,7 +92,8 @@ def convert_gguf(file: str, path: str, *, dtype: str, progress: Progress, mmproj
         CheckpointError: When the file cannot be read or converted, or the directory cannot be written.
     """
     check_conversion(path, dtype=dtype)
-    source, tower = Path(file), open_gguf(Path(mmproj)) if mmproj else None
+    source = Path(file).with_name(parts_of(Path(file).name)[0])
+    tower = open_gguf(Path(mmproj)) if mmproj else None
     with new_checkpoint(path) as folder:
         progress("reading the tokenizer", 0.0)
         with _read_once(source) as reader, _reading(source):
@@ -141,21 +143,28 @@ def _fits(file: Path, tower: Any, architecture: str, config: Any) -> bool:
 
 
 def open_gguf(file: Path) -> Any:
-    """Return the reader of a GGUF file.
+    """Return the reader of a GGUF file, with the tensors of all its parts and the settings of the first.
 
     Raises:
-        CheckpointError: When there is none, or it is not whole.
+        CheckpointError: When there is none, or one is not whole.
     """
     from gguf import GGUFReader
 
-    if not file.is_file():
-        raise CheckpointError(f"{file.name!r} is no file. Remedy: give the path of a GGUF file.")
-    try:
-        return GGUFReader(file)
-    except Exception as error:  # of any type: it parses arbitrary bytes
-        raise CheckpointError(
-            f"{file.name!r} is not a whole GGUF file ({error}). Remedy: download it again."
-        ) from error
+    readers = []
+    for part in (file.with_name(name) for name in parts_of(file.name)):
+        if not part.is_file():
+            raise CheckpointError(
+                f"{part.name!r} is no file. Remedy: give the path of a GGUF file."
+            )
+        try:
+            readers.append(GGUFReader(part))
+        except Exception as error:  # of any type: it parses arbitrary bytes
+            raise CheckpointError(
+                f"{part.name!r} is not a whole GGUF file ({error}). Remedy: download it again."
+            ) from error
+    first, *others = readers
+    first.tensors.extend(tensor for each in others for tensor in each.tensors)
+    return first
 
 
 class _Message(msgspec.Struct, frozen=True):
@@ -284,19 +293,23 @@ def _converted(
 def _read_once(source: Path) -> Iterator[Any]:
     """Return the reader of a file, which transformers uses instead of parsing the file three times more.
 
-    It would also list the tensor names of an architecture once for each module of a model.
+    It would also list the tensor names of an architecture once for each module of a model, and not find those in other
+    parts of the file.
     """
     import gguf
 
     library: Any = gguf
+    settings: Any = importlib.import_module("transformers.integrations.gguf")
     reader = open_gguf(source)
-    given = library.GGUFReader, library.get_tensor_name_map
+    names = tuple(tensor.name for tensor in reader.tensors)
+    given = library.GGUFReader, library.get_tensor_name_map, settings.read_gguf_metadata
     library.GGUFReader = lambda _: reader
     library.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)
+    settings.read_gguf_metadata = lambda file: (given[2](file)[0], names)
     try:
         yield reader
     finally:
-        library.GGUFReader, library.get_tensor_name_map = given
+        library.GGUFReader, library.get_tensor_name_map, settings.read_gguf_metadata = given
 
 
 @contextlib.contextmanager
