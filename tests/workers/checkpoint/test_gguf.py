@@ -32,6 +32,7 @@ from vsched.errors import CheckpointError
 from vsched_workers.checkpoint import files
 from vsched_workers.checkpoint.description import describe_checkpoint
 from vsched_workers.checkpoint.gguf import (
+    _mend_rope,
     _mend_scores,
     check_conversion,
     convert_gguf,
@@ -512,6 +513,12 @@ def test_convert_gguf_keeps_the_scaling_of_rotary_embeddings(
     found = json.loads((tmp_path / "made" / "config.json").read_text())["rope_parameters"]
     assert found == pytest.approx(wanted)
     assert inspect(tmp_path / "made").context_tokens == 512
+
+
+def test_model_without_rotary_embedding_has_none_to_scale() -> None:
+    """GPT-2 has learned positions."""
+    reader = types.SimpleNamespace(get_field=lambda _: None, tensors=[])
+    _mend_rope(transformers.GPT2Config(), "tiny.gguf", reader)
 
 
 def test_convert_gguf_refuses_input_other_than_gguf(tmp_path: Path) -> None:

@@ -375,7 +375,7 @@ def _mend_rope(config: Any, file: str, reader: Any) -> None:
     Llama 3's scaling is a tensor, the divisor of each frequency. If some layers have a window (Gemma 3), only the
     others are scaled.
     """
-    rope = config.rope_parameters or {}
+    rope = getattr(config, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)
     prefix = f"{_field(reader, 'general.architecture')}.rope.scaling"
     kind = _field(reader, f"{prefix}.type").replace("none", "")
