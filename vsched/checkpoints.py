@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_CONVERSION = 4
+_CONVERSION = 5
 """Version of the conversion of GGUF files: one with other results converts earlier files again."""
 _QUANTIZED_RATIO = 1.5
 """Ratio of a checkpoint's size to its GGUF file's, above which the file was quantized."""
@@ -47,7 +47,8 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 WEIGHTS = re.compile(r"(adapter_)?model[^/]*\.safetensors")
 PROJECTOR = "mmproj"
 """In the name of a GGUF file with the vision part of a model, which stands next to that of the language model."""
-_SPLIT = re.compile(r"-\d{5}-of-(\d{5})\.gguf")
+_SPLIT = re.compile(r"-\d{5}-of-(\d{5})(?=\.gguf$)")
+"""In the name of a part of a GGUF file."""
 SPARE_BYTES = 256 << 20
 """Disk space that a download leaves free."""
 
@@ -73,7 +74,7 @@ def with_local_checkpoints(config: Config, progress: Progress | None = None) -> 
     quantized = generate.attention != "exact" and model.dtype != "float16"
     path = local_checkpoint(model.path, progress, quantized=quantized)
     if path != model.path:
-        name = model.path.partition("@")[0] if is_hub_id(model.path) else Path(model.path).stem
+        name = model.path.partition("@")[0] if is_hub_id(model.path) else _stem(model.path)
         model = replace(model, path=path, name=model.name or name)
     draft = local_checkpoint(generate.draft_model, progress, quantized=quantized)
     generate = replace(generate, draft_model=draft)
@@ -109,16 +110,20 @@ def _converted(file: Path, progress: Progress | None, *, quantized: bool) -> str
     """Return the cached folder of a converted GGUF file, by the conversion and the file's path, size and time."""
     from vsched.checkpoint_tools import load_tools
 
-    _check_whole(file.name)
     plugin = load_tools("transformers", "check_conversion")
-    source, vision = file.resolve(), vision_part(file, plugin)
-    dtype = "auto" if quantized else "bfloat16"
-    parts = [part.resolve() for part in (file, vision) if part is not None]
+    files = [file.with_name(name).absolute() for name in parts_of(file.name)]
+    if missing := [each.name for each in files if not each.is_file()]:
+        raise CheckpointError(
+            f"{file.name} is one of {len(files)} parts, and {missing[0]} is missing. Remedy: download all parts to one "
+            "folder"
+        )
+    vision, dtype = vision_part(files[0], plugin), "auto" if quantized else "bfloat16"
+    parts = [part.resolve() for part in (*files, vision) if part is not None]
     facts = [(str(part), part.stat().st_size, part.stat().st_mtime_ns) for part in parts]
     identity = f"{_CONVERSION} {dtype} {facts}"
     key = hashlib.sha256(identity.encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = cache / "vsched" / "gguf" / f"{file.stem}-{key}"
+    folder = cache / "vsched" / "gguf" / f"{_stem(file.name)}-{key}"
     if not folder.is_dir():
         names = file.name if vision is None else f"{file.name} and {vision.name}"
         logger.info("converting %s once, to %s", names, folder)
@@ -131,16 +136,15 @@ def _converted(file: Path, progress: Progress | None, *, quantized: bool) -> str
             ) from error
         try:
             plugin.convert_gguf(
-                str(source),
+                str(files[0]),
                 str(folder),
                 dtype=dtype,
                 progress=progress or (lambda *_: None),
                 mmproj=str(vision or ""),
             )
-        except CheckpointError as error:
+        except CheckpointError:
             if not folder.is_dir():  # otherwise another process was faster
-                # The hub's cache has links to files that are named by their digests.
-                raise CheckpointError(str(error).replace(source.name, file.name)) from error
+                raise
         times = weights_bytes(str(folder)) / sum(size for _, size, _ in facts)
         config = (folder / "config.json").read_bytes()
         if times > _QUANTIZED_RATIO and b'"quantization_config"' not in config:
@@ -246,27 +250,33 @@ def _files_in(folder: Path) -> list[str]:
     return sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
 
 
-def _check_whole(name: str) -> None:
-    """Refuse a GGUF file that is one of several parts: the others would be missing weights."""
+def parts_of(name: str) -> list[str]:
+    """Return the names of all parts of a GGUF file, in order, from the name of one; this name if it is whole."""
     split = _SPLIT.search(name)
-    if split and int(split[1]) > 1:
-        raise CheckpointError(
-            f"{name} is one of {int(split[1])} parts, and only a whole GGUF file can be converted. Remedy: join them "
-            "with llama-gguf-split --merge, or name a repository with model.safetensors"
-        )
+    if split is None:
+        return [name]
+    start, count = name[: split.start()], int(split[1])
+    return [f"{start}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1)]
+
+
+def _stem(file: str) -> str:
+    return _SPLIT.sub("", Path(file).name).removesuffix(".gguf")
 
 
 def _one_of(hub_id: str, part: str, files: Sequence[str]) -> str:
-    """Return the GGUF file that a part of its name stands for: the one that ends with it, or the only one."""
+    """Return the GGUF file that a part of its name stands for: the one that ends with it, or the only one.
+
+    Of a file in several parts, it is the first one.
+    """
     models = [file for file in files if PROJECTOR not in file] or files
-    found = [file for file in models if file.removesuffix(".gguf").endswith(part)] or list(models)
-    _check_whole(found[0])
-    if len(found) > 1:
+    found = [file for file in models if _stem(file).endswith(part)] or list(models)
+    firsts = sorted({parts_of(file)[0] for file in found})
+    if len(firsts) > 1:
         raise CheckpointError(
-            f"{hub_id}: {len(found)} files have {part!r} in their names: {', '.join(sorted(found)[:8])}. "
+            f"{hub_id}: {len(firsts)} files have {part!r} in their names: {', '.join(firsts[:8])}. "
             "Remedy: name more of one, such as the whole end of its name before .gguf"
         )
-    return found[0]
+    return firsts[0]
 
 
 def _check_size(hub_id: str, fields: dict[str, Any], part: str | None) -> None:
@@ -284,7 +294,7 @@ def _check_size(hub_id: str, fields: dict[str, Any], part: str | None) -> None:
     if part:
         only = _one_of(hub_id, part, names)
         vision = _vision_part(only, names)
-        wanted = [only] if vision is None else [only, vision]
+        wanted = [*parts_of(only), *([] if vision is None else [vision])]
         fields["allow_patterns"] = wanted
         files = [file for file in files if file.filename in wanted]
     missing = [file.file_size or 0 for file in files if file.will_download]

@@ -354,14 +354,28 @@ def gguf_head(architecture: str) -> bytes:
     return sizes + key + struct.pack("<IQ", 8, len(value)) + value
 
 
-def test_gguf_file_in_several_parts_is_refused(hub: HubServer, tmp_path: Path) -> None:
-    for number in (1, 2):
-        name = f"model-Q6_K-0000{number}-of-00002.gguf"
+def test_gguf_file_in_several_parts_is_downloaded_and_named_whole(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"model-Q6_K-0000{number}-of-00002.gguf" for number in (1, 2)]
+    for name in (*names, "model-Q6_K_L.gguf", "mmproj-F16.gguf"):
         (hub.repositories["org/model"] / name).write_bytes(b"GGUF")
-    for name in ("org/model:Q6_K", str(tmp_path / "model" / "model-Q6_K-00001-of-00002.gguf")):
-        with pytest.raises(CheckpointError, match=r"is one of 2 parts.* Remedy: join them"):
-            local_checkpoint(name)
-    assert not [one for one in hub.requests if "/cdn/" in one]
+    converted: list[str] = []
+
+    class Tools(CheckpointTools):
+        def convert_gguf(self, file: str, path: str, **_: object) -> int:
+            converted.append(Path(file).name)
+            raise CheckpointError(Path(path).name)
+
+    monkeypatch.setattr(checkpoint_tools, "load_tools", lambda *_: Tools())
+    with pytest.raises(CheckpointError, match=r"^model-Q6_K-[0-9a-f]{16}$"):
+        local_checkpoint("org/model:Q6_K")
+    assert converted == names[:1]
+    folder = download("org/model:Q6_K")
+    assert {file.name for file in folder.glob("*.gguf")} == {*names, "mmproj-F16.gguf"}
+    (folder / names[0]).unlink()
+    with pytest.raises(CheckpointError, match=rf"one of 2 parts, and {names[0]} is missing. Rem"):
+        local_checkpoint(str(folder / names[1]))
 
 
 def test_gguf_file_that_cannot_be_converted_is_named_as_in_the_repository(

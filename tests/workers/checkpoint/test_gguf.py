@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -28,21 +29,23 @@ from tests.workers.driver import Question, Stage, inspect
 from vsched.checkpoints import with_local_checkpoints
 from vsched.config import load_config
 from vsched.errors import CheckpointError
+from vsched_workers.checkpoint import files
 from vsched_workers.checkpoint.description import describe_checkpoint
 from vsched_workers.checkpoint.gguf import (
+    _mend_rope,
     _mend_scores,
     check_conversion,
     convert_gguf,
     convert_in_child,
 )
-from vsched_workers.checkpoint.gguf_blocks import quantized_layers
+from vsched_workers.checkpoint.gguf_blocks import packed_weights, quantized_weight
+from vsched_workers.checkpoint.gguf_weights import FileWeight
 from vsched_workers.checkpoint.random_init import SMALL_TEXT, learnt_tokenizer
 from vsched_workers.plugin import TransformersPlugin
 from vsched_workers.quantized.published import read_quantized
 from vsched_workers.quantized.schemes import scheme_of
 
 gguf: Any = pytest.importorskip("gguf")
-pytest.importorskip("accelerate")
 
 LAYERS = 2
 ROPE = {"rope_type": "default", "rope_theta": 100000.0}
@@ -58,6 +61,12 @@ QUANTISED = {
     "blk.0.attn_q.weight": "Q4_0",
     "blk.0.attn_v.weight": "Q8_0",
     "blk.1.attn_k.weight": "Q5_0",
+    "blk.0.ffn_gate_exps.weight": "Q4_0",
+    "blk.0.ffn_up_exps.weight": "Q8_0",
+    "blk.0.ffn_down_exps.weight": "Q4_0",
+    "blk.1.ffn_gate_exps.weight": "Q4_1",
+    "blk.1.ffn_up_exps.weight": "Q4_0",
+    "blk.1.ffn_down_exps.weight": "Q5_0",
 }
 
 ROUNDED = ("0.mlp.down", "0.self_attn.q", "0.self_attn.v", "1.self_attn.k")
@@ -107,7 +116,7 @@ def make(tmp_path: Path, model: Any, tokenizer: Any) -> Make:
     """Write a GGUF file of the model with some tensors quantized; `pre` names the pre-tokenizer.
 
     `without` is a part of the names of tensors to leave out; `rope` has entries and tensors that scale the rotary
-    embedding; `end` is the EOS token.
+    embedding; `end` is the EOS token; `split` the tensors in each part of the file, after one without tensors.
     """
 
     def write(
@@ -115,10 +124,13 @@ def make(tmp_path: Path, model: Any, tokenizer: Any) -> Make:
         without: str = "no tensor",
         rope: Mapping[str, Any] = MappingProxyType({}),
         end: str = "<|im_end|>",
+        split: int = 0,
     ) -> Path:
         path = tmp_path / "source" / "tiny.gguf"
         path.parent.mkdir()
-        writer = gguf.GGUFWriter(path, "llama")
+        writer = gguf.GGUFWriter(
+            path, "llama", split_max_tensors=split, small_first_shard=split > 0
+        )
         writer.add_name("tiny")
         add_sizes(writer, model.config, context=512)
         writer.add_vocab_size(384)
@@ -130,18 +142,45 @@ def make(tmp_path: Path, model: Any, tokenizer: Any) -> Make:
                 adds[type(value)](f"llama.rope.scaling.{name}", value)
         add_tokenizer(writer, tokenizer, pre=pre, end=end)
         writer.add_chat_template(TEMPLATE)
-        for name, value in gguf_tensors(model).items():
-            if without in name:
-                continue
-            if name in QUANTISED:
-                kind = gguf.GGMLQuantizationType[QUANTISED[name]]
-                writer.add_tensor(name, gguf.quants.quantize(value, kind), raw_dtype=kind)
-            else:
-                writer.add_tensor(name, np.ascontiguousarray(value))
-        write_to_file(writer)
-        return path
+        tensors = gguf_tensors(model)
+        add_tensors(writer, {name: tensors[name] for name in tensors if without not in name})
+        return min(path.parent.iterdir())
 
     return write
+
+
+def add_tensors(writer: Any, tensors: Mapping[str, Any]) -> None:
+    """Write tensors, some quantized, and close the file."""
+    for name, value in tensors.items():
+        if name in QUANTISED:
+            kind = gguf.GGMLQuantizationType[QUANTISED[name]]
+            writer.add_tensor(name, gguf.quants.quantize(value, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, np.ascontiguousarray(value))
+    write_to_file(writer)
+
+
+def write_mixture(path: Path, model: Any, tokenizer: Any) -> None:
+    """Write the GGUF file of a Qwen3-MoE; its experts have three tensors, and four formats in two layers."""
+    config, names = model.config, gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3MOE, LAYERS)
+    writer = gguf.GGUFWriter(path, "qwen3moe")
+    writer.add_name("tiny")
+    add_sizes(writer, config, context=512)
+    writer.add_key_length(config.head_dim)
+    writer.add_expert_count(config.num_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    add_tokenizer(writer, tokenizer, pre="smollm", end="<|im_end|>")
+    tensors = {}
+    for name, value in model.state_dict().items():
+        layer, _, part = name.rpartition(".")
+        each = {f"{layer}.{part}": value.numpy()}
+        if part == "gate_up_proj":
+            gate, up = np.split(value.numpy(), 2, 1)
+            each = {f"{layer}.gate_proj": gate, f"{layer}.up_proj": up}
+        for full, array in each.items():
+            tensors[f"{names.get_name(full.removesuffix('.weight'))}.weight"] = array
+    add_tensors(writer, tensors)
 
 
 def convert(file: Path, path: Path, dtype: str = "float32") -> int:
@@ -189,10 +228,16 @@ def test_gguf_file_that_another_server_has_converted_meanwhile_is_served(
 
 @pytest.mark.slow
 def test_convert_gguf_keeps_weights_tokens_and_template(
-    make: Make, tmp_path: Path, model: Any, tokenizer: Any
+    make: Make, tmp_path: Path, model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "made"
-    parameters = convert(make(), path)
+    """Also in files of limited size, and from a file in several parts, any of which may be given."""
+    path, part = tmp_path / "made", make(split=8)
+    assert part.name == "tiny-00001-of-00004.gguf"
+    monkeypatch.setattr(files, "SHARD_BYTES_MAX", 200_000)
+    parameters = convert(part.with_name("tiny-00003-of-00004.gguf"), path)
+    sizes = [each.stat().st_size for each in path.glob("model-*-of-*.safetensors")]
+    assert len(sizes) == 2
+    assert max(sizes) < 220_000
     assert parameters == sum(value.numel() for value in model.parameters())
     library: Any = transformers
     made = library.AutoModelForCausalLM.from_pretrained(str(path), local_files_only=True)
@@ -240,6 +285,33 @@ def test_convert_gguf_keeps_quantized_layers_and_serves_them(make: Make, tmp_pat
     assert held == pytest.approx(served.generator.weights_bytes, rel=0.2)
 
 
+@pytest.mark.slow
+def test_experts_keep_the_quantization_of_the_file(tmp_path: Path, tokenizer: Any) -> None:
+    """Two formats in one parameter of the model, or one of more than 4 bits, become int8."""
+    sizes = {"vocab_size": 384, "num_hidden_layers": LAYERS, "initializer_range": 0.1}
+    make_checkpoint("qwen3_moe", tmp_path / "source", rope_parameters=ROPE, **sizes)
+    model = library_model(tmp_path / "source")
+    write_mixture(file := tmp_path / "mixture.gguf", model, tokenizer)
+    assert convert(file, tmp_path / "kept", "auto") == convert(file, tmp_path / "plain")
+    kept, plain = (load_file(tmp_path / each / "model.safetensors") for each in ("kept", "plain"))
+    experts = "model.layers.{}.mlp.experts.{}_proj"
+    for layer, part, dtype in (
+        (0, "gate_up", torch.int8),
+        (0, "down", torch.uint8),
+        (1, "gate_up", torch.uint8),
+        (1, "down", torch.int8),
+    ):
+        name = experts.format(layer, part)
+        assert kept[f"{name}_values"].dtype == dtype
+        assert kept[f"{name}_values"].shape[:2] == plain[name].shape[:2]
+        error = (plain[name] - model.state_dict()[name]).norm() / plain[name].norm()
+        assert error < 0.12, "experts are in the order of the model"
+    served, twin = (Stage.load(tmp_path / each, attention="auto") for each in ("kept", "plain"))
+    questions = [Question(range(3, 3 + length), count=8) for length in (5, 40)]
+    # Head and embedding, which are int8, have 64 inputs only.
+    assert run_both(served, twin, questions, arrivals=2).apart < 2 * WITHIN
+
+
 def drawn_blocks(kind: Any, rows: int) -> Any:
     """Return random blocks [rows, bytes] with finite scales, which are float16 in the formats tested."""
     size = gguf.GGML_QUANT_SIZES[kind][1]
@@ -263,51 +335,47 @@ SCALES_AT = {
 """Offsets of float16 numbers in a block."""
 
 
+def weight_of(blocks: Any, kind: Any, arrange: Callable[[Any], Any]) -> FileWeight:
+    """Return a weight of 24 outputs from blocks of a kind, which transformers would rearrange."""
+    shape = gguf.quant_shape_from_byte_shape(blocks.shape, kind)
+    tensor = types.SimpleNamespace(data=blocks, tensor_type=kind, name="blk", shape=shape[::-1])
+    rules: Any = types.SimpleNamespace(arrange=lambda _, tensors: arrange(tensors["blk"]))
+    target = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    return FileWeight("layer.weight", target, [tensor], rules)
+
+
 @pytest.mark.parametrize("name", SCALES_AT)
 def test_blocks_of_at_most_4_bits_keep_their_numbers(name: str) -> None:
-    """The rows of a layer may be in another order, and the others become int8."""
+    """The rows of a layer may be in another order; other formats, and weights with other rows, become int8."""
     kind = gguf.GGMLQuantizationType[name]
     blocks = drawn_blocks(kind, 24)
     weight = torch.from_numpy(gguf.dequantize(blocks, kind))
     order = torch.randperm(24, generator=torch.Generator().manual_seed(0))
-    model = Headed(weight[order].bfloat16())
-    tensor = types.SimpleNamespace(data=blocks, tensor_type=kind)
-    reported: list[float] = []
-    found = quantized_layers(
-        model, {"layer.weight": tensor, "head.weight": tensor}, reported.append
-    )
-    assert reported == [1.0]
-    (made,) = found.values()
     few = name in {"Q4_0", "Q4_1", "Q4_K", "Q3_K", "Q2_K"}
-    assert (made.kind, made.dtype) == ("int4" if few else "int8", torch.bfloat16)
-    error = (made.dequantized() - weight[order]).norm() / weight.norm()
-    assert error < (0.0005 if few else 0.008)
-    assert 8 * made.nbytes / weight.numel() == {"Q4_0": 4.5, "Q2_K": 6.0}.get(
-        name, 5.0 if few else 8.5
+    rearranged: list[tuple[bool, Callable[[Any], Any]]] = [
+        (True, lambda rows: rows),
+        (True, lambda rows: rows[order.numpy()]),
+        (False, lambda rows: np.roll(rows, 1, 1)),
+    ]
+    for stays, arrange in rearranged:
+        made = quantized_weight(weight_of(blocks, kind, arrange))
+        int4 = few and stays
+        assert (made.kind, made.dtype) == ("int4" if int4 else "int8", torch.bfloat16)
+        wanted = torch.from_numpy(arrange(weight.numpy()).copy())
+        error = (made.dequantized() - wanted).norm() / wanted.norm()
+        assert error < (0.0005 if int4 else 0.008)
+        bits = {"Q4_0": 4.5, "Q2_K": 6.0}.get(name, 5.0) if int4 else 8.5
+        assert 8 * made.nbytes == bits * weight.numel()
+
+
+def test_head_and_layers_whose_weight_is_read_directly_stay_unquantized() -> None:
+    weight = weight_of(drawn_blocks(kind := gguf.GGMLQuantizationType.Q4_0, 24), kind, lambda a: a)
+    model = nn.ModuleDict({name: nn.Linear(96, 24) for name in ("layer", "head", "dt_proj")})
+    found: Any = types.SimpleNamespace(
+        get_output_embeddings=lambda: model["head"], named_modules=model.named_modules
     )
-
-
-class Headed(nn.Module):
-    """A model of a layer and a head."""
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        super().__init__()
-        outputs, inputs = weight.shape
-        self.layer, self.head = (nn.Linear(inputs, outputs, bias=False) for _ in range(2))
-        for each in (self.layer, self.head):
-            each.weight = nn.Parameter(weight)
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.head
-
-
-def test_weight_whose_rows_are_not_in_the_file_stays_as_it_is() -> None:
-    kind = gguf.GGMLQuantizationType.Q4_0
-    blocks = drawn_blocks(kind, 24)
-    weight = torch.from_numpy(gguf.dequantize(blocks, kind)).bfloat16()
-    tensor = types.SimpleNamespace(data=blocks, tensor_type=kind)
-    for other in (weight * 2, weight.T.contiguous()):
-        assert not quantized_layers(Headed(other), {"layer.weight": tensor}, lambda _: None)
+    given = [dataclasses.replace(weight, name=f"{name}.weight") for name in model]
+    assert packed_weights(found, given) == {"layer.weight"}
 
 
 def test_convert_gguf_ends_at_tokens_that_end_a_turn(
@@ -334,20 +402,25 @@ def test_attention_scores_of_gemma_are_scaled_as_in_llama_cpp(config: Any, wante
 
 
 @pytest.mark.slow
-def test_convert_gguf_that_is_interrupted_leaves_nothing(make: Make, tmp_path: Path) -> None:
+def test_convert_gguf_that_is_interrupted_leaves_nothing(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By then it has written some weights: it holds one file's at most."""
     source = make()
+    monkeypatch.setattr(files, "SHARD_BYTES_MAX", 100_000)
     (tmp_path / "there").mkdir()
     received: list[tuple[str, float]] = []
 
     def progress(what: str, fraction: float) -> None:
         received.append((what, fraction))
         if fraction > 0.5:
+            assert list((tmp_path / "there").glob(".made.*/made/*"))
             raise KeyboardInterrupt
 
     path = tmp_path / "there" / "made"
     with pytest.raises(KeyboardInterrupt):
         convert_gguf(str(source), str(path), dtype="float32", progress=progress)
-    assert received[-1][0] == "undoing the quantisation"
+    assert received[-1][0] == "converting the weights"
     assert not list((tmp_path / "there").iterdir())
 
 
@@ -442,6 +515,12 @@ def test_convert_gguf_keeps_the_scaling_of_rotary_embeddings(
     assert inspect(tmp_path / "made").context_tokens == 512
 
 
+def test_model_without_rotary_embedding_has_none_to_scale() -> None:
+    """GPT-2 has learned positions."""
+    reader = types.SimpleNamespace(get_field=lambda _: None, tensors=[])
+    _mend_rope(transformers.GPT2Config(), "tiny.gguf", reader)
+
+
 def test_convert_gguf_refuses_input_other_than_gguf(tmp_path: Path) -> None:
     (tmp_path / "text.gguf").write_text("no model")
     for name, message in (
@@ -463,9 +542,9 @@ def test_check_conversion_names_unmet_requirements(
         check_conversion(str(tmp_path), dtype="bfloat16")
     find = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "accelerate" else find(name)
+        importlib.util, "find_spec", lambda name: None if name == "gguf" else find(name)
     )
     with pytest.raises(
-        CheckpointError, match=r"needs accelerate. Remedy: pip install 'vsched\[convert\]'"
+        CheckpointError, match=r"needs gguf. Remedy: pip install 'vsched\[convert\]'"
     ):
         check_conversion(str(tmp_path / "made"), dtype="bfloat16")

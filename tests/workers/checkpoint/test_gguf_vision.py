@@ -21,7 +21,6 @@ from vsched_workers.checkpoint.gguf_vision import KINDS, fits, read_vision
 from vsched_workers.plugin import TransformersPlugin
 
 gguf: Any = pytest.importorskip("gguf")
-pytest.importorskip("accelerate")
 
 TYPES = {"nano25": "qwen2vl", "nano3": "qwen3vl"}
 TOWER = "model.visual."

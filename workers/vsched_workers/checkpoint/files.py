@@ -9,11 +9,19 @@ import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vsched.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+SHARD_BYTES_MAX = 1 << 30
+"""Maximum size of a weight file, unless one tensor is larger."""
 
 
 def read_json(path: Path, name: str) -> dict[str, Any]:
@@ -102,6 +110,48 @@ def new_checkpoint(path: str) -> Iterator[Path]:
             f"{target.name!r} cannot be written ({reason}). "
             "Remedy: free space, or name another directory."
         ) from error
+
+
+class ShardWriter:
+    """Writes weights to safetensors files of bounded size as they come; a single file has no index."""
+
+    def __init__(self, folder: Path) -> None:
+        """Write to a folder of a new checkpoint."""
+        self._folder = folder
+        self._held: dict[str, torch.Tensor] = {}
+        self._names: list[list[str]] = []
+        self._bytes = self._held_bytes = 0
+
+    def add(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Take weights by name; they are written with later ones."""
+        for name, each in weights.items():
+            if self._held_bytes + each.nbytes > SHARD_BYTES_MAX:
+                self._write()
+            self._held[name] = each.contiguous()
+            self._held_bytes += each.nbytes
+
+    def finish(self) -> None:
+        """Write the rest, and the index."""
+        self._write()
+        count = len(self._names)
+        places: dict[str, str] = {}
+        for number, names in enumerate(self._names, 1):
+            file = SINGLE_FILE if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
+            (self._folder / f"{number}").rename(self._folder / file)
+            places |= dict.fromkeys(names, file)
+        if count > 1:
+            index = {"metadata": {"total_size": self._bytes}, "weight_map": places}
+            (self._folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True))
+
+    def _write(self) -> None:
+        from safetensors.torch import save_file
+
+        if not self._held:
+            return
+        self._names.append([*self._held])
+        save_file(self._held, self._folder / f"{len(self._names)}", metadata={"format": "pt"})
+        self._bytes += self._held_bytes
+        self._held, self._held_bytes = {}, 0
 
 
 @contextlib.contextmanager

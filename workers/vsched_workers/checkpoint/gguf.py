@@ -1,8 +1,9 @@
 """Conversion of a GGUF file to a checkpoint: safetensors, tokenizer, chat template and generation settings.
 
-Transformers reads the file and dequantizes it. Additions here are the quantized weights (`gguf_blocks.py`), SmolLM's
-pre-tokenizer, the end tokens in the generation settings, a tokenizer class that does not change its rules on loading,
-and the scaling of rotary embeddings and of Gemma's attention scores.
+Transformers reads the settings and the tokenizer, and names and rearranges the tensors, one at a time
+(`gguf_weights.py`). Additions here are the quantized weights (`gguf_blocks.py`), SmolLM's pre-tokenizer, the end tokens
+in the generation settings, a tokenizer class that does not change its rules on loading, the widths of experts, and the
+scaling of rotary embeddings and of Gemma's attention scores.
 
 Rejected: serving GGUF files directly, which takes 30 s of conversion at each start of a rank and the memory of both
 forms; a reader of our own, since transformers and `gguf` are maintained.
@@ -19,28 +20,31 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from vsched.checkpoints import parts_of
 from vsched.errors import CheckpointError
 from vsched.worker.contract import Progress
 from vsched_workers.checkpoint.facts import DTYPES
-from vsched_workers.checkpoint.files import check_new, new_checkpoint, without_bars
+from vsched_workers.checkpoint.files import ShardWriter, check_new, new_checkpoint
 from vsched_workers.checkpoint.gguf_vision import (
     KINDS,
-    Vision,
     fits,
     present_as_text_model,
     read_vision,
     whole_name,
 )
 
+if TYPE_CHECKING:
+    from vsched_workers.checkpoint.gguf_weights import FileWeight
+
 logger = logging.getLogger(__name__)
 
-PACKAGES = ("gguf", "accelerate")
+PACKAGES = ("gguf",)
 """Packages that transformers needs for GGUF files in addition to its dependencies."""
 _GPT2_SPLITS = ("gpt-2", "default")
 _SMOLLM_SPLIT = "smollm"
@@ -51,6 +55,10 @@ _LLAMA3 |= {"original_max_position_embeddings": 8192}
 
 _GEMMA_27B = {("gemma2", 46), ("gemma3_text", 62)}
 """Type and layers of the models whose attention scores are scaled by hidden size per head."""
+_EXPERT_WIDTHS = {
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+}
 _END_S = 30.0
 """Maximum wait for an interrupted conversion."""
 _TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>")
@@ -77,14 +85,15 @@ def convert_gguf(file: str, path: str, *, dtype: str, progress: Progress, mmproj
 
     `mmproj` is the file of its vision tower, of a family in `gguf_vision.KINDS`; without, it takes text only.
 
-    With the type `auto`, quantized linear layers stay quantized if the fused path runs the model, and the rest is
-    bfloat16; with any other type all weights have it.
+    With the type `auto`, quantized linear layers and experts stay quantized, and the rest is bfloat16; with any other
+    type all weights have it.
 
     Raises:
         CheckpointError: When the file cannot be read or converted, or the directory cannot be written.
     """
     check_conversion(path, dtype=dtype)
-    source, tower = Path(file), open_gguf(Path(mmproj)) if mmproj else None
+    source = Path(file).with_name(parts_of(Path(file).name)[0])
+    tower = open_gguf(Path(mmproj)) if mmproj else None
     with new_checkpoint(path) as folder:
         progress("reading the tokenizer", 0.0)
         with _read_once(source) as reader, _reading(source):
@@ -92,61 +101,70 @@ def convert_gguf(file: str, path: str, *, dtype: str, progress: Progress, mmproj
             if architecture in KINDS:
                 present_as_text_model(reader, architecture)
             tokenizer = _tokenizer(source, reader)
-            model = _model(source, "bfloat16" if dtype == "auto" else dtype, progress)
-            count: int = sum(each.numel() for each in model.parameters())
+            model = _empty_model(source, reader, "bfloat16" if dtype == "auto" else dtype)
+            weights = _file_weights(model, reader, source.name)
             _mend_rope(model.config, source.name, reader)
             _mend_scores(model.config)
             model.generation_config.eos_token_id = _end_tokens(tokenizer, reader)
-            keeps = dtype == "auto"
-            weights = _quantized(model, reader, progress) if keeps else model.state_dict()
-        vision = None
+        if tower is not None and not _fits(Path(mmproj), tower, architecture, model.config):
+            tower = None
+        shards, name_of = ShardWriter(folder), str if tower is None else whole_name
+        for made, done in _converted(source, model, weights, quantized=dtype == "auto"):
+            shards.add({name_of(name): each for name, each in made.items()})
+            progress("converting the weights", done)
+        count: int = sum(each.numel() for each in model.parameters())
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(folder)
+        model.generation_config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
         if tower is not None:
             progress("reading the vision tower", 0.0)
-            words = tokenizer.get_vocab()
-            vision = _vision(Path(mmproj), tower, architecture, reader, model.config, words)
-        if vision is not None:
+            with _reading(Path(mmproj)):
+                words = tokenizer.get_vocab()
+                vision = read_vision(tower, architecture, reader, model.config, words)
             count += sum(each.numel() for each in vision.weights.values())
-            weights = {whole_name(name): each for name, each in weights.items()}
-            weights.update(vision.weights)
-        progress("writing the files", 0.0)
-        tokenizer.save_pretrained(folder)
-        with without_bars():
-            model.save_pretrained(folder, state_dict=weights)
-        if vision is not None:
+            shards.add(vision.weights)
             vision.write(folder)
+        progress("writing the files", 0.0)
+        shards.finish()
         return count
 
 
-def _vision(
-    file: Path, tower: Any, architecture: str, reader: Any, config: Any, words: Any
-) -> Vision | None:
-    """Return the vision part of a language model; None, with a warning, if the tower belongs to another one."""
+def _fits(file: Path, tower: Any, architecture: str, config: Any) -> bool:
+    """Return whether a tower belongs to a language model, with a warning if not."""
     with _reading(file):
         if fits(tower, architecture, config.hidden_size):
-            return read_vision(tower, architecture, reader, config, words)
+            return True
     logger.warning(
         "%s is not read: it is the vision part of another model, or of a family that is not supported",
         file.name,
     )
-    return None
+    return False
 
 
 def open_gguf(file: Path) -> Any:
-    """Return the reader of a GGUF file.
+    """Return the reader of a GGUF file, with the tensors of all its parts and the settings of the first.
 
     Raises:
-        CheckpointError: When there is none, or it is not whole.
+        CheckpointError: When there is none, or one is not whole.
     """
     from gguf import GGUFReader
 
-    if not file.is_file():
-        raise CheckpointError(f"{file.name!r} is no file. Remedy: give the path of a GGUF file.")
-    try:
-        return GGUFReader(file)
-    except Exception as error:  # of any type: it parses arbitrary bytes
-        raise CheckpointError(
-            f"{file.name!r} is not a whole GGUF file ({error}). Remedy: download it again."
-        ) from error
+    readers = []
+    for part in (file.with_name(name) for name in parts_of(file.name)):
+        if not part.is_file():
+            raise CheckpointError(
+                f"{part.name!r} is no file. Remedy: give the path of a GGUF file."
+            )
+        try:
+            readers.append(GGUFReader(part))
+        except Exception as error:  # of any type: it parses arbitrary bytes
+            raise CheckpointError(
+                f"{part.name!r} is not a whole GGUF file ({error}). Remedy: download it again."
+            ) from error
+    first, *others = readers
+    first.tensors.extend(tensor for each in others for tensor in each.tensors)
+    return first
 
 
 class _Message(msgspec.Struct, frozen=True):
@@ -218,47 +236,80 @@ def _main(file: str, path: str, dtype: str, mmproj: str) -> None:
             write(_Message(error=str(error)))
 
 
-def _quantized(model: Any, reader: Any, progress: Progress) -> dict[str, Any]:
-    """Return the model's weights by name, with the file's quantization of linear layers, and set it in the config.
+def _empty_model(source: Path, reader: Any, dtype: str) -> Any:
+    """Return the model of a file, on the meta device; transformers does not read the widths of experts."""
+    import torch
+    import transformers
 
-    Weights for the generic path stay dequantized.
-    """
-    from vsched_workers.checkpoint.gguf_blocks import quantized_layers
-    from vsched_workers.families.decoders import text_family
-    from vsched_workers.quantized.published import written_blocks
+    library: Any = transformers
+    config = library.AutoConfig.from_pretrained(
+        str(source.parent), gguf_file=source.name, local_files_only=True, trust_remote_code=False
+    )
+    architecture = _field(reader, "general.architecture")
+    for name, key in _EXPERT_WIDTHS.items():
+        if hasattr(config, name) and (width := _field(reader, f"{architecture}.{key}")):
+            setattr(config, name, int(width))
+    with torch.device("meta"):
+        return library.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
 
-    if text_family(model.config.model_type, model.config) is None:
-        weights: dict[str, Any] = model.state_dict()
-        return weights
-    mapping: Any = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
-    names = mapping.get_gguf_hf_weights_map(model, mapping.TensorProcessor())
-    tensors = {names[each.name]: each for each in reader.tensors if each.name in names}
-    layers = quantized_layers(model, tensors, functools.partial(progress, "quantized weights"))
-    weights = {name: each for name, each in model.state_dict().items() if name not in layers}
-    for name, layer in layers.items():
-        weights |= written_blocks(name, layer)
-    if layers:
-        model.config.quantization_config = {"quant_method": "gguf"}
+
+def _file_weights(model: Any, reader: Any, file: str) -> list[FileWeight]:
+    """Return the model's weights, without any that is tied to another one."""
+    from vsched_workers.checkpoint.gguf_weights import file_weights
+
+    weights = file_weights(model, reader)
+    found = {each.name for each in weights}
+    tied = {
+        name for pair in model.all_tied_weights_keys.items() if found & {*pair} for name in pair
+    }
+    if missing := sorted(model.state_dict().keys() - found - tied):
+        raise CheckpointError(
+            f"{file!r} lacks {len(missing)} weights of the model, the first is {missing[0]}. Remedy: get the "
+            "whole file, or the model as safetensors."
+        )
     return weights
+
+
+def _converted(
+    source: Path, model: Any, weights: Sequence[FileWeight], *, quantized: bool
+) -> Iterator[tuple[Mapping[str, Any], float]]:
+    """Yield the tensors of each weight in the checkpoint, and the share of the model that is done.
+
+    With `quantized`, linear layers and experts keep the file's quantization, which is set in the model's config.
+    """
+    from vsched_workers.checkpoint.gguf_blocks import converted_weights, packed_weights
+
+    packed = packed_weights(model, weights) if quantized else set()
+    if packed:
+        model.config.quantization_config = {"quant_method": "gguf"}
+    total, done = sum(each.target.numel() for each in weights), 0
+    with _reading(source):
+        for weight, made in zip(weights, converted_weights(weights, packed), strict=True):
+            done += weight.target.numel()
+            yield made, done / total
 
 
 @contextlib.contextmanager
 def _read_once(source: Path) -> Iterator[Any]:
     """Return the reader of a file, which transformers uses instead of parsing the file three times more.
 
-    It would also list the tensor names of an architecture once for each module of a model.
+    It would also list the tensor names of an architecture once for each module of a model, and not find those in other
+    parts of the file.
     """
     import gguf
 
     library: Any = gguf
+    settings: Any = importlib.import_module("transformers.integrations.gguf")
     reader = open_gguf(source)
-    given = library.GGUFReader, library.get_tensor_name_map
+    names = tuple(tensor.name for tensor in reader.tensors)
+    given = library.GGUFReader, library.get_tensor_name_map, settings.read_gguf_metadata
     library.GGUFReader = lambda _: reader
     library.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)
+    settings.read_gguf_metadata = lambda file: (given[2](file)[0], names)
     try:
         yield reader
     finally:
-        library.GGUFReader, library.get_tensor_name_map = given
+        library.GGUFReader, library.get_tensor_name_map, settings.read_gguf_metadata = given
 
 
 @contextlib.contextmanager
@@ -324,7 +375,7 @@ def _mend_rope(config: Any, file: str, reader: Any) -> None:
     Llama 3's scaling is a tensor, the divisor of each frequency. If some layers have a window (Gemma 3), only the
     others are scaled.
     """
-    rope = config.rope_parameters or {}
+    rope = getattr(config, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)
     prefix = f"{_field(reader, 'general.architecture')}.rope.scaling"
     kind = _field(reader, f"{prefix}.type").replace("none", "")
@@ -374,42 +425,6 @@ def _end_tokens(tokenizer: Any, reader: Any) -> list[int]:
         words = {}  # <|end|> ends a part of a turn
     named = {words[each] for each in _TURN_ENDS if each in words}
     return sorted({int(each) for each in stated if each} | named)
-
-
-def _model(source: Path, dtype: str, progress: Progress) -> Any:
-    import torch
-    import transformers
-
-    def counted(tensors: Iterable[Any], **_: object) -> Iterator[Any]:
-        """Replace the progress bar of transformers."""
-        held = list(tensors)
-        for index, tensor in enumerate(held):
-            progress("undoing the quantisation", index / len(held))
-            yield tensor
-
-    library: Any = transformers
-    reader: Any = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
-    bar, reader.tqdm = reader.tqdm, counted
-    try:
-        with without_bars():
-            model, loaded = library.AutoModelForCausalLM.from_pretrained(
-                str(source.parent),
-                gguf_file=source.name,
-                dtype=getattr(torch, dtype),
-                quantization_config=library.GgufConfig(dequantize=True),
-                local_files_only=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-            )
-    finally:
-        reader.tqdm = bar
-    if missing := sorted(loaded["missing_keys"]):
-        # Transformers has given them random values.
-        raise CheckpointError(
-            f"{source.name!r} lacks {len(missing)} weights of the model, the first is {missing[0]}. Remedy: get the "
-            "whole file, or the model as safetensors."
-        )
-    return model
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Repacking of quantized linear layers from GGUF blocks, without rounding values of at most 4 bits.
+"""Repacking of quantized linear layers and experts from GGUF blocks, without rounding values of at most 4 bits.
 
 Formats of at most 4 bits keep their numbers; scales and offsets are rounded to float16. The others become int8 with a
 scale for each 32 inputs, with at most a quarter of their own rounding error. `gguf` dequantizes blocks: the weights for
@@ -9,15 +9,16 @@ the lowest and the highest number give a group's offset and scale,
 Inputs of even and odd index are in bytes of even and odd index in all these formats, so a copy of the blocks with bytes
 0 and 255 in turns has both.
 
-Transformers maps names and permutes rows (llama.cpp stores queries and keys in another order). Matching rows by content
-recovers the permutation; a weight with an unmatched row stays dequantized.
+Transformers permutes and merges rows: llama.cpp stores queries and keys in another order, gate and up projections of
+experts separately. Matching rows by content recovers their order; a weight with an unmatched row becomes int8.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,16 +26,20 @@ import torch
 from torch import nn
 
 from vsched.worker.spec import usable_cores
+from vsched_workers.checkpoint.gguf_weights import FilePart, FileWeight
+from vsched_workers.quantized.experts import mixtures, parameters_of
+from vsched_workers.quantized.layers import READ_DIRECTLY, merge
+from vsched_workers.quantized.published import written_blocks
 from vsched_workers.quantized.weights import (
-    HALF_MIN,
     INT4_CENTRE,
     QuantizedWeight,
     packed_int4,
     quantize,
 )
 
-_UNQUANTIZED = ("F32", "F16", "BF16")
 _INT8_GROUP = 32
+_VALUES_AT_ONCE = 1 << 28
+"""Maximum values of the weights that are converted at once; a larger weight is converted alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,33 +68,36 @@ _FORMATS = {
 }
 
 
-def quantized_layers(
-    model: nn.Module, tensors: Mapping[str, Any], report: Callable[[float], None]
-) -> dict[str, QuantizedWeight]:
-    """Return quantized weights of linear layers by name, without the head; the model's own copies are freed.
-
-    `tensors` are tensors of a `gguf.GGUFReader` by the model's weight names.
-    """
+def packed_weights(model: nn.Module, weights: Iterable[FileWeight]) -> set[str]:
+    """Return the names of the weights that stay quantized: linear layers without the head, and whole experts."""
     whole: Any = model
-    head = whole.get_output_embeddings()
+    head, given = (
+        whole.get_output_embeddings(),
+        {each.name for each in weights if each.is_quantized},
+    )
     linears = {
-        f"{name}.weight": each.weight
+        f"{name}.weight"
         for name, each in model.named_modules()
         if type(each) is nn.Linear and each is not head
+        if name.rpartition(".")[2] not in READ_DIRECTLY
     }
-    names = [
-        name
-        for name, tensor in tensors.items()
-        if name in linears and tensor.tensor_type.name not in _UNQUANTIZED
-    ]
-    found = {}
+    experts = [{f"{name}.{end}" for end in parameters_of(each)} for name, each in mixtures(model)]
+    return (linears & given).union(*(names for names in experts if names <= given))
+
+
+def converted_weights(
+    weights: Iterable[FileWeight], packed: Collection[str]
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield the tensors of each weight in a checkpoint; those in `packed` stay quantized."""
+    waiting: deque[tuple[int, Future[dict[str, torch.Tensor]]]] = deque()
     with _threads() as pool:
-        made = pool.map(lambda name: _read(tensors[name], linears[name]), names)
-        for count, (name, weight) in enumerate(zip(names, made, strict=True), 1):
-            report(count / len(names))
-            if weight is not None:
-                found[name], linears[name].data = weight, torch.empty(0)
-    return found
+        for weight in weights:
+            count = weight.target.numel()
+            while waiting and count + sum(each for each, _ in waiting) > _VALUES_AT_ONCE:
+                yield waiting.popleft()[1].result()
+            waiting.append((count, pool.submit(_convert, weight, quantized=weight.name in packed)))
+        for _, made in waiting:
+            yield made.result()
 
 
 @contextlib.contextmanager
@@ -100,43 +108,74 @@ def _threads() -> Iterator[ThreadPoolExecutor]:
     try:
         yield pool
     finally:
-        pool.shutdown(cancel_futures=True)
+        pool.shutdown(wait=False, cancel_futures=True)  # an interruption waits for none
         torch.set_num_threads(given)
 
 
-def _read(tensor: Any, weight: torch.Tensor) -> QuantizedWeight | None:
-    """Return the quantized form of a weight from its tensor; None if rows do not match."""
+def _convert(weight: FileWeight, *, quantized: bool) -> dict[str, torch.Tensor]:
+    if quantized:
+        parts = written_blocks(weight.name, quantized_weight(weight))
+        return {name: each.view(*weight.target.shape[:-1], -1) for name, each in parts.items()}
+    made = torch.empty(weight.target.shape, dtype=weight.target.dtype)
+    rest = made.view(-1)
+    for part in weight.parts():
+        values = part.values.reshape(-1)
+        rest[: len(values)] = values
+        rest = rest[len(values) :]
+    return {weight.name: made}
+
+
+def quantized_weight(weight: FileWeight) -> QuantizedWeight:
+    """Return the quantized form of a weight; experts are below each other."""
+    kinds = [each.tensor_type for each in weight.tensors]
+    made = merge([_quantized_part(part, kinds) for part in weight.parts()])
+    assert made is not None, "int4 and int8 have int8 in common"
+    return replace(made.in_half(), dtype=weight.target.dtype)
+
+
+def _quantized_part(part: FilePart, kinds: Sequence[Any]) -> QuantizedWeight:
+    """Return the quantized form of a part; int8 if its rows are not those of its tensors."""
+    rows = part.values.reshape(-1, part.values.shape[-1])
+    order = _order(torch.cat([*part.plain]), rows)
+    if order is not None:
+        sources = zip(part.blocks, part.plain, kinds, strict=True)
+        found = merge([_read(*source) for source in sources])
+        if found is not None:
+            return found.at_rows(order)
+    return _int8(rows)
+
+
+def _int8(rows: torch.Tensor) -> QuantizedWeight:
+    return quantize(rows, "int8", group=_INT8_GROUP)
+
+
+def _read(blocks: Any, plain: torch.Tensor, kind: Any) -> QuantizedWeight:
+    """Return the quantized form of some rows of a tensor, from their blocks and their values."""
     from gguf import GGML_QUANT_SIZES, dequantize
 
-    plain = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type))
-    order = _order(plain.to(weight.dtype), weight)
-    if order is None:
-        return None
-    plain, form = plain[order], _FORMATS.get(tensor.tensor_type.name)
+    form = _FORMATS.get(kind.name)
     if form is None:
-        return replace(quantize(plain, "int8", group=_INT8_GROUP), dtype=weight.dtype)
-    block_bytes = GGML_QUANT_SIZES[tensor.tensor_type][1]
-    blocks = tensor.data[order.numpy()].reshape(len(plain), -1, block_bytes)
+        return _int8(plain)
+    blocks = blocks.reshape(len(plain), -1, GGML_QUANT_SIZES[kind][1]).copy()
     blocks[..., form.numbers][..., ::2], blocks[..., form.numbers][..., 1::2] = 0, 255
-    ends = torch.from_numpy(dequantize(blocks.reshape(len(plain), -1), tensor.tensor_type))
+    ends = torch.from_numpy(dequantize(blocks.reshape(len(plain), -1), kind))
     low, high = ends[:, :: form.group], ends[:, 1 :: form.group]
-    return _int4(plain, low, high, form, weight.dtype)
+    return _int4(plain, low, high, form)
 
 
-def _order(plain: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
-    """Return the index of each of the weight's rows in a plain weight; None if one is missing."""
-    if plain.shape != weight.shape:
+def _order(plain: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor | None:
+    """Return the index of each of the wanted rows in others; None if one is missing."""
+    if plain.shape != wanted.shape:
         return None
-    given, wanted = (each.detach().contiguous().view(torch.uint8) for each in (plain, weight))
-    if torch.equal(given, wanted):
+    if torch.equal(plain, wanted):
         return torch.arange(len(plain))
-    places = {row.tobytes(): index for index, row in enumerate(given.numpy())}
+    places = {row.tobytes(): index for index, row in enumerate(plain.numpy())}
     order = [places.get(row.tobytes()) for row in wanted.numpy()]
     return None if None in order else torch.tensor(order)
 
 
 def _int4(
-    plain: torch.Tensor, low: torch.Tensor, high: torch.Tensor, form: _Format, dtype: torch.dtype
+    plain: torch.Tensor, low: torch.Tensor, high: torch.Tensor, form: _Format
 ) -> QuantizedWeight:
     """Return a weight [out, in] as int4, from the lowest and highest weight of each group, [out, groups]."""
     scales = (high - low) / form.levels
@@ -145,15 +184,12 @@ def _int4(
     middle = (form.levels + 1) // 2
     values = numbers.clamp_(0, form.levels).to(torch.uint8).flatten(1) + (INT4_CENTRE - middle)
     offsets = low + middle * scales if form.has_offsets else None
-    sizes = scales[scales != 0].abs()
-    if bool((sizes >= HALF_MIN).all()):
-        scales, offsets = scales.half(), None if offsets is None else offsets.half()
     return QuantizedWeight(
         kind="int4",
         values=packed_int4(values),
         scales=scales,
         group=form.group,
         inputs=plain.shape[1],
-        dtype=dtype,
+        dtype=plain.dtype,
         offsets=offsets,
     )

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from vsched.errors import CheckpointError
 from vsched.worker.contract import Progress
-from vsched_workers.checkpoint.files import read_json
+from vsched_workers.checkpoint.files import INDEX_FILE, SINGLE_FILE, read_json
 
 if TYPE_CHECKING:
     import torch
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from vsched_workers.parallel.slicing import Cut
     from vsched_workers.quantized.schemes import Scheme
 
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
 EMBEDDING = "embed_tokens.weight"
 HEAD = "lm_head.weight"
 COMPARED_ROWS = 4096

@@ -24,6 +24,9 @@ from vsched_workers.quantized.weights import (
     quantize,
 )
 
+READ_DIRECTLY = ("dt_proj", "classifier")
+"""Layers that are not called: a Mamba mixer, and the router of LongCat-Flash, use their weight directly."""
+
 
 class QuantizedLinear(nn.Linear):
     """A linear layer with a quantized weight; it computes with the dequantized weight until a backend packs it."""

@@ -154,7 +154,18 @@ class QuantizedWeight:
 
     def rows_of(self, indices: torch.Tensor) -> torch.Tensor:
         """Return dequantized rows, as for an embedding; indices int64 [n], returns [n, in]."""
-        return self._with_each(lambda each: each[indices]).dequantized().to(self.dtype)
+        return self.at_rows(indices).dequantized().to(self.dtype)
+
+    def at_rows(self, indices: torch.Tensor) -> QuantizedWeight:
+        """Return the weight of some outputs; indices int64 [n]."""
+        return self._with_each(lambda each: each[indices])
+
+    def in_half(self) -> QuantizedWeight:
+        """Return it with scales and offsets rounded to float16, unless a scale is below its normal range."""
+        sizes = self.scales[self.scales != 0].abs()
+        if not bool((sizes >= HALF_MIN).all()):
+            return self
+        return self._replaced(self.values, *(each.half() for each in self._tensors()[1:]))
 
     def chunks(self, count: int) -> list[QuantizedWeight]:
         """Split it into equal parts by outputs, which are views."""

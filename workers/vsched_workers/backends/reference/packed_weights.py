@@ -18,7 +18,7 @@ from torch.nn import functional
 from vsched_workers.backends.reference.host_memory import HugePages
 from vsched_workers.batching.pause_points import report_computed
 from vsched_workers.memory.sparse_runs import is_sparse, pieces, room_for
-from vsched_workers.quantized.layers import QuantizedLinear
+from vsched_workers.quantized.layers import READ_DIRECTLY, QuantizedLinear
 from vsched_workers.quantized.weights import QuantizedWeight
 
 BLOCK_ROWS = 1024
@@ -29,9 +29,6 @@ _EVEN_STEP = 32
 
 Weight = torch.Tensor | QuantizedWeight
 Layer = TypeVar("Layer", bound=nn.Module)
-
-READ_DIRECTLY = ("dt_proj", "classifier")
-"""Layers that are not called: a Mamba mixer, and the router of LongCat-Flash, use their weight directly."""
 
 
 class PackedProduct(ABC):
