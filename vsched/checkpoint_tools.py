@@ -28,7 +28,7 @@ class CheckpointDescription:
         path: The implementation: `fused` for layers of this plug-in; for the library's layers `modules` if ranks can
             share them, else `generic`.
         parameters: Number of stored values by part, `language` and `vision`.
-        dtypes: Number of stored values by type.
+        dtypes: Number of parameters by type; for quantized ones by format.
         files: Number of weight files.
         file_bytes: Size of the weight files.
         sizes: Sizes of the language model, by their names in `config.json`.

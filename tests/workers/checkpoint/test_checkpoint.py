@@ -156,6 +156,7 @@ def test_inspect_refuses_a_path_without_a_checkpoint(tmp_path: Path) -> None:
         ("pytorch_model.bin", b"", "never loaded.*convert the checkpoint to safetens"),
         (WEIGHTS, b"not safetensors", rf"{WEIGHTS} is corrupt"),
         ("vision.safetensors", None, r"vision\.safetensors, named by .*is missing"),
+        ("vision.safetensors", b"cut", r"vision\.safetensors is corrupt.*download the file again"),
         (INDEX, b'{"weight_map": {"a": "../../etc/passwd"}}', "outside the checkpoint"),
         (INDEX, b'{"metadata": {}}', "has no weight_map"),
     ],
@@ -236,11 +237,12 @@ def shard(path: Path) -> dict[str, str]:
 def test_each_stage_reads_its_own_weights_only(copy: Copy, size: str) -> None:
     path = copy(size)
     shard(path)
-    for stage, other in (("generate", "vision"), ("encode", "language")):
+    info = inspect(path)
+    for load_stage, other in ((load_generator, "vision"), (load_encoder, "language")):
         spoiled = path / f"{other}.safetensors"
         whole = spoiled.read_bytes()
         spoiled.write_bytes(b"")
-        load(path, stage)
+        load_stage(info)
         spoiled.write_bytes(whole)
 
 

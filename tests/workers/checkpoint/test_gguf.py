@@ -272,7 +272,7 @@ def test_convert_gguf_keeps_quantized_layers_and_serves_them(make: Make, tmp_pat
         layer, weight = name.removesuffix("weight_values"), wanted[name.removesuffix("_values")]
         shape = (weight.shape[0], weight.shape[1])
         layers = {end.removeprefix(layer): each for end, each in tensors.items()}
-        found = read_quantized(scheme, layers.get, shape, torch.bfloat16)
+        found = read_quantized(scheme, layers.get, shape, torch.bfloat16, name="")
         assert (found.dequantized() - weight).norm() < 0.008 * weight.norm()
     served = Stage.load(kept, attention="auto", dtype="bfloat16")
     questions = [Question(range(3, 3 + length), count=8) for length in (5, 40)]

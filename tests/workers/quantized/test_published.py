@@ -90,11 +90,16 @@ def _packed(
     return Published(tensors, stands_for[:, back])
 
 
-def _by_channel(weight: torch.Tensor, top: int, dtype: torch.dtype) -> Published:
-    scales = (weight.abs().amax(1, keepdim=True) / top).bfloat16()
+def _by_channel(
+    weight: torch.Tensor, top: int, dtype: torch.dtype, *, whole: str = ""
+) -> Published:
+    """Quantize each output, or the whole weight with a scale of this name."""
+    scales = (weight.abs().amax() if whole else weight.abs().amax(1, keepdim=True)) / top
+    scales = scales.bfloat16()
     values = weight / scales.float()
     values = (values.round() if dtype == torch.int8 else values).clamp(-top, top).to(dtype)
-    return Published({"weight": values, "weight_scale": scales}, values.float() * scales.float())
+    tensors = {"weight": values, whole or "weight_scale": scales}
+    return Published(tensors, values.float() * scales.float())
 
 
 def _fp8_blocks(weight: torch.Tensor) -> Published:
@@ -171,17 +176,23 @@ def _of_gguf(weight: torch.Tensor) -> Published:
 
 def _compressed(form: str, bits: int, kind: str, strategy: str, **more: Any) -> dict[str, Any]:
     weights = {"num_bits": bits, "type": kind, "strategy": strategy, "symmetric": True} | more
+    groups = {
+        part: {"targets": [f"re:.*{part}.*"], "weights": weights | {"observer": part}}
+        for part in ("attn", "mlp")
+    }
     return {
         "quant_method": "compressed-tensors",
         "format": form,
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
-        "ignore": ["lm_head"],
+        "config_groups": groups,
+        "sparsity_config": {"format": "dense"},
     }
 
 
 _IN_GROUPS: dict[str, Any] = {"strategy": "group", "group_size": GROUP}
 _PACKED = functools.partial(_compressed, "pack-quantized", kind="int", **_IN_GROUPS)
+_FP8_VALUES = functools.partial(_by_channel, top=448, dtype=torch.float8_e4m3fn)
 _GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False}
+_AUTO_ROUND = _GPTQ | {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"}
 Make = Callable[[torch.Tensor], Published]
 
 
@@ -198,7 +209,15 @@ FORMATS: Mapping[str, tuple[dict[str, Any], Make]] = {
     ),
     "compressed fp8": (
         _compressed("float-quantized", 8, "float", "channel"),
-        functools.partial(_by_channel, top=448, dtype=torch.float8_e4m3fn),
+        _FP8_VALUES,
+    ),
+    "fp8 with a scale for each weight": (
+        {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
+        functools.partial(_FP8_VALUES, whole="weight_scale_inv"),
+    ),
+    "modelopt": (
+        {"quant_method": "modelopt", "quant_algo": "FP8"},
+        functools.partial(_FP8_VALUES, whole="weight_scale"),
     ),
     "fp8": ({"quant_method": "fp8", "weight_block_size": [GROUP, GROUP]}, _fp8_blocks),
     "gptq": (_GPTQ, _gptq),
@@ -210,6 +229,8 @@ FORMATS: Mapping[str, tuple[dict[str, Any], Make]] = {
         _PACKED(bits=4, actorder="group"),
         functools.partial(_packed, shuffled=True),
     ),
+    "gptq without attention": (_GPTQ | {"dynamic": {"-:.*attn.*": {}, "lm_head": {}}}, _gptq),
+    "auto-round": (_AUTO_ROUND | {"extra_config": {"mlp.gate": {"bits": 16}}}, _gptq),
     "gptq of 8 bits": (_GPTQ | {"bits": 8}, functools.partial(_gptq, bits=8)),
     "gptq_v2": (_GPTQ | {"checkpoint_format": "gptq_v2"}, functools.partial(_gptq, less=0)),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, _awq),
@@ -286,7 +307,7 @@ def test_published_weight_has_the_values_of_its_format(name: str) -> None:
     scheme = scheme_of({"quantization_config": said})
     assert scheme is not None
     made = make(drawn())
-    found = read_quantized(scheme, made.tensors.get, (64, 96), torch.bfloat16)
+    found = read_quantized(scheme, made.tensors.get, (64, 96), torch.bfloat16, name="")
     torch.testing.assert_close(found.dequantized(), made.weight, rtol=1e-6, atol=1e-6)
     assert found.nbytes < 64 * 96 * (0.82 if found.kind in FOUR_BITS else 1.3)
 
@@ -302,6 +323,7 @@ def test_published_weight_has_the_values_of_its_format(name: str) -> None:
         *thorough(
             ("llama", "compressed int4 with zeros", "float32"),
             ("llama", "fp8", "float32"),
+            ("ministral3", "fp8 with a scale for each weight", "float32"),
             ("llama", "gptq in order of activations", "bfloat16"),
             ("llama", "gguf", "bfloat16"),
             ("llama", "compressed nvfp4", "bfloat16"),
@@ -359,36 +381,70 @@ REFUSED = [
     ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "gptq of 3 bits"),
     ({"quant_method": "gptq", "bits": 4, "group_size": 8}, "groups of 8 inputs"),
     ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq in the layout 'gemv'"),
-    ({"quant_method": "fp8"}, "fp8 without weight_block_size"),
-    ({"quant_method": "compressed-tensors", "config_groups": {}}, "several groups"),
+    (_GPTQ | {"checkpoint_format": "marlin"}, "gptq in the layout 'marlin'"),
+    ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size \[128\]"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt with quant_algo 'NVFP4'"),
+    (_AUTO_ROUND | {"packing_format": "auto_round:fp8"}, "packing_format 'auto_round:fp8'"),
+    (_AUTO_ROUND | {"extra_config": {"q_proj": {"bits": 8}}}, "for the layers 'q_proj'"),
+    (_GPTQ | {"dynamic": {"+:.*up.*": {"group_size": 64}}}, "for the layers '.*up"),
+    ({"quant_method": "compressed-tensors", "config_groups": {}}, "in several formats"),
+    (_GPTQ | {"dynamic": ["+:.*up.*"]}, "quantization_config holds a value of the wrong type"),
 ]
 
 
 @pytest.mark.parametrize(("said", "message"), REFUSED)
 def test_unsupported_schemes_are_refused_by_name(said: dict[str, Any], message: str) -> None:
-    with pytest.raises(CheckpointError, match=message) as reported:
+    with pytest.raises(CheckpointError, match=f"{message}.*Remedy: "):
         scheme_of({"text_config": {"quantization_config": said}})
-    assert "Supported: " in str(reported.value)
-    assert "Remedy: " in str(reported.value)
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("name", "wrong"),
     [
-        {"g_idx": torch.zeros(96, dtype=torch.int32)},
-        {"g_idx": torch.arange(48, dtype=torch.int32) // 16},
-        {"qweight": torch.zeros(4, 4, dtype=torch.int32)},
-        {"scales": torch.ones(2, 64)},
-        {"qzeros": None},
+        ("gptq", {"g_idx": torch.zeros(96, dtype=torch.int32)}),
+        ("gptq", {"g_idx": torch.arange(48, dtype=torch.int32) // 16}),
+        ("gptq", {"qweight": torch.zeros(4, 4, dtype=torch.int32)}),
+        ("gptq", {"scales": torch.ones(2, 64)}),
+        ("fp8", {"weight_scale_inv": torch.ones(1)}),
+        ("modelopt", {"weight_scale": torch.ones(2, 3)}),
+        ("compressed int8", {"weight_scale": torch.ones(3)}),
     ],
 )
-def test_tensors_foreign_to_the_scheme_are_reported(wrong: dict[str, torch.Tensor | None]) -> None:
-    said, make = FORMATS["gptq"]
+def test_tensors_foreign_to_the_scheme_are_reported(
+    name: str, wrong: dict[str, torch.Tensor]
+) -> None:
+    said, make = FORMATS[name]
     scheme = scheme_of({"quantization_config": said})
     assert scheme is not None
     tensors = make(drawn()).tensors | wrong
     with pytest.raises(CheckpointError, match=r"of a quantised weight: .* Remedy"):
-        read_quantized(scheme, tensors.get, (64, 96), torch.bfloat16)
+        read_quantized(scheme, tensors.get, (64, 96), torch.bfloat16, name="")
+
+
+@pytest.mark.parametrize(
+    ("name", "missing", "message"),
+    [
+        ("fp8", "scale", r"layers.1.mlp.up_proj.weight of type F8_E4M3 has no scale"),
+        ("compressed int8", "scale", r"layers.1.mlp.up_proj.weight of type I8 has no scale"),
+        ("fp8", "config", r"_proj.weight is quantized, and config.json has no quantization_config"),
+        ("gptq", "config", r"qweight is quantized, and config.json has no quantization_config"),
+        ("gptq", "qzeros", r"layers.1.mlp.up_proj: qzeros of a quantised weight: found nothing"),
+    ],
+)
+def test_quantized_tensors_without_scale_or_settings_are_reported(
+    tmp_path: Path, name: str, missing: str, message: str
+) -> None:
+    """Read without them, they are other weights."""
+    path, _ = published(tmp_path, name)
+    tensors = load_file(path / "model.safetensors")
+    for key in [key for key in tensors if f"layers.1.mlp.up_proj.weight_{missing}" in key]:
+        del tensors[key]
+    tensors.pop(f"model.layers.1.mlp.up_proj.{missing}", None)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    if missing == "config":
+        write(path / "config.json", {"quantization_config": None})
+    with pytest.raises(CheckpointError, match=f"{message}.*Remedy"):
+        Stage.load(path, attention="auto")
 
 
 @pytest.mark.parametrize("given", [{"attention": "exact"}, {"dtype": "float16"}])
@@ -439,13 +495,14 @@ def test_quantized_tensors_of_other_parts_are_refused(
         Stage.load(path, attention="auto")
 
 
-@pytest.mark.parametrize("name", ["gptq", "mxfp4"])
-def test_description_reports_the_memory_of_weights(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(("name", "kind"), [("gptq", "int4"), ("mxfp4", "fp4")])
+def test_description_reports_formats_and_memory(tmp_path: Path, name: str, kind: str) -> None:
     quantized, plain = map(describe_checkpoint, map(str, published(tmp_path, name)))
     reported, parameters = plain.weights_bytes["language"], plain.parameters["language"]
     assert {"int8", "int4", "int8/32", "int4/64"} <= set(reported)
     assert parameters < reported["int8"] < 1.1 * parameters
     assert 0.5 * parameters < reported["int4"] < reported["int8"]
+    assert {*quantized.dtypes} == {kind, "float32"}
     size = quantized.weights_bytes["language"]["auto"]
     assert 0.95 * quantized.file_bytes < size + 8192 < 1.1 * quantized.file_bytes + 8192
     assert size < 0.5 * plain.file_bytes

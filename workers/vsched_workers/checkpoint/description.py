@@ -21,6 +21,7 @@ from vsched_workers.families.video_processors import REFUSED
 from vsched_workers.quantized.schemes import FORMATS, GROUPS, Scheme, scheme_of
 
 _DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16", "I8": "int8"}
+_DTYPES |= {"F8_E4M3": "fp8"}
 GROUP_SIZES = range(16, 129, 16)
 """Values of `weights_group` other than 0."""
 _ENDS = ("embed_tokens.weight", "lm_head.weight")
@@ -53,11 +54,12 @@ def describe_checkpoint(path: str) -> CheckpointDescription:
     files = weight_files(directory)
     bits: dict[str, Counter[str]] = {"vision": Counter(), "language": Counter()}
     scheme = _scheme(config)
-    for name, shape, dtype in tensor_headers(files):
+    for name, shape, dtype in tensor_headers(files, skip_corrupt=True):  # loading reports it
         part, count = "vision" if is_vision(name) else "language", prod(shape)
-        parameters[part] += count if scheme is None else scheme.parameters(name, count, dtype)
-        stored = scheme.kind if scheme is not None and dtype == "U8" else _DTYPES.get(dtype, dtype)
-        types[stored] += count
+        values = count if scheme is None else scheme.parameters(name, count, dtype)
+        parameters[part] += values
+        is_packed = scheme is not None and dtype in {"I32", "U8"}
+        types[scheme.kind if scheme and is_packed else _DTYPES.get(dtype, dtype)] += values
         if scheme is not None:
             vision = part == "vision"
             bits[part]["auto"] += 8 * scheme.loaded_bytes(name, shape, dtype, vision=vision)
@@ -75,7 +77,7 @@ def describe_checkpoint(path: str) -> CheckpointDescription:
         architecture=str(stated[0]) if isinstance(stated, list) and stated else "",
         path=_path_of(model_type, directory),
         parameters=dict(parameters),
-        dtypes=dict(types),
+        dtypes=dict(+types),
         files=len(files),
         file_bytes=sum(file.stat().st_size for file in files),
         sizes={key: text[key] for key in _SIZES if isinstance(text.get(key), int)},

@@ -57,7 +57,7 @@ from vsched_workers.families.qwen_image import (
 from vsched_workers.families.sharing import parallel_plan, shares_heads, unshared
 from vsched_workers.families.video_processors import DEFAULTS as VIDEO_DEFAULTS
 from vsched_workers.families.video_processors import REFUSED, VIDEO_PROCESSORS, VideoProcessor
-from vsched_workers.quantized.schemes import scheme_of
+from vsched_workers.quantized.schemes import check_scales, scheme_of
 
 GENERATION_FILE = "generation_config.json"
 
@@ -291,7 +291,9 @@ def _weight_facts(directory: Path, config: dict[str, Any], itemsize: int) -> dic
     """Return the fields of `ModelInfo` about the weights."""
     scheme = scheme_of(config)
     sizes, ties_head = {True: 0, False: 0}, True
-    for name, shape, dtype in tensor_headers(weight_files(directory)):
+    headers = [*tensor_headers(weight_files(directory))]
+    check_scales({name: dtype for name, _, dtype in headers}, scheme)
+    for name, shape, dtype in headers:
         vision = is_vision(name)
         if scheme is None:
             sizes[vision] += math.prod(shape) * itemsize

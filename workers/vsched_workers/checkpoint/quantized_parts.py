@@ -136,7 +136,7 @@ class QuantizedParts:
         def of_layer(end: str) -> torch.Tensor | None:
             return read(self.scheme.tensor_name(key, end))
 
-        return read_quantized(self.scheme, of_layer, shape, dtype)
+        return read_quantized(self.scheme, of_layer, shape, dtype, name=key)
 
 
 def find_parts(
@@ -175,7 +175,8 @@ def find_parts(
             order = converters[next(iter(sources))].source_patterns
             experts[module][leaf] = [sources[pattern] for pattern in order]
         else:
-            raise _refused(next(iter(sources.values()))[0])
+            why = "unlike that of other experts" if target in stacked else ""
+            raise _refused(next(iter(sources.values()))[0], why)
     for module, parameters in experts.items():
         if len(parameters) < len(parameters_of(modules[module])):
             (name, *_), *_ = found[f"{module}.{next(iter(parameters))}"].values()
@@ -239,5 +240,5 @@ def _in_order(name: str) -> list[tuple[int, str]]:
 def _refused(name: str, why: str = "") -> CheckpointError:
     return CheckpointError(
         f"tensor {name} is quantized{f', {why}' if why else ''}; only linear layers of the language model and whole "
-        "experts may be. Remedy: serve a checkpoint in which it is not quantized."
+        "experts may be. Remedy: if the checkpoint is complete, serve one in which it is not quantized."
     )

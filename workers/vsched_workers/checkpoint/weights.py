@@ -148,18 +148,25 @@ def weight_files(directory: Path) -> list[Path]:
     return [file for file in sorted(directory.glob("*.safetensors")) if file.name in names]
 
 
-def tensor_headers(files: Iterable[Path]) -> Iterator[tuple[str, Sequence[int], str]]:
-    """Yield name, shape and type of every tensor, from the headers of the files."""
-    from safetensors import SafetensorError, safe_open
+def tensor_headers(
+    files: Iterable[Path], *, skip_corrupt: bool = False
+) -> Iterator[tuple[str, Sequence[int], str]]:
+    """Yield name, shape and type of every tensor, from the headers of the files.
+
+    Raises:
+        CheckpointError: When a file is corrupt, without `skip_corrupt`.
+    """
+    from safetensors import safe_open
 
     for file in files:
         try:
-            with safe_open(file, framework="numpy") as content:
+            with _reading(file.name), safe_open(file, framework="numpy") as content:
                 for name in content.keys():  # noqa: SIM118 - it is no mapping
                     part = content.get_slice(name)
                     yield name, part.get_shape(), str(part.get_dtype())
-        except (SafetensorError, OSError):
-            continue  # loading the checkpoint reports the error
+        except CheckpointError:
+            if not skip_corrupt:
+                raise
 
 
 def is_vision(name: str) -> bool:
@@ -319,7 +326,7 @@ def _fill_quantized(
             shape = child.out_features, child.in_features
             cut = cuts.get(f"{name}.weight")
             whole = shape if cut is None else cut.shape_before(shape)
-            made = read_quantized(scheme, of_layer, (whole[0], whole[1]), dtype)
+            made = read_quantized(scheme, of_layer, (whole[0], whole[1]), dtype, name=name)
             child.quantized = made.owned() if cut is None else made.part(cut)
 
 

@@ -38,7 +38,12 @@ from vsched_workers.quantized.weights import (
 Read = Callable[[str], torch.Tensor | None]
 """Reads a tensor of a layer by the end of its name; returns None if there is none."""
 
-Reads = Callable[[str], torch.Tensor]
+Reads = Callable[..., torch.Tensor]
+"""Reads the first tensor that a layer has, by several ends of its name.
+
+Raises:
+    CheckpointError: When it has none.
+"""
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """The position of each of eight adjacent outputs in its int32, in nibbles."""
@@ -47,18 +52,26 @@ _ORDERS = {"gptq": "g_idx", "compressed-tensors": "weight_g_idx"}
 
 
 def read_quantized(
-    scheme: Scheme, read: Read, shape: tuple[int, int], dtype: torch.dtype
+    scheme: Scheme, read: Read, shape: tuple[int, int], dtype: torch.dtype, *, name: str
 ) -> QuantizedWeight:
-    """Read the weight [out, in] of a layer.
+    """Read the weight [out, in] of a layer with this name.
 
     Raises:
-        CheckpointError: When a tensor does not match the scheme; the message names it.
+        CheckpointError: When a tensor does not match the scheme; the message names it and the layer.
     """
+    try:
+        return _read_layer(scheme, read, shape, dtype)
+    except CheckpointError as error:
+        raise CheckpointError(f"{name}: {error}") from error
 
-    def reads(end: str) -> torch.Tensor:
-        found = read(end)
+
+def _read_layer(
+    scheme: Scheme, read: Read, shape: tuple[int, int], dtype: torch.dtype
+) -> QuantizedWeight:
+    def reads(*ends: str) -> torch.Tensor:
+        found = next((each for each in map(read, ends) if each is not None), None)
         if found is None:
-            raise _wrong(end, "nothing", "it")
+            raise _wrong(ends[0], "nothing", "it")
         return found
 
     inputs = shape[1]
@@ -121,12 +134,12 @@ def _order_of(scheme: Scheme, read: Read, inputs: int) -> torch.Tensor | None:
 
 def _compressed(scheme: Scheme, read: Reads, shape: tuple[int, int]) -> dict[str, Any]:
     if not scheme.packed:
-        values, scales = _of_shape(read("weight"), "weight", shape), read("weight_scale").float()
-        return {"values": values, "scales": scales.reshape(shape[0], -1)}
+        values = _of_shape(read("weight"), "weight", shape)
+        return {"values": values, "scales": _by_output(read("weight_scale"), shape[0])}
     count = 32 // scheme.bits
     packed = _of_shape(read("weight_packed"), "weight_packed", (shape[0], -(-shape[1] // count)))
     values = _unpacked(packed, scheme.bits)[:, : shape[1]]
-    scales = read("weight_scale").float().reshape(shape[0], -1)
+    scales = _by_output(read("weight_scale"), shape[0])
     if scheme.symmetric:
         return _centred(scheme.bits, values, scales, None)
     zeros = read("weight_zero_point")
@@ -139,13 +152,16 @@ def _compressed(scheme: Scheme, read: Reads, shape: tuple[int, int]) -> dict[str
 
 def _fp8(scheme: Scheme, read: Reads, shape: tuple[int, int]) -> dict[str, Any]:
     values = _of_shape(read("weight"), "weight", shape)
-    scales = read("weight_scale_inv" if scheme.method == "fp8" else "weight_scale").float()
+    scales = read("weight_scale_inv", "weight_scale").float()
     if values.dtype != torch.float8_e4m3fn:
         raise _wrong("weight", str(values.dtype), "float8_e4m3fn")
     # Scales of blocks, of rows, or of the whole weight, as [out, groups].
     if scheme.block is None:
+        _require(scales.numel() in {1, shape[0]}, "scales", [*scales.shape], [shape[0], 1])
         scales = scales.reshape(-1, 1).expand(shape[0], 1)
     else:
+        rows, columns = (-(-size // side) for size, side in zip(shape, scheme.block, strict=True))
+        _of_shape(scales, "scales", (rows, columns))
         scales = scales.repeat_interleave(scheme.block[0], 0)[: shape[0]]
     return {"values": values.view(torch.uint8), "scales": scales.contiguous()}
 
@@ -210,6 +226,11 @@ def _centred(
         "scales": scales.contiguous(),
         "offsets": None if offsets is None else offsets.contiguous(),
     }
+
+
+def _by_output(scales: torch.Tensor, outputs: int) -> torch.Tensor:
+    _require(scales.numel() % outputs == 0, "scales", [*scales.shape], f"{outputs} outputs")
+    return scales.float().reshape(outputs, -1)
 
 
 def _of_shape(tensor: torch.Tensor, name: str, shape: tuple[int, int]) -> torch.Tensor:

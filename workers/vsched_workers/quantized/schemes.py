@@ -26,18 +26,24 @@ _VALUE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "I8": 1, "U8": 1, "F8_E4
 
 SUPPORTED = (
     "compressed-tensors (pack-quantized and int-quantized of 4 or 8 bits, float-quantized, mxfp4- and "
-    "nvfp4-pack-quantized), fp8, mxfp4, gptq and awq of 4 bits, gptq of 8"
+    "nvfp4-pack-quantized), fp8 and modelopt of FP8, mxfp4, gptq, awq and auto-round of 4 bits, gptq of 8"
 )
+_FP8 = ("F8_E4M3", "F8_E5M2")
 _GROUP_MULTIPLE = 16
+_LAYOUTS = {"gptq": ("gptq", "gptq_v2"), "awq": ("gemm",)}
+_GROUPED = ("bits", "group_size")
+_DECISIVE = ("num_bits", "type", "strategy", "group_size", "block_structure", "symmetric")
+"""Settings of weights in compressed-tensors in which groups of layers must not differ."""
 _TENSORS = {
     "compressed-tensors": ("weight_packed", "weight_scale"),
-    "fp8": ("weight_scale_inv",),
+    "fp8": ("weight_scale_inv", "weight_scale"),
     "gptq": ("qweight",),
     "awq": ("qweight",),
     "mxfp4": ("weight_blocks",),
     "gguf": ("weight_values",),
 }
 """The tensors by which a quantized layer is recognized."""
+_QUANTIZED = tuple(f".{end}" for ends in _TENSORS.values() for end in ends)
 _NO_VALUES = (
     "_scale",
     "_scale_inv",
@@ -95,6 +101,8 @@ class Scheme:
         size = _VALUE_BYTES.get(dtype, 2)
         if self.kind == "fp4" and name.endswith(_NO_VALUES):
             size = {"U8": 2, "F8_E4M3": 4}.get(dtype, size)  # scales, as float16 or float32
+        if self.block is not None and dtype in _FP8:
+            return prod(shape) + 4 * prod(shape) // self.block[1]  # each output gets its scales
         becomes_int8 = self.method == "gguf" and len(shape) == 2 and not vision
         return prod(shape) * (1 if becomes_int8 and dtype in {"BF16", "F16"} else size)
 
@@ -140,16 +148,23 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme | None:
     given = stated(config)
     if given is None:
         return None
+    try:
+        return _scheme_of(given)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"config.json: quantization_config holds a value of the wrong type ({error}). "
+            "Remedy: download the checkpoint again."
+        ) from error
+
+
+def _scheme_of(given: Mapping[str, Any]) -> Scheme:
     method = str(given.get("quant_method", "")).replace("_", "-")
     if method == "compressed-tensors":
         return _compressed(given)
-    if method == "fp8":
-        block = given.get("weight_block_size")
-        if not isinstance(block, list) or len(block) != 2:
-            raise _refused("fp8 without weight_block_size")
-        return Scheme("fp8", "fp8", _group(block[1]), block=(int(block[0]), int(block[1])))
-    if method in {"gptq", "awq"}:
-        return _gptq_or_awq(method, given)
+    if method in {"fp8", "modelopt"}:
+        return _fp8(given, method)
+    if method in {"gptq", "awq", "auto-round"}:
+        return _gptq_or_awq(given, method)
     if method == "mxfp4":
         return Scheme("mxfp4", "fp4", 32)
     if method == "gguf":
@@ -157,37 +172,91 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme | None:
     raise _refused(f"quant_method {method!r}")
 
 
-def _gptq_or_awq(method: str, given: Mapping[str, Any]) -> Scheme:
+def check_scales(dtypes: Mapping[str, str], scheme: Scheme | None) -> None:
+    """Check that each quantized tensor has a scheme and a scale, from the types of all tensors.
+
+    Raises:
+        CheckpointError: When one has not: its values without scales are other weights.
+    """
+    for name, dtype in dtypes.items():
+        if scheme is None and (dtype in _FP8 or name.endswith(_QUANTIZED)):
+            raise CheckpointError(
+                f"tensor {name} is quantized, and config.json has no quantization_config. Remedy: use the config.json "
+                "that belongs to these weights, or serve a checkpoint without quantization."
+            )
+        holds_values = dtype in _FP8 or (dtype == "I8" and name.endswith(".weight"))
+        if not holds_values or name.endswith(_NO_VALUES):
+            continue
+        if not any(f"{name}_{end}" in dtypes for end in ("scale", "scale_inv")):
+            raise CheckpointError(
+                f"tensor {name} of type {dtype} has no scale in the weight files. "
+                "Remedy: download the checkpoint again."
+            )
+
+
+def _fp8(given: Mapping[str, Any], method: str) -> Scheme:
+    if method == "modelopt" and given.get("quant_algo") != "FP8":
+        raise _refused(f"modelopt with quant_algo {given.get('quant_algo')!r}")
+    block = given.get("weight_block_size")
+    if block is None:
+        return Scheme("fp8", "fp8", 0)
+    if not isinstance(block, list) or len(block) != 2:
+        raise _refused(f"fp8 with weight_block_size {block!r}")
+    return Scheme("fp8", "fp8", _group(block[1]), block=(int(block[0]), int(block[1])))
+
+
+def _gptq_or_awq(given: Mapping[str, Any], method: str) -> Scheme:
+    if method == "auto-round":
+        packing = str(given.get("packing_format"))
+        method = packing.removeprefix("auto_round:").removeprefix("auto_")
+        if method not in {"gptq", "awq"}:
+            raise _refused(f"auto-round with packing_format {packing!r}")
     bits = given.get("bits", given.get("w_bit"))
     if bits not in ({4, 8} if method == "gptq" else {4}):
         raise _refused(f"{method} of {bits} bits")
-    version = given.get("checkpoint_format", given.get("version", "gemm"))
-    version = str(version).lower()
-    if method == "awq" and version != "gemm":
-        raise _refused(f"awq in the layout {version!r}")
-    if given.get("dynamic"):
-        raise _refused("gptq with other bits for some layers (dynamic)")
+    layout = given.get("checkpoint_format") or (method == "awq" and given.get("version"))
+    layout = str(layout or _LAYOUTS[method][0]).lower()
+    if layout not in _LAYOUTS[method]:
+        raise _refused(f"{method} in the layout {layout!r}")
+    _check_same_groups(given)
     group = given.get("group_size", given.get("q_group_size", 128))
     return Scheme(
         method,
         f"int{int(bits)}",
         0 if group == -1 else _group(group),
         symmetric=False,
-        plain_zeros=version == "gptq_v2",
+        plain_zeros=layout == "gptq_v2",
     )
+
+
+def _check_same_groups(given: Mapping[str, Any]) -> None:
+    """Check that settings of single layers only exclude them (`dynamic` of GPTQModel, `extra_config` of AutoRound)."""
+    for key in ("dynamic", "extra_config"):
+        for layers, said in (given.get(key) or {}).items():
+            changes = said if isinstance(said, Mapping) else {}
+            excluded = layers.startswith("-:") or (changes.get("bits") or 0) >= 16
+            same = all(changes.get(each, given.get(each)) == given.get(each) for each in _GROUPED)
+            if not (excluded or same):
+                raise _refused(f"other bits or groups for the layers {layers!r} ({key})")
 
 
 def _compressed(given: Mapping[str, Any]) -> Scheme:
     groups = given.get("config_groups")
     tables = list(groups.values()) if isinstance(groups, Mapping) else []
-    weights = [table.get("weights") for table in tables if isinstance(table, Mapping)]
-    if len(weights) != 1 or not isinstance(weights[0], Mapping):
-        raise _refused("compressed-tensors with several groups of layers, or none")
+    weights = [table.get("weights") or {} for table in tables]
+    kinds = [
+        [table.get("format"), *map(each.get, _DECISIVE)]
+        for table, each in zip(tables, weights, strict=True)
+    ]
+    if not kinds or any(each != kinds[0] for each in kinds):
+        raise _refused("compressed-tensors with layers in several formats (config_groups), or none")
     said: Mapping[str, Any] = weights[0]
-    form, bits, kind = given.get("format"), said.get("num_bits"), said.get("type")
+    form = tables[0].get("format") or given.get("format")
+    bits, kind = said.get("num_bits"), said.get("type")
     strategy = said.get("strategy")
     symmetric = bool(said.get("symmetric", True))
-    if given.get("sparsity_config") or given.get("transform_config"):
+    sparsity = (given.get("sparsity_config") or {}).get("format", "dense")
+    if sparsity != "dense" or given.get("transform_config"):
         raise _refused("compressed-tensors with sparsity or transforms")
     fp4 = kind == "float" and bits == 4 and symmetric and not said.get("actorder")
     if fp4 and form in {"mxfp4-pack-quantized", "nvfp4-pack-quantized"}:
