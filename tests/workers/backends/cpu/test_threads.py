@@ -108,9 +108,9 @@ def test_a_stage_that_pauses_does_not_count_in_the_reported_number() -> None:
     """Without images, an encoder's number is of the past."""
     pool = ThreadPool()
     pool.threads = 2
-    pool.adapt(torch_threads=1)
+    pool.adapt()
     for stage in ("encode", "generate"):
-        with pool.computing(stage, 1):
+        with pool.computing(stage, 1, torch_threads=1):
             pass
     encode = pool._choices["encode"]
     encode.threads = 1

@@ -69,6 +69,9 @@ if TYPE_CHECKING:
     from vsched_workers.families.decoders import Decoder
 
 
+TORCH_ROWS_MIN = 64
+"""Minimum rows of a step in which torch uses several threads: for few, its threads only keep the kernels' from cores.
+"""
 BF16_EXPONENT = 0x7F80
 """The exponent's bits of a bfloat16 number; all are set if it is infinite or NaN."""
 
@@ -180,7 +183,8 @@ class CpuBackend(Backend):
         self._decode: NumbaDecode | None = None
         pool_of(settings.threads)
         if not settings.threads_fixed:
-            process_pool().adapt(torch_threads=torch.get_num_threads())
+            process_pool().adapt()
+        self._torch_threads = torch.get_num_threads()
 
     def _pack_weights(self) -> None:
         """Pack weights from now on, unless they are packed already; plain float32 weights are torch's."""
@@ -196,7 +200,9 @@ class CpuBackend(Backend):
     def computing(
         self, stage: str, rows: int, kind: Hashable = None
     ) -> AbstractContextManager[None]:
-        return process_pool().computing(stage, rows, kind)
+        few = stage == "generate" and rows < TORCH_ROWS_MIN and self.make_product is not None
+        threads = 1 if few else self._torch_threads
+        return process_pool().computing(stage, rows, kind, torch_threads=threads)
 
     def prepare_language(
         self, model: nn.Module, head: torch.Tensor, decoder: Decoder

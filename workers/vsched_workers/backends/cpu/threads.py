@@ -310,7 +310,6 @@ class ThreadPool:
         self._others: list[threading.Thread] = []
         self._waits: CoreWaits | None = None
         self._choices: dict[str, ThreadChoice] = {}
-        self._torch_threads = 1
         self._set(layout.ACTIVE_AT, 1)
         self._set(layout.SPIN_AT, SPIN_NS)
 
@@ -345,18 +344,21 @@ class ThreadPool:
                 layout.set_active_threads(self.state_at, 1)
                 thread.join(0.01)
 
-    def adapt(self, *, torch_threads: int) -> None:
-        """Reduce the number of threads while fewer are faster; torch uses at most `torch_threads`."""
+    def adapt(self) -> None:
+        """Reduce the number of threads while fewer are faster."""
         if self.threads > 1:
-            self._waits, self._torch_threads = self._waits or CoreWaits(), torch_threads
+            self._waits = self._waits or CoreWaits()
 
     @contextmanager
-    def computing(self, stage: str, rows: int, kind: Hashable = None) -> Iterator[None]:
-        """Time a step, and run it on the stage's best number of threads so far.
+    def computing(
+        self, stage: str, rows: int, kind: Hashable = None, *, torch_threads: int
+    ) -> Iterator[None]:
+        """Time a step, and run it on the stage's best number of threads so far; torch uses at most `torch_threads`.
 
         Steps are comparable that have the same `kind` and rows of the same cost.
         """
         if self._waits is None:
+            _use_torch_threads(torch_threads)
             yield
             return
         if stage not in self._choices:
@@ -365,7 +367,7 @@ class ThreadPool:
         threads = choice.next_threads
         if threads != self._get(layout.ACTIVE_AT):
             layout.set_active_threads(self.state_at, threads)
-            torch.set_num_threads(min(threads, self._torch_threads))
+        _use_torch_threads(min(threads, torch_threads))
         started_s = time.perf_counter()
         yield
         seconds = time.perf_counter() - started_s
@@ -377,6 +379,11 @@ class ThreadPool:
 
     def _set(self, at: int, value: int) -> None:
         self._words[at // 8] = value
+
+
+def _use_torch_threads(count: int) -> None:
+    if torch.get_num_threads() != count:
+        torch.set_num_threads(count)
 
 
 _POOL: list[ThreadPool] = []
