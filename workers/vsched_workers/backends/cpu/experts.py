@@ -27,7 +27,7 @@ class ExpertsTogether:
         self._products, self._threads = products, threads
         self._pool, self._outputs = pool_of(threads), products[0].shape[0]
         self._weights = np.concatenate([each.weight for each in products])
-        self._kernels = np.array([each.addresses() for each in products], dtype=np.int64)
+        self._kernels = np.array(_addresses(products), dtype=np.int64)
 
     def __call__(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         """Multiply rows [rows, in], sorted by expert; `counts` are the rows of each expert."""
@@ -38,9 +38,7 @@ class ExpertsTogether:
             if count:
                 work.append((expert, first, count))
                 first += count
-        work.sort(
-            key=lambda each: -each[2]
-        )  # the longest first: threads end at about the same time
+        work.sort(key=lambda each: -each[2])  # the longest first, so that threads end together
         multiply_experts(
             self._pool,
             self._threads,
@@ -52,6 +50,15 @@ class ExpertsTogether:
         )
         report_computed(2.0 * rows.numel() * self._outputs)
         return result
+
+
+def _addresses(products: Sequence[KernelProduct]) -> list[tuple[int, int, int]]:
+    """Return the addresses of the products' kernels; those of a format are looked up once, which takes long."""
+    found: dict[tuple[object, ...], tuple[int, int, int]] = {}
+    kinds = [(each.kernel, each.many_rows_kernel, *map(id, each.tags)) for each in products]
+    for kind, product in dict(zip(kinds, products, strict=True)).items():
+        found[kind] = product.addresses()
+    return [found[kind] for kind in kinds]
 
 
 def experts_together(threads: int, products: Sequence[Any]) -> MultiplyEach | None:
