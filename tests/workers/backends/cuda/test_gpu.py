@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,8 @@ from tests.workers.adapters.random_adapters import add_adapters, random_adapter
 from tests.workers.backends.paged import chunk_of, filled_cache
 from tests.workers.batching.special_rows import OPTIONS, special
 from tests.workers.batching.test_kv_cache import NOTHING, blocks_of, make_cache, pairs, same
-from tests.workers.driver import BLOCK_SIZE, BLOCKS, Checkpoints, Driver, Stage, outputs
+from tests.workers.driver import BLOCK_SIZE, BLOCKS, Checkpoints, Driver, Question, Stage, outputs
+from tests.workers.quantized.test_published import published
 from tests.workers.test_language import mixed_questions
 from vsched.types import SamplingParams
 from vsched.worker.contract import WorkerSettings
@@ -163,6 +165,19 @@ def test_draws_on_a_gpu_equal_those_on_a_cpu(options: dict[str, Any]) -> None:
     backend = choose_backend(WorkerSettings(device=DEVICE), torch.bfloat16)
     found = backend.draw(logits.to(DEVICE), rows).tolist()
     assert found == draw_in_torch(logits, rows).tolist()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name"), [("qwen3_moe", "fp8"), ("gpt_oss", "mxfp4"), ("glm4_moe", "awq")]
+)
+def test_published_experts_answer_as_their_dequantized_twins(
+    tmp_path: Path, architecture: str, name: str
+) -> None:
+    """Experts are dequantized, linear layers are not."""
+    folders = published(tmp_path, name, architecture, initializer_range=0.1)
+    questions = [Question(range(3, 3 + length), count=8) for length in (5, 40)]
+    found, wanted = (outputs(Driver(load(each), chunk=48).run(questions)) for each in folders)
+    assert found == wanted
 
 
 def test_capture_that_fails_leaks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
