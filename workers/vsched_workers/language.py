@@ -414,14 +414,6 @@ def _build_share(
     return model, cuts
 
 
-def _check_one_rank(settings: WorkerSettings) -> None:
-    if settings.ranks > 1:
-        raise ConfigError(
-            f"generate.tensor_parallel: {settings.ranks} ranks cannot share the quantized weights of this checkpoint. "
-            "Remedy: set it to 1."
-        )
-
-
 def _load_family(
     family: LanguageFamily,
     info: ModelInfo,
@@ -440,7 +432,6 @@ def _load_family(
         prefixes = family.language_prefixes
         find_quantized(model, scheme, lambda name: index.find(name, prefixes) is not None)
         if family.decoder.experts:
-            _check_one_rank(settings)
             experts = find_parts(model, index, scheme, prefixes)
             experts.take_out(model)
     vocabulary: int = config.get_text_config().vocab_size
@@ -459,7 +450,8 @@ def _load_family(
         scheme=scheme,
     )
     if experts is not None:
-        experts.read_into(model, backend.dtype, settings.device, lambda _: None)
+        report = functools.partial(progress, "loading the language model")
+        experts.read_into(model, backend.dtype, settings.device, report)
     head = load_head(
         model,
         index,
@@ -560,7 +552,6 @@ def _load_any(
     scheme = checkpoint_scheme(info)
     if scheme is not None:
         check_quantized(settings, backend.dtype, what=f"config.json: {scheme.method}")
-        _check_one_rank(settings)
     ranks, share = PlannedRanks(ranks=settings.ranks, rank=settings.rank), None
     text = read_config(checkpoint_directory(info.path), info.family).get_text_config()
     if settings.ranks > 1:

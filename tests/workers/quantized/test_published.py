@@ -332,6 +332,8 @@ def test_published_weight_has_the_values_of_its_format(name: str) -> None:
             ("mixtral", "fp8", "float32"),
             ("gpt_oss", "gguf", "bfloat16"),
             ("phi3", "gptq", "float32"),
+            ("modernbert-decoder", "compressed int8", "float32"),
+            ("nanochat", "compressed int8", "float32"),
         ),
     ],
 )
@@ -405,6 +407,9 @@ def test_unsupported_schemes_are_refused_by_name(said: dict[str, Any], message: 
         ("gptq", {"g_idx": torch.arange(48, dtype=torch.int32) // 16}),
         ("gptq", {"qweight": torch.zeros(4, 4, dtype=torch.int32)}),
         ("gptq", {"scales": torch.ones(2, 64)}),
+        ("gptq", {"scales": torch.ones(3, 32), "qzeros": torch.zeros(3, 4, dtype=torch.int32)}),
+        ("gptq in one group", {}),
+        ("mxfp4", {"weight_scales": torch.zeros(32, 3, dtype=torch.uint8)}),
         ("fp8", {"weight_scale_inv": torch.ones(1)}),
         ("modelopt", {"weight_scale": torch.ones(2, 3)}),
         ("compressed int8", {"weight_scale": torch.ones(3)}),
@@ -413,11 +418,11 @@ def test_unsupported_schemes_are_refused_by_name(said: dict[str, Any], message: 
 def test_tensors_foreign_to_the_scheme_are_reported(
     name: str, wrong: dict[str, torch.Tensor]
 ) -> None:
-    said, make = FORMATS[name]
+    said, make = FORMATS.get(name) or (_GPTQ | {"group_size": -1}, _gptq)
     scheme = scheme_of({"quantization_config": said})
     assert scheme is not None
     tensors = make(drawn()).tensors | wrong
-    with pytest.raises(CheckpointError, match=r"of a quantised weight: .* Remedy"):
+    with pytest.raises(CheckpointError, match=r"of a quantized weight: .* Remedy"):
         read_quantized(scheme, tensors.get, (64, 96), torch.bfloat16, name="")
 
 
@@ -428,7 +433,7 @@ def test_tensors_foreign_to_the_scheme_are_reported(
         ("compressed int8", "scale", r"layers.1.mlp.up_proj.weight of type I8 has no scale"),
         ("fp8", "config", r"_proj.weight is quantized, and config.json has no quantization_config"),
         ("gptq", "config", r"qweight is quantized, and config.json has no quantization_config"),
-        ("gptq", "qzeros", r"layers.1.mlp.up_proj: qzeros of a quantised weight: found nothing"),
+        ("gptq", "qzeros", r"layers.1.mlp.up_proj: qzeros of a quantized weight: found nothing"),
     ],
 )
 def test_quantized_tensors_without_scale_or_settings_are_reported(

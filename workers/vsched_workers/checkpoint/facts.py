@@ -430,8 +430,11 @@ def check_parallel(info: ModelInfo, *, stage: str, ranks: int) -> None:
     """Check that a stage, `encode` or `generate`, can be shared by `ranks` ranks.
 
     Raises:
-        CheckpointError: When a size is not divisible; the message lists all such sizes and possible numbers of ranks.
+        CheckpointError: When the weights are quantized experts or for the generic path; or when a size is not
+            divisible: the message lists all such sizes and possible numbers of ranks.
     """
+    if stage == "generate" and ranks > 1:
+        _check_shareable(info, ranks)
     sizes = _shared_sizes(info, stage)
     wrong = [f"{name} is {size}" for name, size in sizes.items() if size % ranks]
     if not wrong:
@@ -442,6 +445,16 @@ def check_parallel(info: ModelInfo, *, stage: str, ranks: int) -> None:
         f"config.json: {', '.join(wrong)}, which {ranks} ranks cannot share equally. "
         f"Remedy: set {stage}.tensor_parallel to one of {', '.join(allowed)}."
     )
+
+
+def _check_shareable(info: ModelInfo, ranks: int) -> None:
+    family = language_family(info.family, info.path)
+    is_shared = family is not None and family.language_sharing.sizes and not family.decoder.experts
+    if not is_shared and scheme_of(read_json(checkpoint_directory(info.path), "config.json")):
+        raise CheckpointError(
+            f"generate.tensor_parallel: {ranks} ranks cannot share the quantized weights of this checkpoint. "
+            "Remedy: set it to 1."
+        )
 
 
 def _shared_sizes(info: ModelInfo, stage: str) -> dict[str, int]:

@@ -71,10 +71,8 @@ _FORMATS = {
 def packed_weights(model: nn.Module, weights: Iterable[FileWeight]) -> set[str]:
     """Return the names of the weights that stay quantized: linear layers without the head, and whole experts."""
     whole: Any = model
-    head, given = (
-        whole.get_output_embeddings(),
-        {each.name for each in weights if each.is_quantized},
-    )
+    head = whole.get_output_embeddings()
+    given = {each.name for each in weights if each.is_quantized}
     linears = {
         f"{name}.weight"
         for name, each in model.named_modules()

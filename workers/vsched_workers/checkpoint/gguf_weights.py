@@ -87,9 +87,8 @@ class FileWeight:
 
     def _cut(self) -> Iterator[Sequence[Array]]:
         """Yield the blocks of the tensors for each part."""
-        given = [
-            np.asarray(tensor.data) for tensor in self.tensors
-        ]  # slices are faster than of a map
+        # Slicing a memory map is slow.
+        given = [np.asarray(tensor.data) for tensor in self.tensors]
         first = given[0]
         if self._stays():
             rows = first.reshape(-1, first.shape[-1])

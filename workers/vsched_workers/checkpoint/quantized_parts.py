@@ -31,7 +31,7 @@ from vsched_workers.quantized.experts import (
     use_dequantized,
     use_quantized,
 )
-from vsched_workers.quantized.layers import QuantizedLinear, merge
+from vsched_workers.quantized.layers import READ_DIRECTLY, QuantizedLinear, merge
 from vsched_workers.quantized.published import read_quantized
 from vsched_workers.quantized.schemes import Scheme
 from vsched_workers.quantized.weights import QuantizedWeight
@@ -62,17 +62,14 @@ class QuantizedParts:
     experts: Mapping[str, Mapping[str, str | Sequence[Sequence[str]]]]
 
     def take_out(self, model: Any) -> None:
-        """Remove the weights from a model without weights, and keep transformers from initializing them."""
+        """Remove the weights from a model without weights."""
         for name in self.linears:
             parent, _, child = name.rpartition(".")
-            linear: Any = QuantizedLinear(model.get_submodule(name))
+            linear = QuantizedLinear(model.get_submodule(name))
             setattr(model.get_submodule(parent), child, linear)
-            linear._is_hf_initialized = True  # noqa: SLF001  # transformers' name
         for name, parameters in self.experts.items():
-            experts = model.get_submodule(name)
-            experts._is_hf_initialized = True  # noqa: SLF001
             for parameter in parameters:
-                take_out(experts, parameter)
+                take_out(model.get_submodule(name), parameter)
 
     def read_into(
         self, model: Any, dtype: torch.dtype, device: str, report: Callable[[float], None]
@@ -166,6 +163,7 @@ def find_parts(
     for target, sources in found.items():
         module, _, leaf = target.rpartition(".")
         is_linear = type(modules[module]) is nn.Linear and leaf == "weight"
+        is_linear &= module.rpartition(".")[2] not in READ_DIRECTLY
         plain = sources.get("")
         if plain and is_linear and modules[module] is not model.get_output_embeddings():
             linears[module] = plain[0]
@@ -239,6 +237,7 @@ def _in_order(name: str) -> list[tuple[int, str]]:
 
 def _refused(name: str, why: str = "") -> CheckpointError:
     return CheckpointError(
-        f"tensor {name} is quantized{f', {why}' if why else ''}; only linear layers of the language model and whole "
-        "experts may be. Remedy: if the checkpoint is complete, serve one in which it is not quantized."
+        f"tensor {name} is quantized{f', {why}' if why else ''}; only linear layers of the language model except the "
+        "output projection, and whole experts, may be. Remedy: if the checkpoint is complete, serve one in which it is "
+        "not quantized."
     )

@@ -145,7 +145,7 @@ class Qwen3VlMoe(Qwen3Vl):
     name: ClassVar[str] = "qwen3_vl_moe"
     library_prefix: ClassVar[str] = "Qwen3VLMoe"
     vision_class: ClassVar[str] = "Qwen3VLMoeVisionModel"
-    decoder: ClassVar[Decoder] = Decoder(axes=True, experts=True)
+    decoder: ClassVar[Decoder] = replace(Qwen3Vl.decoder, experts=True)
     text_defaults: ClassVar[Mapping[str, Any]] = {
         "max_position_embeddings": 128000,
         "num_attention_heads": 16,

@@ -40,7 +40,9 @@ class QuantizedLinear(nn.Linear):
 
     @property
     def weight(self) -> Any:  # type: ignore[override]  # not a tensor
-        """The quantized weight."""
+        """The quantized weight; before it is read, a tensor without data, which models may initialize."""
+        if self.quantized is None:
+            return torch.empty(self.out_features, self.in_features, device="meta")
         return self.quantized
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:

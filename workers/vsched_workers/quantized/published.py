@@ -84,7 +84,9 @@ def _read_layer(
     values = given["values"] if order is None else given["values"][:, order]
     groups = scales.shape[1]
     group = inputs if groups == 1 else scheme.group
-    _require(-(-inputs // group) == groups, "scales", f"{groups} groups", f"groups of {group}")
+    fits = group > 0 and -(-inputs // group) == groups
+    _require(fits, "scales", f"{groups} groups", f"groups of {group or inputs} inputs")
+    _require(len(scales) == shape[0], "scales", f"{len(scales)} outputs", shape[0])
     return QuantizedWeight(
         kind=scheme.kind,
         values=packed_int4(values) if scheme.kind == "int4" else values,
@@ -245,6 +247,6 @@ def _require(fits: bool, name: str, found: object, wanted: object) -> None:
 
 def _wrong(name: str, found: str, wanted: str) -> CheckpointError:
     return CheckpointError(
-        f"{name} of a quantised weight: found {found}, quantization_config and config.json ask for {wanted}. "
+        f"{name} of a quantized weight: found {found}, quantization_config and config.json ask for {wanted}. "
         "Remedy: use the config.json that belongs to these weights."
     )

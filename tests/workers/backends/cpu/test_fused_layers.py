@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from pathlib import Path
@@ -39,7 +40,7 @@ from vsched_workers.backends.cpu.language_layers import FusedLanguage
 from vsched_workers.backends.cpu.products import QuantizedProduct
 from vsched_workers.backends.cpu.vision_layers import FusedBlock
 from vsched_workers.backends.reference.image_inputs import ImageInputs
-from vsched_workers.backends.reference.layers import ModuleLayers
+from vsched_workers.backends.reference.layers import ModuleLayers, fuse
 from vsched_workers.backends.reference.whole_model import WholeModel
 from vsched_workers.families.decoders import DECODERS, MIXTURES
 
@@ -63,6 +64,22 @@ def test_fused_layers_equal_the_modules(stages: Stages, size: str, chunk: int) -
     exact, fused = (stages(size, kind, "bfloat16") for kind in ("exact", "auto"))
     options = {"chunk": chunk, "seed": chunk, "preempts": 7 * (chunk > 5)}
     run_both(exact, fused, mixed_questions(), arrivals=2, **options).check()
+
+
+@pytest.mark.slow
+def test_fused_layers_with_experts_and_images_equal_the_modules(stages: Stages) -> None:
+    """But for rounding, which changes the choice of experts in a few rows."""
+    plain, fused = (stages("nano3moe", kind, "bfloat16") for kind in ("exact", "auto"))
+    assert isinstance(fused.generator._layers, FusedLanguage)  # type: ignore[attr-defined]
+    assert run_both(plain, fused, mixed_questions(), chunk=11, arrivals=2).apart < WITHIN
+
+
+def test_layers_with_a_module_that_is_not_described_stay_as_they_are(tmp_path: Path) -> None:
+    make_checkpoint("qwen3", tmp_path)
+    decoder = DECODERS["qwen3"]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path).model
+    assert not fuse(model, dataclasses.replace(decoder, query_norm=""))
+    assert fuse(model, decoder)
 
 
 @pytest.mark.slow

@@ -70,8 +70,7 @@ if TYPE_CHECKING:
 
 
 TORCH_ROWS_MIN = 64
-"""Minimum rows of a step in which torch uses several threads: for few, its threads only keep the kernels' from cores.
-"""
+"""Minimum rows of a step in which torch uses several threads: for fewer, they take cores from the kernels' threads."""
 BF16_EXPONENT = 0x7F80
 """The exponent's bits of a bfloat16 number; all are set if it is infinite or NaN."""
 

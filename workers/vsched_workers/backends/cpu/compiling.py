@@ -67,7 +67,7 @@ from vsched_workers.quantized.schemes import FOUR_BITS
 from vsched_workers.quantized.weights import QuantizedWeight
 
 _ACTIVATIONS = {each.py_func.__name__: each for each in GATED.values()}
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Entries of configurations with the number of experts."""
 _INPUTS = 64
 """Inputs of the weight used for compilation."""

@@ -7,7 +7,8 @@ results. Steps of up to 1024 rows are one call (`compiled_step/`), but for the l
 are needed.
 
 The computation of a layer follows from the model's architecture (`families/decoders.py`). Models of other
-architectures keep transformers' modules.
+architectures keep transformers' modules; so does a mixture of experts in the place of the last three products, and its
+steps are never one call.
 """
 
 from __future__ import annotations

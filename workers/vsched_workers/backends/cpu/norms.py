@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -23,9 +23,12 @@ class KernelNorm:
 
     def __init__(self, module: nn.Module, weights: NormWeights, pool: int) -> None:
         self._norm, self._pool = Norm.of(module, weights), pool
+        self._plain: Any = module.forward
 
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the norms of rows [..., width]."""
+        if hidden_states.dtype != torch.bfloat16:
+            return cast("torch.Tensor", self._plain(hidden_states))
         out, width = hidden_states.clone(memory_format=torch.contiguous_format), self._norm.width
         at, rows = out.data_ptr(), out.numel() // width
         norm_parts(self._pool, at, width * out.itemsize, width, self._norm.record, rows)
@@ -38,7 +41,9 @@ def use_norm_kernel(model: nn.Module, threads: int) -> None:
     for module in model.modules():
         kind = type(module)
         weight: Any = getattr(module, "weight", None)
-        if not kind.__name__.endswith("RMSNorm") or "forward" in vars(module) or weight is None:
+        if not kind.__name__.endswith("RMSNorm") or "forward" in vars(module):
+            continue
+        if weight is None or weight.dtype != torch.bfloat16:
             continue
         if kind not in found:
             found[kind] = _kind_of(module)
@@ -51,7 +56,7 @@ def use_norm_kernel(model: nn.Module, threads: int) -> None:
 def _kind_of(module: Any) -> NormWeights | None:
     """Return the rounding by which the kernel equals a module, with random weights; None if there is none."""
     weight, parameters = module.weight, inspect.signature(module.forward).parameters
-    if len(parameters) > 1 or weight.dtype != torch.bfloat16:
+    if len(parameters) > 1:
         return None
     random = torch.Generator().manual_seed(0)
     rows = torch.randn(_TRIAL_ROWS, len(weight), generator=random).bfloat16()

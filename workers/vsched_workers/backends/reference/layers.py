@@ -121,7 +121,9 @@ def fuse(model: Any, decoder: Decoder) -> bool:
 
     The linear layers are packed afterwards, before `FusedLanguage` is built from the model.
     """
-    if decoder.unfit(model.config):
+    if decoder.unfit(model.config) or not all(
+        _is_described(each, decoder) for each in model.layers
+    ):
         return False
     for layer in model.layers:
         attention = MergedAttention(getattr(layer, decoder.attention), decoder)
@@ -130,6 +132,21 @@ def fuse(model: Any, decoder: Decoder) -> bool:
         if hasattr(feed_forward, decoder.down):  # a mixture of experts stays as it is
             setattr(layer, decoder.feed_forward, CutFeedForward(feed_forward, decoder))
     return True
+
+
+def _is_described(layer: nn.Module, decoder: Decoder) -> bool:
+    """Return whether all modules with weights of a layer and of its attention are in the description."""
+    norms, attention = decoder.norms, getattr(layer, decoder.attention)
+    named = {norms.before_attention, norms.after_attention, decoder.attention}
+    named |= {norms.before_feed_forward, norms.after_feed_forward, decoder.feed_forward}
+    of_attention = {*decoder.qkv, decoder.output, decoder.query_norm, decoder.key_norm}
+    return _with_weights(layer) <= named and _with_weights(attention) <= of_attention
+
+
+def _with_weights(module: nn.Module) -> set[str]:
+    return {
+        name for name, child in module.named_children() if any(True for _ in child.parameters())
+    }
 
 
 def merged(linears: Sequence[nn.Linear]) -> nn.Linear:
