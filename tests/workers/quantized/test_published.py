@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,11 +19,12 @@ from safetensors.torch import load_file, save_file
 from tests.parity.architectures import make_checkpoint
 from tests.parity.vision_checkpoints import make_vision_checkpoint
 from tests.workers.backends.cpu.twins import WITHIN, run_both
-from tests.workers.driver import Checkpoints, Question, Stage
+from tests.workers.driver import Checkpoints, Question, Stage, inspect
 from tests.workers.edited import write
 from tests.workers.properties import thorough
 from vsched.errors import CheckpointError, ConfigError
 from vsched_workers.checkpoint.description import describe_checkpoint
+from vsched_workers.checkpoint.facts import check_parallel
 from vsched_workers.quantized.published import read_quantized, written_blocks
 from vsched_workers.quantized.schemes import FOUR_BITS, scheme_of
 from vsched_workers.quantized.weights import quantize
@@ -511,3 +513,11 @@ def test_description_reports_formats_and_memory(tmp_path: Path, name: str, kind:
     size = quantized.weights_bytes["language"]["auto"]
     assert 0.95 * quantized.file_bytes < size + 8192 < 1.1 * quantized.file_bytes + 8192
     assert size < 0.5 * plain.file_bytes
+
+
+def test_ranks_share_quantized_layers_but_no_experts(tmp_path: Path) -> None:
+    for name in ("llama", "qwen3_moe"):
+        quantized, _ = published(tmp_path / name, "fp8", name)
+        info = inspect(quantized)
+        with nullcontext() if name == "llama" else pytest.raises(CheckpointError, match="2 ranks"):
+            check_parallel(info, stage="generate", ranks=2)
