@@ -433,7 +433,7 @@ def _load_family(
         find_quantized(model, scheme, lambda name: index.find(name, prefixes) is not None)
         if family.decoder.experts:
             experts = find_parts(model, index, scheme, prefixes)
-            experts.take_out(model)
+            experts.remove_from(model)
     vocabulary: int = config.get_text_config().vocab_size
     divides = ranks > 1 and vocabulary % ranks == 0
     fill_module(

@@ -16,7 +16,7 @@ from vsched_workers.quantized.experts import (
     expert_names,
     pack_experts,
     parameters_of,
-    take_out,
+    take_parameter,
     use_dequantized,
     use_quantized,
 )
@@ -73,7 +73,7 @@ def test_quantized_experts_compute_with_dequantized_weights(traits: dict[str, bo
     routed = given, chosen, drawn(6, CHOICES, seed=4)
     quantized = {}
     for name in parameters_of(experts):
-        weights = take_out(experts, name)
+        weights = take_parameter(experts, name)
         outputs_first = weights.mT if experts.is_transposed else weights
         quantized[name] = [quantize(each, "int8", group=16) for each in outputs_first]
     use_quantized(experts, quantized)

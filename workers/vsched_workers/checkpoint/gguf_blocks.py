@@ -28,7 +28,7 @@ from torch import nn
 from vsched.worker.spec import usable_cores
 from vsched_workers.checkpoint.gguf_weights import FilePart, FileWeight
 from vsched_workers.quantized.experts import mixtures, parameters_of
-from vsched_workers.quantized.layers import READ_DIRECTLY, merge
+from vsched_workers.quantized.layers import READ_DIRECTLY, stack_outputs
 from vsched_workers.quantized.published import written_blocks
 from vsched_workers.quantized.weights import (
     INT4_CENTRE,
@@ -126,7 +126,7 @@ def _convert(weight: FileWeight, *, quantized: bool) -> dict[str, torch.Tensor]:
 def quantized_weight(weight: FileWeight) -> QuantizedWeight:
     """Return the quantized form of a weight; experts are below each other."""
     kinds = [each.tensor_type for each in weight.tensors]
-    made = merge([_quantized_part(part, kinds) for part in weight.parts()])
+    made = stack_outputs([_quantized_part(part, kinds) for part in weight.parts()])
     assert made is not None, "int4 and int8 have int8 in common"
     return replace(made.in_half(), dtype=weight.target.dtype)
 
@@ -137,7 +137,7 @@ def _quantized_part(part: FilePart, kinds: Sequence[Any]) -> QuantizedWeight:
     order = _order(torch.cat([*part.plain]), rows)
     if order is not None:
         sources = zip(part.blocks, part.plain, kinds, strict=True)
-        found = merge([_read(*source) for source in sources])
+        found = stack_outputs([_read(*source) for source in sources])
         if found is not None:
             return found.at_rows(order)
     return _int8(rows)

@@ -23,15 +23,15 @@ import torch
 from torch import nn
 
 from vsched.errors import CheckpointError
-from vsched_workers.checkpoint.weights import Read, WeightIndex
+from vsched_workers.checkpoint.weights import ReadTensor, WeightIndex
 from vsched_workers.quantized.experts import (
     mixtures,
     parameters_of,
-    take_out,
+    take_parameter,
     use_dequantized,
     use_quantized,
 )
-from vsched_workers.quantized.layers import READ_DIRECTLY, QuantizedLinear, merge
+from vsched_workers.quantized.layers import READ_DIRECTLY, QuantizedLinear, stack_outputs
 from vsched_workers.quantized.published import read_quantized
 from vsched_workers.quantized.schemes import Scheme
 from vsched_workers.quantized.weights import QuantizedWeight
@@ -61,7 +61,7 @@ class QuantizedParts:
     linears: Mapping[str, str]
     experts: Mapping[str, Mapping[str, str | Sequence[Sequence[str]]]]
 
-    def take_out(self, model: Any) -> None:
+    def remove_from(self, model: Any) -> None:
         """Remove the weights from a model without weights."""
         for name in self.linears:
             parent, _, child = name.rpartition(".")
@@ -69,7 +69,7 @@ class QuantizedParts:
             setattr(model.get_submodule(parent), child, linear)
         for name, parameters in self.experts.items():
             for parameter in parameters:
-                take_out(model.get_submodule(name), parameter)
+                take_parameter(model.get_submodule(name), parameter)
 
     def read_into(
         self, model: Any, dtype: torch.dtype, device: str, report: Callable[[float], None]
@@ -101,7 +101,7 @@ class QuantizedParts:
 
     def _read_experts(
         self,
-        read: Read,
+        read: ReadTensor,
         experts: Any,
         parameter: str,
         sources: str | Sequence[Sequence[str]],
@@ -122,13 +122,13 @@ class QuantizedParts:
             return
         for names in zip(*sources, strict=True):
             shape = outputs // len(names), inputs
-            merged = merge([self._read(read, name, shape, dtype) for name in names])
+            merged = stack_outputs([self._read(read, name, shape, dtype) for name in names])
             if merged is None:
                 raise _refused(names[0], "in another format than the weight that is merged with it")
             yield merged.owned()
 
     def _read(
-        self, read: Read, key: str, shape: tuple[int, int], dtype: torch.dtype
+        self, read: ReadTensor, key: str, shape: tuple[int, int], dtype: torch.dtype
     ) -> QuantizedWeight:
         def of_layer(end: str) -> torch.Tensor | None:
             return read(self.scheme.tensor_name(key, end))

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 EMBEDDING = "embed_tokens.weight"
 HEAD = "lm_head.weight"
 COMPARED_ROWS = 4096
-Read = Callable[[str], "torch.Tensor | None"]
+ReadTensor = Callable[[str], "torch.Tensor | None"]
 """Reads a tensor by its name; returns None if there is none."""
 _VISION = re.compile(
     r"(?:^|\.)(?:visual|vision\w*|image_\w+|mm_\w+|multi_modal_projector|connector|aligner)\."
@@ -101,7 +101,7 @@ class WeightIndex:
         return found
 
     @contextmanager
-    def opened(self) -> Iterator[Read]:
+    def opened(self) -> Iterator[ReadTensor]:
         """Return a function that reads a tensor, None if there is none; each file is opened once."""
         from safetensors import safe_open
 

@@ -163,7 +163,7 @@ def load_whole(
     progress(label, 0.0)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    kind = type(built) if quantized is None else part_of(type(built), quantized.take_out)
+    kind = type(built) if quantized is None else part_of(type(built), quantized.remove_from)
     try:
         model, report = kind.from_pretrained(
             path,

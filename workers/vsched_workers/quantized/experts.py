@@ -85,7 +85,7 @@ def parameters_of(experts: Any) -> tuple[str, str]:
     return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
 
 
-def take_out(experts: Any, parameter: str) -> torch.Tensor:
+def take_parameter(experts: Any, parameter: str) -> torch.Tensor:
     """Remove a parameter; a tensor without data remains, for code that reads its type."""
     weight: torch.Tensor = experts._parameters.pop(parameter).detach()  # noqa: SLF001
     setattr(experts, parameter, torch.empty_like(weight, device="meta"))
@@ -151,7 +151,9 @@ def _weights(
 ) -> Iterator[tuple[torch.Tensor | QuantizedWeight, torch.Tensor | None]]:
     """Yield weight [out, in] and bias of each expert."""
     biases = getattr(experts, f"{name}_bias", None) if experts.has_bias else None
-    weights = vars(experts)["quantized"][name] if is_quantized(experts) else take_out(experts, name)
+    weights = (
+        vars(experts)["quantized"][name] if is_quantized(experts) else take_parameter(experts, name)
+    )
     if isinstance(weights, torch.Tensor):
         weights = weights.transpose(1, 2) if experts.is_transposed else weights
     for expert, one in enumerate(weights):

@@ -67,14 +67,14 @@ def merged_quantized(linears: Sequence[nn.Linear]) -> QuantizedLinear | None:
     """Merge layers without biases; return None if their formats have none in common, or one is not quantized."""
     weights = [each.quantized for each in linears if isinstance(each, QuantizedLinear)]
     found = [each for each in weights if each is not None]
-    merged = merge(found) if len(found) == len(linears) else None
+    merged = stack_outputs(found) if len(found) == len(linears) else None
     if merged is None:
         return None
     shape = nn.Linear(merged.inputs, len(merged), bias=False, device="meta")
     return QuantizedLinear(shape, merged)
 
 
-def merge(weights: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
+def stack_outputs(weights: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
     """Stack the outputs of weights, without rounding; return None if their formats have none in common."""
     if len({each.form for each in weights}) > 1 and {each.kind for each in weights} <= {*INTEGERS}:
         group = math.gcd(*(each.group for each in weights))

@@ -67,9 +67,9 @@ class _Layer:
     """A layer: its products, norms and sizes.
 
     Attributes:
-        input_layernorm: Norm before attention.
         gate: Product of the gate; None, as are `up` and `down`, in a layer with a mixture of experts.
         mixture: Transformers' module of a mixture of experts.
+        input_layernorm: Norm before attention.
         attention_output_norm: Norm of the attention output before the residual add, if any: Gemma's
             `post_attention_layernorm`.
         post_attention_layernorm: Norm before the MLP, named as in Llama; Gemma's `pre_feedforward_layernorm`.
@@ -411,7 +411,7 @@ class FusedLanguage:
                 block, delta, layer.attention_output_norm, layer.post_attention_layernorm
             )
             if layer.gate is None or layer.up is None or layer.down is None:
-                assert layer.mixture is not None, "a layer has either"
+                assert layer.mixture is not None, "a layer has a feed-forward or a mixture"
                 out = layer.mixture(block.normed[None])[0].contiguous()
             else:
                 gate, up = layer.gate(block.normed), layer.up(block.normed)

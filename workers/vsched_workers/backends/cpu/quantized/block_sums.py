@@ -39,7 +39,7 @@ from vsched_workers.backends.cpu.kernels.simd import (
     splat,
 )
 from vsched_workers.backends.cpu.quantized.kernel import (
-    FOUR_BITS,
+    FOUR_BIT_TAGS,
     FP4_NUMBERS,
     PANEL,
     ZERO_POINTS,
@@ -84,7 +84,7 @@ class BlockSums:
     def __init__(self, builder: Any, kind: Any, tag: Any) -> None:
         self._builder, self._writer = builder, InstructionWriter(builder)
         self._is_int4, self._zero_point = kind is numba.types.uint8, ZERO_POINTS[kind]
-        self._words = 2 if kind in FOUR_BITS else 1
+        self._words = 2 if kind in FOUR_BIT_TAGS else 1
         self._pairs = tag is numba.types.int16
         self._native = tag is numba.types.int8
 

@@ -125,7 +125,7 @@ KINDS: Mapping[str, npt.NDArray[Any]] = {
     "bfloat16": BF16,
     "float32": _FLOAT32,
 }
-FOUR_BITS = (numba.types.uint8, numba.types.int32)
+FOUR_BIT_TAGS = (numba.types.uint8, numba.types.int32)
 """Types of the tags of int4 and fp4."""
 ZERO_POINTS = {numba.types.int8: 128, numba.types.uint8: INT4_CENTRE, numba.types.int32: 12}
 """Zero points of unsigned bytes, by the types of the tags of integer formats."""
@@ -174,7 +174,7 @@ class Reader:
     @property
     def nibbles(self) -> int:
         """Number of half bytes (nibbles) per weight."""
-        sizes = dict.fromkeys(FOUR_BITS, 1) | {numba.types.uint16: 4, numba.types.float32: 8}
+        sizes = dict.fromkeys(FOUR_BIT_TAGS, 1) | {numba.types.uint16: 4, numba.types.float32: 8}
         return sizes.get(self._kind, 2)
 
     @property
@@ -185,7 +185,7 @@ class Reader:
     @property
     def read_together(self) -> int:
         """Inputs packed into one word."""
-        return 8 if self._kind in FOUR_BITS else 4 if self._kind is numba.types.int8 else 1
+        return 8 if self._kind in FOUR_BIT_TAGS else 4 if self._kind is numba.types.int8 else 1
 
     @property
     def unrolled(self) -> int:
@@ -213,7 +213,7 @@ class Reader:
         if self._kind is numba.types.int8:
             word = builder.shl(loaded, splat(WORDS, 24 - 8 * index))
             return builder.sitofp(builder.ashr(word, splat(WORDS, 24)), FLOATS)
-        if self._kind in FOUR_BITS:
+        if self._kind in FOUR_BIT_TAGS:
             word = builder.lshr(loaded, splat(WORDS, 8 * (index % 4) + 4 * (index // 4)))
             if self._kind is numba.types.int32 and has_permutation():
                 return self._writer.look_up(FP4_NUMBERS, word)
