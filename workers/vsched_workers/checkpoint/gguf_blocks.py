@@ -132,7 +132,7 @@ def quantized_weight(weight: FileWeight) -> QuantizedWeight:
 
 
 def _quantized_part(part: FilePart, kinds: Sequence[Any]) -> QuantizedWeight:
-    """Return the quantized form of a part; int8 if its rows are not those of its tensors."""
+    """Return the quantized form of a part; int8 if its rows differ from the rows of its tensors."""
     rows = part.values.reshape(-1, part.values.shape[-1])
     order = _order(torch.cat([*part.plain]), rows)
     if order is not None:

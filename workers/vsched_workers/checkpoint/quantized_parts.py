@@ -1,8 +1,8 @@
 """Quantized linear layers and experts of a model that transformers loads (the generic path).
 
-Transformers maps a checkpoint's names to those of its modules, and stacks experts of separate tensors in one parameter
-[experts, out, in]. By the same mapping, quantized weights are found and taken out of the model on the meta device, so
-that transformers loads only the rest; they are read by the format of the checkpoint instead:
+Transformers maps the names in a checkpoint to modules, and stacks experts of separate tensors in one parameter
+[experts, out, in]. The same mapping finds the quantized weights. They are removed from the model on the meta device, so
+transformers loads the rest, and read in the format of the checkpoint:
 
     ...experts.3.gate_proj.weight_packed
                                           ->  ...experts.gate_up_proj, expert 3: outputs of gate, then of up
@@ -64,9 +64,7 @@ class QuantizedParts:
     def remove_from(self, model: Any) -> None:
         """Remove the weights from a model without weights."""
         for name in self.linears:
-            parent, _, child = name.rpartition(".")
-            linear = QuantizedLinear(model.get_submodule(name))
-            setattr(model.get_submodule(parent), child, linear)
+            model.set_submodule(name, QuantizedLinear(model.get_submodule(name)))
         for name, parameters in self.experts.items():
             for parameter in parameters:
                 take_parameter(model.get_submodule(name), parameter)
@@ -125,7 +123,7 @@ class QuantizedParts:
             merged = stack_outputs([self._read(read, name, shape, dtype) for name in names])
             if merged is None:
                 raise _refused(names[0], "in another format than the weight that is merged with it")
-            yield merged.owned()
+            yield merged
 
     def _read(
         self, read: ReadTensor, key: str, shape: tuple[int, int], dtype: torch.dtype
@@ -139,12 +137,12 @@ class QuantizedParts:
 def find_parts(
     model: Any, index: WeightIndex, scheme: Scheme, prefixes: Sequence[str] = ()
 ) -> QuantizedParts:
-    """Find the quantized weights of a model without weights; others of the checkpoint are ignored.
+    """Find the quantized weights of a model on the meta device; other quantized weights are ignored.
 
-    `prefixes` are those of the model's names in the checkpoint, if it is a part of a model.
+    `prefixes` are the prefixes of its names in the checkpoint, for a part of a model.
 
     Raises:
-        CheckpointError: When a weight is quantized that is not one of a linear layer or of experts.
+        CheckpointError: When another weight of the model is quantized than of linear layers and experts.
     """
     state, modules = model.state_dict(), dict(model.named_modules())
     converters, rename = _conversions(model, state)
@@ -194,7 +192,7 @@ def check_unquantized(tower: Any, index: WeightIndex, scheme: Scheme) -> None:
 
 
 def _conversions(
-    model: Any, state: Mapping[str, Any]
+    model: Any, state: dict[str, Any]
 ) -> tuple[dict[str, Any], Callable[[str], tuple[str, str | None]]]:
     """Return transformers' conversions by the patterns of their sources, and its mapping of a tensor's name.
 
@@ -213,7 +211,7 @@ def _conversions(
     prefix = model.base_model_prefix
 
     def rename(key: str) -> tuple[str, str | None]:
-        found = rename_source_key(key, renamings, converters, prefix, dict(state))
+        found = rename_source_key(key, renamings, converters, prefix, state)
         return found if found[0] in state or key not in state else (key, None)
 
     return {pattern: each for each in converters for pattern in each.source_patterns}, rename

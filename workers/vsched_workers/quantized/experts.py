@@ -24,6 +24,24 @@ MultiplyEach = Callable[[torch.Tensor, Sequence[int]], torch.Tensor]
 """Multiplies rows [rows, in], sorted by expert, by the weights of experts; the numbers are the rows of each expert."""
 
 
+def one_by_one(products: Sequence[Multiply]) -> MultiplyEach:
+    """Return the function that multiplies by the products of experts, one after the other."""
+
+    def multiply_each(rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        found, first = [], 0
+        for product, count in zip(products, counts, strict=True):
+            if count:
+                found.append(product(rows[first : first + count]))
+                first += count
+        return torch.cat(found)
+
+    return multiply_each
+
+
+Together = Callable[[Sequence[Any]], MultiplyEach]
+"""Returns the function that multiplies by the products of experts, such as `one_by_one`."""
+
+
 class ExpertProducts:
     """The forward pass of an experts module: transformers' `grouped_mm` over a product for each weight.
 
@@ -34,22 +52,14 @@ class ExpertProducts:
     """
 
     def __init__(
-        self,
-        experts: Any,
-        make: Callable[..., Multiply],
-        together: Callable[[Sequence[Multiply]], MultiplyEach | None] = lambda _: None,
+        self, experts: Any, make: Callable[..., Multiply], together: Together = one_by_one
     ) -> None:
-        """Make the products of a module of transformers from weights and biases; its parameters are removed.
-
-        `together` returns a faster way to multiply by some products, if there is one.
-        """
+        """Make the products of a module of transformers from weights and biases; its parameters are removed."""
         self._experts = experts
         inner, outer = (
             [make(*each) for each in _weights(experts, name)] for name in parameters_of(experts)
         )
-        self._inner, self._outer = (
-            together(each) or functools.partial(multiply_apart, each) for each in (inner, outer)
-        )
+        self._inner, self._outer = together(inner), together(outer)
         self.products: Sequence[Any] = [*inner, *outer]
 
     def __call__(
@@ -118,9 +128,7 @@ def is_quantized(module: nn.Module) -> bool:
 
 
 def pack_experts(
-    module: nn.Module,
-    make: MakeProduct,
-    together: Callable[[Sequence[Multiply]], MultiplyEach | None] = lambda _: None,
+    module: nn.Module, make: MakeProduct, together: Together = one_by_one
 ) -> list[ExpertProducts]:
     """Replace the forward passes of the mixtures of experts below a module, and return the new ones."""
     packed = []
@@ -165,15 +173,3 @@ def _multiply_dequantized(
     weight: QuantizedWeight, bias: torch.Tensor | None, rows: torch.Tensor
 ) -> torch.Tensor:
     return functional.linear(rows, weight.dequantized().to(rows), bias)
-
-
-def multiply_apart(
-    products: Sequence[Multiply], rows: torch.Tensor, counts: Sequence[int]
-) -> torch.Tensor:
-    """Multiply rows by the products of experts, one after the other; see `MultiplyEach`."""
-    found, first = [], 0
-    for product, count in zip(products, counts, strict=True):
-        if count:
-            found.append(product(rows[first : first + count]))
-            first += count
-    return torch.cat(found)

@@ -16,7 +16,7 @@ FOUR_BITS = ("int4", "fp4")
 """Formats with two values per byte."""
 
 INTEGERS = ("int8", *FOUR_BITS)
-"""Formats whose values are integers times a scale; those of fp4 are counted in halves."""
+"""Formats of integers times a scale; fp4 counts in halves."""
 
 GROUPS = {"int8": 128, "int4": 32}
 """Default group sizes; a row with fewer inputs is one group."""

@@ -30,7 +30,7 @@ def drawn(*shape: int, seed: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", [Gemma4RMSNorm, Glm4RMSNorm, Qwen3_5RMSNorm])
 def test_norms_equal_the_modules_but_for_the_order_of_a_sum(kind: Any) -> None:
-    """With rows that are not contiguous, too; their weights are those of the module."""
+    """Also for rows that are not contiguous, with the weights of the module."""
     model = nn.ModuleList([kind(WIDTH), kind(WIDTH)]).bfloat16().requires_grad_(requires_grad=False)
     first: Any = model[0]
     first.weight.copy_(drawn(WIDTH, seed=1))

@@ -272,7 +272,7 @@ class CpuBackend(Backend):
         packed = {weights[name] for name in names & weights.keys()}
         return [name for name, weight in weights.items() if weight in packed]
 
-    def experts_together(self, products: Sequence[Any]) -> MultiplyEach | None:
+    def experts_together(self, products: Sequence[Any]) -> MultiplyEach:
         return experts_together(self._threads, products)
 
     def prepare_adapters(self) -> MakeSums:

@@ -6,6 +6,7 @@ oneDNN's bfloat16 product with AVX-512, and a tenth of torch's with AVX2.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -85,14 +86,6 @@ class KernelProduct(PackedProduct):
         for name, value in weight.items():
             self.weight[name] = value
 
-    def addresses(self) -> tuple[int, int, int]:
-        """Addresses of the kernels for few and for many rows of bfloat16, and the minimum of many."""
-        few, many = (
-            each.address_of((BF16_ROWS, *self.tags))
-            for each in (self.kernel, self.many_rows_kernel)
-        )
-        return few, many, self.many_rows_min
-
     def multiply_rows(self, dtype: torch.dtype, rows_at: int, count: int, result_at: int) -> None:
         singles = dtype == torch.float32
         kernel = self.kernel
@@ -101,6 +94,25 @@ class KernelProduct(PackedProduct):
         tags = (FLOAT32_ROWS if singles else BF16_ROWS, *self.tags)
         wanted = at_most(self.shape[0], self._enough)
         kernel(self._pool, tags, self.weight, rows_at, count, wanted, result_at)
+
+
+def addresses_of(products: Sequence[KernelProduct]) -> list[tuple[int, int, int]]:
+    """Return the addresses of each product's kernels for few and many rows of bfloat16, and the minimum of many.
+
+    A look-up takes half a millisecond, so there is one for each kernel and format.
+    """
+    found: dict[tuple[object, ...], int] = {}
+
+    def address_of(kernel: Any, product: KernelProduct) -> int:
+        key = (kernel, *map(id, product.tags))
+        if key not in found:
+            found[key] = kernel.address_of((BF16_ROWS, *product.tags))
+        return found[key]
+
+    return [
+        (address_of(each.kernel, each), address_of(each.many_rows_kernel, each), each.many_rows_min)
+        for each in products
+    ]
 
 
 class QuantizedProduct(KernelProduct):

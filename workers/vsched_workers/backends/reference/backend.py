@@ -43,7 +43,7 @@ from vsched_workers.batching.paged_attention import AttentionKernels
 from vsched_workers.batching.recurrent_state import RecurrentStates
 from vsched_workers.batching.sampling import SpecialRow, draw_in_torch, greedy_tokens
 from vsched_workers.parallel.rank_group import Collectives
-from vsched_workers.quantized.experts import MultiplyEach, pack_experts
+from vsched_workers.quantized.experts import MultiplyEach, one_by_one, pack_experts
 from vsched_workers.quantized.layers import tie_embedding
 
 if TYPE_CHECKING:
@@ -181,9 +181,9 @@ class Backend:
         warm_up(module, self.dtype, *others, *products)
         return size + sum(each.size_bytes for each in products)
 
-    def experts_together(self, products: Sequence[Any]) -> MultiplyEach | None:
-        """Return a faster way to multiply by the products of experts; None if there is none."""
-        return None
+    def experts_together(self, products: Sequence[Any]) -> MultiplyEach:
+        """Return the function that multiplies by the products of experts."""
+        return one_by_one(products)
 
     def lays_out(self, module: nn.Module) -> Collection[str]:
         """Return the names of a module's parameters that are repacked, and thus copied, when it is prepared.

@@ -29,7 +29,7 @@ from vsched_workers.backends.cpu.kernels.gemm import WEIGHT
 from vsched_workers.backends.cpu.kernels.norm import NORM, add_norm, add_normed, norm_parts
 from vsched_workers.backends.cpu.kernels.prefill_attention import any_arguments
 from vsched_workers.backends.cpu.kernels.rope import HEADS, Bf16Array, rope_prefill
-from vsched_workers.backends.cpu.products import KernelProduct
+from vsched_workers.backends.cpu.products import KernelProduct, addresses_of
 from vsched_workers.backends.cpu.threads import pool_of, process_pool
 from vsched_workers.backends.reference.layers import Angles
 from vsched_workers.backends.reference.packed_weights import BLOCK_ROWS
@@ -131,7 +131,7 @@ class CompiledStep:
         self._tables = Tables(
             np.array([model], dtype=MODEL),
             np.concatenate([each.weight for each in products]),
-            np.array([each.addresses() for each in products], dtype=np.int64),
+            np.array(addresses_of(products), dtype=np.int64),
             np.concatenate([each.record for each in (*norms, last)]),
             np.concatenate([norm.record for each in layers for norm in each.head_norms]),
             np.concatenate([each.heads for each in layers]),
